@@ -1,0 +1,111 @@
+"""What did the launcher and the shell tell this process? The one module that reads the environment.
+
+Invariant: an explicit argument always wins; the environment only answers what nobody else said.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from closeranks.core.errors import SetupError
+from closeranks.core.world import World
+
+_WORLD: World | None = None
+
+
+def set_world(world: World | None) -> None:
+    """The agent's workers are told their world by message; it stands for the life of the process."""
+    global _WORLD
+    _WORLD = world
+
+
+def detect_world(environ: Mapping[str, str] = os.environ) -> World:
+    """The world this process was started in: told by our agent, by torchrun, by srun, or alone."""
+    if _WORLD is not None:
+        return _WORLD
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _torchrun_world(environ)
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        return _slurm_world(environ)
+    return World()
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        fix = "Start with `closeranks train -n N`, torchrun or srun, which set it."
+        raise SetupError(f"the environment variable {name} is '{text}', not a number", fix) from None
+
+
+def _torchrun_world(environ: Mapping[str, str]) -> World:
+    """A restart of torchrun's agent is a generation of its own, so that no key of the last one is read again."""
+    return World(
+        rank=_integer(environ, "RANK"),
+        size=_integer(environ, "WORLD_SIZE"),
+        local_rank=_integer(environ, "LOCAL_RANK", 0),
+        local_size=_integer(environ, "LOCAL_WORLD_SIZE", 1),
+        launcher="torchrun",
+        generation=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        store=f"{environ.get('MASTER_ADDR', '127.0.0.1')}:{_integer(environ, 'MASTER_PORT', 29500)}",
+    )
+
+
+def _slurm_world(environ: Mapping[str, str]) -> World:
+    """The store stands on the first host of the step, on a port that follows from the job id."""
+    job = _integer(environ, "SLURM_JOB_ID", 0)
+    host = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", ""), environ)
+    port = _integer(environ, "MASTER_PORT", 20000 + job % 10000)
+    return World(
+        rank=_integer(environ, "SLURM_PROCID"),
+        size=_integer(environ, "SLURM_STEP_NUM_TASKS", _integer(environ, "SLURM_NTASKS", 1)),
+        local_rank=_integer(environ, "SLURM_LOCALID", 0),
+        local_size=_tasks_here(environ),
+        launcher="slurm",
+        generation=_integer(environ, "SLURM_RESTART_COUNT", 0),
+        store=f"{host}:{port}",
+    )
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """``SLURM_STEP_TASKS_PER_NODE`` reads ``2(x3),1``: two tasks on each of three nodes, then one."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        number, _, times = part.partition("(x")
+        counts += [int(number)] * (int(times.rstrip(")")) if times else 1)
+    return counts[_integer(environ, "SLURM_NODEID", 0) % len(counts)]
+
+
+def _first_host(nodelist: str, environ: Mapping[str, str]) -> str:
+    """The first name of a Slurm host list such as ``gpu[03-07,12],login1``."""
+    if environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")) == "1":
+        return "127.0.0.1"
+    head, bracket, rest = nodelist.partition("[")
+    if not bracket or "," in head:
+        return nodelist.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+
+
+def thread_limit(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Threads per process that the person asked for, if they did."""
+    return _integer(environ, "OMP_NUM_THREADS") if environ.get("OMP_NUM_THREADS") else None
+
+
+def child_environment(threads: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What the zygote and its workers see.
+
+    One thread per maths library until a worker sets its own number: a pool that exists at a fork hangs the child.
+    The NVML check and the single compile thread keep the zygote from touching CUDA, which a forked child could then
+    not use. PYTHONUNBUFFERED: a killed worker's last line reaches its log.
+    """
+    fixed = {
+        "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": str(threads),
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**environ, **fixed}

@@ -1,0 +1,132 @@
+"""What can happen in a run, as typed values that machines can read?
+
+Each event is a frozen dataclass; ``encode`` gives one JSON-able dict with its name under ``event`` and ``decode`` gives
+the dataclass back. Invariant: readers ignore fields they do not know, so that a run folder written by a newer version
+can still be read; a missing field takes its default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+JsonValue = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The root of all events; ``name`` is what stands under ``event`` in the JSON line."""
+
+    name: ClassVar[str] = "event"
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
+    name: ClassVar[str] = "run_started"
+    rank: int = 0
+    world_size: int = 1
+    generation: int = 0
+    first_step: int = 0
+    last_step: int = 0
+    device: str = "cpu"
+    precision: str = "float32"
+    num_params: int = 0
+    num_trainable: int = 0
+    flops_per_item: float = 0.0
+    """Forward and backward, for one item (a token, or a sample where there are no tokens)."""
+    item: str = "token"
+    datasheet_flops: float | None = None
+    """Dense peak of one device at this precision, from the vendor; None where no datasheet is known."""
+    measured_flops: float | None = None
+    """What a large matrix product reached on this device at the start of the run."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone(Event):
+    """One optimizer step, as the vote of all ranks settled it."""
+
+    name: ClassVar[str] = "step"
+    step: int = 0
+    """Number of finished steps, so the first step reports 1."""
+    loss: float = 0.0
+    weight: float = 0.0
+    """What the summed loss was divided by: target tokens, or samples."""
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    taken: bool = True
+    """False when the ranks agreed to skip the update (a value that is not finite)."""
+    loss_scale: float = 1.0
+    items: int = 0
+    """Items (tokens or samples) this step put through the model, over all ranks."""
+    position: int = 0
+    """Cursor into the global sample order after this step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    data_wait_s: float = 0.0
+    """Time this rank stood waiting for its next batch."""
+    memory_bytes: int = 0
+    """Peak on the accelerator since the run began, or the resident set on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated(Event):
+    name: ClassVar[str] = "eval"
+    step: int = 0
+    loss: float = 0.0
+    weight: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Saved(Event):
+    name: ClassVar[str] = "saved"
+    step: int = 0
+    path: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    name: ClassVar[str] = "resumed"
+    step: int = 0
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Warned(Event):
+    """Something a person should know that does not stop the run."""
+
+    name: ClassVar[str] = "warning"
+    what: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded(Event):
+    name: ClassVar[str] = "run_ended"
+    step: int = 0
+    reason: str = "finished"
+    """``finished``, ``drained`` (asked to stop), ``stopped`` (a hook said so), or ``failed``."""
+    seconds: float = 0.0
+
+
+_EVENTS: dict[str, type[Event]] = {
+    kind.name: kind for kind in (RunStarted, StepDone, Evaluated, Saved, Resumed, Warned, RunEnded)
+}
+
+
+def encode(event: Event) -> dict[str, JsonValue]:
+    """One JSON-able dict, the event's name first."""
+    return {"event": event.name, **asdict(event)}
+
+
+def decode(line: dict[str, JsonValue]) -> Event | None:
+    """The event of a JSON line, or None for a kind this version does not know."""
+    kind = _EVENTS.get(str(line.get("event")))
+    if kind is None:
+        return None
+    known = {f.name for f in fields(kind)}
+    return kind(**{key: value for key, value in line.items() if key in known})
