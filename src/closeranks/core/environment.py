@@ -6,6 +6,7 @@ Invariant: an explicit argument always wins; the environment only answers what n
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 from closeranks.core.errors import SetupError
@@ -109,3 +110,21 @@ def child_environment(threads: int, environ: Mapping[str, str] = os.environ) -> 
         "PYTHONUNBUFFERED": "1",
     }
     return {**environ, **fixed}
+
+
+def bind_gloo_to_loopback() -> None:
+    """All workers are on this host: nothing of theirs needs to be reachable from another. An explicit choice wins."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def fix_cublas_workspace() -> None:
+    """cuBLAS is deterministic only with a fixed workspace, and reads this when CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """GPUs this process may use, without loading any driver: what the shell allows, else what the kernel shows."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])

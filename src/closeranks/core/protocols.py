@@ -113,7 +113,8 @@ class Reducer(Protocol):
 class Group(Protocol):
     """The few collectives that the step and evaluation need from the data group, whatever backend carries them."""
 
-    size: int
+    @property
+    def size(self) -> int: ...
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place; every rank gets the same bits."""

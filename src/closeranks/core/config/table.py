@@ -1,14 +1,44 @@
 """What is a table of a job file? The base of every room's config model.
 
-Invariant: a key nobody knows is a problem, never ignored; a loaded table does not change.
+Invariant: a key nobody knows is a problem, never ignored; a value is never quietly turned into another type (the text
+"5" is not the number 5, ``true`` is not 1); a loaded table does not change.
 """
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+_SCALARS = ("bool", "int", "float", "str")
+_NOT_SCHEMAS = ("default", "metadata", "serialization")
+"""Entries of a core schema that hold a person's values, not further schemas."""
+
+
+def _refuse_conversions(node: Any) -> None:
+    """Make every scalar inside a core schema strict.
+
+    Pydantic's own strict mode would also refuse a list for a tuple and a dict for a table, which is all TOML has.
+    """
+    if isinstance(node, dict):
+        if node.get("type") in _SCALARS:
+            node["strict"] = True
+        for key, child in node.items():
+            if key not in _NOT_SCHEMAS:
+                _refuse_conversions(child)
+    elif isinstance(node, list | tuple):
+        for child in node:
+            _refuse_conversions(child)
 
 
 class Table(BaseModel):
     """One table of the job. The docstring under each field is its help in ``--explain`` and in the JSON Schema."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _refuse_conversions(schema)
+        return schema

@@ -1,0 +1,56 @@
+# Everything works from a bare clone with Python 3.11+ and pip: .venv is made here, torch first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help install demo test test-slow lint format bench servers clean
+
+help:
+	@echo "make demo       train a small Llama on two workers, draw its curve, let it speak (under a minute)"
+	@echo "make test       lint, types, import contract and all tests but the slow ones"
+	@echo "make test-slow  the tests that take minutes (torch.compile, long runs)"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make bench      every benchmark that runs here; each ends with one line of JSON"
+	@echo "make install    only make .venv"
+
+install: $(VENV)/.installed
+
+# torch before anything that depends on it, so that no other package chooses its build.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,digits]'
+	@touch $@
+
+demo: install
+	$(BIN)/closeranks train examples/demo.toml -n 2 run.folder=runs/demo
+	$(BIN)/closeranks sample "$$(ls -td runs/demo* | head -1)" "import "
+
+lint: install
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff format src tests examples benchmarks
+	$(BIN)/ruff check --fix src tests examples benchmarks
+
+# Real servers that tests need, from Debian's packages when we are root there; elsewhere their tests skip and say why.
+servers:
+	@sh tests/servers.sh
+
+test: lint servers
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: install servers
+	$(PYTEST) -m "slow and not gpu"
+
+bench: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[peers]'
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

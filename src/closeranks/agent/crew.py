@@ -1,0 +1,107 @@
+"""Who are the workers of one generation, and how do they stand?
+
+Invariant: when a crew is closed, none of its workers lives. The nursery outlives it: the next generation is another
+crew from the same zygote.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from closeranks.agent.exits import num_oom_kills
+from closeranks.agent.launch import LaunchPlan, Listener
+from closeranks.agent.loop import Loop
+from closeranks.agent.member import Member
+from closeranks.agent.nursery import Nursery
+from closeranks.agent.verdict import Verdict, judge
+from closeranks.core.world import World
+
+_CLOSE_S = 5.0
+
+
+class Crew:
+    """All workers of one generation on this host. They are asked for when the crew is made."""
+
+    def __init__(self, plan: LaunchPlan, generation: int, nursery: Nursery, loop: Loop, listener: Listener) -> None:
+        self._nursery = nursery
+        self._loop = loop
+        self._listener = listener
+        self._num_oom_kills = num_oom_kills()
+        self.fenced_at: float | None = None
+        self.members = [
+            Member(world, plan, loop, listener, self._pass_store_on) for world in _worlds(plan.num_workers, generation)
+        ]
+        for member in self.members:
+            nursery.fork(member, member.fds)
+
+    def _pass_store_on(self, address: str) -> None:
+        for member in self.members:
+            member.send({"type": "store", "address": address})
+
+    def request(self, *, drain: bool, save: bool) -> None:
+        """Ask every worker; each hears it at its next ``poll``."""
+        for member in self.members:
+            member.send({"type": "request", "drain": drain, "save": save})
+
+    def fence(self) -> None:
+        """SIGKILL to all that live, and no more births."""
+        self.fenced_at = time.monotonic()
+        for member in self.members:
+            member.fence()
+        self._nursery.cancel()
+
+    @property
+    def num_left(self) -> int:
+        return sum(not member.is_over for member in self.members)
+
+    @property
+    def failed_at(self) -> float | None:
+        return min((member.failed_at for member in self.members if member.failed_at is not None), default=None)
+
+    @property
+    def all_spoken(self) -> bool:
+        return all(member.has_spoken for member in self.members)
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether it ended because somebody asked a worker to, rather than because the work was done."""
+        return any(member.is_drained for member in self.members)
+
+    @property
+    def statuses(self) -> dict[int, int]:
+        return {member.world.rank: member.status for member in self.members if member.status is not None}
+
+    def verdict(self) -> Verdict:
+        """Who failed first; at least one must have."""
+        return judge([member.fact() for member in self.members], num_oom_kills() - self._num_oom_kills)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Fence whoever is left, which is nobody unless an error passes through here; then nobody is told anything."""
+        if self.num_left:
+            for member in self.members:
+                member.listener = _NOBODY
+            self.fence()
+            self._await_ends()
+        for member in self.members:
+            member.close()
+
+    def _await_ends(self) -> None:
+        deadline = time.monotonic() + _CLOSE_S
+        while self.num_left and time.monotonic() < deadline:
+            self._loop.turn(deadline)
+
+
+def _worlds(size: int, generation: int) -> list[World]:
+    return [World(rank, size, rank, size, launcher="agent", generation=generation) for rank in range(size)]
+
+
+def _ignore(*_: Any) -> None:
+    """An error is on its way out already; what workers say while they are killed adds nothing."""
+
+
+_NOBODY = Listener(on_event=_ignore, on_output=_ignore, on_note=_ignore)

@@ -1,0 +1,81 @@
+"""When does a run end, and how?
+
+Situation in, move out; nothing here touches a process. Invariant: every wait has an end. A failure gives the other
+workers a moment to tell their side; a request to stop gives them its grace; a fence is final.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+TELL_S = 1.0
+"""After the first failure, how long the other workers have to tell their side."""
+REAP_S = 10.0
+"""After a fence, how long the kernel may take to end a process; a GPU driver needs up to seconds."""
+
+Reason = Literal["finished", "drained", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A request to stop, since when it stands, and when patience with it ends."""
+
+    reason: Literal["drained", "interrupted"]
+    since: float
+    deadline: float
+
+
+def on_signal(stop: Stop | None, signum: int, now: float, *, grace_s: float, interrupt_s: float) -> Stop:
+    """SIGTERM drains; Ctrl-C drains in a hurry, also during a drain; Ctrl-C once more ends it now."""
+    if signum == signal.SIGTERM:
+        return stop or Stop("drained", now, now + grace_s)
+    if stop is None:
+        return Stop("interrupted", now, now + interrupt_s)
+    if stop.reason == "interrupted":
+        return Stop("interrupted", stop.since, now)
+    return Stop("interrupted", stop.since, min(now + interrupt_s, stop.deadline))
+
+
+def counts_as_failure(failed_at: float | None, stop: Stop | None) -> bool:
+    """Whether a failed worker makes the run a failed one. Who pressed Ctrl-C wants it to end, not to hear how."""
+    if failed_at is None:
+        return False
+    return stop is None or stop.reason == "drained" or failed_at < stop.since
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the agent sees at one moment."""
+
+    now: float
+    num_left: int
+    """Workers whose end is not yet known."""
+    failed_at: float | None = None
+    all_spoken: bool = False
+    """Whether every worker has finished, failed or died, so that there is nothing to wait for."""
+    stop: Stop | None = None
+    fenced_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What to do now; to ``wait`` is until something happens, or until then."""
+
+    action: Literal["wait", "fence", "end"]
+    until: float | None = None
+
+
+def next_move(situation: Situation) -> Move:
+    if situation.num_left == 0:
+        return Move("end")
+    if situation.fenced_at is not None:
+        patience = situation.fenced_at + REAP_S
+        return Move("end") if situation.now >= patience else Move("wait", patience)
+    deadlines = [situation.stop.deadline] if situation.stop else []
+    if situation.failed_at is not None:
+        deadlines.append(situation.now if situation.all_spoken else situation.failed_at + TELL_S)
+    if not deadlines:
+        return Move("wait")
+    return Move("fence") if situation.now >= min(deadlines) else Move("wait", min(deadlines))

@@ -1,0 +1,49 @@
+"""What does the exit status of a process mean, in words?
+
+A status is the exit code, or the negative number of the signal that ended the process, as ``subprocess`` has it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+_WHY = {
+    signal.SIGKILL: "killed by SIGKILL; if nobody sent it, the kernel's out-of-memory killer did: see dmesg",
+    signal.SIGSEGV: "killed by SIGSEGV: a crash in native code",
+    signal.SIGBUS: "killed by SIGBUS: often /dev/shm is full, or a mapped file was cut short",
+    signal.SIGABRT: "ended by SIGABRT: native code gave up",
+    signal.SIGFPE: "killed by SIGFPE: an integer division by zero in native code",
+    signal.SIGILL: "killed by SIGILL: a library was built for another processor",
+    signal.SIGXCPU: "killed by SIGXCPU: the limit on processor time (ulimit -t) was reached",
+    signal.SIGXFSZ: "killed by SIGXFSZ: the limit on file size (ulimit -f) was reached",
+}
+
+
+def status_of(result: os.waitid_result) -> int:
+    """The status that ``waitid`` found."""
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def in_words(status: int | None, num_oom_kills: int = 0) -> str:
+    """How a process ended. ``num_oom_kills``: how many the kernel killed on this host meanwhile for want of memory."""
+    if status is None:
+        return "died; its exit status is not known"
+    if status >= 0:
+        return f"exited with code {status} without reporting an error"
+    if status == -signal.SIGKILL and num_oom_kills:
+        return "killed by SIGKILL, by the kernel's out-of-memory killer it seems: it struck on this host meanwhile"
+    try:
+        number = signal.Signals(-status)
+    except ValueError:
+        return f"killed by signal {-status}"
+    return _WHY.get(number, f"killed by {number.name}")
+
+
+def num_oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory since this host started; 0 where it does not say."""
+    try:
+        with open("/proc/vmstat") as lines:
+            return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0

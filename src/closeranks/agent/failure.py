@@ -1,0 +1,112 @@
+"""What does a worker tell its agent about an exception?
+
+Invariant: the report is plain values taken while the exception is at hand; it says where in the user's own code it came
+from, and whether it looks like the echo of a peer's death rather than a cause.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.errors import CloseranksError, UserError, encode
+
+_MAX_TRACEBACK_CHARS = 20_000
+_MAX_MESSAGE_CHARS = 2_000
+
+NO_STORE = "rank 0 has not opened its store"
+
+# What gloo, NCCL and the store say when the other end is gone or silent.
+_ECHO = re.compile(
+    r"connection (was )?(reset|closed|aborted|refused)|broken pipe|closed by peer|socket (timeout|closed)"
+    r"|gloo.*(timeout|timed out)|timed out (after|waiting)|wait timeout|connectfullmesh|pair closure"
+    r"|nccl.*(timeout|remote|abort|unhandled|internal error)|remote process exited|watchdog caught"
+    r"|(failed to recv|recvvalue failed|sendbytes failed|store.*timeout)|" + NO_STORE,
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReport:
+    """An exception as plain values."""
+
+    kind: str
+    message: str
+    place: str
+    """``file:line in function`` of the user's own code, or of the innermost frame where none is theirs."""
+    traceback: str
+    at: float
+    """``time.monotonic()`` when it was caught: one clock for all processes of a host."""
+    step: int | None = None
+    is_consequence: bool = False
+    error: dict[str, Any] | None = None
+    """Of an error of our own: ``core.errors.encode``."""
+
+    def fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe(error: BaseException, step: int | None) -> FailureReport:
+    """Everything the agent needs of an exception, now."""
+    text = "".join(traceback.format_exception(error))
+    return FailureReport(
+        kind=type(error).__name__,
+        message=plain_message(error),
+        place=own_place(error),
+        traceback=text[-_MAX_TRACEBACK_CHARS:],
+        at=time.monotonic(),
+        step=step,
+        is_consequence=is_consequence(error),
+        error=encode(error) if isinstance(error, CloseranksError) else None,
+    )
+
+
+def plain_message(error: BaseException) -> str:
+    """The message without the C++ frames that torch appends to it, or the place that a syntax error repeats."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return text.split("\nException raised from", 1)[0].strip()[:_MAX_MESSAGE_CHARS]
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether this reads like a lost peer. A mistake of the user's never does, whatever it was raised from."""
+    if isinstance(error, UserError):
+        return False
+    return any(isinstance(link, ConnectionError) or _ECHO.search(str(link)) for link in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def own_place(error: BaseException) -> str:
+    """Where in the user's own code: the innermost frame outside the standard library, site-packages and us."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_shown(error.filename)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_foreign_folders())]
+    frame = next(reversed(own or frames), None)
+    return f"{_shown(frame.filename)}:{frame.lineno} in {frame.name}" if frame else ""
+
+
+def _foreign_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    package = str(Path(__file__).resolve().parent.parent)
+    return (paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], package, "<")
+
+
+def _shown(path: str) -> str:
+    """Relative to the working folder where that is shorter."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

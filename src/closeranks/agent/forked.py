@@ -1,0 +1,105 @@
+"""What does a forked child do from the fork to its exit?
+
+Invariant: before any code of the job runs, the child is tied to the zygote's life, writes to its own log, and holds no
+descriptor of the zygote's or of another worker's. It leaves through ``os._exit``: nothing of the zygote's unwinds in
+it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterable
+from types import FrameType
+from typing import NoReturn
+
+from closeranks.agent.link import WorkerLink
+from closeranks.agent.linux import die_with_parent
+from closeranks.agent.progress import ProgressWord
+from closeranks.agent.wire import WorkerFds
+from closeranks.core.environment import set_world
+from closeranks.core.errors import CloseranksError
+from closeranks.core.registry import load_object
+
+
+def live(fds: WorkerFds, zygote: int, foreign: Iterable[int]) -> NoReturn:
+    """Everything after the fork. ``foreign``: the zygote's own descriptors, which this child must not hold.
+
+    Descriptors that the job's modules opened when they were imported stay: they belong to the job.
+    """
+    status = 1
+    try:
+        die_with_parent(zygote)
+        _take_place(fds, foreign)
+        status = _work(fds)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _take_place(fds: WorkerFds, foreign: Iterable[int]) -> None:
+    os.setpgid(0, 0)  # a group of its own: what the worker starts is killed with it
+    os.dup2(fds.output, 1)
+    os.dup2(fds.output, 2)
+    for fd in (fds.output, *foreign):
+        os.close(fd)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    faulthandler.enable()  # a crash in native code ends the log with the Python stack
+    faulthandler.register(signal.SIGUSR1)
+
+
+def _work(fds: WorkerFds) -> int:
+    word = ProgressWord(fds.progress)
+    os.close(fds.progress)
+    link = WorkerLink(socket.socket(fileno=fds.link), word)
+    _hear_sigterm(link)
+    os.register_at_fork(after_in_child=link.abandon)
+    set_world(link.world)
+    return _run_entry(link)
+
+
+def _hear_sigterm(link: WorkerLink) -> None:
+    """A scheduler that ends a job sends SIGTERM to every process of it; a worker that died of it could not save."""
+    worker = os.getpid()
+
+    def drain(signum: int, frame: FrameType | None) -> None:
+        if os.getpid() == worker:
+            link.request_drain()
+        else:  # a process that the worker forked ends as it would anywhere
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    signal.signal(signal.SIGTERM, drain)
+
+
+def _run_entry(link: WorkerLink) -> int:
+    """Call the entry; what it raises is reported, logged, and becomes the exit status."""
+    try:
+        status = int(load_object(link.entry, place="entry")(link.payload, link) or 0)
+    except SystemExit as leave:
+        return _leave(leave, link)
+    except BaseException as error:
+        link.report_failure(error)
+        traceback.print_exc()
+        return error.exit_code if isinstance(error, CloseranksError) else 1
+    if status == 0:
+        link.finish()
+    return status
+
+
+def _leave(leave: SystemExit, link: WorkerLink) -> int:
+    """``sys.exit`` means what it means in any script; any status but 0 is a failure with a place in the code."""
+    if leave.code is None or leave.code == 0:
+        return 0
+    link.report_failure(leave)
+    traceback.print_exc()
+    return leave.code if isinstance(leave.code, int) else 1

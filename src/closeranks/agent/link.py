@@ -1,0 +1,183 @@
+"""What can a worker say to its agent, and hear from it?
+
+Call sequence in a worker: the agent's ``hello`` is read before the entry runs; rank 0 calls ``listen_socket`` and
+``announce_store``, every rank calls ``store``; then each step ``progress`` and ``poll``, and ``send_event`` when there
+is something to tell. Invariant: nothing here waits for the agent inside a step, but for a moment when its buffer is
+full; an event that finds no room then is counted, and the count is told.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from closeranks.agent.failure import NO_STORE, FailureReport, describe
+from closeranks.agent.progress import ProgressWord
+from closeranks.agent.store import bind_store
+from closeranks.agent.wire import LineBuffer, Message, encode
+from closeranks.core.errors import CloseranksError
+from closeranks.core.world import World
+
+_OUTBOX_BYTES = 1 << 20
+_EVENT_WAIT_S = 0.2
+_LAST_WORDS_S = 2.0
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What the agent has asked for. ``drain`` stays once it was asked; ``save`` without it is told once."""
+
+    drain: bool = False
+    save: bool = False
+
+
+class WorkerLink:
+    """A worker's end of the link. ``send_event`` may be called from any thread, the rest from the main one."""
+
+    def __init__(self, endpoint: socket.socket, word: ProgressWord) -> None:
+        self._endpoint = endpoint
+        self._word = word
+        self._lines = LineBuffer()
+        self._outbox = bytearray()
+        self._num_dropped = 0
+        self._lock = threading.Lock()
+        self._requests = Requests()
+        self._store = ""
+        self._hello: Message = {}
+        self._failed = False
+        while not self._hello:
+            self._read_blocking(None)
+        self.world = World(**self._hello["world"])
+        self.entry: str = self._hello["entry"]
+        self.payload: dict[str, Any] = self._hello["payload"]
+
+    # --- forming the group
+
+    def listen_socket(self) -> socket.socket:
+        """Rank 0: the socket the store shall listen on, bound where the job's ``agent`` table says."""
+        return bind_store(self._hello["host"], self._hello["port"])
+
+    def announce_store(self, address: str) -> None:
+        """Rank 0: tell every worker of this generation where the store is (``host:port``)."""
+        self._store = address
+        self._send({"type": "store", "address": address})
+
+    def store(self, timeout_s: float = 60.0) -> str:
+        """Where the store is, waiting for rank 0's announcement."""
+        deadline = time.monotonic() + timeout_s
+        while not self._store:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise CloseranksError(f"{NO_STORE} within {timeout_s:g} s", rank=self.world.rank)
+            self._read_blocking(left)
+        return self._store
+
+    # --- each step
+
+    def progress(self, step: int, phase: int) -> None:
+        """Write the progress word: the step at work (-1: none yet) and the ``Phase`` of it."""
+        self._word.write(step, phase)
+
+    def poll(self) -> Requests:
+        """What the agent has asked for, without waiting; costs about a microsecond when there is nothing new."""
+        try:
+            data = self._endpoint.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        else:
+            self._take(data)
+        if self._outbox:
+            with self._lock:
+                self._flush(0.0)
+        current = self._requests
+        if current.save and not current.drain:
+            self._requests = Requests()
+        return current
+
+    def request_drain(self) -> None:
+        """What a SIGTERM to this worker alone comes to: the next ``poll`` tells it, the vote carries it to all."""
+        self._requests = Requests(drain=True, save=True)
+
+    def send_event(self, event: dict[str, Any]) -> None:
+        """Tell the agent; waits at most a moment when its buffer is full, then drops the event and counts it."""
+        line = encode({"type": "event", "event": event})
+        with self._lock:
+            if len(self._outbox) > _OUTBOX_BYTES:
+                self._flush(_EVENT_WAIT_S)
+            if len(self._outbox) > _OUTBOX_BYTES:
+                self._num_dropped += 1
+                return
+            self._outbox += self._drop_notice() + line
+            self._flush(0.0)
+
+    # --- the end
+
+    def report_failure(self, error: BaseException, step: int | None = None) -> FailureReport:
+        """Tell the agent of an exception, once: the first is the cause. Without a step, the progress word's is told."""
+        report = describe(error, self._word.read().step if step is None else step)
+        if not self._failed:
+            self._failed = True
+            self._send({"type": "failure", "failure": report.fields()})
+        return report
+
+    def finish(self) -> None:
+        """The entry has returned; whatever is still to be told leaves now."""
+        self._send({"type": "finished", "drained": self._requests.drain})
+
+    def abandon(self) -> None:
+        """In a child that a worker forks: the link stays the worker's alone."""
+        self._endpoint.close()
+
+    # --- the wire
+
+    def _send(self, message: Message) -> None:
+        with self._lock:
+            self._outbox += self._drop_notice() + encode(message)
+            self._flush(_LAST_WORDS_S)
+
+    def _drop_notice(self) -> bytes:
+        count, self._num_dropped = self._num_dropped, 0
+        return encode({"type": "dropped", "count": count}) if count else b""
+
+    def _flush(self, wait_s: float) -> None:
+        """Send what fits, waiting at most this long for room. Holds the lock."""
+        deadline = time.monotonic() + wait_s
+        while self._outbox:
+            try:
+                del self._outbox[: self._endpoint.send(self._outbox, socket.MSG_DONTWAIT)]
+            except BlockingIOError:
+                left = deadline - time.monotonic()
+                if left <= 0 or not _wait(self._endpoint, select.POLLOUT, left):
+                    return
+            except OSError:  # the agent is gone, and the kernel is about to end this process for it
+                self._outbox.clear()
+
+    def _read_blocking(self, timeout_s: float | None) -> None:
+        if _wait(self._endpoint, select.POLLIN, timeout_s):
+            self._take(self._endpoint.recv(_CHUNK_BYTES))
+
+    def _take(self, data: bytes) -> None:
+        if not data:  # only a dead agent closes the link; without this a blocking read would spin until the kernel acts
+            os._exit(1)
+        for message in self._lines.feed(data):
+            match message["type"]:
+                case "hello":
+                    self._hello = message
+                case "store":
+                    self._store = message["address"]
+                case "request":
+                    asked = Requests(message["drain"], message["save"])
+                    drain = self._requests.drain or asked.drain
+                    self._requests = replace(asked, drain=drain, save=self._requests.save or asked.save)
+
+
+def _wait(endpoint: socket.socket, event: int, timeout_s: float | None) -> bool:
+    """``poll``, not ``select``: a worker may hold more than a thousand descriptors."""
+    poller = select.poll()
+    poller.register(endpoint, event)
+    return bool(poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000) + 1)))

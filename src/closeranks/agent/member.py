@@ -1,0 +1,189 @@
+"""What does the agent know of one worker, and what can it do to it?
+
+Invariant: a worker is signalled through its pidfd alone, never by number, so that a fence cannot hit a stranger; what
+it said and printed before its death is read to the end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+
+from closeranks.agent.failure import FailureReport
+from closeranks.agent.launch import LaunchPlan, Listener
+from closeranks.agent.loop import Loop
+from closeranks.agent.output import OutputLog
+from closeranks.agent.progress import PHASE_WORDS, ProgressWord, create_progress
+from closeranks.agent.verdict import WorkerFact
+from closeranks.agent.wire import Channel, Message, WorkerFds
+from closeranks.core.world import World
+
+_TAIL_LINES = 12
+
+
+class Member:
+    """One worker of a generation, from before its fork until after its death."""
+
+    def __init__(
+        self, world: World, plan: LaunchPlan, loop: Loop, listener: Listener, on_store: Callable[[str], None]
+    ) -> None:
+        self.world = world
+        self.pid: int | None = None
+        self.status: int | None = None
+        self.died_at: float | None = None
+        self.failure: FailureReport | None = None
+        self.is_finished = False
+        self.is_drained = False
+        self.is_fenced = False
+        self.listener = listener
+        self._loop = loop
+        self._on_store = on_store
+        self._failure_heard_at: float | None = None
+        self._is_orphaned = False
+        self._pidfd: int | None = None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._channel = Channel(ours)
+        progress = create_progress()
+        self._word = ProgressWord(progress)
+        self._log = OutputLog(plan.log_folder / f"rank-{world.rank:05d}.log", self._on_line, self._on_note)
+        self.fds = WorkerFds(theirs.detach(), progress, self._log.take_writer())
+        loop.watch(ours, self._on_link)
+        loop.watch(self._log.reader, self._on_output)
+        hello = {"type": "hello", "world": asdict(world), "entry": plan.entry, "payload": dict(plan.payload)}
+        self.send({**hello, "host": plan.config.host, "port": plan.config.port})
+
+    # --- what the agent does to it
+
+    def send(self, message: Message) -> None:
+        self._channel.send(message)
+        self._loop.also_writable(self._channel.endpoint, bool(self._channel.outbox))
+
+    def fence(self) -> None:
+        """SIGKILL, unless it is dead already. One that is still to be born dies at birth."""
+        if self.is_dead:
+            return
+        self.is_fenced = True
+        if self._pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    # --- what the nursery tells of it
+
+    def born(self, pid: int, pidfd: int) -> None:
+        self.pid, self._pidfd = pid, pidfd
+        self._loop.watch(pidfd, self._on_death)
+        if self.is_fenced:
+            self.fence()
+
+    def exited(self, status: int) -> None:
+        """Comes from the zygote, which may well be slower than the pidfd."""
+        if self.pid is not None:
+            self._on_death()
+        self.status = status
+
+    def orphaned(self) -> None:
+        self._is_orphaned = True
+
+    # --- what is known of it
+
+    @property
+    def is_dead(self) -> bool:
+        return self.status is not None or (self._pidfd is not None and self._pidfd not in self._loop)
+
+    @property
+    def is_over(self) -> bool:
+        """Dead, and nothing more will be learned."""
+        return self.status is not None or (self._is_orphaned and (self._pidfd is None or self.is_dead))
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether its side of a failure is known: it told it, or its exit status does."""
+        return self.failure is not None or self.is_over
+
+    @property
+    def failed_at(self) -> float | None:
+        if self._failure_heard_at is not None:
+            return self._failure_heard_at
+        if self.died_at is None or self.status == 0 or (self.status is None and self.is_finished):
+            return None
+        return self.died_at
+
+    def fact(self) -> WorkerFact:
+        progress = self._word.read()
+        return WorkerFact(
+            rank=self.world.rank,
+            step=progress.step,
+            phase=PHASE_WORDS[progress.phase],
+            status=self.status,
+            died_at=self.died_at,
+            is_finished=self.is_finished,
+            failure=self.failure,
+            log=str(self._log.path),
+            log_tail=self._log.tail(_TAIL_LINES),
+        )
+
+    # --- what it says
+
+    def _on_link(self) -> None:
+        self._channel.flush()
+        for message in self._channel.receive() or ():
+            self._hear(message)
+        if self._channel.is_open:
+            self._loop.also_writable(self._channel.endpoint, bool(self._channel.outbox))
+        else:
+            self._loop.forget(self._channel.endpoint)
+
+    def _hear(self, message: Message) -> None:
+        match message["type"]:
+            case "event":
+                self.listener.on_event(self.world.rank, message["event"])
+            case "store":
+                self._on_store(message["address"])
+            case "failure":
+                self.failure = FailureReport(**message["failure"])
+                self._failure_heard_at = time.monotonic()
+            case "finished":
+                self.is_finished = True
+                self.is_drained = message["drained"]
+            case "dropped":
+                self._on_note(f"Rank {self.world.rank} dropped {message['count']} events: the agent was too slow.")
+
+    def _on_line(self, line: str) -> None:
+        if self.world.is_lead:
+            self.listener.on_output(self.world.rank, line)
+
+    def _on_note(self, text: str) -> None:
+        self.listener.on_note(text)
+
+    def _on_output(self) -> None:
+        self._log.read()
+        if not self._log.is_open:
+            self._loop.forget(self._log.reader)
+
+    def _on_death(self) -> None:
+        """The pidfd is ready: note when, then read everything that it left behind."""
+        if self._pidfd is None or self._pidfd not in self._loop:
+            return
+        self._loop.forget(self._pidfd)
+        if not self.is_fenced:
+            self.died_at = time.monotonic()
+        while self._channel.is_open and (messages := self._channel.receive()) is not None:
+            for message in messages:
+                self._hear(message)
+        while self._log.is_open and self._log.read():
+            pass
+
+    def close(self) -> None:
+        for source in (self._channel.endpoint, self._log.reader):
+            self._loop.forget(source)
+        self._channel.close()
+        self._log.close()
+        self._word.close()
+        if self._pidfd is not None:
+            self._loop.forget(self._pidfd)
+            os.close(self._pidfd)

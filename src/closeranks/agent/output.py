@@ -1,0 +1,92 @@
+"""Where does what a worker prints go? Into its log, byte for byte, and line by line to whoever listens.
+
+Invariant: a log that cannot be written (a full disk) is said once and never stops the run.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+_CHUNK_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 13
+_CRASH_LEAD_LINES = 4
+
+
+class OutputLog:
+    """One process's stdout and stderr: the reading end of its pipe, and its log file."""
+
+    def __init__(self, path: Path, on_line: Callable[[str], None], on_note: Callable[[str], None]) -> None:
+        self.path = path
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file: int | None = file
+        self._first_byte = os.lseek(file, 0, os.SEEK_END)  # what stands before is an earlier run's
+        self.reader, self._writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.reader, False)
+        self.is_open = True
+        self._on_line = on_line
+        self._on_note = on_note
+        # What a library prints need not be UTF-8; a character may be cut in two by a read.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = ""
+
+    def take_writer(self) -> int:
+        """The writing end, for the process; whoever takes it closes it once the process has it."""
+        writer, self._writer = self._writer, -1
+        return writer
+
+    def read(self) -> bool:
+        """Pass on what has arrived, one bounded read; False when there is nothing (more) now."""
+        try:
+            data = os.read(self.reader, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        self.is_open = bool(data)
+        self._write(data)
+        *lines, self._rest = (self._rest + self._decoder.decode(data, final=not data)).split("\n")
+        for line in lines:
+            self._on_line(line)
+        return bool(data)
+
+    def close(self) -> None:
+        """Whatever is left in the pipe goes where it belongs, then the descriptors are given back."""
+        if self._writer >= 0:
+            os.close(self.take_writer())
+        while self.is_open and self.read():
+            pass
+        if self._rest:
+            self._on_line(self._rest)
+        os.close(self.reader)
+        if self._file is not None:
+            os.close(self._file)
+
+    def tail(self, num_lines: int) -> tuple[str, ...]:
+        """The last words of this run."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(self._first_byte, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ()
+        return last_words([line.rstrip() for line in text.splitlines() if line.strip()], num_lines)
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            left = data
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            self._on_note(f"{self.path} cannot be written ({error.strerror}); what follows is lost.")
+            os.close(self._file)
+            self._file = None
+
+
+def last_words(lines: list[str], num_lines: int) -> tuple[str, ...]:
+    """The last lines; of a crash in native code its beginning, where the innermost calls stand, and what led to it."""
+    crash = next((index for index, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+    first = len(lines) - num_lines if crash is None else crash - _CRASH_LEAD_LINES
+    return tuple(lines[max(0, first) :][:num_lines])

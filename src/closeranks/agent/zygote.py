@@ -1,0 +1,144 @@
+"""Where do workers come from? A process that has imported everything they need, and forks on request.
+
+Run as ``python -m closeranks.agent.zygote CONTROL_FD AGENT_PID``. Control messages are JSON, one per packet, and
+descriptors ride along. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on ``fork`` at
+any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
+told by ``exited``.
+Invariant: the zygote has one thread, never touches CUDA, and dies with its agent; a child dies with the zygote.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from closeranks.agent.exits import status_of
+from closeranks.agent.failure import own_place, plain_message
+from closeranks.agent.forked import live
+from closeranks.agent.linux import die_with_parent, num_threads
+from closeranks.agent.wire import WorkerFds
+from closeranks.core.errors import UserError, encode
+
+_PACKET_BYTES = 1 << 17
+
+
+class Zygote:
+    """The loop that forks and reaps."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[int, tuple[int, int]] = {}  # pidfd -> (the agent's key, pid)
+        self._selector = selectors.PollSelector()  # unlike epoll it holds no descriptor that a child would inherit
+        self._selector.register(control, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Until the agent hangs up."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._control:
+                    self._reap(key.fd)
+                elif not self._obey():
+                    return
+
+    def _obey(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, len(WorkerFds._fields))
+        if not data:
+            return False
+        self._fork(json.loads(data)["worker"], WorkerFds(*fds))
+        return True
+
+    def _fork(self, worker: int, fds: WorkerFds) -> None:
+        zygote = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._answer({"op": "fork_failed", "worker": worker, "why": error.strerror})
+        else:
+            if pid == 0:
+                live(fds, zygote, (self._control.fileno(), *self._children))
+            pidfd = os.pidfd_open(pid)
+            self._children[pidfd] = (worker, pid)
+            self._selector.register(pidfd, selectors.EVENT_READ)
+            self._answer({"op": "forked", "worker": worker, "pid": pid}, [pidfd])
+        for fd in fds:
+            os.close(fd)
+
+    def _reap(self, pidfd: int) -> None:
+        worker, pid = self._children.pop(pidfd)
+        # While the dead child is not reaped its number is not given out again: the group is certainly its own.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        assert result is not None
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        self._answer({"op": "exited", "worker": worker, "status": status_of(result)})
+
+    def _answer(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
+        socket.send_fds(self._control, [json.dumps(message).encode()], fds or [])
+
+
+def preload(names: list[str]) -> None:
+    """Import each; the first that cannot be imported, or that touches CUDA, is the user's to mend."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            raise import_error(name, error) from error
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            fix = "Move what it does there into a function: workers are forked after the import, and CUDA forbids that."
+            raise UserError(f"importing '{name}' uses CUDA", fix)
+
+
+def import_error(name: str, error: BaseException) -> UserError:
+    """One sentence for an import that failed: what was raised, and where in the user's code."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        fix = "Run from the folder that holds it, or install it; the job file's own folder is searched too."
+        return UserError(f"there is no module '{error.name}'", fix)
+    place = own_place(error)
+    where = f" at {place}" if place else ""
+    if isinstance(error, SystemExit):
+        fix = "Put what the script does under `if __name__ == '__main__':`."
+        return UserError(f"importing '{name}' called sys.exit{where}", fix)
+    lines = plain_message(error).splitlines()
+    told = f": {lines[-1]}" if lines else ""
+    fix = f"Install '{error.name}'." if isinstance(error, ModuleNotFoundError) else ""
+    return UserError(f"importing '{name}' failed{where}: {type(error).__name__}{told}", fix)
+
+
+def main() -> None:
+    control_fd, agent = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(agent)
+    del sys.argv[1:]
+    # A scheduler signals every process of a job; only the agent decides what that means.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    control = socket.socket(fileno=control_fd)
+    setup = json.loads(control.recv(_PACKET_BYTES))
+    sys.path[:0] = setup["sys_path"]
+    started_at = time.monotonic()
+    try:
+        preload(setup["preload"])
+    except UserError as error:
+        control.send(json.dumps({"op": "failed", "error": encode(error)}).encode())
+        os._exit(error.exit_code)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page that it marks
+    seconds = time.monotonic() - started_at
+    control.send(json.dumps({"op": "ready", "num_threads": num_threads(), "seconds": seconds}).encode())
+    Zygote(control).serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

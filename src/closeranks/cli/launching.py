@@ -1,0 +1,150 @@
+"""How does a verb start workers here and show what they do?
+
+Shared by ``train`` and ``run``. Imports no torch: the agent lives in this process and must stay light. Invariant: a run
+that began always ends with its report written and its terminal given back, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from closeranks.agent.config import AgentConfig
+from closeranks.agent.launch import Agent, LaunchPlan
+from closeranks.core.environment import child_environment, detect_world, num_gpus, thread_limit
+from closeranks.core.errors import CloseranksError, ConfigError, Interrupted, SetupError, UserError
+from closeranks.core.events import decode
+from closeranks.core.registry import is_dotted
+from closeranks.run.folder import choose_folder, free_folder, prepare_folder
+from closeranks.run.job import Job, check_workers, layout_for, load_job
+from closeranks.telemetry.progress import Progress
+
+_STARTED_ELSEWHERE = ("torchrun", "slurm")
+
+
+def train(path: Path, overrides: Sequence[str], num_workers: int) -> None:
+    job = load_job(path, overrides).value
+    sys.path[:0] = [str(path.resolve().parent), os.getcwd()]  # where a job's own modules are looked for
+    if detect_world().launcher in _STARTED_ELSEWHERE:
+        from closeranks.run.worker import train_here
+
+        train_here(job, path.stem)
+        return
+    num_workers = num_workers or num_gpus() or layout_for(job, 1).num_ranks
+    if problems := check_workers(job, num_workers):
+        raise ConfigError(problems)
+    folder = choose_folder(job, path.stem)
+    prepare_folder(job, folder)
+    work = _Work(
+        entry="closeranks.run.worker:train_entry",
+        payload={"job": job.model_dump(mode="json"), "folder": str(folder)},
+        folder=folder,
+        preload=_modules_of(job),
+        agent=job.agent,
+        threads=job.run.threads,
+        log_every=job.telemetry.log_every,
+        report=job.telemetry.report,
+        command=(str(path), tuple(overrides)),
+    )
+    _start(work, num_workers)
+
+
+def run_script(script: Path, arguments: Sequence[str], num_workers: int) -> None:
+    if not script.is_file():
+        raise UserError(f"there is no script at {script}", "Name a Python file; its own flags come after it.")
+    if detect_world().launcher in _STARTED_ELSEWHERE:
+        raise SetupError("`closeranks run` starts its own workers", f"Under torchrun or srun, start {script} itself.")
+    folder = free_folder(Path("runs") / script.stem)
+    work = _Work(
+        entry="closeranks.run.worker:script_entry",
+        payload={"script": str(script), "args": list(arguments), "folder": str(folder)},
+        folder=folder,
+    )
+    _start(work, num_workers or num_gpus() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the workers shall do, and where it is written down."""
+
+    entry: str
+    payload: dict[str, Any]
+    folder: Path
+    preload: tuple[str, ...] = ()
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    threads: int = 0
+    log_every: int = 10
+    report: bool = True
+    command: tuple[str, tuple[str, ...]] = ("", ())
+
+
+def _start(work: _Work, num_workers: int) -> None:
+    plan = LaunchPlan(
+        num_workers=num_workers,
+        entry=work.entry,
+        payload=work.payload,
+        preload=("closeranks.run.worker", *work.preload),
+        sys_path=tuple(sys.path[:2]) if work.preload else (),
+        environment=child_environment(_threads(work.threads, num_workers)),
+        log_folder=work.folder / "logs",
+        config=work.agent,
+    )
+    failure = ""
+    try:
+        with Progress(Console(), log_every=work.log_every) as progress:
+            outcome = _Screen(progress).watch(plan)
+    except CloseranksError as error:
+        failure = str(error)
+        raise
+    finally:
+        _write_down(work, failure)
+    if outcome.reason == "interrupted":
+        raise Interrupted("interrupted", f"Everything is stopped; the run folder is {work.folder}.")
+
+
+class _Screen:
+    """Turns what the agent hears into what a person sees."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def watch(self, plan: LaunchPlan) -> Any:
+        agent = Agent(plan, on_event=self._on_event, on_output=self._on_output, on_note=self._progress.note)
+        return agent.run()
+
+    def _on_event(self, rank: int, fields: dict[str, Any]) -> None:
+        event = decode(fields)
+        if event is not None and rank == 0:
+            self._progress.handle(event)
+
+    def _on_output(self, rank: int, text: str) -> None:
+        self._progress.note(text.rstrip("\n"))
+
+
+def _threads(wanted: int, num_workers: int) -> int:
+    return wanted or thread_limit() or max(1, len(os.sched_getaffinity(0)) // num_workers)
+
+
+def _modules_of(job: Job) -> tuple[str, ...]:
+    """Modules of the user's that the job names: imported once, before the workers are forked."""
+    names = [job.model.name, getattr(job.model, "loss", ""), job.data.name, *job.run.hooks]
+    return tuple(dict.fromkeys(name.partition(":")[0] for name in names if is_dotted(name)))
+
+
+def _write_down(work: _Work, failure: str) -> None:
+    """Picture and page, from the run folder alone. A run that recorded nothing has neither."""
+    if not work.report or not any(work.folder.glob("metrics/*.jsonl")):
+        return
+    from closeranks.telemetry.picture import draw
+    from closeranks.telemetry.report import write_report
+
+    draw(work.folder)
+    job_file, overrides = work.command
+    page = write_report(work.folder, job_file=job_file, overrides=overrides, failure=failure)
+    Console(soft_wrap=True, highlight=False).print(f"report: {page}")

@@ -1,0 +1,66 @@
+"""What can a person ask closeranks to do? The command line's front door; one file per verb.
+
+Invariant: nothing heavy is imported before a verb runs, so that help answers at once; every error a person can fix is
+one sentence on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from closeranks import __version__
+from closeranks.cli import config, report, run, sample, train
+from closeranks.core.errors import CloseranksError
+
+_TOUR = """Train PyTorch models on one process or on thousands of GPUs.
+
+A first tour, in the order people take it:
+
+  closeranks train examples/tiny.toml -n 2            train a job on two workers of this machine
+
+  closeranks train job.toml train.steps=200           change any value from the command line
+
+  closeranks config job.toml --explain                every value of a job, where it came from, what it means
+
+  closeranks sample runs/tiny "import "               talk to the model you trained
+
+  closeranks run -n 2 my_script.py --my-flag          your own loop, with a Session in it, on two workers
+
+Every run writes a folder: report.md (one page), curve.png, metrics/ (JSON lines), logs/ and the trained state.
+"""
+
+app = typer.Typer(
+    name="closeranks",
+    help=_TOUR,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for verb in (train, run, sample, config, report):
+    verb.register(app)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"closeranks {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def front(
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
+) -> None:
+    pass
+
+
+def main() -> None:
+    try:
+        app()
+    except CloseranksError as error:
+        typer.echo(f"closeranks: {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # `closeranks config job.toml | head`: the reader has seen enough
+        sys.exit(0)

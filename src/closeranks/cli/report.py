@@ -1,0 +1,28 @@
+"""``closeranks report``: draw a run's picture and write its page again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HELP = """Draw curve.png and write report.md of a run folder again, also while the run goes on.
+
+  closeranks report runs/tiny
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report", help=HELP, short_help="Draw a run's picture and write its page.")(report)
+
+
+def report(run: Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]) -> None:
+    from closeranks.core.errors import UserError
+    from closeranks.telemetry.picture import draw
+    from closeranks.telemetry.report import write_report
+
+    if not (run / "metrics").is_dir():
+        raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")
+    draw(run)
+    typer.echo(write_report(run))

@@ -1,0 +1,38 @@
+"""``closeranks sample``: let a trained model speak."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HELP = """Let the model of a run continue a text.
+
+  closeranks sample runs/tiny "import "
+
+  closeranks sample runs/tiny "def " --tokens 400 --temperature 0.5 --seed 3
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("sample", help=HELP, short_help="Let a trained model continue a text.")(sample)
+
+
+def sample(
+    run: Annotated[Path, typer.Argument(help="The run's folder, or its state file.", metavar="RUN")],
+    prompt: Annotated[str, typer.Argument(help="What the model continues.")] = "\n",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to draw.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest; higher is wilder.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest only; 0: from all.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
+) -> None:
+    from closeranks.run.sample import sample as draw
+
+    drawn = draw(run, prompt, num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    sys.stdout.buffer.write(prompt.encode())
+    for piece in drawn:
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+    sys.stdout.buffer.write(b"\n")

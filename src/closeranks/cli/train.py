@@ -1,0 +1,41 @@
+"""``closeranks train``: train a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HELP = """Train the job of a TOML file, here, on -n workers.
+
+  closeranks train examples/tiny.toml -n 2
+
+  closeranks train job.toml -n 4 train.steps=500 optim.lr=3e-4 run.folder=runs/try
+
+  closeranks train job.toml checkpoint.resume=runs/job train.steps=1000      continue an earlier run
+
+  torchrun --nproc-per-node 2 -m closeranks train job.toml                   under torchrun, likewise srun
+
+Every key of the file can be set as table.key=value; `closeranks config job.toml --explain` lists them. Ctrl-C stops
+within two seconds, saving where it stands if it can. Exit status: 0 trained, 1 a worker was lost, 2 something in the
+job, the data or the machine needs your hand, 130 interrupted.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train", help=HELP, short_help="Train a job on the workers of this machine.")(train)
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values to change.", metavar="[TABLE.KEY=VALUE]...")
+    ] = None,
+    num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
+    profile: Annotated[str, typer.Option(help="Trace these steps with the torch profiler, such as 10:13.")] = "",
+) -> None:
+    from closeranks.cli import launching
+
+    changes = [*(overrides or []), *([f'telemetry.profile="{profile}"'] if profile else [])]
+    launching.train(job, changes, num_workers)

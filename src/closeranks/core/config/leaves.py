@@ -1,0 +1,47 @@
+"""Which single values make up a table?
+
+Invariant: every value of a table belongs to exactly one leaf, in the order of the fields; an array of plain values is
+one leaf, an array of tables is many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from inspect import cleandoc
+from typing import Any
+
+from closeranks.core.config.table import Table
+from closeranks.core.config.toml import Parts, dotted
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    parts: Parts
+    value: Any
+    help: str = ""
+
+    @property
+    def place(self) -> str:
+        return dotted(self.parts)
+
+
+def leaves(value: Any, parts: Parts = (), help: str = "") -> Iterator[Leaf]:
+    """Every leaf under a value with its place and the docstring of its field; an empty table is a leaf itself."""
+    children = list(_children(value, help))
+    if not children:
+        yield Leaf(parts, value, help)
+    for key, child, text in children:
+        yield from leaves(child, (*parts, key), text)
+
+
+def _children(value: Any, help: str) -> Iterator[tuple[str | int, Any, str]]:
+    if isinstance(value, Table):
+        for name, field in type(value).model_fields.items():
+            yield name, getattr(value, name), cleandoc(field.description or "")
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield str(key), child, help
+    elif isinstance(value, list | tuple) and value and all(isinstance(item, Table | Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield index, item, help

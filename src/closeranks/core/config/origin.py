@@ -1,0 +1,27 @@
+"""Where does a value of the job come from?
+
+Invariant: every value of a loaded job has exactly one origin, that of the source which won.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["default", "file", "python", "command line"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The source that set a value; ``place`` says where in it, as ``job.toml:12``, where that can be said."""
+
+    kind: Kind
+    place: str = ""
+
+    def __str__(self) -> str:
+        return self.place or self.kind
+
+
+DEFAULT = Origin("default")
+PYTHON = Origin("python")
+COMMAND_LINE = Origin("command line")

@@ -1,0 +1,124 @@
+"""What does ``train.steps=200`` on the command line set?
+
+The right side is a TOML value, or plain text where it is not one. Invariant: text is never lost to a guess; where the
+key holds text (``run.name=7``), what was typed stands as it was typed.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from closeranks.core.config.scan import split_key, tokens
+from closeranks.core.config.shape import Spot, find
+from closeranks.core.config.table import Table
+from closeranks.core.config.toml import Parts, dotted
+from closeranks.core.config.words import example, expected
+from closeranks.core.errors import Problem
+
+_KEY_AHEAD = re.compile(r"""[\w."'-]+\s*=""")
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    parts: Parts
+    value: Any
+
+
+def parse_overrides(model: type[Table], texts: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+    """What the command line sets, in its order, and every part of it that cannot be understood."""
+    found = [item for text in texts for item in _parse(model, text, ())]
+    overrides = [item for item in found if isinstance(item, Override)]
+    return overrides, [item for item in found if isinstance(item, Problem)]
+
+
+def parse_value(text: str) -> Any:
+    """The right side: ``[0.9, 0.99]``, ``true`` and ``3e-4`` are TOML; ``8b`` is not and stays text."""
+    text = text.strip()
+    try:
+        values = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return values["value"] if len(values) == 1 else text
+
+
+def split_pairs(text: str) -> list[str]:
+    """``data=2 tensor=2`` in its pairs, cut at blanks and commas that stand outside quotes and brackets."""
+    pieces = [""]
+    for token in tokens(text):
+        is_gap = token.depth == 0 and (token.text.isspace() or token.text == ",")
+        if is_gap and _KEY_AHEAD.match(text, token.start + len(token.text)):
+            pieces.append("")
+        else:
+            pieces[-1] += token.text
+    return [piece.strip().rstrip(",") for piece in pieces if piece.strip(" ,\t\n")]
+
+
+def _parse(model: type[Table], text: str, prefix: Parts) -> Iterator[Override | Problem]:
+    key, equals, right = text.partition("=")
+    parts = (*prefix, *split_key(key)) if key.strip() else prefix
+    problem = _key_problem(model, text, bool(equals), parts, prefix)
+    if problem:
+        yield problem
+        return
+    spot = find(model, parts)
+    value = _typed(spot, right.strip(), parse_value(right))
+    is_pairs = isinstance(value, str) and spot.holds_keys and not any(o.type in (str, Any) for o in spot.options)
+    if not is_pairs:
+        yield Override(parts, value)
+        return
+    pairs = split_pairs(value)
+    if not pairs or not all("=" in pair for pair in pairs):
+        yield _not_pairs(spot, value)
+        return
+    for pair in pairs:
+        yield from _parse(model, pair, parts)
+
+
+def _typed(spot: Spot, text: str, value: Any) -> Any:
+    """Text keys take what was typed: ``run.name=7`` is the text 7, unless a number would do there too."""
+    kinds = {option.type for option in spot.options}
+    takes_value = type(value) in kinds or (isinstance(value, int) and float in kinds) or Any in kinds
+    takes_text = str in kinds or text in spot.choices
+    return text if takes_text and not takes_value else value
+
+
+def _key_problem(model: type[Table], text: str, has_equals: bool, parts: Parts, prefix: Parts) -> Problem | None:
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        return _problem(ascii(text), "it is not UTF-8 text", "Type it again by hand")
+    if text.startswith("-"):
+        return _problem(text, "a setting of the job has no dashes", f"Write {text.lstrip('-').replace(' ', '=')}")
+    if not has_equals:
+        shown = example(find(model, parts)) if parts and find(model, parts).options else "VALUE"
+        return _problem(text, "there is no `=` in it", f"Write {text.strip() or 'table.key'}={shown}")
+    if parts == prefix:
+        named = text.partition("=")[0].strip()
+        what = f"`{named}` is not a key" if named else "there is no key before `=`"
+        return _problem(text, what, "Write table.key=VALUE, such as train.steps=200")
+    return _path_problem(model, parts)
+
+
+def _path_problem(model: type[Table], parts: Parts) -> Problem | None:
+    for length in range(1, len(parts)):
+        spot = find(model, parts[:length])
+        if spot.options and not spot.holds_keys and not any(option.is_array for option in spot.options):
+            what = f"{spot.place} holds {expected(spot.options)}, so there is no `{parts[length]}` in it"
+            return _problem(dotted(parts), what, f"Write {spot.place}={example(spot)}")
+    return None
+
+
+def _not_pairs(spot: Spot, value: str) -> Problem:
+    key = spot.keys[0] if spot.keys else "key"
+    what = (
+        f"it is a table, and `{value}` is not a list of key=value pairs"
+        if value
+        else "it is a table, and nothing is set"
+    )
+    return _problem(spot.place, what, f'Write {spot.place}.{key}=VALUE, or {spot.place}="{key}=VALUE key=VALUE"')
+
+
+def _problem(place: str, what: str, fix: str) -> Problem:
+    return Problem(place.strip() or "(empty)", what, f"{fix}.", "command line")

@@ -1,0 +1,122 @@
+"""Do all ranks take this step, and what did it come to?
+
+[Note: the vote] ONE small all-reduce per step carries everything the ranks must agree on: summed loss and weight, the
+squared gradient norm, whether every value was finite, and whether somebody asked to drain or to save. From its sum
+follow, on the device, the one factor that scales all gradients (1/weight, loss scale and clipping folded together) and
+the flag that gates the optimizer. The host reads it later, so that an accelerator is never waited for within a step.
+
+Invariant: every rank holds the same bits of the verdict, so all take the step or none does, and all stop together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from closeranks.core.protocols import Group
+
+_FIELDS = ("loss", "weight", "norm_squared", "nonfinite", "drain", "save")
+_NUM_DERIVED = 4  # taken, factor, norm, loss scale
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What one rank brings to the vote: sums over its own micro-batches."""
+
+    loss: Tensor
+    weight: Tensor
+    norm_squared: Tensor
+    """Of the summed, still unscaled gradients this rank speaks for."""
+    metrics: Mapping[str, Tensor]
+    drain: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The verdict as the host reads it."""
+
+    loss: float
+    weight: float
+    grad_norm: float
+    loss_scale: float
+    taken: bool
+    drain: bool
+    save: bool
+    metrics: dict[str, float]
+
+
+class Verdict:
+    """The settled vote: ``factor`` and ``taken`` stay on the device, ``read`` waits for the host's copy."""
+
+    def __init__(self, settled: Tensor, names: Sequence[str]) -> None:
+        self._names = names
+        self.taken = settled[-4]
+        self.factor = settled[-3]
+        self._event: torch.cuda.Event | None = None
+        self._host = settled
+        if settled.is_cuda:
+            self._host = torch.empty_like(settled, device="cpu", pin_memory=True)
+            self._host.copy_(settled, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Outcome:
+        """Sync point on CUDA: returns once the device has finished this step's vote."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss, weight, _, _, drain, save, *rest = self._host.tolist()
+        sums, (taken, _, norm, loss_scale) = rest[:-_NUM_DERIVED], rest[-_NUM_DERIVED:]
+        weight = weight or 1.0
+        return Outcome(
+            loss=loss / weight,
+            weight=weight,
+            grad_norm=norm,
+            loss_scale=loss_scale,
+            taken=taken > 0,
+            drain=drain > 0,
+            save=save > 0,
+            metrics={name: value / weight for name, value in zip(self._names, sums, strict=True)},
+        )
+
+
+class Vote:
+    """The polling station of one run; ``speaks_for_norm`` is True on one rank per copy of each gradient."""
+
+    def __init__(self, group: Group, metrics: Sequence[str], *, clip: float, speaks_for_norm: bool) -> None:
+        self._group = group
+        self._metrics = tuple(metrics)
+        self._clip = clip
+        self._norm_share = 1.0 if speaks_for_norm else 0.0
+
+    def cast(self, ballot: Ballot, loss_scale: Tensor) -> Verdict:
+        """Every rank calls this once per step; the only collective besides the gradients'."""
+        nonfinite = ~(ballot.norm_squared.isfinite() & ballot.loss.isfinite())
+        norm_squared = ballot.norm_squared if self._norm_share else torch.zeros_like(ballot.norm_squared)
+        sums = [ballot.loss, ballot.weight, norm_squared, nonfinite]
+        wishes = torch.tensor([ballot.drain, ballot.save], dtype=torch.float64)
+        metrics = [ballot.metrics[name] for name in self._metrics]
+        votes = torch.stack([value.to(torch.float64) for value in sums])
+        parts = [votes, wishes.to(votes.device, non_blocking=True)]
+        if metrics:
+            parts.append(torch.stack([value.to(torch.float64) for value in metrics]))
+        settled = self._group.sum(torch.cat(parts))
+        return Verdict(torch.cat([settled, settle(settled, loss_scale, self._clip)]), self._metrics)
+
+
+def settle(sums: Tensor, loss_scale: Tensor, clip: float) -> Tensor:
+    """From the sums of all ranks: taken (1 or 0), every gradient's factor, their true norm, the loss scale.
+
+    A step is taken when every rank saw finite values and there was anything to learn from. A skipped step's factor
+    is 1, so that no NaN enters arithmetic that the flag then discards.
+    """
+    weight, norm_squared, nonfinite = sums[1], sums[2], sums[3]
+    divisor = weight * loss_scale.to(sums.dtype)
+    norm = norm_squared.sqrt() / divisor
+    taken = (nonfinite == 0) & (weight > 0) & norm.isfinite()
+    shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
+    factor = torch.where(taken, shrink / divisor, torch.ones_like(norm))
+    return torch.stack([taken.to(sums.dtype), factor, norm, loss_scale.to(sums.dtype)])

@@ -1,0 +1,211 @@
+"""Which way is a model spread over ranks, and may it be?
+
+A layout is a value (``data=2 tensor=2``); whether a model and a batch allow it is a pure function of both. Invariant:
+``Layout.parse(str(layout)) == layout``, and ``legal_problems`` names every obstacle at once, each with its fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from closeranks.core.errors import ConfigError, Problem
+from closeranks.core.registry import did_you_mean
+
+SCHEDULES: dict[str, int] = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved-1f1b": 2,
+    "looped-bfs": 2,
+    "interleaved-zero-bubble": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+"""Pipeline schedules, and how many stages each gives a pipeline rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The table ``[layout]`` of a job: the size of every axis, and what of the state is split over the data ranks."""
+
+    data: int = 1
+    """Ways the batch is split."""
+    zero: int = 0
+    """What the data ranks split of the model's state: 1 optimizer, 2 gradients too, 3 weights too."""
+    shard: int = 0
+    """Over how many data ranks the state is split; 0: all of them."""
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    schedule: str = "1f1b"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * SCHEDULES.get(self.schedule, 1) if self.pipeline > 1 else 1
+
+    def __str__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(said) or "data=1"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read ``data=2 tensor=2``, spaces or commas between; raises ConfigError with all that is wrong."""
+        values: dict[str, int | str] = {}
+        problems: list[Problem] = []
+        for word in text.replace(",", " ").split():
+            key, _, value = word.partition("=")
+            problem = _word_problem(word, key, value, values)
+            if problem is not None:
+                problems.append(problem)
+            else:
+                values[key] = value if key == "schedule" else int(value)
+        if problems:
+            raise ConfigError(problems)
+        return replace(cls(), **values)  # type: ignore[arg-type]  # keys and kinds were checked word by word
+
+
+def _word_problem(word: str, key: str, value: str, seen: dict[str, int | str]) -> Problem | None:
+    axes = [f.name for f in fields(Layout)]
+    if key not in axes:
+        return Problem("layout", f"'{word}' names no axis", did_you_mean(key, axes))
+    if key in seen:
+        return Problem(f"layout.{key}", "it is given twice", "Give it once.")
+    if key != "schedule" and not (value.isascii() and value.isdecimal()):
+        return Problem(f"layout.{key}", f"'{value}' is not a whole number", f"Write {key}=2, say.")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What a layout must divide. A zero means the model has no such structure: the axis that splits it stays 1."""
+
+    global_batch: int
+    micro_batch: int
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    num_layers: int = 0
+    vocab_size: int = 0
+    ffn_dim: int = 0
+    seq_len: int = 0
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches of one step; the last may be short."""
+        return -(-self.global_batch // self.micro_batch)
+
+
+def legal_problems(layout: Layout, demands: Demands) -> tuple[Problem, ...]:
+    """Every reason why this layout cannot run, in the order of the table; empty when it can."""
+    out_of_range = tuple(_range_problems(layout))
+    if out_of_range:
+        return out_of_range
+    return (
+        *_data_problems(layout, demands),
+        *_shard_problems(layout),
+        *_tensor_problems(layout, demands),
+        *_pipeline_problems(layout, demands),
+        *_context_problems(layout, demands),
+        *_expert_problems(layout),
+    )
+
+
+def _range_problems(layout: Layout) -> Iterator[Problem]:
+    """Values that mean nothing at all; divisibility is only asked of the others."""
+    for axis in ("data", "tensor", "pipeline", "context", "expert"):
+        if getattr(layout, axis) < 1:
+            yield Problem(f"layout.{axis}", f"it is {getattr(layout, axis)}", "An axis has at least 1 rank.")
+    if layout.zero not in (0, 1, 2, 3):
+        fix = "Choose 0 (nothing is split), 1 (optimizer), 2 (gradients too) or 3 (weights too)."
+        yield Problem("layout.zero", f"there is no ZeRO stage {layout.zero}", fix)
+    if layout.shard < 0:
+        yield Problem("layout.shard", f"it is {layout.shard}", "Leave it out to split over all data ranks.")
+    if layout.schedule not in SCHEDULES:
+        what = f"there is no schedule '{layout.schedule}'"
+        yield Problem("layout.schedule", what, did_you_mean(layout.schedule, SCHEDULES))
+
+
+def _data_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
+    if demands.num_micro < layout.data:
+        what = (
+            f"{layout.data} data ranks share {demands.num_micro} micro-batches a step "
+            f"(global_batch {demands.global_batch} / micro_batch {demands.micro_batch}), so some would have none"
+        )
+        fix = f"Use data={demands.num_micro} or fewer, a smaller train.micro_batch, or a larger train.global_batch."
+        yield Problem("layout.data", what, fix)
+
+
+def _shard_problems(layout: Layout) -> Iterator[Problem]:
+    if layout.shard > 1 and layout.zero == 0:
+        what = f"with zero=0 there is nothing to split over {layout.shard} ranks"
+        yield Problem("layout.shard", what, "Set zero to 1, 2 or 3, or leave shard out.")
+    if layout.shard and layout.data % layout.shard:
+        what = f"{layout.shard} does not divide the {layout.data} data ranks"
+        yield Problem("layout.shard", what, f"Use one of {_divisors(layout.data)}.")
+
+
+def _tensor_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
+    if layout.tensor == 1:
+        return
+    split = {
+        "heads": demands.num_heads,
+        "key-value heads": demands.num_kv_heads,
+        "feed-forward columns": demands.ffn_dim,
+        "vocabulary entries": demands.vocab_size,
+    }
+    if not all(split.values()):
+        yield Problem("layout.tensor", "this model has no heads and feed-forward columns to split", "Use tensor=1.")
+        return
+    legal = [size for size in _divisors(demands.num_kv_heads) if not any(count % size for count in split.values())]
+    for noun, count in split.items():
+        if count % layout.tensor:
+            what = f"{layout.tensor} does not divide the model's {count} {noun}"
+            yield Problem("layout.tensor", what, f"Use one of {legal}.")
+
+
+def _pipeline_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
+    if layout.pipeline == 1:
+        return
+    if demands.num_layers == 0:
+        yield Problem("layout.pipeline", "this model has no repeated layers to cut into stages", "Use pipeline=1.")
+    elif layout.num_stages > demands.num_layers:
+        per_rank = SCHEDULES[layout.schedule]
+        what = f"the model's {demands.num_layers} layers do not fill {layout.num_stages} stages"
+        most = max(demands.num_layers // per_rank, 1)
+        yield Problem("layout.pipeline", what, f"Schedule {layout.schedule} allows up to pipeline={most} here.")
+
+
+def _context_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
+    if layout.context == 1:
+        return
+    if demands.seq_len == 0:
+        yield Problem("layout.context", "the samples have no sequence to split", "Use context=1.")
+    elif demands.seq_len % layout.context:
+        what = f"{layout.context} does not divide the {demands.seq_len} positions of a sample"
+        yield Problem("layout.context", what, f"Use one of {_divisors(demands.seq_len, 64)} or change data.seq_len.")
+
+
+def _expert_problems(layout: Layout) -> Iterator[Problem]:
+    if layout.expert != 1:
+        yield Problem("layout.expert", "a dense model has no experts to spread", "Use expert=1.")
+
+
+def _divisors(number: int, most: int | None = None) -> list[int]:
+    return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]
+
+
+def enumerate_layouts(num_ranks: int) -> tuple[Layout, ...]:
+    """All layouts of exactly this many ranks: tensor, pipeline and context powers of two, data what is left."""
+    powers = [size for size in _divisors(num_ranks) if size & (size - 1) == 0]
+    return tuple(
+        Layout(data=num_ranks // model_ranks, zero=zero, tensor=tensor, pipeline=pipeline, context=context)
+        for tensor in powers
+        for pipeline in powers
+        for context in powers
+        if num_ranks % (model_ranks := tensor * pipeline * context) == 0
+        for zero in range(4)
+    )

@@ -1,0 +1,54 @@
+"""What follows from the shape of the two-tower model (user and item in, click and rating out)?
+
+Invariant: ``parameter_shapes`` names exactly the parameters that ``models.pairs`` builds. The widths of the two inputs
+stand here because the synthetic data and the model must agree on them without knowing each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class PairsShape:
+    """Widths of the inputs, of the hidden layer in each tower, and of the vectors the towers meet in."""
+
+    user_dim: int = 16
+    item_dim: int = 16
+    hidden_dim: int = 64
+    vector_dim: int = 32
+
+    @property
+    def joint_dim(self) -> int:
+        """Both vectors and their product: what the two heads look at."""
+        return 3 * self.vector_dim
+
+
+def parameter_shapes(shape: PairsShape) -> dict[str, tuple[int, ...]]:
+    """Name to shape, in the order of the module."""
+    hidden, vector = shape.hidden_dim, shape.vector_dim
+    widths = {
+        "user_tower.hidden": (hidden, shape.user_dim),
+        "user_tower.output": (vector, hidden),
+        "item_tower.hidden": (hidden, shape.item_dim),
+        "item_tower.output": (vector, hidden),
+        "click_head": (1, shape.joint_dim),
+        "rating_head": (1, shape.joint_dim),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (num_out, num_in) in widths.items():
+        shapes[f"{name}.weight"] = (num_out, num_in)
+        shapes[f"{name}.bias"] = (num_out,)
+    return shapes
+
+
+def num_params(shape: PairsShape) -> int:
+    return sum(prod(dims) for dims in parameter_shapes(shape).values())
+
+
+def flops_per_sample(shape: PairsShape) -> float:
+    """Forward and backward of the matrix products; the inputs need no gradient, so the first layers save a third."""
+    first = shape.hidden_dim * (shape.user_dim + shape.item_dim)
+    rest = 2 * shape.vector_dim * shape.hidden_dim + 2 * shape.joint_dim
+    return float(4 * first + 6 * rest)

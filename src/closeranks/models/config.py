@@ -1,0 +1,189 @@
+"""Which model does a job name, and in what shape?
+
+The table ``[model]`` is one of these by its ``name``; a name with a colon points into the user's own code. Invariant: a
+config that validates describes a model that can be built, and reading it never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from closeranks.core.config.table import Table
+from closeranks.core.registry import did_you_mean, is_dotted
+from closeranks.facts.digits import DigitsShape
+from closeranks.facts.layout import Demands
+from closeranks.facts.llama import PRESETS, LlamaShape, shape_problems
+from closeranks.facts.pairs import PairsShape
+
+Attention = Literal["auto", "cudnn", "flash", "math"]
+
+
+class LlamaConfig(Table):
+    """A decoder-only transformer of the Llama family."""
+
+    reads: ClassVar[str] = "tokens"
+    name: Literal["llama"] = "llama"
+    """A name of ours (llama, digits, pairs), or package.module:factory for your own."""
+    preset: str = "tiny"
+    """The shape to start from: tiny, small, 160m, 1b, 1b_untied, 3b, 8b, 70b or 405b; the keys below override it."""
+    dim: int | None = Field(default=None, gt=0)
+    """Width of the residual stream."""
+    num_layers: int | None = Field(default=None, gt=0)
+    """Number of blocks."""
+    num_heads: int | None = Field(default=None, gt=0)
+    """Query heads; they must divide dim."""
+    num_kv_heads: int | None = Field(default=None, gt=0)
+    """Key-value heads; they must divide num_heads."""
+    ffn_dim: int | None = Field(default=None, gt=0)
+    """Width of the feed-forward layer."""
+    vocab_size: int | None = Field(default=None, gt=0)
+    """Number of token ids; text read as bytes needs 256."""
+    rope_theta: float | None = Field(default=None, gt=0)
+    """Base of the rotary frequencies."""
+    rope_factor: float | None = Field(default=None, ge=1)
+    """How far the trained context is stretched; 1 is not at all."""
+    rope_low_freq_factor: float | None = Field(default=None, gt=0)
+    """Turns per original context below which a frequency is slowed in full."""
+    rope_high_freq_factor: float | None = Field(default=None, gt=0)
+    """Turns per original context above which a frequency is left alone."""
+    rope_original_len: int | None = Field(default=None, gt=0)
+    """The context the weights were first trained at."""
+    norm_eps: float | None = Field(default=None, gt=0)
+    """What keeps the norms from dividing by zero."""
+    tied: bool | None = None
+    """Whether the output projection is the embedding itself."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each block's contributions to the residual stream that is dropped in training."""
+    attention: Attention = "auto"
+    """The attention kernel: auto takes the fastest that fits; a named one is the only one tried."""
+
+    @field_validator("preset")
+    @classmethod
+    def _preset_is_known(cls, preset: str) -> str:
+        if preset not in PRESETS:
+            raise ValueError(f"there is no preset '{preset}'. {did_you_mean(preset, PRESETS)}")
+        return preset
+
+    @model_validator(mode="after")
+    def _shape_is_possible(self) -> LlamaConfig:
+        problems = shape_problems(self.shape())
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def shape(self) -> LlamaShape:
+        """The preset with this table's overrides."""
+        said = {f.name: getattr(self, f.name) for f in fields(LlamaShape)}
+        return replace(PRESETS[self.preset], **{key: value for key, value in said.items() if value is not None})
+
+    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> Demands:
+        shape = self.shape()
+        return Demands(
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            num_layers=shape.num_layers,
+            vocab_size=shape.vocab_size,
+            ffn_dim=shape.ffn_dim,
+            seq_len=seq_len,
+        )
+
+
+class _WithoutAxes(Table):
+    """A model that splits along the batch alone."""
+
+    reads: ClassVar[str] = ""
+    """What its batches must hold; data says the same of itself in ``yields``. Empty: the user knows."""
+
+    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> Demands:
+        return Demands(global_batch=global_batch, micro_batch=micro_batch)
+
+
+class DigitsConfig(_WithoutAxes):
+    """A small convnet with batch normalisation for 8x8 digits."""
+
+    reads: ClassVar[str] = "labelled images"
+    name: Literal["digits"] = "digits"
+    """A name of ours (llama, digits, pairs), or package.module:factory for your own."""
+    channels: int = Field(default=16, gt=0)
+    """Channels of the first convolution; the second has twice as many."""
+    hidden_dim: int = Field(default=64, gt=0)
+    """Width of the layer before the answer."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the hidden layer that is dropped in training."""
+
+    def shape(self) -> DigitsShape:
+        return DigitsShape(channels=self.channels, hidden_dim=self.hidden_dim)
+
+
+class PairsConfig(_WithoutAxes):
+    """Two towers, one for users and one for items, with two losses: clicks and ratings."""
+
+    reads: ClassVar[str] = "users and items"
+    name: Literal["pairs"] = "pairs"
+    """A name of ours (llama, digits, pairs), or package.module:factory for your own."""
+    user_dim: int = Field(default=PairsShape().user_dim, gt=0)
+    """Width of a user's features."""
+    item_dim: int = Field(default=PairsShape().item_dim, gt=0)
+    """Width of an item's features."""
+    hidden_dim: int = Field(default=64, gt=0)
+    """Width of the hidden layer in each tower."""
+    vector_dim: int = Field(default=32, gt=0)
+    """Width of the vectors that the towers meet in."""
+    rating_weight: float = Field(default=1.0, ge=0)
+    """How much the rating's squared error counts beside the click's cross-entropy."""
+
+    def shape(self) -> PairsShape:
+        return PairsShape(self.user_dim, self.item_dim, self.hidden_dim, self.vector_dim)
+
+
+class UserModelConfig(_WithoutAxes):
+    """Any torch module, built by the user's own factory."""
+
+    name: str
+    """package.module:factory; the factory returns the module and is called once on each worker."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the factory."""
+    loss: str = ""
+    """package.module:function of (module, batch); empty: module.loss(batch) or module(batch) is the loss."""
+    metrics: tuple[str, ...] = ()
+    """Names of the sums that a returned Loss carries beside the loss."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_is_ours_or_dotted(cls, table: Any) -> Any:
+        """Before the fields, so that a misspelt name of ours is the one problem reported."""
+        name = str(table.get("name", "")) if isinstance(table, dict) else ""
+        if isinstance(table, dict) and not is_dotted(name):
+            hint = did_you_mean(name, _OURS)
+            raise ValueError(f"there is no model '{name}'. {hint} A model of your own is package.module:factory.")
+        return table
+
+    @field_validator("loss")
+    @classmethod
+    def _loss_is_dotted(cls, loss: str) -> str:
+        if loss and not is_dotted(loss):
+            raise ValueError(f"'{loss}' does not name a function. Write package.module:function.")
+        return loss
+
+
+_OURS = ("llama", "digits", "pairs")
+
+
+def _kind(table: Any) -> str:
+    """The tag of a ``[model]`` table; a table without a name is a Llama."""
+    name = table.get("name", "llama") if isinstance(table, dict) else getattr(table, "name", "")
+    return name if name in _OURS else "user"
+
+
+ModelConfig = Annotated[
+    Annotated[LlamaConfig, Tag("llama")]
+    | Annotated[DigitsConfig, Tag("digits")]
+    | Annotated[PairsConfig, Tag("pairs")]
+    | Annotated[UserModelConfig, Tag("user")],
+    Discriminator(_kind),
+]

@@ -1,0 +1,178 @@
+"""How does any torch module of the user's become a model of ours?
+
+A factory builds the module and a callable computes its loss. Invariant: a mistake in either ends in one sentence that
+names the callable, what it did and the line of the user's file; what is no mistake of theirs (a device that fails, a
+collective that breaks) passes through untouched, because the run recovers from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from closeranks.core.errors import CloseranksError, ModelError
+from closeranks.core.protocols import Batch, Loss, ShardingRule
+from closeranks.core.registry import load_object
+from closeranks.models.batches import num_samples
+from closeranks.models.blame import blamed_line, defined_at, sentence
+from closeranks.models.catalog import MODELS
+from closeranks.models.config import UserModelConfig
+
+LossFunction = Callable[[nn.Module, Batch], "Tensor | Loss"]
+
+# Slips of code. RuntimeError is left out on purpose: out of memory and broken collectives arrive as one.
+_SLIPS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
+
+
+class UserSpec:
+    """A user's module as a run sees it (``core.protocols.ModelSpec``). ``blocks`` is known once it is built."""
+
+    def __init__(
+        self,
+        name: str,
+        factory: Callable[..., Any],
+        *,
+        args: Mapping[str, Any] | None = None,
+        loss: LossFunction | None = None,
+        loss_name: str = "the loss",
+        metrics: tuple[str, ...] = (),
+        seq_len: int = 0,
+    ) -> None:
+        self.name = name
+        self.metrics = metrics
+        self.builds_on_meta = False
+        self.item = "token" if seq_len else "sample"
+        self.items_per_sample = seq_len or 1
+        self.flops_per_item = 0.0
+        self.blocks: tuple[str, ...] = ()
+        self.compile_units: tuple[str, ...] = ()
+        self.sharding_rules: tuple[ShardingRule, ...] = ()
+        self._factory = _checked_factory(name, factory)
+        self._args = dict(args or {})
+        self._loss = loss
+        self._loss_name = loss_name if loss is not None else f"the loss of {name}"
+
+    def build(self) -> nn.Module:
+        """Call the factory. The caller seeds torch first: all ranks must draw the same weights."""
+        try:
+            module = self._factory(**self._args)
+        except CloseranksError:
+            raise
+        except Exception as error:
+            line = blamed_line(error, self._factory)
+            what = f"the factory {self.name} raised {sentence(error)} ({line})"
+            raise ModelError(what, "Mend it there, or the keys under [model.args].") from error
+        if not isinstance(module, nn.Module):
+            what = f"the factory {self.name} ({defined_at(self._factory)}) returned {_kind(module)}, not a torch module"
+            raise ModelError(what, "Return a torch.nn.Module.")
+        self.blocks = self.compile_units = find_blocks(module)
+        return module
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """The factory has filled the weights."""
+
+    def init_buffers(self, module: nn.Module) -> None:
+        """The factory has filled the buffers."""
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        compute = self._loss_of(module)
+        try:
+            result = compute(batch)
+        except CloseranksError:
+            raise
+        except _SLIPS as error:
+            line = blamed_line(error, compute.func)
+            found = ", ".join(sorted(batch))
+            what = f"{self._loss_name} raised {sentence(error)} ({line})"
+            raise ModelError(what, f"Mend it there; the batch holds {found}.") from error
+        place = f"{self._loss_name} ({defined_at(compute.func)})"
+        loss = result if isinstance(result, Loss) else _mean_as_sum(place, result, batch)
+        _check(place, loss, self.metrics)
+        return loss
+
+    def _loss_of(self, module: nn.Module) -> partial[Any]:
+        """The user's function, else the module's own ``loss``, else the module itself."""
+        if self._loss is not None:
+            return partial(self._loss, module)
+        if callable(own := getattr(module, "loss", None)) and not isinstance(own, nn.Module):
+            return partial(own)
+        # Called, but blamed on forward: that is the code the user wrote.
+        return partial(_Called(module))
+
+
+class _Called:
+    """A module as a plain function of the batch, with its ``forward`` as the place to blame."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.__wrapped__ = module.forward
+
+    def __call__(self, batch: Batch) -> Any:
+        return self._module(batch)
+
+
+def _checked_factory(name: str, factory: Any) -> Callable[..., Any]:
+    if isinstance(factory, nn.Module):
+        fix = "Point to a function or class that builds it, so that every worker builds its own."
+        raise ModelError(f"{name} is a module that is already built, not a factory", fix)
+    if not callable(factory):
+        raise ModelError(f"{name} is {_kind(factory)}, not a factory", "Point to a function that returns the module.")
+    return factory  # type: ignore[no-any-return]  # callable() narrows Any no further
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _mean_as_sum(place: str, result: Any, batch: Batch) -> Loss:
+    """A mean over the micro-batch, turned into the sum that micro-batches of other sizes can be added to."""
+    if not isinstance(result, Tensor):
+        what = f"{place} returned {_kind(result)}, not a tensor"
+        raise ModelError(what, "Return the mean loss of the batch, or a closeranks Loss.")
+    _check_scalar(place, result)
+    count = num_samples(batch)
+    return Loss(total=result * count, weight=float(count))
+
+
+def _check_scalar(place: str, total: Tensor) -> None:
+    if total.ndim:
+        raise ModelError(f"{place} returned a tensor of shape {list(total.shape)}, not one number", "Take its mean.")
+
+
+def _check(place: str, loss: Loss, metrics: tuple[str, ...]) -> None:
+    """Costs no host sync: shapes, graph and names alone."""
+    if not isinstance(loss.total, Tensor):
+        raise ModelError(f"{place} returned a Loss whose total is {_kind(loss.total)}", "Make it a tensor.")
+    _check_scalar(place, loss.total)
+    if torch.is_grad_enabled() and not loss.total.requires_grad:
+        what = f"{place} returned a loss that no parameter leads to, so nothing would be learned"
+        raise ModelError(what, "Compute it from the module's output, without detach(), item() or no_grad().")
+    if set(loss.metrics) != set(metrics):
+        said, given = (", ".join(sorted(names)) or "none" for names in (metrics, loss.metrics))
+        what = f"{place} reports the metrics {given}, but model.metrics says {said}"
+        raise ModelError(what, "List exactly the names it reports.")
+
+
+def find_blocks(module: nn.Module) -> tuple[str, ...]:
+    """The children of the first list or sequence with more than one element, as the units of compile."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1:
+            return tuple(f"{name}.{child}" if name else child for child, _ in part.named_children())
+    return ()
+
+
+@MODELS.register("user")
+def user_spec(config: UserModelConfig, *, seq_len: int) -> UserSpec:
+    return UserSpec(
+        config.name,
+        load_object(config.name, place="model.name"),
+        args=config.args,
+        loss=load_object(config.loss, place="model.loss") if config.loss else None,
+        loss_name=f"the loss {config.loss}",
+        metrics=config.metrics,
+        seq_len=seq_len,
+    )

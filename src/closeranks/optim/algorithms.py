@@ -1,0 +1,65 @@
+"""Which of torch's optimizers carries out an update rule, and what does it remember per parameter?
+
+A rule is one function under ``@ALGORITHMS.register(name)``. Invariant: all memory exists, as zeros, before the first
+step. Left to torch, it is made inside the first step, and fused SGD leaves it uninitialised when that step is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from closeranks.core.errors import ModelError
+from closeranks.core.registry import Registry
+from closeranks.optim.config import OptimConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """torch's optimizer, and the zeros it starts from for one parameter."""
+
+    optimizer: torch.optim.Optimizer
+    memory: Callable[[Tensor], dict[str, Tensor]]
+
+
+Build = Callable[[list[dict[str, Any]], OptimConfig], Algorithm]
+
+ALGORITHMS: Registry[Build] = Registry("optimizer")
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+@ALGORITHMS.register("adamw")
+def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
+    def memory(parameter: Tensor) -> dict[str, Tensor]:
+        # The fused kernel wants its counter in float32 beside the parameter, whatever the parameter's type.
+        counter = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": counter, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
+
+    return Algorithm(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True), memory)
+
+
+@ALGORITHMS.register("sgd")
+def _sgd(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
+    if config.momentum:
+        _refuse_broken_kernel(parameter for group in groups for parameter in group["params"])
+
+    def memory(parameter: Tensor) -> dict[str, Tensor]:
+        return {"momentum_buffer": _zeros(parameter)} if config.momentum else {}
+
+    optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+    return Algorithm(optimizer, memory)
+
+
+def _refuse_broken_kernel(parameters: Iterable[Tensor]) -> None:
+    """torch's fused SGD for half types on the CPU fills the momentum with uninitialised memory (seen in 2.13)."""
+    if any(p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
+        what = "sgd with momentum cannot update bfloat16 or float16 parameters on the CPU"
+        fix = "Keep the parameters in float32 and set train.precision, or set optim.momentum = 0, or use adamw."
+        raise ModelError(what, fix)

@@ -1,0 +1,94 @@
+"""How does a job say its weights are to be updated? The table ``[optim]``.
+
+Invariant: a value no update could use (a negative rate, a beta of one) is refused here, before anything is built.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from closeranks.core.config.table import Table
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class GroupConfig(Table):
+    """Parameters that are treated differently; the first group whose pattern matches a parameter takes it."""
+
+    pattern: str = Field(min_length=1)
+    """Shell-style pattern on the parameter's full name: ``model.layers.0.*``, ``*.bias``."""
+    lr_scale: float = Field(default=1.0, ge=0.0)
+    """Multiplies the learning rate."""
+    weight_decay: float | None = Field(default=None, ge=0.0)
+    """For every parameter the pattern matches, norms and biases too. Unset: as without the group."""
+    frozen: bool = False
+    """Keep these parameters as they are: no gradient, no optimizer state."""
+
+
+class ScheduleConfig(Table):
+    """The course of the learning rate."""
+
+    name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """After the warmup: constant; falling as a cosine or a line; or stable, then falling at the end (wsd)."""
+    warmup: int | float = Field(default=0.05, ge=0)
+    """Steps until the full rate; below 1, a fraction of all steps."""
+    min_ratio: Fraction = 0.1
+    """Where the rate ends, as a share of ``lr``."""
+    decay: Fraction = 0.2
+    """For wsd: the fraction of all steps, at the end, in which the rate falls."""
+
+    @field_validator("warmup")
+    @classmethod
+    def _whole_steps(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError(f"{value} is neither a number of steps nor a fraction. Write 100 or 0.05.")
+        return value
+
+
+class LossScaleConfig(Table):
+    """Loss scaling, which only fp16 uses."""
+
+    init: float = Field(default=65536.0, gt=0.0)
+    """The scale at the first step."""
+    growth: float = Field(default=2.0, ge=1.0)
+    """Factor after ``interval`` good steps in a row."""
+    backoff: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Factor after a step whose gradients overflowed."""
+    interval: int = Field(default=2000, ge=1)
+    """Good steps in a row before the scale grows."""
+    minimum: float = Field(default=1.0, gt=0.0)
+    """The scale never falls below this."""
+
+
+class OptimConfig(Table):
+    """The update rule and everything that sets its size."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """The update rule."""
+    lr: float = Field(default=1e-3, ge=0.0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    """On matrices only, not on norms and biases. Decoupled in adamw; added to the gradient in sgd."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """adamw: decay of the two moments."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """adamw: keeps the division finite."""
+    momentum: Beta = 0.9
+    """sgd: decay of the momentum; 0 for none."""
+    nesterov: bool = False
+    """sgd: look ahead along the momentum."""
+    clip: float = Field(default=1.0, ge=0.0)
+    """Largest norm of all gradients together; 0 turns clipping off."""
+    groups: tuple[GroupConfig, ...] = ()
+    """``[[optim.groups]]``: parameters with another rate or decay, or frozen."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> OptimConfig:
+        if self.name == "sgd" and self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov needs momentum. Set optim.momentum above 0, or optim.nesterov = false.")
+        return self

@@ -1,0 +1,32 @@
+"""What can a job say about its layout? The table ``[layout]``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from closeranks.core.config.table import Table
+
+
+class LayoutConfig(Table):
+    """How the model and the batch are spread over the workers."""
+
+    data: int = Field(default=0, ge=0)
+    """Ways the batch is split; 0: as many as there are workers left after the other axes."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What of the model's state is sharded over the data ranks: 1 optimizer state, 2 gradients too, 3 all."""
+    shard: int = Field(default=0, ge=0)
+    """Over how many data ranks state is sharded; 0: all of them, fewer gives HSDP."""
+    tensor: int = Field(default=1, ge=1)
+    """Ways each matrix is split."""
+    pipeline: int = Field(default=1, ge=1)
+    """Stages the blocks are cut into."""
+    context: int = Field(default=1, ge=1)
+    """Ways each sequence is split."""
+    expert: int = Field(default=1, ge=1)
+    """Ways the experts are spread."""
+    schedule: str = "1f1b"
+    """Order in which a pipeline works its micro-batches off."""
+    batch_norm: Literal["micro", "sync"] = "micro"
+    """Batch norm's statistics: of each micro-batch (the same for any number of workers), or over all data ranks."""

@@ -1,0 +1,84 @@
+"""How does a worker meet the others?
+
+``open_group`` forms the process group of a world on a store of its own and ``Group`` offers the few collectives the
+step needs. Invariants: every generation has its own key prefix, so that no address of an earlier one is ever read;
+nothing listens beyond loopback unless the job says so; world size 1 takes the same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from closeranks.core.errors import SetupError
+from closeranks.core.world import World
+
+StoreMaker = Callable[[], Store]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that share one copy of the data stream; ``process_group`` None is torch's default group."""
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup | None = None
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.process_group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Every rank gets rank 0's values, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0, group=self.process_group)
+        return tensor
+
+    def share_text(self, text: str) -> str:
+        """Rank 0's text, on every rank (run folders, names: never in a step)."""
+        if self.size == 1:
+            return text
+        box = [text]
+        dist.broadcast_object_list(box, src=0, group=self.process_group)
+        return box[0]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedGroup:
+    """A group and whether we formed it, so that closing leaves a user's own group alone."""
+
+    group: Group
+    is_ours: bool
+
+    def close(self) -> None:
+        if self.is_ours:
+            dist.destroy_process_group()
+
+
+def open_group(world: World, device: torch.device, make_store: StoreMaker, timeout_s: float) -> OpenedGroup:
+    """Form the group of this world; a group that somebody formed before us is taken as it is."""
+    if dist.is_initialized():
+        return OpenedGroup(Group(dist.get_rank(), dist.get_world_size()), is_ours=False)
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    store = PrefixStore(f"closeranks/{world.generation}", make_store())
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        raise SetupError(
+            f"the workers could not reach each other: {error}", "Check the address and firewall."
+        ) from error
+    return OpenedGroup(Group(world.rank, world.size), is_ours=True)

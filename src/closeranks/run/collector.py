@@ -1,0 +1,30 @@
+"""When may Python's garbage collector run?
+
+A collection in the middle of a step stalls every other rank, and each rank would stall at another time. Invariant:
+between ``hold`` and ``release`` it runs only at step boundaries, at the same steps on every rank.
+"""
+
+from __future__ import annotations
+
+import gc
+
+
+class CollectorPause:
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._was_enabled = False
+
+    def hold(self) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()  # modules, config and parameters live as long as the run: never look at them again
+        gc.disable()
+
+    def at_boundary(self, step: int) -> None:
+        if step % self._every == 0:
+            gc.collect(1)
+
+    def release(self) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()

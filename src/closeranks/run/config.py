@@ -1,0 +1,55 @@
+"""What can a job say about the run itself? The tables ``[run]`` and ``[train]``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from closeranks.core.config.table import Table
+
+
+class RunConfig(Table):
+    """Where a run lives and how it is reproduced."""
+
+    name: str = ""
+    """What people call it; empty: the job file's name."""
+    folder: str = ""
+    """Where everything it writes goes; empty: runs/<name>. A folder that holds an earlier run is never overwritten."""
+    seed: int = Field(default=0, ge=0)
+    """All randomness follows from it: initial weights, sample order, dropout."""
+    deterministic: bool = False
+    """Bit-identical repetition on the same layout, at some cost in speed on accelerators."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: an accelerator where there is one for each worker."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads per worker; 0: the cores shared evenly."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """How long a collective may wait for a slow worker before the run is given up."""
+    hooks: tuple[str, ...] = ()
+    """Your own hooks, as package.module:Class; each is made without arguments."""
+
+
+class TrainConfig(Table):
+    """How long and in what portions the model learns."""
+
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps in all; give this or epochs."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data instead of steps; the last step may then be smaller, and is weighted exactly."""
+    global_batch: int = Field(default=32, ge=1)
+    """Samples per optimizer step, over all workers; never changed by the number of workers."""
+    micro_batch: int = Field(default=0, ge=0)
+    """Samples per forward and backward, whatever the number of workers; 0: an eighth of the global batch."""
+    precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
+    """bf16 and fp16 are mixed: weights stay float32. fp16 scales the loss. float64 is for proofs."""
+    compile: bool = False
+    """torch.compile for each block: faster steps after a slow first one."""
+    eval_every: int = Field(default=0, ge=0)
+    """Evaluate on held-out data every so many steps; 0: only at the end."""
+    eval_samples: int = Field(default=0, ge=0)
+    """At most this many held-out samples per evaluation; 0: all."""
+    gc_every: int = Field(default=100, ge=1)
+    """Python's garbage collector is held off the step and runs every so many steps."""
+    patience: int = Field(default=3, ge=1)
+    """Give up after so many steps in a row whose gradients were not finite."""

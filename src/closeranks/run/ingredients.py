@@ -1,0 +1,77 @@
+"""From what is a run made: a job that names things, or objects a user hands over in Python?
+
+Both become the same ``Ingredients``. Invariant: nothing of the user's code runs before the job has been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from closeranks.core.errors import UserError
+from closeranks.core.registry import load_object
+from closeranks.data.sources.open import open_source
+from closeranks.data.sources.user import as_source
+from closeranks.models.build import spec_for
+from closeranks.models.user import UserSpec
+from closeranks.run.hooks import Hook, TensorBoard
+from closeranks.run.job import Job, load_job
+from closeranks.run.parts import Ingredients
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A checked job, and how to get its ingredients once the process is ready for them."""
+
+    job: Job
+    ingredients: Callable[[], Ingredients]
+
+
+def from_job(job: Job) -> Described:
+    def ingredients() -> Ingredients:
+        return Ingredients(
+            spec=spec_for(job.model, seq_len=job.data.seq_len),
+            source=open_source(job.data, "train", job.run.seed),
+            eval_source=open_source(job.data, "eval", job.run.seed),
+        )
+
+    return Described(job, ingredients)
+
+
+def from_python(model: Any, data: Any, loss: Any, eval_data: Any, tables: Mapping[str, Any]) -> Described:
+    extra = {
+        **tables,
+        "model": {"name": _name_of(model), **tables.get("model", {})},
+        "data": {"name": _name_of(data), **tables.get("data", {})},
+    }
+    job = load_job(None, extra=extra).value
+
+    def ingredients() -> Ingredients:
+        factory = (lambda: model) if isinstance(model, nn.Module) else model
+        return Ingredients(
+            spec=UserSpec(job.model.name, factory, loss=loss, metrics=getattr(job.model, "metrics", ())),
+            source=as_source(data),
+            eval_source=None if eval_data is None else as_source(eval_data),
+        )
+
+    return Described(job, ingredients)
+
+
+def hooks_of(job: Job) -> list[Hook]:
+    """The hooks a job asks for: TensorBoard, and the user's own by dotted name."""
+    hooks: list[Hook] = [TensorBoard()] if job.telemetry.tensorboard else []
+    for path in job.run.hooks:
+        made = load_object(path, place="run.hooks")()
+        if not isinstance(made, Hook):
+            raise UserError(f"run.hooks: '{path}' is not a closeranks.Hook", "Subclass closeranks.Hook.")
+        hooks.append(made)
+    return hooks
+
+
+def _name_of(thing: Any) -> str:
+    """How an object handed over in Python is named in the job: where its code stands."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}:{named.__qualname__}"

@@ -1,0 +1,119 @@
+"""What is a job? The root of all tables, and the problems no single table can see.
+
+Imports no torch: the command line checks a job in milliseconds, on a laptop, before anything is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from closeranks.agent.config import AgentConfig
+from closeranks.checkpoint.config import CheckpointConfig
+from closeranks.core.config.load import Loaded, load
+from closeranks.core.config.table import Table
+from closeranks.core.errors import Problem
+from closeranks.data.config import DataConfig
+from closeranks.facts.layout import Demands, Layout, legal_problems
+from closeranks.models.config import ModelConfig
+from closeranks.optim.config import OptimConfig
+from closeranks.parallel.config import LayoutConfig
+from closeranks.run.config import RunConfig, TrainConfig
+from closeranks.sync.config import SyncConfig
+from closeranks.telemetry.config import TelemetryConfig
+
+
+class Job(Table):
+    """One training job. Every table but ``model``, ``data`` and ``train`` may be left out."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optim: OptimConfig = OptimConfig()
+    layout: LayoutConfig = LayoutConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    agent: AgentConfig = AgentConfig()
+
+
+def load_job(path: Path | None, overrides: Sequence[str] = (), extra: Mapping[str, Any] | None = None) -> Loaded[Job]:
+    """The job of a file, Python tables and the command line, in that order; raises with all problems at once."""
+    return load(Job, path, overrides, extra=extra, checks=(check_length, check_pairing))
+
+
+def check_length(job: Job) -> Iterable[Problem]:
+    train = job.train
+    if (train.steps is None) == (train.epochs is None):
+        what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
+        yield Problem("train.steps", what, "Write one of them, such as train.steps = 200.")
+    if train.micro_batch > train.global_batch:
+        what = f"a micro-batch of {train.micro_batch} samples does not fit a global batch of {train.global_batch}"
+        yield Problem("train.micro_batch", what, f"Set it to {train.global_batch} or less.")
+
+
+def check_pairing(job: Job) -> Iterable[Problem]:
+    """Whether the model can read what the data holds; a user's own code is trusted to know."""
+    need, have = job.model.reads, job.data.yields
+    if need and have and need != have:
+        what = f"model '{job.model.name}' reads {need}, but data '{job.data.name}' holds {have}"
+        yield Problem("data.name", what, f"Choose data that holds {need}, or another model.")
+    vocab = demands(job, 1).vocab_size
+    if 0 < vocab < job.data.vocab_size:
+        what = f"the data has {job.data.vocab_size} distinct tokens, the model's vocabulary only {vocab}"
+        yield Problem("model.vocab_size", what, f"Set it to {job.data.vocab_size} or more.")
+
+
+def layout_for(job: Job, num_workers: int) -> Layout:
+    """The layout of this many workers: ``data = 0`` takes what the other axes leave."""
+    table = job.layout
+    others = table.tensor * table.pipeline * table.context
+    return Layout(
+        data=table.data or max(1, num_workers // others),
+        zero=table.zero,
+        shard=table.shard,
+        tensor=table.tensor,
+        pipeline=table.pipeline,
+        context=table.context,
+        expert=table.expert,
+        schedule=table.schedule,
+    )
+
+
+def check_workers(job: Job, num_workers: int) -> list[Problem]:
+    """Everything wrong with running this job on so many workers."""
+    layout = layout_for(job, num_workers)
+    problems = [_not_yet(name, value) for name, value in _other_axes(layout) if value]
+    if layout.num_ranks != num_workers:
+        what = f"the layout takes {layout.num_ranks} workers, but {num_workers} were asked for"
+        problems.append(Problem("layout", what, f"Start with -n {layout.num_ranks}, or change the layout."))
+    micro = micro_batch_size(job.train)
+    problems += legal_problems(layout, demands(job, micro))
+    if job.layout.batch_norm == "sync" and -(-job.train.global_batch // micro) % layout.data:
+        what = f"synchronised batch norm needs micro-batches that divide evenly among {layout.data} data ranks"
+        problems.append(Problem("layout.batch_norm", what, "Change train.global_batch or train.micro_batch."))
+    return problems
+
+
+def micro_batch_size(train: TrainConfig) -> int:
+    """Never a function of the workers: dropout, batch norm and rounding must not change with their number."""
+    return train.micro_batch or max(1, train.global_batch // 8)
+
+
+def demands(job: Job, micro_batch: int) -> Demands:
+    return job.model.demands(seq_len=job.data.seq_len, global_batch=job.train.global_batch, micro_batch=micro_batch)
+
+
+def _other_axes(layout: Layout) -> Iterable[tuple[str, int]]:
+    yield "zero", layout.zero
+    for name in ("tensor", "pipeline", "context", "expert"):
+        yield name, getattr(layout, name) if getattr(layout, name) > 1 else 0
+
+
+def _not_yet(name: str, value: int) -> Problem:
+    rest = "0" if name == "zero" else "1"
+    return Problem(
+        f"layout.{name}", f"{value} is planned, but this version trains on the data axis alone", f"Set it to {rest}."
+    )

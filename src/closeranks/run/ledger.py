@@ -1,0 +1,92 @@
+"""What did each step come to, and is the run still sane?
+
+Verdicts are read late on an accelerator (see [Note: the vote]); the ledger keeps those not read yet, turns each into a
+``StepDone`` and watches for steps that could not be taken. Invariant: verdicts are settled in order and at the same lag
+on every rank, so that all ranks act on the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from closeranks.core.errors import DataError
+from closeranks.core.events import StepDone
+from closeranks.elastic.vote import Outcome, Verdict
+from closeranks.run.parts import Parts
+from closeranks.telemetry.device import peak_memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """One step's account for people and machines, and what the ranks asked for with it."""
+
+    done: StepDone
+    drain: bool
+    save: bool
+
+
+class Ledger:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._pending: deque[tuple[int, Verdict]] = deque()
+        self._lag = 1 if parts.device.type == "cuda" else 0
+        self._num_bad = 0
+        self._marked_at = time.monotonic()
+        self._waited_s = 0.0
+
+    def push(self, index: int, verdict: Verdict) -> Iterator[Settled]:
+        """Take a new verdict in and settle those that are due."""
+        self._pending.append((index, verdict))
+        yield from self._settle(self._lag)
+
+    def flush(self) -> Iterator[Settled]:
+        """Settle everything: before evaluation, saving and the end. Sync point."""
+        yield from self._settle(0)
+
+    def restart_clock(self) -> None:
+        """What happened since the last step was not training."""
+        self._marked_at = time.monotonic()
+
+    def _settle(self, keep: int) -> Iterator[Settled]:
+        while len(self._pending) > keep:
+            index, verdict = self._pending.popleft()
+            outcome = verdict.read()
+            yield Settled(self._account(index, outcome), outcome.drain, outcome.save)
+            self._watch(index, outcome)
+
+    def _account(self, index: int, outcome: Outcome) -> StepDone:
+        parts, now = self._parts, time.monotonic()
+        seconds, self._marked_at = now - self._marked_at, now
+        waited_s, self._waited_s = parts.loader.wait_s - self._waited_s, parts.loader.wait_s
+        position = parts.schedule.position(index + 1)
+        return StepDone(
+            step=index + 1,
+            loss=outcome.loss,
+            weight=outcome.weight,
+            grad_norm=outcome.grad_norm,
+            lr=parts.optimizer.lr(index),
+            taken=outcome.taken,
+            loss_scale=outcome.loss_scale,
+            items=(position - parts.schedule.position(index)) * parts.spec.items_per_sample,
+            position=position,
+            metrics=outcome.metrics,
+            seconds=seconds,
+            data_wait_s=waited_s,
+            memory_bytes=peak_memory_bytes(parts.device),
+        )
+
+    def _watch(self, index: int, outcome: Outcome) -> None:
+        """An overflow of fp16 mends itself by a smaller loss scale; anything else that lasts is a mistake."""
+        scaling = self._parts.precision.scales_loss
+        mends_itself = scaling and outcome.loss_scale > self._parts.job.optim.loss_scale.minimum
+        self._num_bad = 0 if outcome.taken or mends_itself else self._num_bad + 1
+        if self._num_bad >= self._parts.job.train.patience:
+            first = index + 2 - self._num_bad
+            raise DataError(
+                f"loss or gradients have not been finite for {self._num_bad} steps in a row, since step {first}",
+                "Lower optim.lr, check the data for extreme values, or train in float32.",
+                step=index + 1,
+            )

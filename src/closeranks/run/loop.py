@@ -1,0 +1,59 @@
+"""What does training a job look like? The same few lines a user writes around a session.
+
+``train`` is the ten-line way from Python; the command line takes the job's way. Both iterate the same session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.errors import SetupError
+from closeranks.run.hooks import Hook
+from closeranks.run.job import Job
+from closeranks.run.session import Result, Session
+from closeranks.telemetry.device import explain_out_of_memory, is_out_of_memory
+
+
+def train(
+    model: Any,
+    loss: Callable[..., Any],
+    data: Any,
+    *,
+    eval_data: Any = None,
+    hooks: Sequence[Hook] = (),
+    **tables: Any,
+) -> Result:
+    """Train ``model`` (a module, or a function that makes one) on ``data`` and return what it came to.
+
+    ``loss(model, batch)`` returns the mean over the batch's samples, or a ``Loss``. Tables of the job are given by
+    name: ``train={"steps": 200, "global_batch": 32}``. Runs on the workers this script was started with: one under
+    plain ``python``, more under ``closeranks run -n``, ``torchrun`` or ``srun``.
+    """
+    return drive(Session(model, data, loss, eval_data=eval_data, hooks=hooks, **tables))
+
+
+def train_job(job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Result:
+    """Train what a job file names."""
+    return drive(Session.from_job(job, folder, hooks))
+
+
+def drive(session: Session) -> Result:
+    with session:
+        try:
+            for step in session:
+                for batch in step:
+                    step.backward(session.loss(batch))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory(session, error) from error
+    return session.result
+
+
+def out_of_memory(session: Session, error: BaseException) -> SetupError:
+    """The allocator's complaint in words: what took the memory, and what to change."""
+    parts = session.parts
+    text = explain_out_of_memory(parts.module, parts.optimizer.state(), parts.device, error)
+    return SetupError(text, rank=session.world.rank, step=session.num_done)

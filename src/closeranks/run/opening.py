@@ -1,0 +1,59 @@
+"""What must be set before the first tensor exists, and what is said once at the start?
+
+Process-wide settings (threads, determinism, loopback) are made here, once, from the job. Invariant: nothing later in a
+run changes them.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import torch.utils.deterministic
+
+from closeranks import __version__
+from closeranks.core.environment import bind_gloo_to_loopback, fix_cublas_workspace, thread_limit
+from closeranks.core.events import RunStarted
+from closeranks.core.world import World
+from closeranks.facts.devices import datasheet_flops
+from closeranks.run.job import Job
+from closeranks.run.parts import Parts
+from closeranks.telemetry.device import device_name
+
+
+def prepare_process(job: Job, world: World) -> None:
+    if world.local_size == world.size:
+        bind_gloo_to_loopback()
+    torch.set_num_threads(_threads(job, world))
+    if job.run.deterministic:
+        fix_cublas_workspace()
+        torch.use_deterministic_algorithms(True)
+        # A debugging aid that costs a pass per tensor.
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (typed as read-only)
+        torch.backends.cudnn.benchmark = False
+
+
+def _threads(job: Job, world: World) -> int:
+    """What the job says, else what the shell says, else an even share of the cores."""
+    return job.run.threads or thread_limit() or max(1, torch.get_num_threads() // world.local_size)
+
+
+def started_event(parts: Parts, first_step: int) -> RunStarted:
+    name = device_name(parts.device)
+    parameters = list(parts.module.parameters())
+    return RunStarted(
+        rank=parts.world.rank,
+        world_size=parts.world.size,
+        generation=parts.world.generation,
+        first_step=first_step,
+        last_step=parts.schedule.num_steps,
+        device=name,
+        precision=parts.precision.name,
+        num_params=sum(p.numel() for p in parameters),
+        num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        flops_per_item=parts.spec.flops_per_item,
+        item=parts.spec.item,
+        datasheet_flops=datasheet_flops(name, parts.precision.name),
+        measured_flops=parts.measured_flops,
+        versions={"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )

@@ -1,0 +1,162 @@
+"""Which parts make up a run, and how are they introduced to each other?
+
+``assemble`` is the one place where rooms meet: it opens the group, applies the layout to the model and hands each part
+what it needs. It decides nothing: choices stand in the job, arithmetic in the rooms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from closeranks.core.errors import ConfigError, SetupError
+from closeranks.core.protocols import ModelSpec, Reducer, Source
+from closeranks.core.world import World
+from closeranks.data.loader import Loader
+from closeranks.data.order import Schedule
+from closeranks.elastic.vote import Vote
+from closeranks.optim.optimizer import Optimizer, freeze
+from closeranks.optim.scaler import LossScale
+from closeranks.parallel.apply import Applied, apply
+from closeranks.parallel.batchnorm import BatchStatistics
+from closeranks.parallel.group import Group, OpenedGroup, open_group
+from closeranks.parallel.precision import Precision
+from closeranks.run.config import TrainConfig
+from closeranks.run.job import Job, check_workers, micro_batch_size
+from closeranks.run.overseer import current_link
+from closeranks.run.store import make_store
+from closeranks.sync.allreduce import AllReduce
+from closeranks.sync.buckets import MIB
+from closeranks.telemetry.device import measure_matmul_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredients:
+    """What a job or a user's Python names: the model's spec, what it learns from and what it is judged on."""
+
+    spec: ModelSpec
+    source: Source
+    eval_source: Source | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything a step needs, assembled."""
+
+    job: Job
+    world: World
+    device: torch.device
+    precision: Precision
+    spec: ModelSpec
+    module: nn.Module
+    opened: OpenedGroup
+    statistics: BatchStatistics
+    reducer: Reducer
+    vote: Vote
+    optimizer: Optimizer
+    loss_scale: LossScale
+    schedule: Schedule
+    source: Source
+    loader: Loader
+    eval_source: Source | None
+    warnings: tuple[str, ...]
+    measured_flops: float
+    """What a matrix product reached on this device before the model was built."""
+
+    @property
+    def group(self) -> Group:
+        return self.opened.group
+
+
+def choose_device(job: Job, world: World) -> torch.device:
+    """An accelerator per worker where the job and the host allow it."""
+    available = torch.cuda.device_count() if job.run.device != "cpu" else 0
+    if job.run.device == "cuda" and available <= world.local_rank:
+        what = f"run.device = 'cuda', but worker {world.local_rank} of this host finds {available} CUDA devices"
+        raise SetupError(what, "Start fewer workers, or set run.device = 'auto'.", rank=world.rank)
+    if available < world.local_size:
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def assemble(job: Job, world: World, ingredients: Ingredients) -> Parts:
+    problems = check_workers(job, world.size)
+    if problems:
+        raise ConfigError(problems)
+    device = choose_device(job, world)
+    opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
+    precision = Precision(job.train.precision)
+    # All ranks of a host measure at once, as they will compute; before the model takes memory.
+    measured_flops = measure_matmul_flops(device, precision.compute)
+    applied = apply(
+        ingredients.spec,
+        layout=job.layout,
+        group=opened.group,
+        device=device,
+        precision=precision,
+        seed=job.run.seed,
+        micro_batch=micro_batch_size(job.train),
+        compiled=job.train.compile,
+    )
+    freeze(applied.module, job.optim)
+    return _introduce(job, world, ingredients, device, precision, opened, applied, measured_flops)
+
+
+def _introduce(
+    job: Job,
+    world: World,
+    ingredients: Ingredients,
+    device: torch.device,
+    precision: Precision,
+    opened: OpenedGroup,
+    applied: Applied,
+    measured_flops: float,
+) -> Parts:
+    group, module = opened.group, applied.module
+    schedule = schedule_of(job.train, len(ingredients.source))
+    return Parts(
+        job=job,
+        world=world,
+        device=device,
+        precision=precision,
+        spec=ingredients.spec,
+        module=module,
+        opened=opened,
+        statistics=applied.statistics,
+        reducer=AllReduce(
+            module,
+            group,
+            bucket_bytes=int(job.sync.bucket_mib * MIB),
+            first_bucket_bytes=int(job.sync.first_bucket_mib * MIB),
+        ),
+        vote=Vote(group, ingredients.spec.metrics, clip=job.optim.clip, speaks_for_norm=group.rank == 0),
+        optimizer=Optimizer(module, job.optim, num_steps=schedule.num_steps),
+        loss_scale=LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device),
+        schedule=schedule,
+        source=ingredients.source,
+        loader=Loader(
+            ingredients.source,
+            schedule,
+            job.run.seed,
+            data_rank=group.rank,
+            data_size=group.size,
+            device=device,
+            prefetch=job.data.prefetch,
+            check_finite=job.data.check_finite,
+        ),
+        eval_source=ingredients.eval_source,
+        warnings=applied.warnings,
+        measured_flops=measured_flops,
+    )
+
+
+def schedule_of(train: TrainConfig, num_samples: int) -> Schedule:
+    """How the run's positions fall into steps, from either way of giving its length."""
+    micro = micro_batch_size(train)
+    if train.epochs is not None:
+        return Schedule.for_epochs(num_samples, train.global_batch, micro, train.epochs)
+    return Schedule.for_steps(num_samples, train.global_batch, micro, train.steps or 1)

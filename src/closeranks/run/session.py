@@ -1,0 +1,239 @@
+"""What is a run from the inside? A session opens the parts, hands out steps, settles them and closes everything.
+
+Used by our own loop and inside a user's: both iterate the same steps. It wires and it waits, it does no arithmetic.
+Invariant: every way out (finished, drained, stopped, failed) passes through ``close``, and closing twice is harmless.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from closeranks.checkpoint.single import FILE_NAME, load_tree, save_tree
+from closeranks.core.environment import detect_world
+from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, Saved, StepDone, Warned, encode
+from closeranks.core.protocols import Batch, Loss
+from closeranks.run.collector import CollectorPause
+from closeranks.run.evaluate import evaluate
+from closeranks.run.folder import choose_folder, prepare_folder
+from closeranks.run.hooks import Hook
+from closeranks.run.ingredients import Described, from_job, from_python, hooks_of
+from closeranks.run.job import Job
+from closeranks.run.ledger import Ledger, Settled
+from closeranks.run.opening import prepare_process, started_event
+from closeranks.run.overseer import current_overseer, take_folder
+from closeranks.run.parts import Parts, assemble
+from closeranks.run.state import collect_state, restore_state
+from closeranks.run.step import Step
+from closeranks.telemetry.profiler import StepProfiler
+from closeranks.telemetry.recorder import Recorder
+from closeranks.telemetry.window import NO_STEPS, parse_window
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to."""
+
+    steps: int
+    loss: float
+    eval: Evaluated | None
+    folder: Path
+    reason: str
+
+
+class Session:
+    """One training run in this process; ``for step in session`` yields steps until the job is done.
+
+    ``model`` is a module or a function that makes one, ``data`` any dataset with a length and an index; tables of the
+    job are given by name: ``train={"steps": 200, "global_batch": 32}``, ``optim={"lr": 3e-4}``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: Any,
+        loss: Any = None,
+        *,
+        eval_data: Any = None,
+        hooks: Sequence[Hook] = (),
+        **tables: Any,
+    ) -> None:
+        self._open(from_python(model, data, loss, eval_data, tables), hooks, None)
+
+    @classmethod
+    def from_job(cls, job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Self:
+        """A session for a job that names its model and data; ``folder`` was prepared by whoever started us."""
+        session = cls.__new__(cls)
+        session._open(from_job(job), hooks, folder)
+        return session
+
+    def _open(self, described: Described, hooks: Sequence[Hook], folder: Path | None) -> None:
+        self.job, self.world = described.job, detect_world()
+        prepare_process(self.job, self.world)
+        self.parts: Parts = assemble(self.job, self.world, described.ingredients())
+        self.folder = folder or self._agree_on_folder()
+        self.recorder = Recorder(self.folder, self.world.rank)
+        self._overseer = current_overseer()
+        self.recorder.add_sink(self._tell_overseer)
+        self._hooks = [*hooks, *hooks_of(self.job)]
+        window = parse_window(self.job.telemetry.profile) or NO_STEPS
+        self._profiler = StepProfiler(window, self.folder, self.world.rank)
+        self._collector = CollectorPause(self.job.train.gc_every)
+        self._stop_reason = ""
+        self._ending = ""
+        self._is_open = True
+        self._last: StepDone | None = None
+        self._eval: Evaluated | None = None
+        self._opened_at = time.monotonic()
+        self.num_done = self._resume()
+        """Steps finished so far, those before a resume included."""
+        self._ledger = Ledger(self.parts)
+
+    # What a user's loop needs
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parts.module
+
+    def loss(self, batch: Batch) -> Loss:
+        """The job's own loss of one micro-batch."""
+        return self.parts.spec.loss(self.parts.module, batch)
+
+    def stop(self, reason: str) -> None:
+        """Ask for an early end: all ranks stop together at the end of a following step, and the state is saved."""
+        self._stop_reason = self._stop_reason or reason
+
+    def evaluate(self) -> Evaluated:
+        """Judge the model on held-out data; every rank must call it."""
+        self._note(self._ledger.flush())
+        self._eval = evaluate(self.parts, self.num_done)
+        self._emit(self._eval)
+        for hook in self._hooks:
+            hook.on_eval(self, self._eval)
+        self._ledger.restart_clock()
+        return self._eval
+
+    def save(self, path: Path | None = None) -> Path:
+        """Write the whole state; every rank must call it, rank 0 writes."""
+        self._note(self._ledger.flush())
+        path, started_at = path or self.folder / FILE_NAME, time.monotonic()
+        if self.world.is_lead:
+            num_bytes = save_tree(collect_state(self.parts, self.num_done), path)
+            self._emit(Saved(self.num_done, str(path), num_bytes, time.monotonic() - started_at))
+        self._ledger.restart_clock()
+        return path
+
+    @property
+    def result(self) -> Result:
+        loss = self._last.loss if self._last else float("nan")
+        return Result(self.num_done, loss, self._eval, self.folder, self._ending or "finished")
+
+    # The run
+
+    def __iter__(self) -> Iterator[Step]:
+        self._begin()
+        try:
+            while self.num_done < self.parts.schedule.num_steps and not self._ending:
+                self._overseer.progress(self.num_done, phase=1)
+                with self._profiler.step(self.num_done + 1):
+                    step = Step(self.parts, self.num_done)
+                    yield step
+                    self._commit(step)
+            self._conclude()
+        except GeneratorExit:  # the user's loop broke off, or raised
+            self._ending = self._ending or "left by the loop"
+            raise
+        finally:
+            self.close()
+
+    def _begin(self) -> None:
+        self._emit(started_event(self.parts, self.num_done))
+        for text in self.parts.warnings if self.world.is_lead else ():
+            self._emit(Warned(text))
+        for hook in self._hooks:
+            hook.on_start(self)
+        self.parts.module.train()
+        self.parts.loader.start(self.num_done)
+        self._collector.hold()
+        self._ledger.restart_clock()
+
+    def _commit(self, step: Step) -> None:
+        asked = self._overseer.poll()
+        verdict = step.commit(drain=asked.drain or bool(self._stop_reason), save=asked.save)
+        self.num_done += 1
+        self._note(self._ledger.push(step.index, verdict))
+        self._collector.at_boundary(self.num_done)
+        every = self.job.train.eval_every
+        if every and self.num_done % every == 0 and self.parts.eval_source is not None and not self._ending:
+            self.evaluate()
+
+    def _note(self, settled: Iterable[Settled]) -> None:
+        for entry in settled:
+            self._last = entry.done
+            self._emit(entry.done)
+            for hook in self._hooks:
+                hook.on_step(self, entry.done)
+            if entry.drain:
+                self._ending = self._stop_reason or "asked to stop"
+
+    def _conclude(self) -> None:
+        self._note(self._ledger.flush())
+        already = self._eval is not None and self._eval.step == self.num_done
+        if self.parts.eval_source is not None and not already and not self._ending:
+            self.evaluate()
+        if self.job.checkpoint.save:
+            self.save()
+
+    def close(self) -> None:
+        """Give everything back: threads, files, the group. Harmless when done already."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for hook in self._hooks:
+            hook.on_end(self)
+        self._emit(RunEnded(self.num_done, self._ending or "finished", time.monotonic() - self._opened_at))
+        self._collector.release()
+        self.parts.loader.close()
+        self._profiler.close()
+        self.recorder.close()
+        self.parts.opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._ending = f"failed: {error}"
+        self.close()
+
+    # How it talks
+
+    def _emit(self, event: Event) -> None:
+        self.recorder.emit(event)
+
+    def _tell_overseer(self, event: Event) -> None:
+        if self.world.is_lead:
+            self._overseer.send_event(encode(event))
+
+    def _agree_on_folder(self) -> Path:
+        given = None if self.job.run.folder else take_folder()
+        folder = given or choose_folder(self.job, self.job.run.name or "run")
+        if self.world.is_lead:
+            prepare_folder(self.job, folder)
+        return Path(self.parts.group.share_text(str(folder)))
+
+    def _resume(self) -> int:
+        if not self.job.checkpoint.resume:
+            return 0
+        path = Path(self.job.checkpoint.resume)
+        step = restore_state(self.parts, load_tree(path))
+        self._emit(Resumed(step, str(path)))
+        return step

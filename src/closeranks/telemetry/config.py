@@ -1,0 +1,35 @@
+"""What may a job say about its own record? The ``[telemetry]`` table.
+
+Invariant: loads without torch, so that a wrong window is found before anything starts.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from closeranks.core.config.table import Table
+from closeranks.core.errors import UserError
+from closeranks.telemetry.window import parse_window
+
+
+class TelemetryConfig(Table):
+    log_every: int = Field(default=10, ge=1)
+    """Where the output is no terminal: print a line every this many steps (the first and the last always)."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard scalars to the run folder (needs `pip install closeranks[track]`)."""
+
+    report: bool = True
+    """Draw the curves and write report.md when the run ends."""
+
+    profile: str = ""
+    """Steps to trace with the torch profiler: "10:13" traces steps 10, 11 and 12; empty traces none."""
+
+    @field_validator("profile")
+    @classmethod
+    def _window_reads(cls, text: str) -> str:
+        try:
+            parse_window(text)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return text

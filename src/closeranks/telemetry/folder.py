@@ -1,0 +1,86 @@
+"""Where does each thing of a run stand on disk?
+
+    RUN/job.toml                    the user's file as it was
+    RUN/config.json                 the job as it was resolved
+    RUN/metrics/rank-00000.jsonl    events of each rank, one JSON line each
+    RUN/logs/rank-00000.log         what each worker printed
+    RUN/state.safetensors           the state after the last step
+    RUN/curve.png, RUN/report.md    what people look at
+    RUN/traces/rank-00000.json.gz   profiler traces
+    RUN/tensorboard/                scalars for TensorBoard
+
+Invariant: names are written here once; whoever reads or writes a run folder asks this module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.toml"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state.safetensors"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "curve.png"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.md"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def metrics(self, rank: int) -> Path:
+        return self.path / "metrics" / f"rank-{rank:05d}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    def trace(self, rank: int) -> Path:
+        return self.path / "traces" / f"rank-{rank:05d}.json.gz"
+
+    def other_metrics(self) -> list[Path]:
+        """The metrics of every rank but 0, in the order of ranks."""
+        return [path for path in sorted(self.path.glob("metrics/rank-*.jsonl")) if path != self.metrics(0)]
+
+    def resolved(self) -> Settings:
+        """The resolved job; empty where the run failed before it was written or was cut short in writing."""
+        try:
+            values = json.loads(self.config.read_text())
+        except (OSError, ValueError):
+            values = {}
+        return Settings(values if isinstance(values, dict) else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A resolved job as plain values, asked by dotted key; a key it lacks is None."""
+
+    values: Mapping[str, Any]
+
+    def get(self, key: str) -> Any:
+        found: Any = self.values
+        for part in key.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return None
+            found = found[part]
+        return found

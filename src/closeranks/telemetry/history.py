@@ -1,0 +1,207 @@
+"""What happened in a run, read back from its folder? Pure but for ``load_history``.
+
+Invariant: each step counts once. A run that went back (a fault, a resume) records steps again; the later account of a
+step stands, as the weights do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Saved, StepDone, Warned
+from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.recorder import parse_line, read_events
+
+_RANKS_SEARCHED = 64
+"""Warnings of ranks beyond these are not collected: reading every file of a large run would take minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One generation of the run: how it began, and how long it was heard of."""
+
+    started: RunStarted
+    heard_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Caution:
+    """A warning with the number of times and the ranks it was said."""
+
+    what: str
+    times: int
+    ranks: tuple[int, ...]
+    first_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Over the steps that count: no process's first one. ``items_per_s`` is None where no step is left."""
+
+    items: int = 0
+    seconds: float = 0.0
+    data_wait_s: float = 0.0
+    first_steps_s: float = 0.0
+
+    @property
+    def items_per_s(self) -> float | None:
+        return self.items / self.seconds if self.seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Time that stood between steps."""
+
+    evals_s: float = 0.0
+    saves_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    starts: tuple[Start, ...] = ()
+    steps: tuple[StepDone, ...] = ()
+    first_steps: frozenset[int] = frozenset()
+    """Steps that were the first of their process: warm-up and compile are in them."""
+    evals: tuple[Evaluated, ...] = ()
+    saves: tuple[Saved, ...] = ()
+    resumed: tuple[Resumed, ...] = ()
+    warnings: tuple[Caution, ...] = ()
+    ended: RunEnded | None = None
+    pauses: Pauses = Pauses()
+
+    @property
+    def started(self) -> RunStarted | None:
+        return self.starts[-1].started if self.starts else None
+
+    @property
+    def taken(self) -> tuple[StepDone, ...]:
+        return tuple(step for step in self.steps if step.taken)
+
+    @property
+    def num_skipped(self) -> int:
+        return len(self.steps) - len(self.taken)
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock of all generations; the run's own account where there was one only and it ended."""
+        if self.ended is not None and len(self.starts) <= 1 and self.ended.seconds > 0:
+            return self.ended.seconds
+        return sum(start.heard_s for start in self.starts)
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """Steps from which the run went on after it had begun."""
+        return tuple(start.started.first_step for start in self.starts[1:])
+
+    def throughput(self) -> Throughput:
+        counted = [step for step in self.steps if step.step not in self.first_steps]
+        return Throughput(
+            items=sum(step.items for step in counted),
+            seconds=sum(step.seconds for step in counted),
+            data_wait_s=sum(step.data_wait_s for step in counted),
+            first_steps_s=sum(step.seconds for step in self.steps if step.step in self.first_steps),
+        )
+
+
+class _Fold:
+    """Rank 0's lines in order, folded into what stands in the end."""
+
+    def __init__(self) -> None:
+        self.starts: list[RunStarted] = []
+        self.heard: list[tuple[float, float]] = []
+        self.steps: dict[int, StepDone] = {}
+        self.first_steps: set[int] = set()
+        self.evals: dict[int, Evaluated] = {}
+        self.saves: dict[int, Saved] = {}
+        self.resumed: list[Resumed] = []
+        self.ended: RunEnded | None = None
+        self.evals_s = self.saves_s = 0.0
+
+    def add(self, event: Event | None, at: float) -> None:
+        match event:
+            case RunStarted():
+                self._go_back_to(event.first_step)
+                self.starts.append(event)
+                self.heard.append((at, at))
+                self.ended = None
+            case StepDone():
+                self.steps[event.step] = event
+            case Evaluated():
+                self.evals[event.step] = event
+                self.evals_s += event.seconds
+            case Saved():
+                self.saves.pop(event.step, None)  # the latest save stands last, whatever its step
+                self.saves[event.step] = event
+                self.saves_s += event.seconds
+            case Resumed():
+                self.resumed.append(event)
+            case RunEnded():
+                self.ended = event
+        if self.heard:
+            self.heard[-1] = (self.heard[-1][0], max(at, self.heard[-1][1]))
+
+    def _go_back_to(self, step: int) -> None:
+        self.steps = {number: done for number, done in self.steps.items() if number <= step}
+        self.evals = {number: done for number, done in self.evals.items() if number <= step}
+        self.first_steps = {number for number in self.first_steps if number <= step} | {step + 1}
+
+    def history(self, warnings: tuple[Caution, ...]) -> History:
+        return History(
+            starts=tuple(
+                Start(started, last - first) for started, (first, last) in zip(self.starts, self.heard, strict=True)
+            ),
+            steps=tuple(self.steps[number] for number in sorted(self.steps)),
+            first_steps=frozenset(self.first_steps & self.steps.keys()),
+            evals=tuple(self.evals[number] for number in sorted(self.evals)),
+            saves=tuple(self.saves.values()),
+            resumed=tuple(self.resumed),
+            warnings=warnings,
+            ended=self.ended,
+            pauses=Pauses(self.evals_s, self.saves_s),
+        )
+
+
+def fold(lines: Iterable[tuple[dict[str, Any], Event | None]], others: Iterable[dict[str, Any]] = ()) -> History:
+    """Rank 0's lines as a history; ``others`` are the warnings of further ranks."""
+    state = _Fold()
+    warned: list[dict[str, Any]] = []
+    for fields, event in lines:
+        state.add(event, float(fields.get("at", 0.0)))
+        if isinstance(event, Warned):
+            warned.append(fields)
+    return state.history(_gather([*warned, *others]))
+
+
+def _gather(warned: Iterable[dict[str, Any]]) -> tuple[Caution, ...]:
+    """Equal texts become one warning, in the order they were first said."""
+    said: dict[str, list[dict[str, Any]]] = {}
+    for fields in warned:
+        said.setdefault(str(fields.get("what", "")), []).append(fields)
+    return tuple(
+        Caution(
+            what=what,
+            times=len(times),
+            ranks=tuple(sorted({int(fields.get("rank", 0)) for fields in times})),
+            first_step=min((fields["step"] for fields in times if fields.get("step") is not None), default=None),
+        )
+        for what, times in said.items()
+    )
+
+
+def load_history(folder: Path) -> History:
+    """What a run folder tells; an empty history where rank 0 left no metrics."""
+    run = RunFolder(folder)
+    others = [fields for path in run.other_metrics()[: _RANKS_SEARCHED - 1] for fields in _warnings_in(path)]
+    path = run.metrics(0)
+    return fold(read_events(path) if path.exists() else (), others)
+
+
+def _warnings_in(path: Path) -> Iterable[dict[str, Any]]:
+    """Only lines that look like a warning are parsed: the rest are another account of the same steps."""
+    with path.open("rb") as lines:
+        for line in lines:
+            if b'"event": "warning"' in line and (fields := parse_line(line)) is not None:
+                yield fields

@@ -1,0 +1,161 @@
+"""What does each event say to a person, in one line? Pure: events and readings in, text out.
+
+A step's line is a row of fields that can be fitted to a width. Invariant: the step and the loss are always there, and
+what is not known is left out, never shown as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, StepDone, Warned
+from closeranks.telemetry import wording
+from closeranks.telemetry.meter import Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """``label value`` in a step's line; the highest ``spare`` goes first when the line is too wide, 0 never goes."""
+
+    label: str
+    value: str
+    spare: int = 0
+    gap: str = "  "
+    """What stands between this field and the one before."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.label} {self.value}" if self.label else self.value
+
+
+def step_fields(
+    started: RunStarted, done: StepDone, reading: Reading, *, num_skipped: int, detail: bool
+) -> tuple[Field, ...]:
+    """The fields of a step's line, in reading order; ``detail`` adds learning rate and gradient norm."""
+    of = f"/{started.last_step}" if started.last_step else ""
+    fields = [Field("step", f"{done.step:>5}{of}"), Field("loss", wording.number(done.loss))]
+    if reading.items_per_s is None:
+        fields.append(Field("", f"first step {wording.span(done.seconds)}", spare=1))
+    else:
+        fields.append(Field("", wording.rate(reading.items_per_s, started.item), spare=1))
+    fields += _peak_fields(reading)
+    if done.memory_bytes:
+        fields.append(Field("mem", wording.size(done.memory_bytes), spare=4))
+    if reading.eta_s is not None and done.step < started.last_step:
+        fields.append(Field("eta", wording.clock(reading.eta_s), spare=2))
+    if detail:
+        fields += [Field("lr", f"{done.lr:.2e}", spare=7), Field("grad", wording.number(done.grad_norm), spare=7)]
+    fields += _metric_fields(done.metrics)
+    if num_skipped:
+        fields.append(Field("skipped", str(num_skipped), spare=5))
+    return tuple(fields)
+
+
+def _peak_fields(reading: Reading) -> list[Field]:
+    measured = None if reading.peak_share is None else wording.share(reading.peak_share)
+    if reading.mfu is None:
+        return [] if measured is None else [Field("peak", measured, spare=3)]
+    fields = [Field("mfu", wording.share(reading.mfu), spare=3)]
+    if measured is not None:
+        fields.append(Field("", f"(of measured peak {measured})", spare=8, gap=" "))
+    return fields
+
+
+def _metric_fields(metrics: Mapping[str, float]) -> list[Field]:
+    return [Field(wording.metric_label(name), wording.metric(value), spare=6) for name, value in metrics.items()]
+
+
+def join(fields: Sequence[Field]) -> str:
+    return "".join((field.gap if place else "") + field.text for place, field in enumerate(fields))
+
+
+def fit(fields: Sequence[Field], width: int) -> tuple[Field, ...]:
+    """The fields that fit into ``width`` columns: the most easily spared leave first, later ones before earlier."""
+    kept = list(fields)
+    while len(join(kept)) > width:
+        place = max(range(len(kept)), key=lambda index: (kept[index].spare, index))
+        if kept[place].spare == 0:
+            break
+        del kept[place]
+    return tuple(kept)
+
+
+def skipped_line(started: RunStarted, done: StepDone, num_skipped: int) -> str:
+    scale = f", loss scale now {done.loss_scale:.0f}" if started.precision == "fp16" else ", the update was left out"
+    so_far = f" ({num_skipped} so far)" if num_skipped > 1 else ""
+    place = join(step_fields(started, done, _nothing_known(done), num_skipped=0, detail=False)[:1])
+    return f"{place}  skipped: gradients not finite{scale}{so_far}"
+
+
+def _nothing_known(done: StepDone) -> Reading:
+    return Reading(done.step, done.loss, None, None, None, done.memory_bytes, None)
+
+
+def is_worth_a_line(num_skipped: int) -> bool:
+    """The first three skipped steps, then ever fewer: a run that skips on and on does not flood the screen."""
+    return num_skipped <= 3 or num_skipped & (num_skipped - 1) == 0
+
+
+def started_line(started: RunStarted) -> str:
+    """What trains, on what, from where to where; and, once, which share of peak the lines will show."""
+    workers = wording.count(started.world_size, "worker")
+    steps = f"steps {started.first_step + 1} to {started.last_step}"
+    again = f"generation {started.generation}: " if started.generation else ""
+    text = f"{again}{parameters(started)} on {workers} ({started.device}, {started.precision}), {steps}"
+    return f"{text}; {why}" if (why := _why_no_mfu(started)) and not started.generation else text
+
+
+def parameters(started: RunStarted) -> str:
+    total = f"{wording.compact(started.num_params)} parameters"
+    if started.num_trainable == started.num_params:
+        return total
+    return f"{total} ({wording.compact(started.num_trainable)} of them trained)"
+
+
+def _why_no_mfu(started: RunStarted) -> str:
+    if not started.flops_per_item:
+        return "this model's FLOPs are not known, so no MFU is shown"
+    if started.datasheet_flops:
+        return ""
+    device = "CPU" if is_cpu(started.device) else "device"
+    if started.measured_flops:
+        return f"no datasheet for this {device}: share of the measured matmul peak is shown instead of MFU"
+    return f"no datasheet for this {device}, so no MFU is shown"
+
+
+def is_cpu(device: str) -> bool:
+    """Whether a device's name is a CPU's; accelerators are named by vendor and product (NVIDIA H200)."""
+    words = device.lower()
+    return any(word in words for word in ("cpu", "processor", "xeon", "epyc", "ryzen", "core"))
+
+
+def evaluated_line(event: Evaluated) -> str:
+    metrics = join(_metric_fields(event.metrics))
+    loss = f"eval at step {event.step}  loss {wording.number(event.loss)}"
+    return "  ".join(part for part in (loss, metrics, f"({wording.span(event.seconds)})") if part)
+
+
+def saved_line(event: Saved) -> str:
+    return f"saved step {event.step}: {event.path} ({wording.size(event.bytes)}, {wording.span(event.seconds)})"
+
+
+def resumed_line(event: Resumed) -> str:
+    return f"resumed at step {event.step} from {event.path}"
+
+
+def warned_line(event: Warned) -> str:
+    return f"warning: {event.what}" if event.step is None else f"warning at step {event.step}: {event.what}"
+
+
+_ENDINGS = {
+    "finished": "finished at step {step} after {time}",
+    "drained": "asked to stop: ended at step {step} after {time}",
+    "stopped": "stopped by a hook at step {step} after {time}",
+    "failed": "failed at step {step} after {time}",
+}
+
+
+def ended_line(event: RunEnded) -> str:
+    words = _ENDINGS.get(event.reason, event.reason + " at step {step} after {time}")
+    return words.format(step=event.step, time=wording.span(event.seconds))

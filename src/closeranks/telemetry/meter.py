@@ -1,0 +1,109 @@
+"""How fast is the run, how close to the hardware's peak, and when will it be done?
+
+Throughput is items over wall-clock seconds of the latest steps. Invariants: a process's first step (warm-up, compile)
+is in no figure; evaluation and saving are in no throughput, but they are in the time to go. Pure: time comes in with
+the events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from closeranks.core.events import RunStarted, StepDone
+
+_WINDOW_S = 5.0
+_WINDOW_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a step says about the run so far; None where nothing is known yet, or can be."""
+
+    step: int
+    loss: float
+    items_per_s: float | None
+    mfu: float | None
+    """Share of the vendor's dense peak of all devices."""
+    peak_share: float | None
+    """Share of what a large matrix product reached on this device, times the number of devices."""
+    memory_bytes: int
+    eta_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """A throughput as shares of the two peaks."""
+
+    mfu: float | None
+    peak_share: float | None
+
+
+def efficiency(started: RunStarted, items_per_s: float) -> Efficiency:
+    """Shares of the datasheet's and of the measured peak, None where the model's FLOPs or the peak is not known."""
+    reached = items_per_s * started.flops_per_item / max(1, started.world_size)
+
+    def over(peak: float | None) -> float | None:
+        return reached / peak if peak and reached else None
+
+    return Efficiency(over(started.datasheet_flops), over(started.measured_flops))
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    items: int
+    seconds: float
+
+
+class Meter:
+    """Fed with the steps of one generation, in order.
+
+    The window holds the latest steps that make up five seconds, and ten steps at least, so that a fast run's figure
+    does not flicker and a slow run's is not old.
+    """
+
+    def __init__(self, started: RunStarted) -> None:
+        self._started = started
+        self._window: deque[_Timed] = deque()
+        self._items = 0
+        self._seconds = 0.0
+        self._num_steps = 0
+        self._pauses_s = 0.0
+
+    def observe(self, done: StepDone) -> Reading:
+        self._num_steps += 1
+        if self._num_steps > 1:
+            self._push(_Timed(done.items, done.seconds))
+        speed = self._items / self._seconds if self._seconds > 0 else None
+        shares = efficiency(self._started, speed) if speed is not None else Efficiency(None, None)
+        return Reading(
+            step=done.step,
+            loss=done.loss,
+            items_per_s=speed,
+            mfu=shares.mfu,
+            peak_share=shares.peak_share,
+            memory_bytes=done.memory_bytes,
+            eta_s=self._eta(done.step),
+        )
+
+    def pause(self, seconds: float) -> None:
+        """An evaluation or a save that stood between two steps: more of its kind will come."""
+        self._pauses_s += seconds
+
+    def _push(self, step: _Timed) -> None:
+        self._window.append(step)
+        self._items += step.items
+        self._seconds += step.seconds
+        while len(self._window) > _WINDOW_STEPS and self._seconds - self._window[0].seconds >= _WINDOW_S:
+            oldest = self._window.popleft()
+            self._items -= oldest.items
+            self._seconds -= oldest.seconds
+
+    def _eta(self, step: int) -> float | None:
+        remaining = self._started.last_step - step
+        if remaining <= 0:
+            return 0.0
+        if not self._window:
+            return None
+        step_s = self._seconds / len(self._window)
+        return remaining * (step_s + self._pauses_s / self._num_steps)

@@ -1,0 +1,216 @@
+"""What did a run look like? One picture: the loss, the throughput, the learning rate and the gradient norm.
+
+Drawn from the run folder alone, in any process. Invariant: matplotlib is imported when a picture is drawn and not
+before (it takes a good part of a second), and without pyplot, which would keep global state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.events import StepDone
+from closeranks.telemetry import wording
+from closeranks.telemetry.curves import Curve, limits, rates, smoothed, thinned, wants_log_scale
+from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.history import History, load_history
+from closeranks.telemetry.meter import efficiency
+
+_INK = "#1f2933"
+_QUIET = "#7b8794"
+_GRID = "#e6eaef"
+_BLUE = "#2563a8"
+_ORANGE = "#e07b28"
+_GREEN = "#2f855a"
+_PURPLE = "#7c4d9e"
+_RED = "#c53030"
+
+
+def draw(folder: Path) -> Path | None:
+    """Draw ``curve.png`` into the run folder; None where no step was recorded and there is nothing to draw."""
+    history = load_history(folder)
+    if not history.steps:
+        return None
+    run = RunFolder(folder)
+    name = str(run.resolved().get("run.name") or folder.resolve().name)
+    figure = _figure(history, name)
+    # Replaced whole: a viewer that has the picture open never sees half of one.
+    unfinished = run.picture.with_name(".curve.png")
+    figure.savefig(unfinished, dpi=160, facecolor="white", format="png")
+    return unfinished.replace(run.picture)
+
+
+def _figure(history: History, name: str) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 6.0))
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(
+        2, 2, height_ratios=(1.9, 1), left=0.07, right=0.93, top=0.83, bottom=0.085, hspace=0.46, wspace=0.2
+    )
+    panels = Panels(figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1]))
+    for axes in (panels.loss, panels.throughput, panels.rate):
+        _tidy(axes, history)
+    _draw_loss(panels.loss, history)
+    _draw_throughput(panels.throughput, history)
+    _draw_learning(panels.rate, history.steps)
+    _mark_restarts(panels.loss, history)
+    figure.text(0.07, 0.95, name, fontsize=15, fontweight="bold", color=_INK, va="center")
+    figure.text(0.07, 0.905, _subtitle(history), fontsize=9.5, color=_QUIET, va="center")
+    return figure
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    loss: Any
+    throughput: Any
+    rate: Any
+
+
+def _subtitle(history: History) -> str:
+    started = history.started
+    steps = f"step {history.steps[-1].step}"
+    if started is None:
+        return steps
+    parts = (
+        f"{wording.compact(started.num_params)} parameters",
+        f"{wording.count(started.world_size, 'worker')} on {started.device}",
+        started.precision,
+        f"{steps} of {started.last_step}" if started.last_step else steps,
+        wording.span(history.seconds),
+    )
+    return "   ·   ".join(parts)
+
+
+def _tidy(axes: Any, history: History) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#c3cbd4")
+    axes.tick_params(colors=_QUIET, labelsize=8.5, length=3, which="both")
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    first, last = history.steps[0].step, history.steps[-1].step
+    axes.set_xlim(first - 1, last + max(0.5, 0.01 * (last - first)))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _: wording.tick(value))
+    axes.set_xlabel("step", fontsize=8.5, color=_QUIET, labelpad=2)
+
+
+def _title(axes: Any, text: str, value: str = "", color: str = _INK) -> None:
+    """The quantity at the left, its figure at the right, instead of a legend."""
+    axes.set_title(text, loc="left", fontsize=10, color=color, fontweight="bold", pad=7)
+    axes.set_title(value, loc="right", fontsize=9.5, color=_QUIET, pad=7)
+
+
+def _draw_loss(axes: Any, history: History) -> None:
+    taken = history.taken
+    raw = Curve(tuple(step.step for step in taken), tuple(step.loss for step in taken))
+    smooth = smoothed(raw)
+    is_log = wants_log_scale((*smooth.values, *(done.loss for done in history.evals)))
+    if is_log:
+        axes.set_yscale("log")
+    few = len(raw.steps) < 30
+    light = thinned(raw)
+    axes.plot(
+        light.steps, light.values, color=_BLUE, alpha=0.38, linewidth=0.9, marker="o" if few else "", markersize=3
+    )
+    axes.plot(
+        smooth.steps, smooth.values, color=_BLUE, linewidth=2.1, label="training, smoothed", solid_capstyle="round"
+    )
+    if history.evals:
+        steps, losses = [done.step for done in history.evals], [done.loss for done in history.evals]
+        axes.plot(
+            steps, losses, color=_ORANGE, marker="o", markersize=5.5, markeredgecolor="white", linewidth=1.0,
+            linestyle=(0, (4, 2)),
+            label="evaluation", clip_on=False, zorder=4,
+        )  # fmt: skip
+    _mark_skipped(axes, history)
+    _limit(axes, raw, smooth, [done.loss for done in history.evals], is_log)
+    value = f"{wording.brief(taken[0].loss)} → {wording.brief(taken[-1].loss)}" if taken else "no step was taken"
+    if history.evals:
+        value += f",  evaluation {wording.brief(history.evals[-1].loss)}"
+    _title(axes, "loss" + (" (log scale)" if is_log else ""), value)
+    has_grown = bool(smooth.finite()) and smooth.finite()[-1] > smooth.finite()[0]
+    axes.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="upper left" if has_grown else "upper right")
+
+
+def _limit(axes: Any, raw: Curve, smooth: Curve, evals: list[float], is_log: bool) -> None:
+    bounds = limits(raw, smooth, is_log=is_log)
+    if bounds is not None:
+        finite = Curve((), tuple(evals)).finite()
+        axes.set_ylim(min(bounds.low, *finite, bounds.low), max(bounds.high, *finite, bounds.high))
+
+
+def _mark_skipped(axes: Any, history: History) -> None:
+    skipped = [step.step for step in history.steps if not step.taken]
+    if skipped:
+        label = wording.count(len(skipped), "skipped step")
+        feet = axes.get_xaxis_transform()
+        axes.plot(
+            skipped, [0.015] * len(skipped), color=_RED, marker="|", markersize=9, linestyle="", transform=feet,
+            label=label, clip_on=False,
+        )  # fmt: skip
+
+
+def _mark_restarts(axes: Any, history: History) -> None:
+    for place, step in enumerate(history.restarts):
+        axes.axvline(step, color=_QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=0)
+        if place < 6:  # beyond that the words would cover one another
+            axes.annotate(
+                f"went on from {step}", (step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
+                textcoords="offset points", fontsize=8, color=_QUIET, va="top", ha="left",
+            )  # fmt: skip
+
+
+def _draw_throughput(axes: Any, history: History) -> None:
+    started = history.started
+    item = started.item if started is not None else "item"
+    counted = [step for step in history.steps if step.step not in history.first_steps]
+    average = history.throughput().items_per_s
+    if not counted or average is None:
+        _title(axes, "throughput", "too short to measure", color=_GREEN)
+        axes.set_yticks([])
+        return
+    each, steady = thinned(rates(counted, 1)), thinned(rates(counted, max(5, len(counted) // 30)))
+    axes.plot(each.steps, each.values, color=_GREEN, alpha=0.25, linewidth=0.8)
+    axes.plot(steady.steps, steady.values, color=_GREEN, linewidth=1.8)
+    axes.set_ylim(0, 1.3 * max(steady.finite()))
+    axes.yaxis.set_major_formatter(lambda value, _: wording.tick(value))
+    value = wording.rate(average, item)
+    if started is not None:
+        shares = efficiency(started, average)
+        if shares.mfu is not None:
+            value += f",  MFU {wording.share(shares.mfu)}"
+        elif shares.peak_share is not None:
+            value += f",  {wording.share(shares.peak_share)} of matmul peak"
+    _title(axes, "throughput", value, color=_GREEN)
+
+
+def _draw_learning(axes: Any, steps: tuple[StepDone, ...]) -> None:
+    """Gradient norm on the left axis, learning rate on the right; each title in its line's colour."""
+    numbers = tuple(step.step for step in steps)
+    norm = Curve(numbers, tuple(step.grad_norm for step in steps))
+    light, smooth = thinned(norm), smoothed(norm)
+    is_log = wants_log_scale(norm.values)
+    if is_log:
+        axes.set_yscale("log")
+    axes.plot(light.steps, light.values, color=_PURPLE, alpha=0.25, linewidth=0.8)
+    axes.plot(smooth.steps, smooth.values, color=_PURPLE, linewidth=1.8)
+    bounds = limits(norm, smooth, is_log=is_log)
+    if bounds is not None:
+        axes.set_ylim(bounds.low if is_log else 0, bounds.high)
+    right = axes.twinx()
+    for side in ("top", "left", "bottom"):
+        right.spines[side].set_visible(False)
+    right.spines["right"].set_color("#c3cbd4")
+    right.tick_params(colors=_QUIET, labelsize=8.5, length=3)
+    right.plot(numbers, [step.lr for step in steps], color=_INK, linewidth=1.6)
+    right.set_ylim(0, 1.12 * (max((step.lr for step in steps), default=0.0) or 1.0))
+    right.yaxis.set_major_formatter(lambda value, _: wording.tick(value))
+    _title(axes, "gradient norm" + (" (log scale)" if is_log else ""), color=_PURPLE)
+    right.set_title("learning rate", loc="right", fontsize=10, color=_INK, fontweight="bold", pad=7)

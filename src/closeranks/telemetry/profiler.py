@@ -1,0 +1,75 @@
+"""What did the processor and the device do, operation by operation, in a few chosen steps?
+
+Invariant: outside its window a profiler costs two comparisons a step; a trace appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.window import Window, parse_window
+
+__all__ = ["StepProfiler", "Window", "parse_window"]
+
+
+class StepProfiler:
+    """Writes ``RUN/traces/rank-00000.json.gz``, which chrome://tracing and Perfetto open.
+
+    Call sequence, on every rank: ``step_begin(n)`` and ``step_end(n)`` around each step, numbered as ``StepDone``
+    reports them (the first is 1), or ``with step(n)``; ``close`` once, which writes what there is if the run ended
+    inside the window.
+    """
+
+    def __init__(self, window: Window, folder: Path, rank: int) -> None:
+        self._window = window
+        self._path = RunFolder(folder).trace(rank)
+        self._profile: profile | None = None
+        self._mark: record_function | None = None
+
+    def step_begin(self, step: int) -> None:
+        if step not in self._window:
+            return
+        if self._profile is None:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(activities=activities)
+            self._profile.start()
+        self._mark = record_function(f"step {step}")
+        self._mark.__enter__()
+
+    def step_end(self, step: int) -> None:
+        if step not in self._window or self._mark is None:
+            return
+        self._mark.__exit__(None, None, None)
+        self._mark = None
+        if step == self._window.last:
+            self.close()
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        self.step_begin(step)
+        try:
+            yield
+        finally:
+            self.step_end(step)
+
+    def close(self) -> None:
+        """Write the trace, if one is being taken. May be called again."""
+        if self._profile is None:
+            return
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+        taken, self._profile = self._profile, None
+        taken.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_name(f".{self._path.name}")
+        taken.export_chrome_trace(str(unfinished))
+        unfinished.replace(self._path)

@@ -1,0 +1,135 @@
+"""How does what happens on a rank become a line that outlives the process?
+
+Each event is one ``write`` of one whole JSON line to a file opened for appending: a worker killed at any instant loses
+nothing it had emitted. Invariants: every line is strict JSON (a value that is not finite is written as the string
+``NaN``, ``Infinity`` or ``-Infinity`` and read back as the number), and nothing that goes wrong in here ends training.
+Cost: about 15 us an event.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.errors import SetupError
+from closeranks.core.events import Event, Warned, decode
+from closeranks.telemetry.folder import RunFolder
+
+Sink = Callable[[Event], None]
+
+_log = logging.getLogger(__name__)
+_STRICT = json.JSONEncoder(allow_nan=False).encode
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Recorder:
+    """One rank's events, to its file and then to its sinks in the order they were added."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._rank = rank
+        self._sinks: list[Sink] = []
+        # Re-entrant: a sink that fails makes a warning, which is recorded while the first event still is.
+        self._lock = threading.RLock()
+        path = RunFolder(folder).metrics(rank)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: int | None = _open_for_lines(path)
+        except OSError as error:
+            fix = "Choose another place with run.folder, or make this one writable."
+            raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=rank) from error
+
+    def add_sink(self, sink: Sink) -> None:
+        """``sink`` sees every event from now on, on the thread that emits; one that raises is removed."""
+        self._sinks.append(sink)
+
+    def emit(self, event: Event) -> None:
+        """Record one event. Never raises: a disk that fills or a sink that breaks becomes a warning."""
+        with self._lock:
+            self._write(event)
+            for sink in tuple(self._sinks):
+                try:
+                    sink(event)
+                except Exception as error:
+                    self._remove(sink, error)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _write(self, event: Event) -> None:
+        if self._file is None:
+            return
+        # What core.events.encode gives, at a tenth of its cost: events are flat, so nothing need be copied deeply.
+        names: tuple[str, ...] = event.__match_args__
+        line = {"event": event.name, "at": time.time(), "rank": self._rank}
+        line.update((name, getattr(event, name)) for name in names)
+        try:
+            os.write(self._file, to_line(line))
+        except OSError as error:
+            self.close()
+            self.emit(Warned(f"metrics are no longer recorded on rank {self._rank}: {error.strerror}"))
+
+    def _remove(self, sink: Sink, error: Exception) -> None:
+        if sink not in self._sinks:
+            return  # it failed again on the warning about itself
+        self._sinks.remove(sink)
+        name = getattr(sink, "__qualname__", type(sink).__name__)
+        _log.warning("telemetry sink %s removed", name, exc_info=error)
+        self.emit(Warned(f"{name} no longer follows the run: it raised {type(error).__name__}: {error}"))
+
+
+def _open_for_lines(path: Path) -> int:
+    """Open for appending; a line that an earlier process was killed in is ended, so that it spoils no other."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":
+        os.write(file, b"\n")
+    return file
+
+
+def to_line(values: dict[str, Any]) -> bytes:
+    """One strict JSON line. The finite case, nearly every line, pays for no second walk."""
+    try:
+        return (_STRICT(values) + "\n").encode()
+    except ValueError:
+        return (_STRICT(_without_nonfinite(values)) + "\n").encode()
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _with_nonfinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: item if key == "what" else _with_nonfinite(item) for key, item in value.items()}
+    return _WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The fields of a line; None where it is not whole (the process was killed in it, or is writing it now)."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return _with_nonfinite(values) if isinstance(values, dict) else None
+
+
+def read_events(path: Path) -> Iterator[tuple[dict[str, Any], Event | None]]:
+    """Each whole line as its fields and its event (None for a kind this version does not know)."""
+    with path.open("rb") as lines:
+        for line in lines:
+            if (values := parse_line(line)) is not None:
+                yield values, decode(values)

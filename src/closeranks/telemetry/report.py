@@ -1,0 +1,296 @@
+"""What came of a run, on one page of plain words?
+
+Written from the run folder alone, so that a run which failed gets its page too. Invariant: a figure stands here only if
+it was recorded; what is missing is said to be missing.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from closeranks.core.events import Evaluated, RunStarted, StepDone
+from closeranks.telemetry import wording
+from closeranks.telemetry.folder import RunFolder, Settings
+from closeranks.telemetry.history import Caution, History, load_history
+from closeranks.telemetry.lines import is_cpu, parameters
+from closeranks.telemetry.meter import efficiency
+
+_WARNINGS_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How the run was started: what the commands for going on repeat."""
+
+    job_file: str
+    overrides: tuple[str, ...] = ()
+
+
+def write_report(folder: Path, *, job_file: str = "", overrides: Sequence[str] = (), failure: str = "") -> Path:
+    """Write ``report.md`` into the run folder.
+
+    ``job_file`` and ``overrides`` are what the person typed (the folder's own copy where not given); ``failure`` is the
+    account of what ended the run, shown as it is.
+    """
+    run = RunFolder(folder)
+    command = Command(job_file or str(run.job), tuple(overrides))
+    text = compose(run, load_history(folder), command, failure)
+    unfinished = run.report.with_name(".report.md")
+    unfinished.write_text(text, encoding="utf-8")
+    return unfinished.replace(run.report)
+
+
+def compose(run: RunFolder, history: History, command: Command, failure: str = "") -> str:
+    """The whole page."""
+    settings = run.resolved()
+    name = str(settings.get("run.name") or run.path.resolve().name)
+    picture = (
+        f"![Loss, throughput, learning rate and gradient norm]({run.picture.name})" if run.picture.exists() else ""
+    )
+    sections = (
+        f"# {name}",
+        verdict(history, failed=bool(failure)),
+        _failure_section(run, failure),
+        picture,
+        _table(_figures(run, history, settings)),
+        _warning_section(history.warnings),
+        _next_section(run, history, command),
+        _environment_section(history.started),
+    )
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def verdict(history: History, *, failed: bool = False) -> str:
+    """The first line: what ran, for how long, and what it reached."""
+    if not history.steps:
+        return "No step was recorded: the run ended before its first step was done."
+    parts = [_what_ran(history), _loss_change(history.taken), _eval_words(history.evals)]
+    text = "; ".join(part for part in parts if part) + "."
+    return f"{text} {ending}" if (ending := _ending(history, failed)) else text
+
+
+def _what_ran(history: History) -> str:
+    started = history.started
+    workers = f" on {wording.count(started.world_size, 'worker')}" if started is not None else ""
+    taken = f"Trained {wording.count(len(history.steps), 'step')}{workers} in {wording.span(history.seconds)}"
+    return f"{taken} ({history.num_skipped} skipped)" if history.num_skipped else taken
+
+
+def _loss_change(taken: Sequence[StepDone]) -> str:
+    if not taken:
+        return "no update was taken: the gradients of every step were not finite"
+    return f"loss {wording.brief(taken[0].loss)} -> {wording.brief(taken[-1].loss)}"
+
+
+def _eval_words(evals: Sequence[Evaluated]) -> str:
+    if not evals:
+        return ""
+    metrics = "".join(f", {name} {wording.metric(value)}" for name, value in evals[-1].metrics.items())
+    return f"eval {wording.brief(evals[-1].loss)}{metrics}"
+
+
+def _ending(history: History, failed: bool) -> str:
+    last = history.steps[-1].step
+    goal = f" of {history.started.last_step}" if history.started is not None and history.started.last_step else ""
+    reason = "failed" if failed else history.ended.reason if history.ended is not None else "unknown"
+    endings = {
+        "finished": "",
+        "drained": f"It was asked to stop and ended in order at step {last}{goal}.",
+        "stopped": f"A hook stopped it at step {last}{goal}.",
+        "failed": f"**It failed** after step {last}{goal}.",
+        "unknown": f"**It did not end in order**: nothing was recorded after step {last}{goal}.",
+    }
+    return endings.get(reason, f"It ended at step {last}{goal}: {reason}.")
+
+
+def _failure_section(run: RunFolder, failure: str) -> str:
+    if not failure:
+        return ""
+    logs = f"\n\nWhat each worker printed is in `{run.log(0).parent.name}/`." if run.log(0).parent.is_dir() else ""
+    return f"## What went wrong\n\n```text\n{failure.strip()}\n```{logs}"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A row of the table; an empty value is left out."""
+
+    label: str
+    value: str
+
+
+def _table(figures: Sequence[Figure]) -> str:
+    rows = [f"| {figure.label} | {figure.value} |" for figure in figures if figure.value]
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
+
+
+def _figures(run: RunFolder, history: History, settings: Settings) -> tuple[Figure, ...]:
+    started = history.started
+    if started is None:
+        return ()
+    devices = f"{started.world_size} × {started.device}, {started.precision}"
+    return (
+        Figure("model", ", ".join(filter(None, (_model_name(settings), parameters(started)))).replace("|", "/")),
+        Figure("workers", devices.replace("|", "/")),
+        Figure("batch", _batch(settings)),
+        Figure("steps", _steps(history, started)),
+        Figure("loss", _loss_figure(history)),
+        Figure("evaluation", _eval_figure(history.evals)),
+        Figure("time", _time(history)),
+        Figure("throughput", _throughput(history, started)),
+        *_peaks(history, started),
+        Figure("memory", _memory(history, started)),
+        Figure("waiting for data", _data_wait(history)),
+        Figure("checkpoint", _checkpoint(run, history)),
+    )
+
+
+def _model_name(settings: Settings) -> str:
+    return " ".join(str(part) for part in (settings.get("model.name"), settings.get("model.preset")) if part)
+
+
+def _batch(settings: Settings) -> str:
+    whole, micro = settings.get("train.global_batch"), settings.get("train.micro_batch")
+    length = settings.get("data.seq_len")
+    parts = (
+        f"{whole} samples a step" if whole else "",
+        f"{micro} at a time" if micro else "",
+        f"{length} tokens each" if length else "",
+    )
+    return ", ".join(filter(None, parts))
+
+
+def _steps(history: History, started: RunStarted) -> str:
+    if not history.steps:
+        return ""
+    first, last = history.steps[0].step, history.steps[-1].step
+    words = [f"{first} to {last}" + (f" of {started.last_step}" if last < started.last_step else "")]
+    words.append(f"{wording.compact(sum(step.items for step in history.steps))} {started.item}s")
+    if history.num_skipped:
+        words.append(f"{history.num_skipped} skipped because gradients were not finite")
+    if history.restarts:
+        words.append(f"went on after step {', '.join(str(step) for step in history.restarts)}")
+    return ", ".join(words)
+
+
+def _loss_figure(history: History) -> str:
+    taken = history.taken
+    if not taken:
+        return ""
+    last = taken[-max(1, min(10, len(taken) // 10)) :]
+    mean = sum(step.loss for step in last) / len(last)
+    ends = f"{wording.number(taken[0].loss)} at step {taken[0].step}, {wording.number(taken[-1].loss)} at the last"
+    return ends if len(last) == 1 else f"{ends} (mean of the last {len(last)}: {wording.number(mean)})"
+
+
+def _eval_figure(evals: Sequence[Evaluated]) -> str:
+    if not evals:
+        return "none was made"
+    last = evals[-1]
+    metrics = "".join(f", {name} {wording.metric(value)}" for name, value in last.metrics.items())
+    lowest = min(evals, key=lambda event: event.loss)
+    beside = f" (lowest {wording.number(lowest.loss)} at step {lowest.step})" if lowest is not last else ""
+    return f"loss {wording.number(last.loss)}{metrics} at step {last.step}{beside}"
+
+
+def _time(history: History) -> str:
+    work = history.throughput()
+    parts = (
+        ("first step", work.first_steps_s),
+        ("further steps", work.seconds),
+        ("evaluation", history.pauses.evals_s),
+        ("saving", history.pauses.saves_s),
+    )
+    spent = ", ".join(f"{label} {wording.span(seconds)}" for label, seconds in parts if seconds > 0)
+    return f"{wording.span(history.seconds)}" + (f" ({spent})" if spent else "")
+
+
+def _throughput(history: History, started: RunStarted) -> str:
+    average = history.throughput().items_per_s
+    if average is None:
+        return "too short to measure (a process's first step does not count)"
+    return f"{wording.rate(average, started.item)} on average, without first steps, evaluation and saving"
+
+
+def _peaks(history: History, started: RunStarted) -> tuple[Figure, ...]:
+    average = history.throughput().items_per_s
+    if average is None:
+        return ()
+    shares = efficiency(started, average)
+    measured = "" if shares.peak_share is None else f"{wording.share(shares.peak_share)} of the measured matmul peak"
+    if shares.mfu is None:
+        return (Figure("share of peak", f"{measured} (no datasheet for this device, so no MFU)" if measured else ""),)
+    return (Figure("MFU", f"{wording.share(shares.mfu)}" + (f" ({measured})" if measured else "")),)
+
+
+def _memory(history: History, started: RunStarted) -> str:
+    most = max((step.memory_bytes for step in history.steps), default=0)
+    kind = "resident in rank 0's process" if is_cpu(started.device) else "at its peak on rank 0's device"
+    return f"{wording.size(most)} {kind}" if most else ""
+
+
+def _data_wait(history: History) -> str:
+    work = history.throughput()
+    return f"{wording.share(work.data_wait_s / work.seconds)} of the steps' time" if work.seconds > 0 else ""
+
+
+def _checkpoint(run: RunFolder, history: History) -> str:
+    state = latest_state(run, history)
+    if state is None:
+        return "none was written"
+    written = next((event.bytes for event in history.saves if Path(event.path) == state), 0)
+    return f"`{state.name}`, {wording.size(written or state.stat().st_size)}"
+
+
+def latest_state(run: RunFolder, history: History) -> Path | None:
+    """The state to go on from: the latest that was saved and is still there."""
+    saved = [Path(event.path) for event in reversed(history.saves) if event.path]
+    return next((path for path in (*saved, run.state) if path.exists()), None)
+
+
+def _warning_section(warnings: Sequence[Caution]) -> str:
+    if not warnings:
+        return ""
+    rows = [f"- {_warning(caution)}" for caution in warnings[:_WARNINGS_SHOWN]]
+    if len(warnings) > _WARNINGS_SHOWN:
+        rows.append(f"- and {len(warnings) - _WARNINGS_SHOWN} more, in the metrics files")
+    return "\n".join(["## Warnings", "", *rows])
+
+
+def _warning(caution: Caution) -> str:
+    words = [f"step {caution.first_step}"] if caution.first_step is not None else []
+    if caution.ranks != (0,):
+        label = "rank" if len(caution.ranks) == 1 else "ranks"
+        words.append(f"{label} {', '.join(str(rank) for rank in caution.ranks)}")
+    if caution.times > 1:
+        words.append(f"{caution.times} times")
+    return caution.what + (f" ({', '.join(words)})" if words else "")
+
+
+def _next_section(run: RunFolder, history: History, command: Command) -> str:
+    started, state = history.started, latest_state(run, history)
+    if started is None or state is None:
+        again = _shell(["closeranks", "train", command.job_file, *command.overrides])
+        return f"## Start again\n\nNo state was saved to go on from.\n\n```bash\n{again}\n```"
+    is_done = bool(history.steps) and history.steps[-1].step >= started.last_step
+    settings = [item for item in command.overrides if not item.startswith("checkpoint.resume=")]
+    if is_done:
+        settings = [item for item in settings if not item.startswith(("train.steps=", "train.epochs="))]
+        settings.append(f"train.steps={2 * started.last_step}")
+    rows = [_shell(["closeranks", "train", command.job_file, *settings, f"checkpoint.resume={state}"])]
+    if started.item == "token":
+        rows.append(_shell(["closeranks", "sample", str(run.path), "import "]))
+    return "\n".join(["## Go on", "", "```bash", *rows, "```"])
+
+
+def _shell(words: Sequence[str]) -> str:
+    return shlex.join(words)
+
+
+def _environment_section(started: RunStarted | None) -> str:
+    if started is None or not started.versions:
+        return ""
+    versions = ", ".join(f"{name} {version}" for name, version in started.versions.items())
+    return f"## Environment\n\n{versions}, on {started.device}. The job as it was resolved is in `config.json`."

@@ -1,0 +1,41 @@
+"""Which steps does a text such as ``10:13`` name?
+
+Invariant: steps are numbered as ``StepDone`` reports them, from 1; the number after the colon is the first step that is
+no longer part of the window, as in a Python slice.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from closeranks.core.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Steps ``first`` to ``last``, both included."""
+
+    first: int
+    last: int
+
+    def __contains__(self, step: int) -> bool:
+        return self.first <= step <= self.last
+
+
+NO_STEPS = Window(1, 0)
+
+
+def parse_window(text: str) -> Window | None:
+    """The window a job names, or None for the empty text."""
+    if not text.strip():
+        return None
+    numbers = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    if numbers is None:
+        raise UserError(f"'{text}' names no steps", 'Write "10:13" to trace steps 10, 11 and 12.')
+    first, stop = int(numbers[1]), int(numbers[2])
+    if first < 1:
+        raise UserError(f"'{text}' starts before the first step", f'Steps count from 1: write "1:{max(stop, 2)}".')
+    if stop <= first:
+        raise UserError(f"'{text}' holds no step", f'The second number is left out: write "{first}:{first + 1}".')
+    return Window(first, stop - 1)

@@ -1,0 +1,349 @@
+"""Runs against real processes and real signals: how they end, what is said, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from closeranks.agent.config import AgentConfig
+from closeranks.core.errors import DataError, RunFailed, SetupError, UserError
+
+from .conftest import Host
+from .traces import await_end, exists, is_listening, processes_marked
+
+pytestmark = pytest.mark.world
+
+
+def test_workers_know_their_world_and_find_the_store(host: Host) -> None:
+    outcome = host.run(host.plan("finish", 3, payload={"lr": 0.1, "names": ["a"]}))
+    assert (outcome.reason, outcome.statuses, outcome.is_clean) == ("finished", {0: 0, 1: 0, 2: 0}, True)
+    ready, store = host.named("ready"), host.named("store")
+    assert [ready[rank]["world"] for rank in range(3)] == [[rank, 3, "agent"] for rank in range(3)]
+    assert all(event["payload"] == {"lr": 0.1, "names": ["a"]} for event in ready.values())
+    addresses = {event["address"] for event in store.values()}
+    assert len(addresses) == 1
+    assert not is_listening(int(addresses.pop().rpartition(":")[2]))
+    assert not any(exists(event["pid"]) for event in ready.values())
+
+
+def test_a_worker_holds_only_what_is_its_own(host: Host) -> None:
+    host.run(host.plan("describe_self", 3))
+    for rank, event in host.events:
+        assert event["fds"] == ["/dev/null", "pipe", "pipe"]
+        assert event["num_fds"] == 5, "stdin, stdout, stderr, the link and the progress word"
+        assert event["session"] != os.getsid(0), "Ctrl-C in a terminal must reach the agent alone"
+        assert event["ignores_sigint"]
+        assert event["detected"] == ["agent", rank]
+        assert event["argv"] == 1
+    assert len({event["parent"] for _, event in host.events}) == 1
+
+
+def test_a_payload_larger_than_a_socket_buffer_arrives(host: Host) -> None:
+    payload = {"text": "ä" * 3_000_000}
+    host.run(host.plan("finish", 2, payload=payload))
+    assert all(event["payload"] == payload for event in host.named("ready").values())
+
+
+def test_output_goes_to_the_logs_and_rank_0_is_heard(host: Host) -> None:
+    host.run(host.plan("say"))
+    assert host.lines == ["rank 0 says grüß", "on stderr", "no newline at the end"]
+    text = (host.log_folder / "rank-00001.log").read_text()
+    assert text == "rank 1 says grüß\non stderr\nno newline at the end"
+
+
+def test_an_exception_ends_the_run_with_one_report(host: Host) -> None:
+    with pytest.raises(RunFailed) as caught:
+        host.run(host.plan("stumble", 4))
+    first, others, log = str(caught.value).splitlines()
+    assert first.startswith("rank 1 of 4 failed at step 7: ValueError: the loss is a banana (")
+    assert "entries.py:" in first
+    assert first.endswith(" in stumble)")
+    assert others == "ranks 0, 2 and 3 stopped because of it"
+    assert log.endswith(str(host.log_folder / "rank-00001.log"))
+    assert "ValueError: the loss is a banana" in (host.log_folder / "rank-00001.log").read_text()
+    assert (caught.value.rank, caught.value.step) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("ways", "words"),
+    [
+        ([["hang", 0], ["sys.exit", 3]], "rank 1 of 2 failed before its first step: sys.exit(3) was called ("),
+        ([["os._exit", 4], ["hang", 0]], "rank 0 of 2 failed before its first step (starting): exited with code 4"),
+        ([["return", 5], ["hang", 0]], "rank 0 of 2 failed before its first step (starting): exited with code 5"),
+    ],
+)
+def test_a_way_out_that_is_no_success(host: Host, ways: list[Any], words: str) -> None:
+    with pytest.raises(RunFailed) as caught:
+        host.run(host.plan("leave", payload={"ways": ways}))
+    assert str(caught.value).startswith(words)
+
+
+def test_ways_out_that_are_successes(host: Host) -> None:
+    ways = [["sys.exit", 0], ["sys.exit", None], ["return", 0]]
+    assert host.run(host.plan("leave", 3, payload={"ways": ways})).statuses == {0: 0, 1: 0, 2: 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("SIGKILL", "out-of-memory"), ("SIGSEGV", "a crash in native code"), ("SIGABRT", "native code gave up")],
+)
+def test_a_silent_death_is_blamed_before_its_echoes(host: Host, tmp_path: Path, name: str, words: str) -> None:
+    for rank in (0, 2):
+        os.mkfifo(tmp_path / f"fifo-{rank}")
+    with pytest.raises(RunFailed) as caught:
+        host.run(host.plan("die", 3, payload={"folder": str(tmp_path), "signal": name}))
+    first, others, *log = str(caught.value).splitlines()
+    assert first.startswith("rank 1 of 3 failed at step 12 (reducing gradients): ")
+    assert name in first
+    assert words in first
+    assert others == "ranks 0 and 2 stopped because of it"
+    assert any("my last words" in line for line in log)
+    assert len(host.named("peer lost")) == 2
+
+
+def test_a_rank_that_somebody_kills_is_seen_at_once(host: Host) -> None:
+    killed_at = 0.0
+
+    def kill(rank: int, event: dict[str, Any]) -> None:
+        nonlocal killed_at
+        if rank == 1:
+            killed_at = time.monotonic()
+            os.kill(event["pid"], signal.SIGKILL)
+
+    with pytest.raises(RunFailed, match="rank 1 of 3 failed before its first step .*: killed by SIGKILL"):
+        host.run(host.plan("hang", 3), kill)
+    assert time.monotonic() - killed_at < 2.0
+
+
+def test_ctrl_c_on_a_hung_run_clears_it_within_two_seconds(host: Host) -> None:
+    asked_at = 0.0
+
+    def interrupt(rank: int, event: dict[str, Any]) -> None:
+        nonlocal asked_at
+        if len(host.events) == 2:
+            asked_at = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcome = host.run(host.plan("hang"), interrupt)
+    assert 1.4 < time.monotonic() - asked_at < 2.0
+    assert (outcome.reason, outcome.is_clean) == ("interrupted", False)
+    assert outcome.statuses == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
+    assert host.notes[0].startswith("Ctrl-C: finishing the step and saving, for at most 1.5 s.")
+    assert host.notes[-1].startswith("Killed before they were done: rank 0, 1.")
+    assert not any(exists(event["pid"]) for _, event in host.events)
+
+
+def test_a_second_ctrl_c_kills_at_once(host: Host) -> None:
+    def interrupt(rank: int, event: dict[str, Any]) -> None:
+        if len(host.events) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    plan = host.plan("hang", config=AgentConfig(interrupt_s=60.0))
+    started_at = time.monotonic()
+    # Signals of one kind that are pending together are one: the note of the first brings the second.
+    host.notes = _Replying(signal.SIGINT)
+    assert host.run(plan, interrupt).reason == "interrupted"
+    assert time.monotonic() - started_at < 10.0
+
+
+class _Replying(list[str]):
+    """Sends a signal once, when the first note arrives."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def append(self, note: str) -> None:
+        super().append(note)
+        if len(self) == 1:
+            os.kill(os.getpid(), self._number)
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, "drained"), (signal.SIGINT, "interrupted")])
+def test_a_drained_run_saves_and_leaves_by_itself(host: Host, number: int, reason: str) -> None:
+    def ask(rank: int, event: dict[str, Any]) -> None:
+        if len(host.named("ready")) == 2 and event["event"] == "ready":
+            os.kill(os.getpid(), number)
+
+    outcome = host.run(host.plan("drain", config=AgentConfig(interrupt_s=30.0)), ask)
+    assert (outcome.reason, outcome.statuses) == (reason, {0: 0, 1: 0})
+    assert host.named("saved") == dict.fromkeys(range(2), {"event": "saved", "asked_to_save": True})
+
+
+def test_sigterm_to_a_worker_drains_it(host: Host) -> None:
+    def ask(rank: int, event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            os.kill(event["pid"], signal.SIGTERM)
+
+    assert host.run(host.plan("drain"), ask).reason == "drained"
+
+
+def test_a_save_that_fails_in_a_drain_is_a_failure(host: Host) -> None:
+    def ask(rank: int, event: dict[str, Any]) -> None:
+        if len(host.events) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(RunFailed, match="No space left on device"):
+        host.run(host.plan("fail_to_save"), ask)
+
+
+def test_ctrl_c_while_modules_are_imported(host: Host, tmp_path: Path) -> None:
+    """Nothing has started, so there is nothing to wait for. The module itself sends the signal: no race."""
+    (tmp_path / "slow.py").write_text(f"import os, threading; os.kill({os.getpid()}, 2); threading.Event().wait()")
+    outcome = host.run(host.plan("finish", preload=("slow",), sys_path=(str(tmp_path),)))
+    assert (outcome.reason, outcome.statuses) == ("interrupted", {})
+    assert host.notes == ["Ctrl-C: stopping now."]
+
+
+def test_a_users_mistake_is_said_once(host: Host) -> None:
+    with pytest.raises(DataError) as caught:
+        host.run(host.plan("misuse", 3, payload={"ranks": "all"}))
+    assert str(caught.value) == "the folder /nowhere holds no data. Set data.path to a folder that does."
+    assert caught.value.exit_code == 2
+
+
+def test_a_users_mistake_on_one_rank_names_it(host: Host) -> None:
+    with pytest.raises(DataError, match=r"holds no data \(rank 1\)\. Set"):
+        host.run(host.plan("misuse", 3, payload={"ranks": [1]}))
+
+
+def test_a_busy_port_is_told_in_one_sentence(host: Host) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(SetupError, match=f"port {port} on 127.0.0.1 is already in use"):
+            host.run(host.plan("bind", config=AgentConfig(port=port)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "import json\nraise ValueError('one\\ntwo')",
+            r"importing 'theirs' failed at .*theirs\.py:2 .*: ValueError: two",
+        ),
+        ("def f(:\n  pass", r"importing 'theirs' failed at .*theirs\.py:1: SyntaxError: "),
+        ("import nowhere_to_be_found", r"theirs\.py:1 .*No module named 'nowhere_to_be_found'\. Install 'nowhere_"),
+        ("import sys\nsys.exit(1)", r"importing 'theirs' called sys\.exit at .*theirs\.py:2 .*__main__"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(host: Host, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "theirs.py").write_text(text)
+    with pytest.raises(UserError, match=words) as caught:
+        host.run(host.plan("finish", preload=("theirs",), sys_path=(str(tmp_path),)))
+    assert caught.value.exit_code == 2
+
+
+def test_a_module_that_is_not_there(host: Host) -> None:
+    with pytest.raises(UserError, match=r"there is no module 'not_here'\. Run from the folder"):
+        host.run(host.plan("not_here.at_all:run"))
+
+
+def test_an_entry_that_is_not_there(host: Host) -> None:
+    with pytest.raises(UserError, match=r"has no 'finsh'. Did you mean 'finish'"):
+        host.run(host.plan("finsh"))
+
+
+def test_threads_started_by_an_import_are_told(host: Host, tmp_path: Path) -> None:
+    text = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "threaded.py").write_text(text)
+    plan = host.plan("finish", preload=("threaded",))
+    plan = host.plan("finish", preload=("threaded",), sys_path=(*plan.sys_path, str(tmp_path)))
+    assert host.run(plan).reason == "finished"
+    assert "started 1 thread(s)" in host.notes[0]
+
+
+def test_a_lost_zygote_is_the_culprit_not_its_workers(host: Host) -> None:
+    def kill(rank: int, event: dict[str, Any]) -> None:
+        if len(host.events) == 2:
+            parent = int(Path(f"/proc/{event['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(parent, signal.SIGKILL)
+
+    with pytest.raises(
+        RunFailed, match="the zygote, the process that workers are forked from, was lost: killed by SIGK"
+    ):
+        host.run(host.plan("hang"), kill)
+    await_end([event["pid"] for _, event in host.events], timeout_s=2.0)
+
+
+def test_a_zygote_that_dies_while_importing(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "fatal.py").write_text("import os; print('so long', flush=True); os.kill(os.getpid(), 9)")
+    with pytest.raises(RunFailed, match=r"was lost while it imported fatal, entries: killed by SIGKILL(.|\n)*so long"):
+        host.run(host.plan("finish", preload=("fatal",), sys_path=(str(tmp_path),)))
+
+
+def test_a_flood_of_events_arrives_in_order(host: Host) -> None:
+    host.run(host.plan("flood", 2, payload={"num_events": 50_000}))
+    for rank in range(2):
+        assert [event["index"] for sender, event in host.events if sender == rank] == list(range(50_000))
+
+
+def test_a_listener_that_raises_leaves_nothing_behind(host: Host) -> None:
+    def refuse(rank: int, event: dict[str, Any]) -> None:
+        raise KeyError("a bug in a sink")
+
+    with pytest.raises(KeyError, match="a bug in a sink"):
+        host.run(host.plan("hang", 3), refuse)
+
+
+def test_what_a_worker_started_dies_with_it(host: Host) -> None:
+    def kill(rank: int, event: dict[str, Any]) -> None:
+        os.kill(event["pid"], signal.SIGKILL)
+
+    with pytest.raises(RunFailed, match="SIGKILL"):
+        host.run(host.plan("bear", 1), kill)
+    await_end([event["child"] for _, event in host.events], timeout_s=2.0)
+
+
+def test_a_worker_may_fork_and_end_its_own_children(host: Host) -> None:
+    assert host.run(host.plan("fork_child", 1)).reason == "finished"
+    assert host.events == [(0, {"ended_by": signal.SIGTERM, "drain": False})]
+
+
+def test_more_workers_than_a_control_queue_holds(host: Host) -> None:
+    assert host.run(host.plan("finish", 24)).statuses == dict.fromkeys(range(24), 0)
+
+
+def test_a_log_folder_that_cannot_be_made(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupError, match="cannot be made"):
+        host.run(host.plan("finish", log_folder=tmp_path / "file" / "logs"))
+
+
+_SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from closeranks.agent.agent import Agent
+from closeranks.agent.config import AgentConfig
+from closeranks.agent.launch import LaunchPlan
+
+plan = LaunchPlan(num_workers=3, entry="entries:hang", log_folder=Path(sys.argv[1]), environment=dict(os.environ),
+                  config=AgentConfig(), sys_path=(sys.argv[2],))
+tell = lambda rank, event: print(json.dumps(event), flush=True)
+Agent(plan, on_event=tell, on_output=lambda *_: None, on_note=lambda *_: None).run()
+"""
+
+
+def test_a_killed_agent_takes_everything_with_it(host: Host) -> None:
+    command = [sys.executable, "-c", _SCRIPT, str(host.log_folder), str(Path(__file__).parent)]
+    environment = dict(host.plan("hang").environment)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as agent:
+        assert agent.stdout is not None
+        pids = [json.loads(agent.stdout.readline())["pid"] for _ in range(3)]
+        family = processes_marked(host.marker)
+        assert set(pids) < set(family)
+        assert len(family) == 5, "agent, zygote and three workers"
+        agent.kill()
+    await_end(family, timeout_s=2.0)

@@ -1,0 +1,38 @@
+"""Signals become calls from within the loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from closeranks.agent.loop import Loop
+from closeranks.agent.stops import heard_by
+
+
+def test_signals_are_heard_in_the_loop_and_handlers_are_put_back() -> None:
+    heard: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    with Loop() as loop:
+        with heard_by(loop, heard.append):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert heard == [], "nothing happens outside the loop"
+            loop.turn(time.monotonic() + 5.0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            loop.turn(time.monotonic() + 5.0)
+        assert signal.getsignal(signal.SIGINT) is before
+    assert heard == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_outside_the_main_thread_the_callers_handling_stays() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def run() -> None:
+        with Loop() as loop, heard_by(loop, lambda number: None):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before]

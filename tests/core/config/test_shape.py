@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from closeranks.core.config.shape import find, locate, options_of, root_spot, tables_under
+
+from .job_shapes import DigitsConfig, Job, LlamaConfig, UserModelConfig
+
+
+@pytest.mark.parametrize(
+    ("location", "place"),
+    [
+        (("train", "steps"), "train.steps"),
+        (("model", "llama", "preset"), "model.preset"),
+        (("model", "user", "args", "user"), "model.args.user"),
+        (("model",), "model"),
+        (("model", "user"), "model"),
+        (("optim", "schedule", "warmup", "int"), "optim.schedule.warmup"),
+        (("optim", "groups", 1, "weight_decay"), "optim.groups.1.weight_decay"),
+        (("optim", "betas", 1), "optim.betas.1"),
+        (("nobody",), "nobody"),
+        ((), ""),
+    ],
+)
+def test_union_members_never_show_in_a_place(location: tuple[str | int, ...], place: str) -> None:
+    assert locate(Job, location).place == place
+
+
+def test_an_error_inside_a_union_knows_the_kind_it_is_about() -> None:
+    owner = locate(Job, ("model", "digits", "preset")).owner
+    assert owner is not None
+    assert owner.tables == (DigitsConfig,)
+
+
+def test_a_dotted_key_looks_into_every_kind_of_a_union() -> None:
+    assert find(Job, ("model",)).tables == (LlamaConfig, DigitsConfig, UserModelConfig)
+    assert [option.type for option in find(Job, ("model", "preset")).options] == [str]
+    assert [option.type for option in find(Job, ("model", "args", "x", "y")).options] == [Any]
+    assert find(Job, ("train", "steps", "x")).options == ()
+    assert find(Job, ("optim", "betas", "2")).options == ()
+
+
+def test_the_key_that_chooses_is_found() -> None:
+    assert find(Job, ("model",)).tag_key == "name"
+    assert find(Job, ("model", "name")).choices == ("llama", "digits")
+
+
+def test_none_is_no_option_of_a_file() -> None:
+    assert [option.type for option in options_of(int | None)] == [int]
+
+
+def test_every_table_is_listed_once() -> None:
+    assert [spot.place for spot in tables_under(root_spot(Job))] == [
+        "run",
+        "model",
+        "train",
+        "optim",
+        "optim.groups.0",
+        "optim.schedule",
+        "layout",
+    ]

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from closeranks.core.errors import DataError, UserError
+from closeranks.core.protocols import Source
+from closeranks.data.config import UserDataConfig
+from closeranks.data.sources.open import open_source
+from closeranks.data.sources.user import MapSource, as_source
+
+
+class Rows:
+    def __init__(self, *rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def read(dataset: Any, *indices: int) -> Any:
+    return MapSource(dataset).read(np.array(indices))
+
+
+def test_dicts_stay_dicts() -> None:
+    batch = read(Rows({"a": torch.zeros(3), "n": 1}, {"a": torch.ones(3), "n": 2}), 1, 0)
+    assert batch["a"].tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert batch["n"].tolist() == [2, 1]
+
+
+def test_pairs_become_x_and_y() -> None:
+    batch = read(TensorDataset(torch.arange(6).reshape(3, 2), torch.arange(3)), 2, 0)
+    assert batch["x"].tolist() == [[4, 5], [0, 1]]
+    assert batch["y"].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("sample", [torch.tensor([7.0]), np.array([7.0])])
+def test_single_tensors_become_x(sample: Any) -> None:
+    batch = read([sample, sample], 0, 1)
+    assert list(batch) == ["x"]
+    assert batch["x"].tolist() == [[7.0], [7.0]]
+
+
+def test_plain_numbers_become_x() -> None:
+    assert read([3, 4, 5], 2, 1)["x"].tolist() == [5, 4]
+
+
+def test_a_batched_getter_is_called_once() -> None:
+    calls = []
+
+    class Batched(Rows):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            calls.append(indices)
+            return [self.rows[index] for index in indices]
+
+    assert read(Batched(10, 20, 30), 2, 0)["x"].tolist() == [30, 10]
+    assert calls == [[2, 0]]
+
+
+@pytest.mark.parametrize("sample", [(1, 2, 3), "text"])
+def test_samples_without_names_are_refused(sample: Any) -> None:
+    with pytest.raises(DataError, match=r"cannot be named.*Return a dict of tensors, a pair"):
+        read([sample], 0)
+
+
+def test_an_error_names_the_sample_and_the_line() -> None:
+    class Torn(Rows):
+        def __getitem__(self, index: int) -> Any:
+            if index == 1:
+                raise ValueError("bad row")
+            return super().__getitem__(index)
+
+    with pytest.raises(DataError, match=r"sample 1 of torn raised ValueError: bad row \(.*test_user.py:\d+\)"):
+        MapSource(Torn(1, 2), "torn").read(np.array([0, 1]))
+
+
+def test_empty_and_foreign_datasets() -> None:
+    with pytest.raises(DataError, match="the dataset is empty"):
+        MapSource([])
+    with pytest.raises(DataError, match="generator is no map-style dataset"):
+        MapSource(value for value in (1, 2))
+
+
+def test_identity() -> None:
+    assert MapSource([1, 2]).identity == "builtins.list (2 samples)"
+    assert MapSource([1], "mine").identity == "mine"
+
+
+def test_what_reads_already_is_used_as_it_is() -> None:
+    own = MapSource([1, 2])
+    assert as_source(own) is own
+    assert isinstance(as_source([1, 2], "mine"), MapSource)
+
+    class Hollow(MapSource):
+        def __len__(self) -> int:
+            return 0
+
+    with pytest.raises(DataError, match="is empty"):
+        as_source(Hollow([1]))
+
+
+MODULE = """
+import torch
+from torch.utils.data import TensorDataset
+
+def make(n=4, offset=0):
+    return TensorDataset(torch.arange(n) + offset)
+
+def pairs(n):
+    return [(torch.tensor([float(i)]), i) for i in range(n)]
+
+def fails(n):
+    return 1 // 0
+
+def nothing():
+    pass
+
+READY = [1, 2, 3]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_data.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def opened(split: str = "train", **keys: Any) -> Source | None:
+    return open_source(UserDataConfig(**keys), split, 0)  # type: ignore[call-overload, no-any-return]
+
+
+def test_a_factory_by_name() -> None:
+    source = opened(name="their_data:pairs", args={"n": 3})
+    assert source is not None
+    assert len(source) == 3
+    assert source.read(np.array([2]))["x"].tolist() == [[2.0]]
+    assert source.identity == "their_data:pairs"
+
+
+def test_a_ready_dataset_by_name() -> None:
+    source = opened(name="their_data:READY")
+    assert source is not None
+    assert source.read(np.array([0, 2]))["x"].tolist() == [1, 3]
+
+
+def test_evaluation_has_its_own_factory_and_arguments() -> None:
+    keys = {"name": "their_data:pairs", "args": {"n": 3}}
+    assert opened("eval", **keys) is None
+    held_out = opened("eval", **keys, eval="their_data:pairs", eval_args={"n": 2})
+    assert held_out is not None
+    assert len(held_out) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"name": "their_data:fails", "args": {"n": 3}},
+            r"calling it with \(n=3\) raised ZeroDivisionError.*\.py:12\)",
+        ),
+        ({"name": "their_data:pairs", "args": {"m": 3}}, r"raised TypeError.*unexpected keyword argument 'm'"),
+        ({"name": "their_data:nothing"}, "returned None"),
+        ({"name": "their_data:pairs", "args": {"n": 0}}, "the dataset is empty"),
+        ({"name": "their_data:pears"}, "Did you mean 'pairs'"),
+        ({"name": "nowhere_at_all:make"}, "there is no module 'nowhere_at_all'"),
+    ],
+)
+def test_a_factory_that_does_not_serve(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        opened(**keys)
+    assert caught.value.fix
+
+
+def test_a_tensor_dataset_of_one_column_is_x() -> None:
+    source = opened(name="their_data:make", args={"offset": 5})
+    assert source is not None
+    batch = source.read(np.array([0, 2]))
+    assert {name: value.tolist() for name, value in batch.items()} == {"x": [5, 7]}

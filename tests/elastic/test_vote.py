@@ -1,0 +1,80 @@
+"""The verdict: one factor, one flag, the same on every rank."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from closeranks.elastic.vote import Ballot, Outcome, Vote, settle
+from closeranks.parallel.group import Group
+from closeranks.testing import run_world
+
+
+def number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def cast(loss: float, weight: float, norm_squared: float, *, clip: float = 1.0, scale: float = 1.0) -> Outcome:
+    vote = Vote(Group(0, 1), ("hits",), clip=clip, speaks_for_norm=True)
+    ballot = Ballot(number(loss), number(weight), number(norm_squared), {"hits": number(3.0)})
+    return vote.cast(ballot, torch.tensor(scale)).read()
+
+
+def test_loss_and_metrics_are_divided_by_the_weight() -> None:
+    outcome = cast(12.0, 4.0, 0.0)
+    assert outcome.loss == 3.0
+    assert outcome.metrics == {"hits": 0.75}
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(0.1, 10), st.sampled_from([1.0, 1024.0]))
+def test_the_factor_divides_by_weight_and_scale_and_clips(norm: float, weight: float, clip: float, scale: float) -> None:
+    raw = norm * weight * scale
+    taken, factor, got, _ = settle(torch.tensor([0.0, weight, raw * raw, 0.0, 0.0, 0.0]).double(), torch.tensor(scale), clip)
+    assert taken == 1
+    assert got.item() == pytest.approx(norm, rel=1e-9)
+    assert (raw * factor).item() == pytest.approx(min(norm, clip), rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_skips_the_step(bad: float) -> None:
+    assert not cast(bad, 4.0, 1.0).taken
+    assert not cast(1.0, 4.0, bad).taken
+    assert cast(1.0, 4.0, 1.0).taken
+
+
+def test_a_step_without_samples_is_not_taken() -> None:
+    assert not cast(0.0, 0.0, 0.0).taken
+
+
+def one_rank_is_bad() -> tuple[Outcome, float]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    vote = Vote(Group(rank, size), (), clip=0.0, speaks_for_norm=rank == 0)
+    loss = math.nan if rank == 1 else 2.0
+    verdict = vote.cast(Ballot(number(loss), number(1.0), number(9.0), {}, drain=rank == 2), torch.tensor(1.0))
+    return verdict.read(), verdict.factor.item()
+
+
+@pytest.mark.world
+def test_all_ranks_skip_together_and_hear_of_the_drain() -> None:
+    for outcome, factor in run_world(one_rank_is_bad, 3):
+        assert not outcome.taken
+        assert outcome.drain
+        assert not outcome.save
+        assert factor == 1.0
+
+
+def all_ranks_are_good() -> Outcome:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    vote = Vote(Group(rank, size), (), clip=0.0, speaks_for_norm=rank == 0)
+    return vote.cast(Ballot(number(rank + 1.0), number(2.0), number(36.0), {}), torch.tensor(1.0)).read()
+
+
+@pytest.mark.world
+def test_sums_over_ranks_and_counts_the_norm_once() -> None:
+    for outcome in run_world(all_ranks_are_good, 3):
+        assert outcome.loss == 1.0
+        assert outcome.grad_norm == 1.0
+        assert outcome.taken

@@ -1,0 +1,119 @@
+"""Gradients after ``finish`` are the sum over ranks, whatever each rank computed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from closeranks.parallel.group import Group
+from closeranks.sync.allreduce import AllReduce
+from closeranks.testing import run_world
+
+
+def build(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch(index: int) -> torch.Tensor:
+    return torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def reference(batches: list[int]) -> list[torch.Tensor]:
+    module = build()
+    for index in batches:
+        module(batch(index)).square().sum().backward()
+    return gradients(module)
+
+
+def reduced(assignment: list[list[int]], cap_bytes: int) -> list[torch.Tensor]:
+    group = Group(dist.get_rank(), dist.get_world_size())
+    module = build()
+    reducer = AllReduce(module, group, bucket_bytes=cap_bytes, first_bucket_bytes=cap_bytes)
+    mine = assignment[group.rank]
+    for _ in range(2):  # a second step must not see anything of the first
+        for number, index in enumerate(mine):
+            if number == len(mine) - 1:
+                reducer.arm()
+            module(batch(index)).square().sum().backward()
+        reducer.finish()
+        result = gradients(module)
+        flat = torch.cat([g.flatten() for g in reducer.gradients()])
+        assert flat.numel() == sum(g.numel() for g in result)
+        reducer.release()
+        assert all(p.grad is None for p in module.parameters())
+    return result
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("cap_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("assignment", [[[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0, 1, 2, 3], []], [[0], [1, 2], [3]]])
+def test_sums_over_ranks_with_accumulation_and_idle_ranks(assignment: list[list[int]], cap_bytes: int) -> None:
+    expected = reference([0, 1, 2, 3])
+    for result in run_world(reduced, len(assignment), assignment, cap_bytes):
+        for got, want in zip(result, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def unused_branch() -> list[list[float]]:
+    """Only rank 1 uses the second layer; a third is used by nobody."""
+    group = Group(dist.get_rank(), dist.get_world_size())
+    layers = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)]).double()
+    with torch.no_grad():
+        for p in layers.parameters():
+            p.fill_(1.0)
+    reducer = AllReduce(layers, group, bucket_bytes=1, first_bucket_bytes=1)
+    reducer.arm()
+    used = layers[0] if group.rank == 0 else layers[1]
+    used(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    reducer.finish()
+    return [p.grad.flatten().tolist() for p in layers.parameters()]
+
+
+@pytest.mark.world
+def test_parameters_that_some_or_all_ranks_did_not_use() -> None:
+    assert run_world(unused_branch, 2) == [[[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]] * 2
+
+
+def collectives_per_step(num_micro_batches: int) -> tuple[int, int]:
+    """Calls and bytes of one step, counted at the collective itself."""
+    calls: list[int] = []
+    original = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        calls.append(tensor.numel() * tensor.element_size())
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    module = build()
+    reducer = AllReduce(module, Group(dist.get_rank(), 2), bucket_bytes=300, first_bucket_bytes=300)
+    for number in range(num_micro_batches):
+        if number == num_micro_batches - 1:
+            reducer.arm()
+        module(batch(number)).square().sum().backward()
+    launched_in_backward = len(calls)
+    reducer.finish()
+    assert launched_in_backward == len(calls), "every bucket left while backward ran"
+    return len(calls), sum(calls)
+
+
+@pytest.mark.world
+def test_accumulation_communicates_once_per_step() -> None:
+    model_bytes = sum(p.numel() * p.element_size() for p in build().parameters())
+    once = run_world(collectives_per_step, 2, 1)
+    assert once == run_world(collectives_per_step, 2, 4)
+    assert once[0][1] == model_bytes
+
+
+def test_one_rank_leaves_gradients_where_autograd_put_them() -> None:
+    module = build()
+    reducer = AllReduce(module, Group(0, 1), bucket_bytes=1, first_bucket_bytes=1)
+    reducer.arm()
+    module(batch(0)).square().sum().backward()
+    places = [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
+    reducer.finish()
+    assert places == [g.data_ptr() for g in reducer.gradients()]

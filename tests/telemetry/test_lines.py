@@ -1,0 +1,113 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from closeranks.core.events import Evaluated, RunEnded, RunStarted, Saved, StepDone, Warned
+from closeranks.telemetry import lines
+from closeranks.telemetry.meter import Reading
+
+from .conftest import CPU
+
+GPU = RunStarted(
+    world_size=1,
+    last_step=200,
+    device="NVIDIA H200",
+    precision="bf16",
+    num_params=1_498_482_688,
+    num_trainable=3_000_000,
+    flops_per_item=9e9,
+    datasheet_flops=989e12,
+    measured_flops=790e12,
+)
+DONE = StepDone(step=120, loss=2.13449, lr=3e-4, grad_norm=0.51, memory_bytes=1_288_490_188)
+READING = Reading(120, 2.13449, 41_234.0, 0.503, 0.631, 1_288_490_188, 42.0)
+
+
+def fields(done: StepDone = DONE, reading: Reading = READING, **options: bool) -> tuple[lines.Field, ...]:
+    return lines.step_fields(GPU, done, reading, num_skipped=0, detail=options.get("detail", False))
+
+
+def test_a_step_is_one_dense_line() -> None:
+    assert lines.join(fields()) == (
+        "step   120/200  loss 2.1345  41.2k tok/s  mfu 50.3% (of measured peak 63.1%)  mem 1.2 GiB  eta 0:42"
+    )
+
+
+def test_without_a_datasheet_the_share_of_the_measured_peak_stands_alone() -> None:
+    text = lines.join(fields(reading=replace(READING, mfu=None, peak_share=0.41)))
+    assert "  peak 41.0%  " in text
+    assert "mfu" not in text
+
+
+def test_details_and_metrics_are_appended() -> None:
+    text = lines.join(fields(replace(DONE, metrics={"accuracy": 0.9612, "click_loss": 0.31}), detail=True))
+    assert text.endswith("lr 3.00e-04  grad 0.5100  acc 0.961  click_loss 0.310")
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    unknown = Reading(120, 2.1, None, None, None, 0, None)
+    assert lines.join(fields(replace(DONE, memory_bytes=0, seconds=3.2), unknown)) == (
+        "step   120/200  loss 2.1345  first step 3.2 s"
+    )
+
+
+@given(st.integers(0, 160))
+def test_a_line_fits_its_width_or_is_down_to_step_and_loss(width: int) -> None:
+    whole = fields(replace(DONE, metrics={"accuracy": 0.9}))
+    kept = lines.fit(whole, width)
+    assert len(lines.join(kept)) <= width or [field.label for field in kept] == ["step", "loss"]
+    assert kept == tuple(field for field in whole if field in kept)
+    if width >= len(lines.join(whole)):
+        assert kept == whole
+
+
+def test_the_measured_peak_is_spared_before_the_time_to_go() -> None:
+    assert lines.join(lines.fit(fields(), 80)) == (
+        "step   120/200  loss 2.1345  41.2k tok/s  mfu 50.3%  mem 1.2 GiB  eta 0:42"
+    )
+
+
+def test_a_skipped_step_says_why_and_what_the_scale_is_now() -> None:
+    skipped = replace(DONE, taken=False, loss_scale=32768.0)
+    assert lines.skipped_line(replace(GPU, precision="fp16"), skipped, 1) == (
+        "step   120/200  skipped: gradients not finite, loss scale now 32768"
+    )
+    assert lines.skipped_line(GPU, skipped, 4).endswith("gradients not finite, the update was left out (4 so far)")
+
+
+def test_a_run_that_skips_on_and_on_is_not_a_flood() -> None:
+    assert [num for num in range(1, 100) if lines.is_worth_a_line(num)] == [1, 2, 3, 4, 8, 16, 32, 64]
+
+
+def test_the_start_says_what_runs_and_once_why_there_is_no_mfu() -> None:
+    assert lines.started_line(GPU) == (
+        "1.50B parameters (3.00M of them trained) on 1 worker (NVIDIA H200, bf16), steps 1 to 200"
+    )
+    assert lines.started_line(CPU) == (
+        "1.20M parameters on 2 workers (Intel Xeon Processor, float32), steps 1 to 40; "
+        "no datasheet for this CPU: share of the measured matmul peak is shown instead of MFU"
+    )
+    again = lines.started_line(replace(CPU, generation=2, first_step=12))
+    assert again == "generation 2: 1.20M parameters on 2 workers (Intel Xeon Processor, float32), steps 13 to 40"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"flops_per_item": 0.0}, "FLOPs are not known"),
+        ({"datasheet_flops": None, "measured_flops": None}, "for this device, so"),
+    ],
+)
+def test_a_missing_peak_is_explained(changes: dict[str, object], words: str) -> None:
+    assert words in lines.started_line(replace(GPU, **changes))
+
+
+def test_other_events_are_one_line_each() -> None:
+    evaluated = Evaluated(step=100, loss=1.98123, metrics={"accuracy": 0.961}, seconds=0.8)
+    assert lines.evaluated_line(evaluated) == "eval at step 100  loss 1.9812  acc 0.961  (0.8 s)"
+    assert lines.saved_line(Saved(100, "runs/x", 1 << 20, 0.2)) == "saved step 100: runs/x (1.0 MiB, 0.2 s)"
+    assert lines.warned_line(Warned("mind the gap", step=3)) == "warning at step 3: mind the gap"
+    assert lines.ended_line(RunEnded(5, "drained", 3.0)) == "asked to stop: ended at step 5 after 3.0 s"
+    assert lines.ended_line(RunEnded(5, "evicted", 3.0)) == "evicted at step 5 after 3.0 s"

@@ -1,0 +1,49 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from closeranks.telemetry import profiler as profilers
+from closeranks.telemetry.profiler import StepProfiler, Window
+
+
+def names_in(path: Path) -> list[str]:
+    with gzip.open(path, "rt") as file:
+        return [event.get("name", "") for event in json.load(file)["traceEvents"]]
+
+
+def test_the_steps_of_the_window_are_traced(tmp_path: Path) -> None:
+    profiler = StepProfiler(Window(2, 3), tmp_path, rank=0)
+    path = tmp_path / "traces" / "rank-00000.json.gz"
+    for number in range(1, 6):
+        with profiler.step(number):
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+        assert path.exists() == (number >= 3)
+    profiler.close()
+    names = names_in(path)
+    assert names.count("aten::mm") == 2
+    assert {"step 2", "step 3"} <= set(names)
+    assert not {"step 1", "step 4"} & set(names)
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+def test_a_run_that_ends_inside_the_window_keeps_its_trace(tmp_path: Path) -> None:
+    profiler = StepProfiler(Window(1, 100), tmp_path, rank=7)
+    profiler.step_begin(1)
+    torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+    profiler.close()
+    profiler.close()
+    assert "aten::mm" in names_in(tmp_path / "traces" / "rank-00007.json.gz")
+
+
+def test_outside_the_window_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profilers, "profile", None)
+    monkeypatch.setattr(profilers, "record_function", None)
+    profiler = StepProfiler(Window(5, 6), tmp_path, rank=0)
+    for number in (1, 4, 7):
+        profiler.step_begin(number)
+        profiler.step_end(number)
+    profiler.close()
+    assert not (tmp_path / "traces").exists()

@@ -1,0 +1,159 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from closeranks.core.errors import SetupError
+from closeranks.core.events import Evaluated, Event, RunStarted, StepDone, Warned, encode
+from closeranks.telemetry.recorder import Recorder, parse_line, read_events, to_line
+
+
+def path_of(folder: Path, rank: int = 0) -> Path:
+    return folder / "metrics" / f"rank-{rank:05d}.jsonl"
+
+
+def test_a_line_is_the_event_with_its_time_and_rank(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 3)
+    event = StepDone(step=7, loss=2.5, metrics={"accuracy": 0.5})
+    before = time.time()
+    recorder.emit(event)
+    recorder.close()
+    fields = json.loads(path_of(tmp_path, 3).read_text())
+    assert list(fields)[:3] == ["event", "at", "rank"]
+    assert before <= fields.pop("at") <= time.time()
+    assert fields == {**encode(event), "rank": 3}
+
+
+def test_events_come_back_as_they_were(tmp_path: Path) -> None:
+    events: list[Event] = [RunStarted(rank=0, versions={"torch": "2"}), StepDone(step=1), Warned("NaN", step=1)]
+    recorder = Recorder(tmp_path, 0)
+    for event in events:
+        recorder.emit(event)
+    recorder.close()
+    assert [event for _, event in read_events(path_of(tmp_path))] == events
+
+
+@given(st.recursive(st.floats(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner), max_leaves=5))
+def test_every_float_survives_strict_json(value: object) -> None:
+    line = to_line({"value": value})
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is not JSON")
+
+    json.loads(line, parse_constant=refuse)
+    back = parse_line(line)
+    assert back is not None
+    assert repr(back["value"]) == repr(value)
+
+
+def test_a_torn_line_is_passed_over_and_spoils_no_later_one(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    recorder.emit(StepDone(step=1))
+    recorder.close()
+    with path_of(tmp_path).open("a") as file:
+        file.write('{"event": "step", "st')
+    assert [event for _, event in read_events(path_of(tmp_path))] == [StepDone(step=1)]
+    recorder = Recorder(tmp_path, 0)
+    recorder.emit(StepDone(step=2))
+    recorder.close()
+    assert [event for _, event in read_events(path_of(tmp_path))] == [StepDone(step=1), StepDone(step=2)]
+
+
+def test_an_event_of_a_newer_version_is_kept_as_fields(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"event": "closed_ranks", "rank": 7}\n[]\n')
+    assert list(read_events(path)) == [({"event": "closed_ranks", "rank": 7}, None)]
+
+
+def test_what_was_emitted_survives_sigkill(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from closeranks.core.events import StepDone\n"
+        "from closeranks.telemetry.recorder import Recorder\n"
+        "recorder = Recorder(Path(sys.argv[1]), 0)\n"
+        "for step in range(100): recorder.emit(StepDone(step=step))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [fields["step"] for fields, _ in read_events(path_of(tmp_path))] == list(range(100))
+
+
+def test_sinks_hear_in_order_and_one_that_raises_is_removed_with_a_warning(tmp_path: Path) -> None:
+    heard: list[tuple[str, Event]] = []
+
+    def broken(event: Event) -> None:
+        raise ValueError("no pen")
+
+    recorder = Recorder(tmp_path, 0)
+    recorder.add_sink(lambda event: heard.append(("first", event)))
+    recorder.add_sink(broken)
+    recorder.add_sink(lambda event: heard.append(("last", event)))
+    recorder.emit(StepDone(step=1))
+    recorder.emit(StepDone(step=2))
+    recorder.close()
+    warnings = [event for _, event in read_events(path_of(tmp_path)) if isinstance(event, Warned)]
+    assert len(warnings) == 1
+    assert "broken no longer follows the run: it raised ValueError: no pen" in warnings[0].what
+    assert [who for who, event in heard if isinstance(event, StepDone)] == ["first", "last", "first", "last"]
+    assert [who for who, event in heard if isinstance(event, Warned)] == ["first", "last"]
+
+
+def test_sinks_that_all_raise_end_in_silence_not_in_a_loop(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    for _ in range(3):
+        recorder.add_sink(lambda event: 1 / 0)
+    recorder.emit(StepDone(step=1))
+    recorder.close()
+    assert sum(isinstance(event, Warned) for _, event in read_events(path_of(tmp_path))) == 3
+
+
+def test_a_full_disk_is_a_warning_to_the_sinks_and_no_error(tmp_path: Path) -> None:
+    heard: list[Event] = []
+    recorder = Recorder(tmp_path, 0)
+    recorder.add_sink(heard.append)
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert recorder._file is not None
+    os.dup2(full, recorder._file)
+    os.close(full)
+    recorder.emit(StepDone(step=1))
+    recorder.emit(StepDone(step=2))
+    assert heard == [Warned("metrics are no longer recorded on rank 0: No space left on device"), StepDone(step=1),
+                     StepDone(step=2)]  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "metrics").write_text("a file in the way")
+    with pytest.raises(SetupError, match=r"run\.folder"):
+        Recorder(tmp_path, 0)
+
+
+def test_emitting_is_cheap(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    event = StepDone(step=7, loss=2.5, metrics={"accuracy": 0.5})
+    best_s = math.inf
+    for _ in range(20):
+        began_at = time.perf_counter()
+        for _ in range(100):
+            recorder.emit(event)
+        best_s = min(best_s, (time.perf_counter() - began_at) / 100)
+    recorder.close()
+    assert best_s < 30e-6
+
+
+def test_a_value_that_is_not_finite_is_read_back_as_one(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    recorder.emit(Evaluated(step=1, loss=math.nan, metrics={"accuracy": -math.inf}))
+    recorder.close()
+    (_, event) = next(read_events(path_of(tmp_path)))
+    assert isinstance(event, Evaluated)
+    assert math.isnan(event.loss)
+    assert event.metrics == {"accuracy": -math.inf}

@@ -1,0 +1,117 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from closeranks.core.events import Saved, Warned
+from closeranks.telemetry.recorder import Recorder
+from closeranks.telemetry.report import write_report
+
+from .conftest import CPU, step
+
+
+def add(folder: Path, *events: object) -> None:
+    recorder = Recorder(folder, 0)
+    for event in events:
+        recorder.emit(event)  # type: ignore[arg-type]
+    recorder.close()
+
+
+def test_the_verdict_comes_first(make_run: Callable[..., Path]) -> None:
+    path = write_report(make_run())
+    assert path.name == "report.md"
+    assert path.read_text().splitlines()[:3] == [
+        "# demo",
+        "",
+        "Trained 40 steps on 2 workers in 31 s; loss 5.12 -> 1.57; eval 1.60, accuracy 0.961.",
+    ]
+
+
+def test_the_figures_are_those_that_were_recorded(make_run: Callable[..., Path]) -> None:
+    text = write_report(make_run()).read_text()
+    for row in (
+        "| model | llama, 1.20M parameters |",
+        "| workers | 2 × Intel Xeon Processor, float32 |",
+        "| steps | 1 to 40, 40.0k tokens |",
+        "| throughput | 10.0k tok/s on average, without first steps, evaluation and saving |",
+        "| share of peak | 3.0% of the measured matmul peak (no datasheet for this device, so no MFU) |",
+        "| memory | 1.0 GiB resident in rank 0's process |",
+        "| waiting for data | 1.0% of the steps' time |",
+        "| checkpoint | `state.safetensors`, 5 B |",
+    ):
+        assert row in text
+    assert "torch 2.13.0, python 3.11.7" in text
+    assert "![" not in text, "no picture was drawn, so none is shown"
+
+
+def test_a_picture_that_was_drawn_is_shown(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    (folder / "curve.png").touch()
+    assert "](curve.png)" in write_report(folder).read_text()
+
+
+def test_going_on_repeats_what_was_typed_with_more_steps(make_run: Callable[..., Path]) -> None:
+    folder = make_run(name="my run")
+    overrides = ("train.steps=40", "optim.lr=0.01", "checkpoint.resume=old")
+    text = write_report(folder, job_file="job.toml", overrides=overrides).read_text()
+    state = folder / "state.safetensors"
+    assert f"closeranks train job.toml optim.lr=0.01 train.steps=80 'checkpoint.resume={state}'\n" in text
+    assert f"closeranks sample '{folder}' 'import '\n" in text
+
+
+def test_only_token_models_are_sampled(make_run: Callable[..., Path]) -> None:
+    text = write_report(make_run(replace(CPU, item="sample"))).read_text()
+    assert "closeranks sample" not in text
+    assert "10.0k samples/s" in text
+
+
+def test_mfu_stands_where_a_datasheet_is_known(make_run: Callable[..., Path]) -> None:
+    text = write_report(make_run(replace(CPU, device="NVIDIA H200", datasheet_flops=2.5e12))).read_text()
+    assert "| MFU | 1.5% (3.0% of the measured matmul peak) |" in text
+    assert "at its peak on rank 0's device" in text
+
+
+def test_a_drained_run_goes_on_to_its_own_end(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_run(num_steps=25, reason="drained")
+    (tmp_path / "state").write_bytes(b"x")
+    add(folder, Saved(step=25, path=str(tmp_path / "state"), bytes=1 << 20))
+    text = write_report(folder, overrides=("train.steps=40",)).read_text()
+    assert "It was asked to stop and ended in order at step 25 of 40." in text
+    assert f"closeranks train {folder}/job.toml train.steps=40 checkpoint.resume={tmp_path}/state\n" in text
+    assert "| checkpoint | `state`, 1.0 MiB |" in text
+
+
+def test_a_failed_run_says_what_went_wrong_and_starts_again_without_a_state(make_run: Callable[..., Path]) -> None:
+    text = write_report(make_run(num_steps=3, reason="failed"), failure="rank 1 was killed by signal 9\n").read_text()
+    assert "**It failed** after step 3 of 40." in text
+    assert "```text\nrank 1 was killed by signal 9\n```" in text
+    assert "No state was saved to go on from." in text
+
+
+def test_a_run_that_vanished_is_called_so(make_run: Callable[..., Path]) -> None:
+    text = write_report(make_run(num_steps=3, reason="")).read_text()
+    assert "**It did not end in order**: nothing was recorded after step 3 of 40." in text
+
+
+def test_a_folder_without_steps_is_reported_honestly(tmp_path: Path) -> None:
+    text = write_report(tmp_path, failure="the model could not be built").read_text()
+    assert "No step was recorded" in text
+    assert "the model could not be built" in text
+
+
+def test_a_run_of_one_step_claims_no_throughput(make_run: Callable[..., Path]) -> None:
+    assert "| throughput | too short to measure" in write_report(make_run(num_steps=1)).read_text()
+
+
+def test_skipped_steps_and_warnings_are_told(make_run: Callable[..., Path]) -> None:
+    folder = make_run(num_steps=20, reason="")
+    add(folder, step(21, taken=False, loss=float("nan")), *(Warned(f"warning {n}", step=n) for n in range(12)))
+    add(folder, Warned("warning 0", step=5))
+    text = write_report(folder).read_text()
+    assert "(1 skipped); loss 5.12 -> 2.04" in text
+    assert "- warning 0 (step 0, 2 times)" in text
+    assert "- and 2 more, in the metrics files" in text
+
+
+def test_a_run_in_which_no_update_was_taken_says_so(tmp_path: Path) -> None:
+    add(tmp_path, CPU, step(1, taken=False, loss=float("nan")))
+    assert "no update was taken: the gradients of every step were not finite" in write_report(tmp_path).read_text()
