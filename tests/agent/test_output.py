@@ -38,6 +38,18 @@ def test_the_tail_is_of_this_run_alone(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().startswith("an earlier run's\none\n")
 
 
+def test_what_is_added_stands_in_the_log_after_what_was_printed(tmp_path: Path) -> None:
+    lines: list[str] = []
+    log = OutputLog(tmp_path / "log", lines.append, lines.append)
+    writer = log.take_writer()
+    os.write(writer, b"printed\n")
+    log.add("a traceback\n")
+    os.close(writer)
+    log.close()
+    assert (tmp_path / "log").read_text() == "printed\na traceback\n"
+    assert lines == ["printed"]
+
+
 def test_a_full_disk_is_said_once_and_lines_go_on(tmp_path: Path) -> None:
     lines: list[str] = []
     notes: list[str] = []

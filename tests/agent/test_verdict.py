@@ -92,8 +92,8 @@ def test_the_report_of_a_silent_death() -> None:
     tail = ("epoch 1", "x" * 500)
     report = str(judge([fenced(0), killed(1, 1.0, log_tail=tail), fenced(2), fenced(3)]).error).splitlines()
     assert report == [
-        "rank 1 of 4 failed at step 12 (saving): killed by SIGKILL; if nobody sent it, the kernel's out-of-memory killer"
-        " did: see dmesg",
+        "rank 1 of 4 failed at step 12 (saving): killed by SIGKILL; if nobody sent it, the kernel's out-of-memory"
+        " killer did: see dmesg",
         "ranks 0, 2 and 3 stopped because of it",
         "its log, rank-1.log, ends with:",
         "  | epoch 1",

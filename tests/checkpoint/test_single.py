@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_refused(tmp_path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="damaged|not a state file"):
+    with pytest.raises(CheckpointError, match=r"damaged|not a state file"):
         load_tree(path)
 
 

@@ -30,9 +30,13 @@ def test_loss_and_metrics_are_divided_by_the_weight() -> None:
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(0.1, 10), st.sampled_from([1.0, 1024.0]))
-def test_the_factor_divides_by_weight_and_scale_and_clips(norm: float, weight: float, clip: float, scale: float) -> None:
+def test_the_factor_divides_by_weight_and_scale_and_clips(
+    norm: float, weight: float, clip: float, scale: float
+) -> None:
     raw = norm * weight * scale
-    taken, factor, got, _ = settle(torch.tensor([0.0, weight, raw * raw, 0.0, 0.0, 0.0]).double(), torch.tensor(scale), clip)
+    taken, factor, got, _ = settle(
+        torch.tensor([0.0, weight, raw * raw, 0.0, 0.0, 0.0], dtype=torch.float64), torch.tensor(scale), clip
+    )
     assert taken == 1
     assert got.item() == pytest.approx(norm, rel=1e-9)
     assert (raw * factor).item() == pytest.approx(min(norm, clip), rel=1e-4)

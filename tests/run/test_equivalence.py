@@ -12,7 +12,11 @@ from tests.run.trajectories import Trajectory, alone, largest_difference, relati
 pytestmark = pytest.mark.world
 
 DROPOUT = {"dropout": 0.2}
-LAYOUTS = {"even": {"global_batch": 12}, "uneven": {"global_batch": 7}, "accumulated": {"global_batch": 12, "micro_batch": 5}}
+LAYOUTS = {
+    "even": {"global_batch": 12},
+    "uneven": {"global_batch": 7},
+    "accumulated": {"global_batch": 12, "micro_batch": 5},
+}
 
 
 def compare(results: list[Trajectory], expected: Trajectory, tolerance: float, weights: float) -> None:
@@ -39,7 +43,7 @@ def test_float64_equals_one_process(tmp_path: Path, size: int, batches: str) -> 
 def test_float32_equals_one_process_to_rounding(tmp_path: Path, size: int) -> None:
     changes = {"model": {**DROPOUT}}
     expected = alone(tmp_path / "one", changes)
-    # Adam divides tiny gradients by their own size, so rounding grows in the weights: losses and gradients are the proof.
+    # Adam divides tiny gradients by their own size, so rounding grows in weights: losses and gradients are the proof.
     compare(run_world(trajectory, size, tmp_path / "many", changes), expected, 1e-5, 1e-2)
 
 
@@ -84,11 +88,12 @@ def test_batch_norm_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
 
 def test_bf16_and_fp16_stay_close_to_one_process(tmp_path: Path) -> None:
     for precision in ("bf16", "fp16"):
-        changes = {"train": {"precision": precision, "steps": 3}, "optim": {"loss_scale": {"init": 1024.0}}}
+        changes = {"train": {"precision": precision, "steps": 3}}
         expected = alone(tmp_path / f"one-{precision}", changes)
         for result in run_world(trajectory, 2, tmp_path / f"two-{precision}", changes):
             assert relative(result.losses, expected.losses) < 2e-3
-            assert all(result.taken)
+            assert result.taken == expected.taken
+            assert result.taken[-1]
 
 
 def test_tied_embeddings_and_frozen_parameters(tmp_path: Path) -> None:
@@ -104,3 +109,21 @@ def test_tied_embeddings_and_frozen_parameters(tmp_path: Path) -> None:
     assert frozen
     assert not any(name in expected.gradients for name in frozen)
     assert torch.equal(expected.weights["model.embed_tokens.weight"], expected.weights["lm_head.weight"])
+
+
+def test_fp16_overflow_skips_on_all_ranks_together_and_recovers(tmp_path: Path) -> None:
+    """A scale far too large: every rank skips the same steps, the scale halves, and learning goes on."""
+    changes: dict[str, Any] = {
+        "train": {"precision": "fp16", "steps": 6},
+        "optim": {"loss_scale": {"init": 2.0**18}},
+        "model": {},
+    }
+    results = run_world(trajectory, 3, tmp_path / "three", changes)
+    assert len({tuple(result.taken) for result in results}) == 1
+    taken, scales = results[0].taken, results[0].scales
+    assert not taken[0]
+    assert taken[-1]
+    for before, after, was_taken in zip(scales, scales[1:], taken, strict=False):
+        assert after == (before if was_taken else before / 2)
+    for name, tensor in results[0].weights.items():
+        assert torch.equal(tensor, results[2].weights[name]), name

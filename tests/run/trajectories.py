@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from closeranks import Hook, Session
+from closeranks.core.environment import set_world
 from closeranks.core.events import StepDone
 from closeranks.core.world import World
-from closeranks.core.environment import set_world
 from closeranks.run.job import load_job
 from closeranks.run.loop import drive
 

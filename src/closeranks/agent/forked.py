@@ -62,34 +62,46 @@ def _work(fds: WorkerFds) -> int:
     os.close(fds.progress)
     link = WorkerLink(socket.socket(fileno=fds.link), word)
     _hear_sigterm(link)
-    os.register_at_fork(after_in_child=link.abandon)
     set_world(link.world)
     return _run_entry(link)
 
 
 def _hear_sigterm(link: WorkerLink) -> None:
-    """A scheduler that ends a job sends SIGTERM to every process of it; a worker that died of it could not save."""
-    worker = os.getpid()
+    """A scheduler that ends a job sends SIGTERM to every process of it; a worker that died of it could not save.
+
+    What the worker forks ends by SIGTERM as it would anywhere. The signal is held back around a fork, because Python
+    forgets one that its handler has caught in the child but not yet run.
+    """
 
     def drain(signum: int, frame: FrameType | None) -> None:
-        if os.getpid() == worker:
-            link.request_drain()
-        else:  # a process that the worker forked ends as it would anywhere
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
+        link.request_drain()
+
+    def hold_back() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def let_through() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def be_ordinary() -> None:
+        link.abandon()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        let_through()
 
     signal.signal(signal.SIGTERM, drain)
+    os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=be_ordinary)
 
 
 def _run_entry(link: WorkerLink) -> int:
-    """Call the entry; what it raises is reported, logged, and becomes the exit status."""
+    """Call the entry; what it raises is reported and becomes the exit status.
+
+    The agent writes the traceback to the log: printed here, rank 0's would reach the terminal beside the report.
+    """
     try:
         status = int(load_object(link.entry, place="entry")(link.payload, link) or 0)
     except SystemExit as leave:
         return _leave(leave, link)
     except BaseException as error:
         link.report_failure(error)
-        traceback.print_exc()
         return error.exit_code if isinstance(error, CloseranksError) else 1
     if status == 0:
         link.finish()
@@ -101,5 +113,4 @@ def _leave(leave: SystemExit, link: WorkerLink) -> int:
     if leave.code is None or leave.code == 0:
         return 0
     link.report_failure(leave)
-    traceback.print_exc()
     return leave.code if isinstance(leave.code, int) else 1

@@ -147,6 +147,7 @@ class Member:
             case "failure":
                 self.failure = FailureReport(**message["failure"])
                 self._failure_heard_at = time.monotonic()
+                self._log.add(self.failure.traceback)
             case "finished":
                 self.is_finished = True
                 self.is_drained = message["drained"]

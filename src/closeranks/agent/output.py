@@ -50,6 +50,12 @@ class OutputLog:
             self._on_line(line)
         return bool(data)
 
+    def add(self, text: str) -> None:
+        """Into the log alone, after what has been printed so far."""
+        while self.is_open and self.read():
+            pass
+        self._write(text.encode())
+
     def close(self) -> None:
         """Whatever is left in the pipe goes where it belongs, then the descriptors are given back."""
         if self._writer >= 0:

@@ -65,15 +65,14 @@ def load_tree(path: Path) -> dict[str, Any]:
             header = file.metadata() or {}
             if header.get("format") != _FORMAT:
                 raise CheckpointError(f"{path} is not a state file of this program", "Name one that a run saved.")
-            digests = json.loads(header["crc32c"])
+            digests, skeleton = json.loads(header["crc32c"]), json.loads(header["tree"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, json.JSONDecodeError, KeyError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or not a state file: {error}", "Use an earlier one.") from error
     for name, tensor in tensors.items():
         if digests.get(name) != _digest(tensor):
             raise CheckpointError(f"{path} is damaged: '{name}' does not match its digest", "Use an earlier one.")
-    tree: dict[str, Any] = _rebuild(json.loads(header["tree"]), tensors, "")
-    return tree
+    return _rebuild(skeleton, tensors, "")
 
 
 def _digest(tensor: Tensor) -> int:

@@ -15,8 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
+from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.launch import Agent, LaunchPlan
+from closeranks.agent.launch import LaunchPlan
 from closeranks.core.environment import child_environment, detect_world, num_gpus, thread_limit
 from closeranks.core.errors import CloseranksError, ConfigError, Interrupted, SetupError, UserError
 from closeranks.core.events import decode

@@ -91,7 +91,8 @@ def _first_host(nodelist: str, environ: Mapping[str, str]) -> str:
 
 def thread_limit(environ: Mapping[str, str] = os.environ) -> int | None:
     """Threads per process that the person asked for, if they did."""
-    return _integer(environ, "OMP_NUM_THREADS") if environ.get("OMP_NUM_THREADS") else None
+    text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # "4,2" nests: the first is ours
+    return int(text) if text.isdecimal() and int(text) else None
 
 
 def child_environment(threads: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -126,5 +127,7 @@ def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """GPUs this process may use, without loading any driver: what the shell allows, else what the kernel shows."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+        names = [name.strip() for name in visible.split(",")]
+        allowed = names[: names.index("-1")] if "-1" in names else names  # CUDA reads no further than -1
+        return len([name for name in allowed if name])
     return len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])

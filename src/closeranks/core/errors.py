@@ -84,6 +84,9 @@ class ConfigError(UserError):
     def __str__(self) -> str:
         return self.what
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return ConfigError, (self.problems,)
+
 
 class RunFailed(CloseranksError):
     """A worker died or raised. ``what`` is the whole report, the culprit first."""

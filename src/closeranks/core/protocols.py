@@ -61,7 +61,9 @@ class ModelSpec(Protocol):
     flops_per_item: float
     """Forward and backward; 0 where it is not known."""
     blocks: tuple[str, ...]
-    """Names of the repeated modules in order: units of compile, recompute and sharding, and where stages may be cut."""
+    """Names of the repeated modules in order: units of recompute and sharding, and where stages may be cut."""
+    compile_units: tuple[str, ...]
+    """Modules that ``torch.compile`` takes one by one: the blocks, and what else pays."""
     sharding_rules: tuple[ShardingRule, ...]
 
     def build(self) -> nn.Module: ...

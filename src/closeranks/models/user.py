@@ -21,6 +21,7 @@ from closeranks.models.batches import num_samples
 from closeranks.models.blame import blamed_line, defined_at, sentence
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import UserModelConfig
+from closeranks.models.losses import as_loss, kind_of
 
 LossFunction = Callable[[nn.Module, Batch], "Tensor | Loss"]
 
@@ -67,7 +68,9 @@ class UserSpec:
             what = f"the factory {self.name} raised {sentence(error)} ({line})"
             raise ModelError(what, "Mend it there, or the keys under [model.args].") from error
         if not isinstance(module, nn.Module):
-            what = f"the factory {self.name} ({defined_at(self._factory)}) returned {_kind(module)}, not a torch module"
+            what = (
+                f"the factory {self.name} ({defined_at(self._factory)}) returned {kind_of(module)}, not a torch module"
+            )
             raise ModelError(what, "Return a torch.nn.Module.")
         self.blocks = self.compile_units = find_blocks(module)
         return module
@@ -90,9 +93,7 @@ class UserSpec:
             what = f"{self._loss_name} raised {sentence(error)} ({line})"
             raise ModelError(what, f"Mend it there; the batch holds {found}.") from error
         place = f"{self._loss_name} ({defined_at(compute.func)})"
-        loss = result if isinstance(result, Loss) else _mean_as_sum(place, result, batch)
-        _check(place, loss, self.metrics)
-        return loss
+        return as_loss(result, num_samples(batch), self.metrics, place)
 
     def _loss_of(self, module: nn.Module) -> partial[Any]:
         """The user's function, else the module's own ``loss``, else the module itself."""
@@ -120,41 +121,8 @@ def _checked_factory(name: str, factory: Any) -> Callable[..., Any]:
         fix = "Point to a function or class that builds it, so that every worker builds its own."
         raise ModelError(f"{name} is a module that is already built, not a factory", fix)
     if not callable(factory):
-        raise ModelError(f"{name} is {_kind(factory)}, not a factory", "Point to a function that returns the module.")
+        raise ModelError(f"{name} is {kind_of(factory)}, not a factory", "Point to a function that returns the module.")
     return factory  # type: ignore[no-any-return]  # callable() narrows Any no further
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _mean_as_sum(place: str, result: Any, batch: Batch) -> Loss:
-    """A mean over the micro-batch, turned into the sum that micro-batches of other sizes can be added to."""
-    if not isinstance(result, Tensor):
-        what = f"{place} returned {_kind(result)}, not a tensor"
-        raise ModelError(what, "Return the mean loss of the batch, or a closeranks Loss.")
-    _check_scalar(place, result)
-    count = num_samples(batch)
-    return Loss(total=result * count, weight=float(count))
-
-
-def _check_scalar(place: str, total: Tensor) -> None:
-    if total.ndim:
-        raise ModelError(f"{place} returned a tensor of shape {list(total.shape)}, not one number", "Take its mean.")
-
-
-def _check(place: str, loss: Loss, metrics: tuple[str, ...]) -> None:
-    """Costs no host sync: shapes, graph and names alone."""
-    if not isinstance(loss.total, Tensor):
-        raise ModelError(f"{place} returned a Loss whose total is {_kind(loss.total)}", "Make it a tensor.")
-    _check_scalar(place, loss.total)
-    if torch.is_grad_enabled() and not loss.total.requires_grad:
-        what = f"{place} returned a loss that no parameter leads to, so nothing would be learned"
-        raise ModelError(what, "Compute it from the module's output, without detach(), item() or no_grad().")
-    if set(loss.metrics) != set(metrics):
-        said, given = (", ".join(sorted(names)) or "none" for names in (metrics, loss.metrics))
-        what = f"{place} reports the metrics {given}, but model.metrics says {said}"
-        raise ModelError(what, "List exactly the names it reports.")
 
 
 def find_blocks(module: nn.Module) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class ScheduleConfig(Table):
     @field_validator("warmup")
     @classmethod
     def _whole_steps(cls, value: float) -> float:
-        if value >= 1 and value != int(value):
+        if value >= 1 and not float(value).is_integer():
             raise ValueError(f"{value} is neither a number of steps nor a fraction. Write 100 or 0.05.")
         return value
 

@@ -50,6 +50,6 @@ def apply(
         synchronise(module, group.process_group)
     statistics = BatchStatistics(module if layout.batch_norm == "micro" else nn.Module(), group)
     if compiled:
-        for name in spec.blocks:
+        for name in spec.compile_units:
             module.get_submodule(name).compile()
     return Applied(module, statistics, (hint,) if hint else ())

@@ -5,7 +5,7 @@ Both become the same ``Ingredients``. Invariant: nothing of the user's code runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,12 @@ def from_job(job: Job) -> Described:
     return Described(job, ingredients)
 
 
-def from_python(model: Any, data: Any, loss: Any, eval_data: Any, tables: Mapping[str, Any]) -> Described:
+def from_python(
+    model: Any, data: Any, loss: Any, eval_data: Any, metrics: Sequence[str], tables: Mapping[str, Any]
+) -> Described:
     extra = {
         **tables,
-        "model": {"name": _name_of(model), **tables.get("model", {})},
+        "model": {"name": _name_of(model), "metrics": tuple(metrics)},
         "data": {"name": _name_of(data), **tables.get("data", {})},
     }
     job = load_job(None, extra=extra).value
@@ -52,7 +54,7 @@ def from_python(model: Any, data: Any, loss: Any, eval_data: Any, tables: Mappin
     def ingredients() -> Ingredients:
         factory = (lambda: model) if isinstance(model, nn.Module) else model
         return Ingredients(
-            spec=UserSpec(job.model.name, factory, loss=loss, metrics=getattr(job.model, "metrics", ())),
+            spec=UserSpec(job.model.name, factory, loss=loss, metrics=tuple(metrics)),
             source=as_source(data),
             eval_source=None if eval_data is None else as_source(eval_data),
         )

@@ -69,7 +69,7 @@ class Ledger:
             grad_norm=outcome.grad_norm,
             lr=parts.optimizer.lr(index),
             taken=outcome.taken,
-            loss_scale=outcome.loss_scale,
+            loss_scale=outcome.loss_scale * parts.loss_divisor,
             items=(position - parts.schedule.position(index)) * parts.spec.items_per_sample,
             position=position,
             metrics=outcome.metrics,
@@ -81,7 +81,8 @@ class Ledger:
     def _watch(self, index: int, outcome: Outcome) -> None:
         """An overflow of fp16 mends itself by a smaller loss scale; anything else that lasts is a mistake."""
         scaling = self._parts.precision.scales_loss
-        mends_itself = scaling and outcome.loss_scale > self._parts.job.optim.loss_scale.minimum
+        loss_scale = outcome.loss_scale * self._parts.loss_divisor
+        mends_itself = scaling and loss_scale > self._parts.job.optim.loss_scale.minimum
         self._num_bad = 0 if outcome.taken or mends_itself else self._num_bad + 1
         if self._num_bad >= self._parts.job.train.patience:
             first = index + 2 - self._num_bad

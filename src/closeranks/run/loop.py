@@ -23,15 +23,17 @@ def train(
     *,
     eval_data: Any = None,
     hooks: Sequence[Hook] = (),
+    metrics: Sequence[str] = (),
     **tables: Any,
 ) -> Result:
     """Train ``model`` (a module, or a function that makes one) on ``data`` and return what it came to.
 
-    ``loss(model, batch)`` returns the mean over the batch's samples, or a ``Loss``. Tables of the job are given by
+    ``loss(model, batch)`` returns the mean over the batch's samples, or a ``Loss``, whose extra sums
+    ``metrics`` names. Tables of the job are given by
     name: ``train={"steps": 200, "global_batch": 32}``. Runs on the workers this script was started with: one under
     plain ``python``, more under ``closeranks run -n``, ``torchrun`` or ``srun``.
     """
-    return drive(Session(model, data, loss, eval_data=eval_data, hooks=hooks, **tables))
+    return drive(Session(model, data, loss, eval_data=eval_data, hooks=hooks, metrics=metrics, **tables))
 
 
 def train_job(job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Result:

@@ -57,6 +57,8 @@ class Parts:
     vote: Vote
     optimizer: Optimizer
     loss_scale: LossScale
+    loss_divisor: float
+    """Losses are sums: divided by a micro-batch's size, they stay within fp16's range under the scale."""
     schedule: Schedule
     source: Source
     loader: Loader
@@ -136,6 +138,7 @@ def _introduce(
         vote=Vote(group, ingredients.spec.metrics, clip=job.optim.clip, speaks_for_norm=group.rank == 0),
         optimizer=Optimizer(module, job.optim, num_steps=schedule.num_steps),
         loss_scale=LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device),
+        loss_divisor=loss_divisor(ingredients.spec, job.train) if precision.scales_loss else 1.0,
         schedule=schedule,
         source=ingredients.source,
         loader=Loader(
@@ -160,3 +163,8 @@ def schedule_of(train: TrainConfig, num_samples: int) -> Schedule:
     if train.epochs is not None:
         return Schedule.for_epochs(num_samples, train.global_batch, micro, train.epochs)
     return Schedule.for_steps(num_samples, train.global_batch, micro, train.steps or 1)
+
+
+def loss_divisor(spec: ModelSpec, train: TrainConfig) -> float:
+    """The next power of two above a micro-batch's items: dividing by it rounds nothing."""
+    return float(1 << (micro_batch_size(train) * spec.items_per_sample - 1).bit_length())

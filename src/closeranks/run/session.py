@@ -50,8 +50,9 @@ class Result:
 class Session:
     """One training run in this process; ``for step in session`` yields steps until the job is done.
 
-    ``model`` is a module or a function that makes one, ``data`` any dataset with a length and an index; tables of the
-    job are given by name: ``train={"steps": 200, "global_batch": 32}``, ``optim={"lr": 3e-4}``.
+    ``model`` is a module or a function that makes one, ``data`` any dataset with a length and an index; ``metrics``
+    names the sums a ``Loss`` carries beside the loss. Tables of the job are given by name:
+    ``train={"steps": 200, "global_batch": 32}``, ``optim={"lr": 3e-4}``.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Session:
         *,
         eval_data: Any = None,
         hooks: Sequence[Hook] = (),
+        metrics: Sequence[str] = (),
         **tables: Any,
     ) -> None:
-        self._open(from_python(model, data, loss, eval_data, tables), hooks, None)
+        self._open(from_python(model, data, loss, eval_data, metrics, tables), hooks, None)
 
     @classmethod
     def from_job(cls, job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Self:
@@ -87,7 +89,7 @@ class Session:
         self._collector = CollectorPause(self.job.train.gc_every)
         self._stop_reason = ""
         self._ending = ""
-        self._is_open = True
+        self._is_open, self._is_entered = True, False
         self._last: StepDone | None = None
         self._eval: Evaluated | None = None
         self._opened_at = time.monotonic()
@@ -146,11 +148,15 @@ class Session:
                     yield step
                     self._commit(step)
             self._conclude()
-        except GeneratorExit:  # the user's loop broke off, or raised
+        except GeneratorExit:  # the user's loop broke off, or raised: only a surrounding `with` knows which
             self._ending = self._ending or "left by the loop"
             raise
+        except BaseException as error:
+            self._ending = f"failed: {error}"
+            raise
         finally:
-            self.close()
+            if not self._is_entered:
+                self.close()
 
     def _begin(self) -> None:
         self._emit(started_event(self.parts, self.num_done))
@@ -205,6 +211,7 @@ class Session:
         self.parts.opened.close()
 
     def __enter__(self) -> Self:
+        self._is_entered = True
         return self
 
     def __exit__(

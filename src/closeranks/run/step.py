@@ -16,8 +16,8 @@ from closeranks.core.errors import UserError
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
 from closeranks.elastic.vote import Ballot, Verdict
+from closeranks.models.losses import as_loss
 from closeranks.optim.norms import norm_squared
-from closeranks.run.losses import as_loss
 from closeranks.run.parts import Parts
 
 
@@ -31,6 +31,7 @@ class Step:
         self._num_due = len(parts.schedule.assigned(index, parts.group.rank, parts.group.size))
         self._num_done = 0
         self._num_samples = 0
+        self._scale = parts.loss_scale.scale / parts.loss_divisor
         zero = torch.zeros((), dtype=torch.float64, device=parts.device)
         self._loss, self._weight = zero.clone(), zero.clone()
         self._metrics = {name: zero.clone() for name in parts.spec.metrics}
@@ -51,7 +52,7 @@ class Step:
     def backward(self, loss: Loss | Tensor) -> None:
         """Add one micro-batch's gradients. A plain tensor counts as the mean over the micro-batch's samples."""
         part = as_loss(loss, self._num_samples, self._parts.spec.metrics)
-        scaled = part.total * self._parts.loss_scale.scale if self._parts.precision.scales_loss else part.total
+        scaled = part.total * self._scale if self._parts.precision.scales_loss else part.total
         with torch.autocast(self._parts.device.type, enabled=False):
             scaled.backward()
         self._loss += part.total.detach()
@@ -69,7 +70,7 @@ class Step:
         parts.reducer.finish()
         gradients = parts.reducer.gradients()
         ballot = Ballot(self._loss, self._weight, norm_squared(gradients), self._metrics, drain, save)
-        verdict = parts.vote.cast(ballot, parts.loss_scale.scale)  # the ONE small all-reduce
+        verdict = parts.vote.cast(ballot, self._scale)  # the ONE small all-reduce
         parts.optimizer.step(self.index, gradients, verdict.factor, verdict.taken)
         parts.loss_scale.update(verdict.taken)
         parts.statistics.finish(verdict.taken)

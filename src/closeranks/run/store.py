@@ -1,30 +1,58 @@
 """On which store does the group of a world form?
 
 Rank 0 opens it: under the agent on an ephemeral port whose address the agent passes on, under srun on a port that
-follows from the job; torchrun brings its own. Invariant: under the agent nothing listens beyond the configured address.
+follows from the job; torchrun brings its own. Invariants: under the agent nothing listens beyond the configured
+address, and where all ranks stand on one host nothing listens beyond loopback; no key of an earlier group is read again.
 """
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+from functools import cache
+from itertools import count
+
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from closeranks.agent.link import WorkerLink
-from closeranks.agent.store import address_of
+from closeranks.agent.store import address_of, bind_store
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
 
+_NUMBERS = count()
+_COUNT_S = 5.0
+
 
 def make_store(world: World, link: WorkerLink | None) -> Store:
+    if link is not None:
+        return _agent_store(world, link)
+    if world.size == 1 and world.launcher != "torchrun":
+        return dist.HashStore()  # type: ignore[attr-defined]
+    # A script's second session forms a group of its own on the same store: its keys must not meet the first one's.
+    return PrefixStore(f"group/{next(_NUMBERS)}", launcher_store(world))
+
+
+@cache
+def launcher_store(world: World) -> Store:
+    """The one store of this process's world under torchrun or srun; the first call opens it."""
     if world.launcher == "torchrun":
         store: Store = next(rendezvous("env://"))[0]
         return store
-    if link is not None:
-        return _agent_store(world, link)
-    if world.size == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]
     return _fixed_store(world)
+
+
+def count_failure(world: World) -> int | None:
+    """How many ranks have failed so far, this one included; None if the store cannot be reached, any longer or yet."""
+    if not launcher_store.cache_info().currsize:
+        return None
+    try:
+        store = launcher_store(world)
+        store.set_timeout(timedelta(seconds=_COUNT_S))
+        return int(store.add(f"closeranks/{world.generation}/failures", 1))
+    except RuntimeError:  # torch's own store errors are all of this kind
+        return None
 
 
 def _agent_store(world: World, link: WorkerLink) -> Store:
@@ -47,10 +75,30 @@ def _tcp_store(address: str, listen_fd: int | None = None) -> Store:
 
 def _fixed_store(world: World) -> Store:
     host, _, port = world.store.rpartition(":")
+    _check_name(host, world)
+    listen_fd = _listen(host, int(port), world) if world.is_lead else None
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), world_size=world.size, is_master=world.is_lead, wait_for_workers=False
-        )
+        return _tcp_store(world.store, listen_fd)
     except (RuntimeError, ValueError) as error:
-        fix = "Set MASTER_PORT to a free port on the first host."
-        raise SetupError(f"the store at {world.store} could not be opened: {error}", fix, rank=world.rank) from error
+        fix = "Set MASTER_ADDR to an address of the first host that every host reaches, and MASTER_PORT to a free port."
+        what = f"rank 0's store at {world.store} could not be reached: {error}"
+        raise SetupError(what, fix, rank=world.rank) from error
+
+
+def _check_name(host: str, world: World) -> None:
+    """torch would ask for an unknown name for five minutes."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        what = f"rank 0's host '{host}' is not known here ({error.strerror})"
+        raise SetupError(what, "Set MASTER_ADDR to its address.", rank=world.rank) from None
+
+
+def _listen(host: str, port: int, world: World) -> int:
+    """On loopback where nobody comes from elsewhere, else on every interface: a host may know itself by a name that
+    leads to loopback, while the others mean another address of it."""
+    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    try:
+        return bind_store(host if world.local_size == world.size else everywhere, port).detach()
+    except SetupError as error:
+        raise SetupError(error.what, "Set MASTER_PORT to a free port of the first host.", rank=world.rank) from None

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
 import pytest
+from pydantic import Field
+
+from closeranks.core.config.load import load
+from closeranks.core.config.table import Table
+from closeranks.core.errors import ConfigError
 
 from .conftest import Problems
 
@@ -212,3 +221,46 @@ def test_no_word_of_the_validation_library_shows(problems: Problems) -> None:
             assert not any(
                 word in said for word in ("input should", "pydantic", "dict", "nonetype", "tuple", "literal")
             )
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Rare(Table):
+    """Constraints that the small job has no use for."""
+
+    steps: int = Field(default=1, examples=[200])
+    heads: int = Field(default=8, multiple_of=8)
+    word: str = Field(default="abc", min_length=2, max_length=4, pattern="^[a-z]+$")
+    sizes: tuple[int, ...] = Field(default=(1,), min_length=1)
+    path: Path = Path("data")
+    colour: Colour = Colour.RED
+    finite: float = Field(default=1.0, allow_inf_nan=False)
+
+
+class RareJob(Table):
+    rare: Rare = Rare()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("steps", "many", "expected a whole number, got the text 'many'. Write rare.steps = 200."),
+        ("heads", 12, "it must be a multiple of 8, but is 12. Write a multiple of 8."),
+        ("word", "a", 'it must hold at least 2 characters, but has 1. Write rare.word = "abc".'),
+        ("word", "abcde", 'it must hold at most 4 characters, but has 5. Write rare.word = "abc".'),
+        ("word", "A1", "the text 'A1' does not have the right form (^[a-z]+$). "),
+        ("sizes", [], "it must hold at least 1 values, but has 0. Write rare.sizes = [1]."),
+        ("path", 5, 'expected a path in quotes, got the number 5. Write rare.path = "data".'),
+        ("colour", "green", "it should be 'red' or 'blue', but is the text 'green'. "),
+        ("finite", float("inf"), "it should be a finite number, but is the number inf. "),
+    ],
+)
+def test_rare_constraints_read_as_plainly(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RareJob, None, (), extra={"rare": {key: value}})
+    (problem,) = caught.value.problems
+    assert problem.place == f"rare.{key}"
+    assert f"{problem.what}. {problem.fix}" == message

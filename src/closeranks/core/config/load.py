@@ -1,7 +1,7 @@
 """How do a job file, Python and the command line become one validated job?
 
 Order: defaults < file < Python < command line. Invariant: either a frozen job whose every value knows its origin, or
-one ``ConfigError`` with all problems at once; nothing in between, and no other exception.
+one ``ConfigError`` with all problems at once; nothing in between.
 """
 
 from __future__ import annotations

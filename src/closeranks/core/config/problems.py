@@ -185,7 +185,8 @@ def _out_of_range(words: str, limit: str) -> Callable[[Fault], Answer]:
     def answer(fault: Fault) -> Answer:
         bound = fault.details.get(limit)
         number = f"{bound:g}" if isinstance(bound, float) and abs(bound) < 1e6 else str(bound)
-        fix = fault.write(number) if limit in ("ge", "le") else f"Write a number {words.split()[0]} {number}."
+        kind = "" if limit == "multiple_of" else "a number "
+        fix = fault.write(number) if limit in ("ge", "le") else f"Write {kind}{words} {number}."
         return Answer(f"it must be {words} {number}, but is {_shown(fault.value)}", fix)
 
     return answer

@@ -1,0 +1,56 @@
+"""The rooms without a Session: what a run is made of, in one loop. Run it with `python examples/bare_loop.py`.
+
+Order, model, optimizer and vote are the same parts a Session wires together; use them alone where you need only one.
+"""
+
+import torch
+
+from closeranks.core.keys import derive_seed
+from closeranks.data.config import TextConfig
+from closeranks.data.loader import Loader
+from closeranks.data.order import Schedule
+from closeranks.data.sources.open import open_source
+from closeranks.elastic.vote import Ballot, Vote
+from closeranks.models.build import spec_for
+from closeranks.models.config import LlamaConfig
+from closeranks.optim.config import OptimConfig
+from closeranks.optim.norms import norm_squared
+from closeranks.optim.optimizer import Optimizer
+from closeranks.parallel.group import Group
+from closeranks.parallel.materialise import materialise
+from closeranks.sync.allreduce import AllReduce
+
+SEED, STEPS = 0, 30
+device, group = torch.device("cpu"), Group(rank=0, size=1)
+
+source = open_source(TextConfig(seq_len=64), "train", SEED)
+schedule = Schedule.for_steps(len(source), global_batch=16, micro_batch=8, steps=STEPS)
+loader = Loader(source, schedule, SEED, device=device)
+
+spec = spec_for(LlamaConfig(preset="tiny", num_layers=2), seq_len=64)
+module = materialise(spec, seed=SEED, device=device, dtype=torch.float32, broadcast=group.broadcast)
+reducer = AllReduce(module, group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 18)
+optimizer = Optimizer(module, OptimConfig(lr=3e-3), num_steps=STEPS)
+vote = Vote(group, spec.metrics, clip=1.0, speaks_for_norm=True)
+no_scale = torch.ones(())
+
+loader.start(0)
+for step in range(STEPS):
+    loss, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    micro_batches = loader.take(step)
+    for number, loaded in enumerate(micro_batches, start=1):
+        torch.manual_seed(derive_seed(SEED, "step", step, loaded.micro_batch.index))
+        if number == len(micro_batches):
+            reducer.arm()  # the last backward of a step carries the gradients away
+        part = spec.loss(module, loaded.batch)
+        part.total.backward()
+        loss += part.total.detach()
+        weight += part.weight
+    reducer.finish()
+    gradients = reducer.gradients()
+    verdict = vote.cast(Ballot(loss, weight, norm_squared(gradients), {}), no_scale)
+    optimizer.step(step, gradients, verdict.factor, verdict.taken)
+    reducer.release()
+    if step % 10 == 9:
+        print(f"step {step + 1}  loss {verdict.read().loss:.3f}")
+loader.close()

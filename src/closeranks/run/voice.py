@@ -1,0 +1,62 @@
+"""Which of many ranks tells the person what went wrong, where no agent gathers their accounts?
+
+Under torchrun and srun every rank writes to the same terminal. Invariant: one mistake is told once, by the first rank
+that met it, before that rank leaves: launchers end all others as soon as one has left. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from enum import Enum
+
+from closeranks.agent.failure import is_consequence, plain_message
+from closeranks.core.errors import CloseranksError, ConfigError, RunFailed
+from closeranks.core.world import World
+
+_LEAD_FIRST_S = 5.0
+"""How long a rank that cannot ask the others leaves the word to rank 0, which has most likely met the same mistake."""
+
+
+class Turn(Enum):
+    NOW = "now"
+    AFTER_THE_LEAD = "after the lead"
+    NEVER = "never"
+    LEAVE_LATE = "never, and not before the lead had its say"
+
+
+def turn_of(error: BaseException, world: World, place: int | None) -> Turn:
+    """When this rank may speak; ``place`` counts the ranks that failed so far, None where there is no store to ask.
+
+    Without a store rank 0 speaks for all. A mistake in the job is the same on every rank; any other may be this host's
+    alone (a file that is missing here), so it is told late rather than never. If even the store is lost, so is rank 0.
+    """
+    if place is not None:
+        return Turn.NOW if place == 1 else Turn.NEVER
+    if is_consequence(error):
+        return Turn.NOW if world.rank == 1 else Turn.NEVER
+    if world.is_lead:
+        return Turn.NOW
+    return Turn.LEAVE_LATE if isinstance(error, ConfigError) else Turn.AFTER_THE_LEAD
+
+
+def account_of(error: BaseException, world: World, num_done: int) -> CloseranksError:
+    """What to tell: our own errors as they are, a lost peer in a sentence, anything else with its traceback."""
+    if isinstance(error, CloseranksError):
+        return error
+    if is_consequence(error):
+        what = f"rank {world.rank} lost the other ranks after step {num_done}: {plain_message(error)}"
+        return RunFailed(f"{what}\nThe launcher's lines above or below say which rank ended first.", rank=world.rank)
+    return RunFailed("".join(traceback.format_exception(error)).rstrip(), rank=world.rank)
+
+
+def speak(account: CloseranksError, turn: Turn) -> None:
+    if turn in (Turn.AFTER_THE_LEAD, Turn.LEAVE_LATE):
+        with suppress(ValueError):  # only the main thread may; elsewhere the wait is simply waited out
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_LEAD_FIRST_S)
+    if turn in (Turn.NOW, Turn.AFTER_THE_LEAD):
+        print(f"closeranks: {account}", file=sys.stderr, flush=True)
