@@ -10,7 +10,6 @@ import gc
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -107,8 +106,4 @@ class Closeranks:
 
 
 def hand_written(workload: Workload) -> dict[str, Contender]:
-    torch.manual_seed(workload.seed)
-    return {
-        "ddp": Ddp(workload, "ddp"),
-        "ddp_tuned": Ddp(workload, "ddp_tuned", **TUNED),
-    }
+    return {"ddp": Ddp(workload, "ddp"), "ddp_tuned": Ddp(workload, "ddp_tuned", **TUNED)}

@@ -6,17 +6,10 @@ trains, and its turns hold its own steps only: set-up is outside.
 
 from __future__ import annotations
 
-import logging
-import threading
-import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from contenders import TUNED, Contender
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from workload import CLIP, StepLog, Workload, loader
 
@@ -113,77 +106,19 @@ class Fabric:
         self._log.close()
 
 
-class Turns:
-    """Lets a loop that is not ours run in a thread of its own, a few steps at a time.
+def _trainer(workload: Workload) -> Contender:
+    from trainer import LightningTrainer
 
-    One of the two threads always waits for the other, so that the loop has the interpreter to itself in its turn.
-    """
-
-    def __init__(self, body: Callable[[], None]) -> None:
-        self._allowed = 0
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._failure: BaseException | None = None
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
-        self._thread.start()
-        self._wait()
-
-    def _run(self, body: Callable[[], None]) -> None:
-        try:
-            body()
-        except BaseException as error:  # whatever ends the loop must reach the thread that waits for it
-            self._failure = error
-        self._done.release()
-
-    def _wait(self) -> None:
-        self._done.acquire()
-        if self._failure is not None:
-            raise self._failure
-
-    # The benchmark's side
-
-    def take(self, num_steps: int) -> None:
-        self._allowed = num_steps
-        self._go.release()
-        self._wait()
-
-    def close(self) -> None:
-        self._is_closing = True
-        self._go.release()
-        self._thread.join()
-
-    # The loop's side
-
-    def at_step(self) -> bool:
-        """After set-up and after every step: waits while no step is allowed; False when the loop should end."""
-        if self._allowed == 0:
-            self._done.release()
-            self._go.acquire()
-        self._allowed -= 1
-        return not self._is_closing
+    return LightningTrainer(workload)
 
 
-class Lightning:
-    """A LightningModule under Trainer.fit, logging by self.log to a logger of its kind."""
+PEERS: dict[str, tuple[str, Callable[[Workload], Contender]]] = {
+    "accelerate": ("accelerate", Accelerate),
+    "lightning": ("lightning", _trainer),
+    "fabric": ("lightning", Fabric),
+}
+"""Contender to the package it needs and how it is built."""
 
-    def __init__(self, workload: Workload) -> None:
-        from lightning_loop import make_module, make_trainer
 
-        self.log_path = workload.folder / "lightning.jsonl"
-        self._turns = Turns(lambda: None) if False else None
-        module = make_module(workload)
-        batches = loader(workload, workload.indices(dist.get_rank()))
-
-        def fit() -> None:
-            make_trainer(workload, self.log_path, lambda: self._at_step()).fit(module, batches)
-
-        self._turns = Turns(fit)
-
-    def _at_step(self) -> bool:
-        return self._turns.at_step()
-
-    def take_steps(self, num_steps: int) -> None:
-        self._turns.take(num_steps)
-
-    def close(self) -> None:
-        self._turns.close()
+def installed_peers() -> tuple[str, ...]:
+    return tuple(name for name, (package, _) in PEERS.items() if find_spec(package) is not None)

@@ -17,7 +17,7 @@ _HOMES = {
     "Job": "closeranks.run.job",
     "load_job": "closeranks.run.job",
     "Loss": "closeranks.core.protocols",
-    "Result": "closeranks.run.session",
+    "Result": "closeranks.run.result",
     "Session": "closeranks.run.session",
     "Step": "closeranks.run.step",
     "train": "closeranks.run.loop",
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from closeranks.run.job import load_job as load_job
     from closeranks.run.loop import train as train
     from closeranks.run.loop import train_job as train_job
-    from closeranks.run.session import Result as Result
+    from closeranks.run.result import Result as Result
     from closeranks.run.session import Session as Session
     from closeranks.run.step import Step as Step
 

@@ -22,21 +22,22 @@ from closeranks.core.environment import child_environment, detect_world, num_gpu
 from closeranks.core.errors import CloseranksError, ConfigError, Interrupted, SetupError, UserError
 from closeranks.core.events import decode
 from closeranks.core.registry import is_dotted
+from closeranks.core.world import World
 from closeranks.run.folder import choose_folder, free_folder, prepare_folder
 from closeranks.run.job import Job, check_workers, layout_for, load_job
+from closeranks.run.voice import speak, turn_of
 from closeranks.telemetry.progress import Progress
 
 _STARTED_ELSEWHERE = ("torchrun", "slurm")
 
 
 def train(path: Path, overrides: Sequence[str], num_workers: int) -> None:
-    job = load_job(path, overrides).value
-    sys.path[:0] = [str(path.resolve().parent), os.getcwd()]  # where a job's own modules are looked for
-    if detect_world().launcher in _STARTED_ELSEWHERE:
-        from closeranks.run.worker import train_here
-
-        train_here(job, path.stem)
+    world = detect_world()
+    if world.launcher in _STARTED_ELSEWHERE:
+        _train_here(path, overrides, num_workers, world)
         return
+    job = load_job(path, overrides).value
+    _look_beside(path)
     num_workers = num_workers or num_gpus() or layout_for(job, 1).num_ranks
     if problems := check_workers(job, num_workers):
         raise ConfigError(problems)
@@ -54,6 +55,29 @@ def train(path: Path, overrides: Sequence[str], num_workers: int) -> None:
         command=(str(path), tuple(overrides)),
     )
     _start(work, num_workers)
+
+
+def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: World) -> None:
+    """As one of the ranks that torchrun or srun has started; a mistake in the job is told by one of them."""
+    try:
+        if num_workers not in (0, world.size):
+            what = f"-n {num_workers} was asked for, but {world.launcher} has started {world.size} workers"
+            raise SetupError(what, "Leave -n away.")
+        job = load_job(path, overrides).value
+        if problems := check_workers(job, world.size):
+            raise ConfigError(problems)
+    except UserError as error:
+        speak(error, turn_of(error, world, None))
+        sys.exit(error.exit_code)
+    _look_beside(path)
+    from closeranks.run.worker import train_here
+
+    train_here(job, str(path), overrides)
+
+
+def _look_beside(path: Path) -> None:
+    """A job's own modules are looked for beside its file, then in the working folder."""
+    sys.path[:0] = [str(path.resolve().parent), os.getcwd()]
 
 
 def run_script(script: Path, arguments: Sequence[str], num_workers: int) -> None:
@@ -90,7 +114,8 @@ def _start(work: _Work, num_workers: int) -> None:
         num_workers=num_workers,
         entry=work.entry,
         payload=work.payload,
-        preload=("closeranks.run.worker", *work.preload),
+        # The first optimizer step imports torch._dynamo: about a second in each worker, unless it is there already.
+        preload=("closeranks.run.worker", "torch._dynamo", *work.preload),
         sys_path=tuple(sys.path[:2]) if work.preload else (),
         environment=child_environment(_threads(work.threads, num_workers)),
         log_folder=work.folder / "logs",

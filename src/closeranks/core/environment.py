@@ -27,7 +27,7 @@ def detect_world(environ: Mapping[str, str] = os.environ) -> World:
         return _WORLD
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _torchrun_world(environ)
-    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and _slurm_tasks(environ) > 1:
         return _slurm_world(environ)
     return World()
 
@@ -54,14 +54,22 @@ def _torchrun_world(environ: Mapping[str, str]) -> World:
     )
 
 
+def _slurm_tasks(environ: Mapping[str, str]) -> int:
+    """A step of one task (``srun --pty bash``, an interactive allocation) is a shell, where our agent starts workers."""
+    return _integer(environ, "SLURM_STEP_NUM_TASKS", _integer(environ, "SLURM_NTASKS", 1))
+
+
 def _slurm_world(environ: Mapping[str, str]) -> World:
-    """The store stands on the first host of the step, on a port that follows from the job id."""
-    job = _integer(environ, "SLURM_JOB_ID", 0)
+    """The store stands on the first host of the step, on a port that follows from job and step.
+
+    Steps of one job may run side by side on one host, as may jobs whose numbers follow each other.
+    """
+    job = _integer(environ, "SLURM_JOB_ID", 0) + 997 * _integer(environ, "SLURM_STEP_ID", 0)
     host = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", ""), environ)
     port = _integer(environ, "MASTER_PORT", 20000 + job % 10000)
     return World(
         rank=_integer(environ, "SLURM_PROCID"),
-        size=_integer(environ, "SLURM_STEP_NUM_TASKS", _integer(environ, "SLURM_NTASKS", 1)),
+        size=_slurm_tasks(environ),
         local_rank=_integer(environ, "SLURM_LOCALID", 0),
         local_size=_tasks_here(environ),
         launcher="slurm",
@@ -80,13 +88,11 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def _first_host(nodelist: str, environ: Mapping[str, str]) -> str:
-    """The first name of a Slurm host list such as ``gpu[03-07,12],login1``."""
+    """The first name of a Slurm host list such as ``rack[1-2]gpu[03-07,12]-ib,login1``."""
     if environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")) == "1":
         return "127.0.0.1"
-    head, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in head:
-        return nodelist.split(",")[0]
-    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodelist)
 
 
 def thread_limit(environ: Mapping[str, str] = os.environ) -> int | None:

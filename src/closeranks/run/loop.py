@@ -12,7 +12,8 @@ from typing import Any
 from closeranks.core.errors import SetupError
 from closeranks.run.hooks import Hook
 from closeranks.run.job import Job
-from closeranks.run.session import Result, Session
+from closeranks.run.result import Result
+from closeranks.run.session import Session
 from closeranks.telemetry.device import explain_out_of_memory, is_out_of_memory
 
 

@@ -6,12 +6,18 @@ Invariant: training code asks one object, and asking costs microseconds.
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 from closeranks.agent.link import Requests, WorkerLink
+from closeranks.core.events import Event, decode
+
+ASKED_TO_STOP = "asked to stop"
+"""The reason of a run that a signal or the agent ended before its last step."""
 
 
 class Overseer(Protocol):
@@ -27,13 +33,21 @@ class Overseer(Protocol):
 
 
 class Alone:
-    """Nobody started us but a shell or a scheduler: SIGTERM and SIGUSR1 ask for a drain."""
+    """Nobody started us but a shell or a scheduler: all we hear is signals, once ``listen`` was called."""
 
-    def __init__(self, *, listen: bool = False) -> None:
+    def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self._drain = False
-        if listen:
-            signal.signal(signal.SIGTERM, self._on_signal)
-            signal.signal(signal.SIGUSR1, self._on_signal)
+        self._on_event = on_event
+
+    def listen(self) -> None:
+        """From now on SIGTERM, SIGUSR1 and a first SIGINT ask for a drain.
+
+        Called when training is about to begin: before that there is nothing to save and a signal should end us at
+        once, even while torch waits for other ranks, which no Python handler can interrupt.
+        """
+        for number in _DRAINS:
+            signal.signal(number, self._on_signal)
+        os.register_at_fork(after_in_child=_be_ordinary)
 
     def poll(self) -> Requests:
         return Requests(drain=self._drain, save=self._drain)
@@ -42,10 +56,23 @@ class Alone:
         return None
 
     def send_event(self, event: dict[str, Any]) -> None:
-        return None
+        known = decode(event)
+        if self._on_event is not None and known is not None:
+            self._on_event(known)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._drain = True
+        if number == signal.SIGINT:  # whoever presses Ctrl-C again means it
+            signal.signal(number, signal.default_int_handler)
+
+
+_DRAINS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+def _be_ordinary() -> None:
+    """A process that a worker forks ends by a signal as it would anywhere."""
+    for number in _DRAINS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 class _Place:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
 
+from closeranks.agent.progress import Phase
 from closeranks.checkpoint.single import FILE_NAME, load_tree, save_tree
 from closeranks.core.environment import detect_world
 from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, Saved, StepDone, Warned, encode
@@ -27,24 +27,14 @@ from closeranks.run.ingredients import Described, from_job, from_python, hooks_o
 from closeranks.run.job import Job
 from closeranks.run.ledger import Ledger, Settled
 from closeranks.run.opening import prepare_process, started_event
-from closeranks.run.overseer import current_overseer, take_folder
+from closeranks.run.overseer import ASKED_TO_STOP, current_overseer, take_folder
 from closeranks.run.parts import Parts, assemble
+from closeranks.run.result import Result
 from closeranks.run.state import collect_state, restore_state
 from closeranks.run.step import Step
 from closeranks.telemetry.profiler import StepProfiler
 from closeranks.telemetry.recorder import Recorder
 from closeranks.telemetry.window import NO_STEPS, parse_window
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a run came to."""
-
-    steps: int
-    loss: float
-    eval: Evaluated | None
-    folder: Path
-    reason: str
 
 
 class Session:
@@ -114,6 +104,7 @@ class Session:
     def evaluate(self) -> Evaluated:
         """Judge the model on held-out data; every rank must call it."""
         self._note(self._ledger.flush())
+        self._overseer.progress(self.num_done, Phase.EVALUATE)
         self._eval = evaluate(self.parts, self.num_done)
         self._emit(self._eval)
         for hook in self._hooks:
@@ -124,6 +115,7 @@ class Session:
     def save(self, path: Path | None = None) -> Path:
         """Write the whole state; every rank must call it, rank 0 writes."""
         self._note(self._ledger.flush())
+        self._overseer.progress(self.num_done, Phase.SAVE)
         path, started_at = path or self.folder / FILE_NAME, time.monotonic()
         if self.world.is_lead:
             num_bytes = save_tree(collect_state(self.parts, self.num_done), path)
@@ -142,7 +134,7 @@ class Session:
         self._begin()
         try:
             while self.num_done < self.parts.schedule.num_steps and not self._ending:
-                self._overseer.progress(self.num_done, phase=1)
+                self._overseer.progress(self.num_done, Phase.COMPUTE)
                 with self._profiler.step(self.num_done + 1):
                     step = Step(self.parts, self.num_done)
                     yield step
@@ -170,6 +162,7 @@ class Session:
         self._ledger.restart_clock()
 
     def _commit(self, step: Step) -> None:
+        self._overseer.progress(self.num_done, Phase.REDUCE)
         asked = self._overseer.poll()
         verdict = step.commit(drain=asked.drain or bool(self._stop_reason), save=asked.save)
         self.num_done += 1
@@ -186,7 +179,7 @@ class Session:
             for hook in self._hooks:
                 hook.on_step(self, entry.done)
             if entry.drain:
-                self._ending = self._stop_reason or "asked to stop"
+                self._ending = self._stop_reason or ASKED_TO_STOP
 
     def _conclude(self) -> None:
         self._note(self._ledger.flush())

@@ -2,7 +2,7 @@
 
 Rank 0 opens it: under the agent on an ephemeral port whose address the agent passes on, under srun on a port that
 follows from the job; torchrun brings its own. Invariants: under the agent nothing listens beyond the configured
-address, and where all ranks stand on one host nothing listens beyond loopback; no key of an earlier group is read again.
+address, under srun on one host nothing beyond loopback; no key of an earlier group is read again.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ def count_failure(world: World) -> int | None:
     """How many ranks have failed so far, this one included; None if the store cannot be reached, any longer or yet."""
     if not launcher_store.cache_info().currsize:
         return None
+    host, _, port = world.store.rpartition(":")
     try:
+        socket.create_connection((host, int(port)), _COUNT_S).close()  # torch prints a stack where nobody answers
         store = launcher_store(world)
         store.set_timeout(timedelta(seconds=_COUNT_S))
         return int(store.add(f"closeranks/{world.generation}/failures", 1))
-    except RuntimeError:  # torch's own store errors are all of this kind
+    except (OSError, RuntimeError):  # torch's own store errors are all of the latter kind
         return None
 
 

@@ -6,11 +6,12 @@ that met it, before that rank leaves: launchers end all others as soon as one ha
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
 from enum import Enum
 
 from closeranks.agent.failure import is_consequence, plain_message
@@ -36,10 +37,10 @@ def turn_of(error: BaseException, world: World, place: int | None) -> Turn:
     """
     if place is not None:
         return Turn.NOW if place == 1 else Turn.NEVER
-    if is_consequence(error):
-        return Turn.NOW if world.rank == 1 else Turn.NEVER
     if world.is_lead:
         return Turn.NOW
+    if is_consequence(error):
+        return Turn.NOW if world.rank == 1 else Turn.NEVER
     return Turn.LEAVE_LATE if isinstance(error, ConfigError) else Turn.AFTER_THE_LEAD
 
 
@@ -48,15 +49,17 @@ def account_of(error: BaseException, world: World, num_done: int) -> CloseranksE
     if isinstance(error, CloseranksError):
         return error
     if is_consequence(error):
-        what = f"rank {world.rank} lost the other ranks after step {num_done}: {plain_message(error)}"
-        return RunFailed(f"{what}\nThe launcher's lines above or below say which rank ended first.", rank=world.rank)
-    return RunFailed("".join(traceback.format_exception(error)).rstrip(), rank=world.rank)
+        reason = re.sub(r"^\[\S+\] ", "", plain_message(error)).split(". ")[0]  # without gloo's source line and advice
+        what = f"rank {world.rank} lost another rank after step {num_done}: {reason}."
+        return RunFailed(f"{what} Whichever the launcher names first has failed.", rank=world.rank)
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return RunFailed(f"rank {world.rank} failed after step {num_done}:\n{text}", rank=world.rank)
 
 
 def speak(account: CloseranksError, turn: Turn) -> None:
     if turn in (Turn.AFTER_THE_LEAD, Turn.LEAVE_LATE):
-        with suppress(ValueError):  # only the main thread may; elsewhere the wait is simply waited out
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # The launcher ends us because rank 0 has spoken and left.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(account.exit_code))
         time.sleep(_LEAD_FIRST_S)
     if turn in (Turn.NOW, Turn.AFTER_THE_LEAD):
         print(f"closeranks: {account}", file=sys.stderr, flush=True)

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from closeranks.agent.link import WorkerLink
-from closeranks.run.hooks import Hook
+from closeranks.core.environment import detect_world
+from closeranks.core.errors import Interrupted
 from closeranks.run.job import Job
-from closeranks.run.loop import train_job
-from closeranks.run.overseer import Alone, settle_in
+from closeranks.run.loop import drive, train_job
+from closeranks.run.overseer import ASKED_TO_STOP, Alone, settle_in
 from closeranks.run.session import Session
+from closeranks.run.store import count_failure, launcher_store
+from closeranks.run.voice import account_of, speak, turn_of
 from closeranks.telemetry.picture import draw
 from closeranks.telemetry.progress import Progress
 from closeranks.telemetry.report import write_report
@@ -38,25 +44,37 @@ def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     return 0
 
 
-def train_here(job: Job, stem: str) -> None:
-    """Train in this very process, which torchrun or srun has started; rank 0 shows the progress itself."""
-    settle_in(overseer=Alone(listen=True))
-    named = job if job.run.name else job.model_copy(update={"run": job.run.model_copy(update={"name": stem})})
-    train_job(named, hooks=[_Narrator(job)])
+def train_here(job: Job, job_file: str, overrides: Sequence[str]) -> None:
+    """Train in this very process, one of those that torchrun or srun has started; rank 0 shows what happens.
+
+    A run that a signal ended leaves rank 0 alone with a status that says so: a rank that left with one earlier would
+    have the launcher kill rank 0 before its last page is written.
+    """
+    world = detect_world()
+    failure, session = "", None
+    with Progress(log_every=job.telemetry.log_every) as progress:
+        overseer = Alone(progress.handle)
+        settle_in(overseer=overseer)
+        try:
+            launcher_store(world)  # before anything can fail: failed ranks are counted there
+            session = Session.from_job(_named(job, Path(job_file).stem))
+            overseer.listen()
+            result = drive(session)
+        except Exception as error:
+            account = account_of(error, world, session.num_done if session else 0)
+            speak(account, turn_of(error, world, count_failure(world)))
+            failure = str(account)
+            sys.exit(account.exit_code)
+        finally:
+            if dist.is_initialized():  # torch aborts a process that ends with its group open
+                dist.destroy_process_group()
+            if session and world.is_lead and job.telemetry.report:
+                draw(session.folder)
+                page = write_report(session.folder, job_file=job_file, overrides=overrides, failure=failure)
+                progress.note(f"report: {page}")
+    if world.is_lead and result.reason == ASKED_TO_STOP:
+        raise Interrupted(f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}.")
 
 
-class _Narrator(Hook):
-    """What the command line shows under our own agent, shown by rank 0 where there is none."""
-
-    def __init__(self, job: Job) -> None:
-        self._progress = Progress(log_every=job.telemetry.log_every)
-
-    def on_start(self, session: Session) -> None:
-        if session.world.is_lead:
-            session.recorder.add_sink(self._progress.handle)
-
-    def on_end(self, session: Session) -> None:
-        self._progress.close()
-        if session.world.is_lead and session.job.telemetry.report:
-            draw(session.folder)
-            print(f"report: {write_report(session.folder)}")
+def _named(job: Job, stem: str) -> Job:
+    return job if job.run.name else job.model_copy(update={"run": job.run.model_copy(update={"name": stem})})

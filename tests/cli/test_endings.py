@@ -1,0 +1,121 @@
+"""How a run can end before its time: a killed worker, Ctrl-C, SIGTERM, a killed agent. Nothing is left behind."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import TINY, closeranks, marked_processes, started, wait_for_line
+
+pytestmark = pytest.mark.world
+
+LONG = ["train.steps=100000", "model.num_layers=2", "train.eval_every=0", "telemetry.log_every=1"]
+
+
+def workers(name: str) -> list[int]:
+    """Process ids of the workers of a marked command, in the order of their ranks: the zygote forks them in order."""
+    parents: dict[int, int] = {}
+    zygote = None
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and name.encode() in (entry / "environ").read_bytes():
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if (
+                    b"closeranks.agent.zygote" in (entry / "cmdline").read_bytes()
+                    and parents[int(entry.name)] not in parents
+                ):
+                    zygote = zygote or int(entry.name)
+        except OSError:
+            continue
+    counted = {pid: list(parents.values()).count(pid) for pid in parents}
+    zygote = max(counted, key=lambda pid: (counted[pid], pid))
+    return sorted(pid for pid, parent in parents.items() if parent == zygote)
+
+
+def gone_within(name: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while marked_processes(name):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def last_step(folder: Path, rank: int) -> int:
+    lines = (folder / "metrics" / f"rank-{rank:05d}.jsonl").read_text().splitlines()
+    return max(json.loads(line)["step"] for line in lines if '"event": "step"' in line)
+
+
+def test_a_killed_worker_ends_the_run_with_one_clear_report(tmp_path: Path) -> None:
+    with started("train", TINY, "-n", 3, *LONG, "run.folder=run", cwd=tmp_path) as (process, name):
+        wait_for_line(process, "step     5/")
+        os.kill(workers(name)[1], signal.SIGKILL)
+        out, err = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert gone_within(name, 1.0)
+    report = err[err.index("closeranks: ") :]
+    assert re.search(r"rank 1 .*SIGKILL", report), report
+    assert re.search(r"step \d+", report)
+    assert report.index("rank 1") < report.index("rank", report.index("rank 1") + 6)
+    assert "rank-00001.log" in report
+    assert "Traceback" not in err + out
+    assert report.count("closeranks: ") == 1
+    assert "rank 1" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_ctrl_c_saves_and_ends_everything_within_two_seconds(tmp_path: Path) -> None:
+    with started("train", TINY, "-n", 2, *LONG, "run.folder=run", "telemetry.report=false", cwd=tmp_path) as (
+        process,
+        name,
+    ):
+        wait_for_line(process, "step     5/")
+        asked_at = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+        assert process.returncode == 130
+        assert gone_within(name, 0.5)
+        assert time.monotonic() - asked_at < 2.0
+    run = tmp_path / "run"
+    assert last_step(run, 0) == last_step(run, 1), "all ranks stopped at the same step"
+    assert (run / "state.safetensors").exists()
+    more = [f"train.steps={last_step(run, 0) + 2}", "model.num_layers=2", "train.eval_every=0", "run.folder=run"]
+    done = closeranks("train", TINY, "-n", 2, *more, "checkpoint.resume=run", "telemetry.report=false", cwd=tmp_path)
+    assert done.code == 0, done.err
+
+
+def test_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import time\nprint('hanging now', flush=True)\ntime.sleep(1000)\n")
+    with started("run", "-n", 2, "hangs.py", cwd=tmp_path) as (process, name):
+        wait_for_line(process, "hanging now")
+        asked_at = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+        assert process.returncode == 130
+        assert gone_within(name, 0.5)
+        assert time.monotonic() - asked_at < 2.0
+
+
+def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
+    with started("train", TINY, "-n", 2, *LONG, "run.folder=run", "telemetry.report=false", cwd=tmp_path) as (
+        process,
+        name,
+    ):
+        wait_for_line(process, "step     5/")
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=20)
+        assert process.returncode == 0, err
+        assert gone_within(name, 1.0)
+    assert "saved step" in out
+    assert (tmp_path / "run" / "state.safetensors").exists()
+
+
+def test_a_killed_agent_takes_its_workers_with_it(tmp_path: Path) -> None:
+    with started("train", TINY, "-n", 2, *LONG, "run.folder=run", cwd=tmp_path) as (process, name):
+        wait_for_line(process, "step     3/")
+        process.kill()
+        process.wait()
+        assert gone_within(name, 2.0)
