@@ -29,6 +29,13 @@ KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     )
 )
 
+# Spans that the profiler lays over kernels: counted, they would count every kernel twice.
+_SPANS = re.compile(r"^(Optimizer\.|Torch-Compiled Region|## Call |ProfilerStep|step \d+$|autograd::engine)")
+
+
+def is_kernel(name: str) -> bool:
+    return not _SPANS.match(name)
+
 
 def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS if pattern.search(kernel)), "other")
@@ -48,8 +55,10 @@ def break_down(
         wall_ms = 1000 * (time.perf_counter() - began_at) / num_steps
     kinds: dict[str, float] = defaultdict(float)
     kernels: list[tuple[float, str]] = []
+    wanted = DeviceType.CUDA if has_device else DeviceType.CPU
     for event in taken.key_averages():
-        if has_device and event.device_type != DeviceType.CUDA:
+        is_span = getattr(event, "is_user_annotation", False) or not is_kernel(event.key)
+        if is_span or event.device_type != wanted:
             continue
         spent_us = event.self_device_time_total if has_device else event.self_cpu_time_total
         kinds[kind_of(event.key)] += spent_us / 1000 / num_steps

@@ -13,29 +13,20 @@ dense bf16 datasheet peak (989 TFLOP/s for H100 and H200).
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from breakdown import break_down
+from gpu_loops import Loop, Ours, Plain
+from lanes import PROFILED_STEPS, Lane, Lanes
 from random_tokens import RandomTokens
 from results import Spread, conclude, say
-from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
 from closeranks.facts.devices import datasheet_flops
 from closeranks.facts.llama import PRESETS, flops_per_token, num_params
-from closeranks.models.build import spec_for
-from closeranks.optim.schedule import lr_factor
-from closeranks.parallel.materialise import materialise
 from closeranks.run.job import Job, load_job
-from closeranks.run.session import Session
 from closeranks.telemetry.device import device_name
 
 ANCHORS = {"torchtitan": 60_500, "plain compiled loop": 61_700, "Lightning": 62_700, "HF Trainer": 46_500}
@@ -44,210 +35,36 @@ ANCHORED = ("1b_untied", 4096, 4)
 TOLERANCE = 0.02  # bf16: the two differ in the order of a few roundings
 
 
-class Contender(Protocol):
-    def take_steps(self, num_steps: int) -> None: ...
-
-    def losses(self) -> list[float]: ...
-
-    def close(self) -> None: ...
-
-
-class Ours:
-    """A session as a job opens it: loader, recorder and all."""
-
-    def __init__(self, job: Job) -> None:
-        self._session = Session.from_job(job)
-        self._steps = iter(self._session)
-
-    def take_steps(self, num_steps: int) -> None:
-        """Each step is committed when the next one is asked for, so a turn commits the last one of the turn before."""
-        for _ in range(num_steps):
-            step = next(self._steps)
-            for batch in step:
-                step.backward(self._session.loss(batch))
-
-    def losses(self) -> list[float]:
-        lines = (self._session.folder / "metrics" / "rank-00000.jsonl").read_text().splitlines()
-        return [event["loss"] for event in map(json.loads, lines) if event["event"] == "step"]
-
-    def close(self) -> None:
-        self._steps.close()  # type: ignore[attr-defined]
-        del self._session, self._steps
-
-
-class Plain:
-    """A loop written by hand for speed: nothing is read from the device, batches are pinned and copied ahead."""
-
-    def __init__(self, job: Job, device: torch.device) -> None:
-        self._job, self._device = job, device
-        spec = spec_for(job.model, seq_len=job.data.seq_len)
-        self._model = materialise(spec, seed=job.run.seed, device=device, dtype=torch.float32, broadcast=_same)
-        for unit in spec.compile_units if job.train.compile else ():
-            self._model.get_submodule(unit).compile()
-        self._optimizer = torch.optim.AdamW(
-            _groups(self._model, job.optim.weight_decay), betas=job.optim.betas, fused=True
-        )
-        self._batches = _Batches(job, device)
-        self._losses: list[Tensor] = []
-
-    def take_steps(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self._take_step(len(self._losses))
-
-    def _take_step(self, step: int) -> None:
-        tokens = self._batches.take(step)
-        with torch.autocast(self._device.type, dtype=torch.bfloat16):
-            loss = self._model(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
-        loss.backward()
-        clip_grad_norm_(self._model.parameters(), self._job.optim.clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._job.optim.lr * lr_factor(self._job.optim.schedule, step, self._job.train.steps or 1)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._losses.append(loss.detach())
-
-    def losses(self) -> list[float]:
-        return [loss.item() for loss in self._losses]
-
-    def close(self) -> None:
-        del self._model, self._optimizer
-
-
-class _Batches:
-    """The job's batches in the job's order."""
-
-    def __init__(self, job: Job, device: torch.device) -> None:
-        from closeranks.data.sources.open import open_source
-        from closeranks.run.parts import schedule_of
-
-        self._source = open_source(job.data, "train", job.run.seed)
-        self._schedule = schedule_of(job.train, len(self._source))
-        self._seed, self._device = job.run.seed, device
-
-    def take(self, step: int) -> Tensor:
-        (micro_batch,) = self._schedule.assigned(step, 0, 1)
-        tokens: Tensor = self._source.read(micro_batch.indices(len(self._source), self._seed))["tokens"]
-        if self._device.type == "cuda":
-            tokens = tokens.pin_memory().to(self._device, non_blocking=True)
-        return tokens.long()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-
-
-@dataclass(slots=True)
-class Lane:
-    """One contender and what was measured of it."""
-
-    contender: Contender
-    resident_bytes: int
-    """What it holds between its turns."""
-    seconds: list[float]
-    peak_bytes: int = 0
-
-
-class Bench:
-    """Builds the contenders, lets them take turns, and tells each turn as it ends."""
-
-    def __init__(self, args: argparse.Namespace, device: torch.device, folder: Path) -> None:
-        self._args, self._device = args, device
-        self._job = _job(args, folder)
-        self.lanes: dict[str, Lane] = {}
-
-    def open(self) -> None:
-        makers: dict[str, Callable[[], Contender]] = {"closeranks": lambda: Ours(self._job)}
-        if self._args.baseline:
-            makers["plain"] = lambda: Plain(self._job, self._device)
-        for name, make in makers.items():
-            before, began_at = self._allocated(), time.perf_counter()
-            contender = make()
-            contender.take_steps(self._args.warmup)
-            self._wait()
-            self.lanes[name] = Lane(contender, self._allocated() - before, [])
-            say(f"  {name}: ready after {time.perf_counter() - began_at:.1f} s with {self._args.warmup} steps")
-
-    def take_rounds(self) -> None:
-        for number in range(self._args.rounds):
-            lanes = list(self.lanes.items())
-            for name, lane in lanes if number % 2 == 0 else reversed(lanes):
-                self._take_turn(lane)
-                say(f"  round {number + 1}: {name:<10} {self.speed(lane, lane.seconds[-1]):>10,.0f} tokens/s")
-
-    def _take_turn(self, lane: Lane) -> None:
-        others = self._allocated() - lane.resident_bytes
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        self._wait()
-        began_at = time.perf_counter()
-        lane.contender.take_steps(self._args.steps)
-        self._wait()
-        lane.seconds.append(time.perf_counter() - began_at)
-        if self._device.type == "cuda":
-            lane.peak_bytes = max(lane.peak_bytes, torch.cuda.max_memory_allocated(self._device) - others)
-
-    def speed(self, lane: Lane, seconds: float) -> float:
-        return float(self._args.steps * self._args.batch * self._args.seq_len / seconds)
-
-    def profiles(self) -> dict[str, dict[str, float]]:
-        found = {}
-        for name, lane in self.lanes.items():
-            kinds, top = break_down(lane.contender.take_steps, self._wait, PROFILED_STEPS)
-            found[name] = kinds
-            say(f"  {name}, ms a step: " + ", ".join(f"{kind} {ms:g}" for kind, ms in kinds.items()))
-            for line in top:
-                say(f"    {line}")
-        return found
-
-    def close(self) -> None:
-        for lane in self.lanes.values():
-            lane.contender.close()
-        self.lanes.clear()
-        gc.collect()
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-
-
-PROFILED_STEPS = 3
-
-
 def main() -> None:
     args = _arguments()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    shape = PRESETS[args.preset]
-    say(
-        f"Llama {args.preset}: {num_params(shape):,} parameters, {args.batch} x {args.seq_len} tokens, {device_name(device)}"
-    )
+    size = f"{num_params(PRESETS[args.preset]):,} parameters, {args.batch} x {args.seq_len} tokens"
+    say(f"Llama {args.preset}: {size}, {device_name(device)}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="closeranks-gpu-") as folder:
-        bench = Bench(args, device, Path(folder))
-        try:
-            bench.open()
-            bench.take_rounds()
-            figures = {name: _figures(bench, lane, args, device) for name, lane in bench.lanes.items()}
-            figures |= _agreement({name: lane.contender.losses() for name, lane in bench.lanes.items()})
-            if args.profile:
-                figures["profile_ms"] = bench.profiles()
-        finally:
-            bench.close()
+        figures = measure(args, _job(args, Path(folder)), device)
     best = max(ANCHORS, key=lambda name: ANCHORS[name])
-    goal = (
-        f"more than {ANCHORS[best]:,} tokens/s ({best}, the best of the anchors) for 1b_untied, 4 x 4096, on one H200"
-    )
-    figures["convention"] = (
-        "MFU: 6 * matmul weights + full attention per token, against the datasheet's dense bf16 peak"
-    )
+    goal = f"more than {ANCHORS[best]:,} tokens/s ({best}, the best of the anchors): 1b_untied, 4 x 4096, one H200"
     conclude("gpu", figures, goal, judge(figures, args, device))
+
+
+def measure(args: argparse.Namespace, job: Job, device: torch.device) -> dict[str, Any]:
+    makers: dict[str, Callable[[], Loop]] = {"closeranks": lambda: Ours(job)}
+    if args.baseline:
+        makers["plain"] = lambda: Plain(job, device)
+    bench = Lanes(device, num_steps=args.steps, tokens_per_step=args.batch * args.seq_len)
+    try:
+        bench.open(makers, args.warmup)
+        bench.take_rounds(args.rounds)
+        figures = {name: _figures(bench, lane, args, device) for name, lane in bench.lanes.items()}
+        for name, figure in figures.items():
+            say(f"  {name}: {figure}")
+        figures |= _agreement({name: lane.loop.losses() for name, lane in bench.lanes.items()})
+        figures["convention"] = "MFU: 6 * matmul weights + full attention per token, against the dense bf16 datasheet"
+        if args.profile:
+            figures["profile_ms"] = bench.profiles()
+    finally:
+        bench.close()
+    return figures
 
 
 def judge(figures: dict[str, Any], args: argparse.Namespace, device: torch.device) -> bool:
@@ -257,8 +74,8 @@ def judge(figures: dict[str, Any], args: argparse.Namespace, device: torch.devic
     return bool(is_anchored and fast and figures.get("losses_agree", True))
 
 
-def _figures(bench: Bench, lane: Lane, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    speed = Spread.of(bench.speed(lane, seconds) for seconds in lane.seconds)
+def _figures(bench: Lanes, lane: Lane, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    speed = Spread.of(bench.speeds(lane))
     peak = datasheet_flops(device_name(device), "bf16") if device.type == "cuda" else None
     flops = flops_per_token(PRESETS[args.preset], args.seq_len)
     return {

@@ -18,8 +18,10 @@ import os
 import socket
 import tempfile
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 from results import Spread, conclude, say
@@ -89,15 +91,20 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
         workload = Workload(args.preset, row.seq_len, args.batch, NUM_RANKS, num_steps, Path(folder))
         plan = Plan(workload, row.target_ms, row.num_rounds, row.num_steps, peers, agent.path)
         timings = run_world(run_rank, NUM_RANKS, plan, timeout_s=args.timeout_s)
-    first, *others = (one.seconds for one in timings)
-    slower = {
-        name: [max(turn) for turn in zip(turns, *(o[name] for o in others), strict=True)]
-        for name, turns in first.items()
-    }
+    slower = _together([one.seconds for one in timings], max)
     figures = {"batch_per_rank": timings[0].batch, "seq_len": row.seq_len, "without": missing}
     figures |= compare(slower, row.num_steps) | compare_losses(timings[0].losses)
+    spent = _together([one.cpu_seconds for one in timings], mean)
+    figures["cpu_ms"] = {name: round(1000 * median(turns) / row.num_steps, 3) for name, turns in spent.items()}
     _show(figures)
     return figures
+
+
+def _together(
+    ranks: Sequence[Mapping[str, Sequence[float]]], combine: Callable[[Sequence[float]], float]
+) -> dict[str, list[float]]:
+    """One value for each turn from those of all ranks."""
+    return {name: [combine(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
 
 
 def compare(seconds: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
@@ -118,18 +125,20 @@ def compare(seconds: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
 def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
     """How far the contenders' losses lie apart over the first steps."""
     first = [values[:NUM_COMPARED] for values in losses.values()]
-    gap = max(max(step) - min(step) for step in zip(*first, strict=False))
-    num = min(len(values) for values in first)
-    return {"loss_gap": gap, "losses_compared": num, "losses_agree": gap <= TOLERANCE and num > 0}
+    gaps = [max(step) - min(step) for step in zip(*first, strict=False)]
+    agree = bool(gaps) and all(gap <= TOLERANCE for gap in gaps)  # a loss that is not a number agrees with none
+    return {"loss_gap": max(gaps, default=None), "losses_compared": len(gaps), "losses_agree": agree}
 
 
 def _show(figures: dict[str, Any]) -> None:
     step = figures["step_ms"]
     say(f"  {figures['batch_per_rank']} samples a rank, {step['median']:.1f} ms a step by {figures['baseline']}")
-    agree = "agree" if figures["losses_agree"] else "DO NOT AGREE: the comparison is void"
-    say(f"  losses of the first {figures['losses_compared']} steps {agree} (at most {figures['loss_gap']:.1e} apart)")
+    num, gap = figures["losses_compared"], figures["loss_gap"] or 0
+    agree = f"agree (at most {gap:.1e} apart)" if figures["losses_agree"] else "DO NOT AGREE: the comparison is void"
+    say(f"  losses of the first {num} steps {agree}")
     for name, ratio in sorted(figures["ratio"].items(), key=lambda item: -item[1]["median"]):
-        say(f"  {name:<12} {ratio['median']:.4f}  ({ratio['low']:.4f} to {ratio['high']:.4f})")
+        cpu = f"{figures['cpu_ms'][name]:.2f} ms of processor time a step"
+        say(f"  {name:<12} {ratio['median']:.4f}  ({ratio['low']:.4f} to {ratio['high']:.4f})  {cpu}")
 
 
 class Agent:

@@ -43,10 +43,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """What one rank measured: seconds of each contender's turn, round by round, and the losses rank 0 logged."""
+    """What one rank measured of each contender's turns, round by round, and the losses rank 0 logged."""
 
     batch: int
     seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
+    """Processor time of the whole process: what other programs do on the machine does not add to it."""
     losses: dict[str, list[float]]
 
 
@@ -68,23 +70,26 @@ def run_rank(plan: Plan) -> Timings:
     contenders |= {name: PEERS[name][1](workload) for name in plan.peers}
     for contender in contenders.values():
         contender.take_steps(plan.num_steps)
-    seconds = _take_rounds(contenders, plan)
+    seconds, cpu_seconds = _take_rounds(contenders, plan)
     for contender in contenders.values():
         contender.close()
     paths = {name: contender.log_path for name, contender in contenders.items()}
     losses = {name: logged_losses(path) for name, path in paths.items()} if dist.get_rank() == 0 else {}
-    return Timings(workload.batch, seconds, losses)
+    return Timings(workload.batch, seconds, cpu_seconds, losses)
 
 
-def _take_rounds(contenders: dict[str, Contender], plan: Plan) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+def _take_rounds(contenders: dict[str, Contender], plan: Plan) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Wall and processor seconds of every turn."""
+    wall: dict[str, list[float]] = {name: [] for name in contenders}
+    cpu: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(plan.num_rounds):
         for name in order(list(contenders), number):
             dist.barrier()
-            began_at = time.perf_counter()
+            began_at, cpu_before = time.perf_counter(), time.process_time()
             contenders[name].take_steps(plan.num_steps)
-            seconds[name].append(time.perf_counter() - began_at)
-    return seconds
+            wall[name].append(time.perf_counter() - began_at)
+            cpu[name].append(time.process_time() - cpu_before)
+    return wall, cpu
 
 
 def _calibrate(workload: Workload, target_ms: float) -> int:

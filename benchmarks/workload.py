@@ -108,11 +108,11 @@ class Samples(Dataset[Tensor]):
 
 
 class InOrder(BatchSampler):
-    """Batches that are known beforehand."""
+    """Batches that are known beforehand, as lists: what torch's samplers yield and Accelerate counts on."""
 
     def __init__(self, batches: list[Any]) -> None:
         super().__init__(range(0), len(batches[0]), drop_last=False)
-        self._batches = batches
+        self._batches = [batch.tolist() for batch in batches]
 
     def __len__(self) -> int:
         return len(self._batches)

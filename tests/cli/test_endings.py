@@ -17,22 +17,16 @@ LONG = ["train.steps=100000", "model.num_layers=2", "train.eval_every=0", "telem
 
 
 def workers(name: str) -> list[int]:
-    """Process ids of the workers of a marked command, in the order of their ranks: the zygote forks them in order."""
+    """Process ids of the workers of a marked command in the order of their ranks: the zygote forks them in order."""
     parents: dict[int, int] = {}
-    zygote = None
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdecimal() and name.encode() in (entry / "environ").read_bytes():
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if (
-                    b"closeranks.agent.zygote" in (entry / "cmdline").read_bytes()
-                    and parents[int(entry.name)] not in parents
-                ):
-                    zygote = zygote or int(entry.name)
         except OSError:
             continue
-    counted = {pid: list(parents.values()).count(pid) for pid in parents}
-    zygote = max(counted, key=lambda pid: (counted[pid], pid))
+    (agent,) = [pid for pid, parent in parents.items() if parent not in parents]
+    (zygote,) = [pid for pid, parent in parents.items() if parent == agent]
     return sorted(pid for pid, parent in parents.items() if parent == zygote)
 
 
@@ -107,7 +101,8 @@ def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
         wait_for_line(process, "step     5/")
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=20)
-        assert process.returncode == 0, err
+        assert process.returncode == 143, err
+        assert "checkpoint.resume=run" in err
         assert gone_within(name, 1.0)
     assert "saved step" in out
     assert (tmp_path / "run" / "state.safetensors").exists()

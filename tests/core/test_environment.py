@@ -74,6 +74,8 @@ def test_slurm_says_how_many_tasks_stand_on_each_host(node: str, tasks: int) -> 
         ("a1,a2", "a1"),
         ("login1,gpu[03-07]", "login1"),
         ("single", "single"),
+        ("gpu[03-07]-ib,login1", "gpu03-ib"),
+        ("rack[1-2]gpu[003,005]", "rack1gpu003"),
     ],
 )
 def test_the_store_stands_on_the_first_host(nodes: str, host: str) -> None:
@@ -82,6 +84,19 @@ def test_the_store_stands_on_the_first_host(nodes: str, host: str) -> None:
 
 def test_one_host_needs_no_name() -> None:
     assert detect_world({**SLURM, "SLURM_STEP_NUM_NODES": "1"}).store == "127.0.0.1:23456"
+
+
+def test_steps_side_by_side_take_different_ports() -> None:
+    worlds = [
+        detect_world({**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}) for job in "12" for step in ("0", "1", "2")
+    ]
+    assert len({world.store for world in worlds}) == 6
+
+
+def test_a_step_of_one_task_is_a_shell() -> None:
+    """``srun --pty bash`` or an interactive allocation: our own agent starts the workers there."""
+    one = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
+    assert detect_world(one) == World()
 
 
 def test_an_address_that_was_given_wins() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.elastic.vote import Ballot, Outcome, Vote, settle
+from closeranks.elastic.vote import Ballot, Outcome, Vote, settle, settle_on_device
 from closeranks.parallel.group import Group
 from closeranks.testing import run_world
 
@@ -29,17 +29,30 @@ def test_loss_and_metrics_are_divided_by_the_weight() -> None:
     assert outcome.metrics == {"hits": 0.75}
 
 
+def both(weight: float, norm_squared: float, nonfinite: float, scale: float, clip: float) -> tuple[float, ...]:
+    """The verdict, once for the host and once for the device: they must not differ."""
+    on_host = settle(weight, norm_squared, nonfinite, scale, clip)
+    sums = torch.tensor([0.0, weight, norm_squared, nonfinite, 0.0, 0.0], dtype=torch.float64)
+    on_device = settle_on_device(sums, torch.tensor(scale), clip).tolist()
+    assert on_device == pytest.approx(on_host, rel=1e-12, nan_ok=True)
+    return on_host
+
+
 @given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(0.1, 10), st.sampled_from([1.0, 1024.0]))
 def test_the_factor_divides_by_weight_and_scale_and_clips(
     norm: float, weight: float, clip: float, scale: float
 ) -> None:
     raw = norm * weight * scale
-    taken, factor, got, _ = settle(
-        torch.tensor([0.0, weight, raw * raw, 0.0, 0.0, 0.0], dtype=torch.float64), torch.tensor(scale), clip
-    )
+    taken, factor, got, _ = both(weight, raw * raw, 0.0, scale, clip)
     assert taken == 1
-    assert got.item() == pytest.approx(norm, rel=1e-9)
-    assert (raw * factor).item() == pytest.approx(min(norm, clip), rel=1e-4)
+    assert got == pytest.approx(norm, rel=1e-9)
+    assert raw * factor == pytest.approx(min(norm, clip), rel=1e-4)
+    assert both(weight, raw * raw, 0.0, scale, 0.0)[1] == pytest.approx(1 / (weight * scale), rel=1e-12)
+
+
+@pytest.mark.parametrize("sums", [(4.0, 1.0, 1.0), (4.0, math.inf, 0.0), (4.0, math.nan, 0.0)])
+def test_a_skipped_step_has_factor_one(sums: tuple[float, float, float]) -> None:
+    assert both(*sums, 1.0, 1.0)[:2] == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

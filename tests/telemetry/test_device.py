@@ -138,7 +138,7 @@ def test_on_an_accelerator() -> None:
         began_at = time.perf_counter()
         assert 1e11 < measure_matmul_flops(cuda, dtype) < 1e16
         assert time.perf_counter() - began_at < 1.0
-    assert peak_memory_bytes(cuda) < 64 << 20
+    assert peak_memory_bytes(cuda) < 128 << 20, "what is left is the matmul library's workspace"
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1 << 45, device=cuda)
     assert is_out_of_memory(caught.value)

@@ -19,7 +19,7 @@ from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
 from closeranks.agent.launch import LaunchPlan
 from closeranks.core.environment import child_environment, detect_world, num_gpus, thread_limit
-from closeranks.core.errors import CloseranksError, ConfigError, Interrupted, SetupError, UserError
+from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, SetupError, UserError
 from closeranks.core.events import decode
 from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
@@ -130,8 +130,9 @@ def _start(work: _Work, num_workers: int) -> None:
         raise
     finally:
         _write_down(work, failure)
-    if outcome.reason == "interrupted":
-        raise Interrupted("interrupted", f"Everything is stopped; the run folder is {work.folder}.")
+    if outcome.reason != "finished":
+        ending = Interrupted if outcome.reason == "interrupted" else Drained
+        raise ending(outcome.reason, f"Everything is stopped; {_whereabouts(work.folder)}")
 
 
 class _Screen:
@@ -151,6 +152,12 @@ class _Screen:
 
     def _on_output(self, rank: int, text: str) -> None:
         self._progress.note(text.rstrip("\n"))
+
+
+def _whereabouts(folder: Path) -> str:
+    if (folder / "state.safetensors").exists():
+        return f"continue with checkpoint.resume={folder}"
+    return f"the run folder is {folder}, but there was no time to save the state."
 
 
 def _threads(wanted: int, num_workers: int) -> int:

@@ -19,7 +19,7 @@ HELP = """Train the job of a TOML file, here, on -n workers.
 
 Every key of the file can be set as table.key=value; `closeranks config job.toml --explain` lists them. Ctrl-C stops
 within two seconds, saving where it stands if it can. Exit status: 0 trained, 1 a worker was lost, 2 something in the
-job, the data or the machine needs your hand, 130 interrupted.
+job, the data or the machine needs your hand, 130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
 

@@ -55,7 +55,7 @@ def _torchrun_world(environ: Mapping[str, str]) -> World:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    """A step of one task (``srun --pty bash``, an interactive allocation) is a shell, where our agent starts workers."""
+    """A step of one task (``srun --pty bash``, an interactive allocation) is a shell, and our agent starts workers."""
     return _integer(environ, "SLURM_STEP_NUM_TASKS", _integer(environ, "SLURM_NTASKS", 1))
 
 

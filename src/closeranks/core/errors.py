@@ -8,7 +8,8 @@
     │   ├── CheckpointError                  a state file that is missing, foreign or damaged
     │   └── SetupError                       the machine: folder, port, device, disk space
     ├── RunFailed                   exit 1   a worker died or raised; carries the report
-    └── Interrupted                 exit 130 Ctrl-C or SIGTERM ended the run
+    ├── Interrupted                 exit 130 Ctrl-C ended the run
+    └── Drained                     exit 143 SIGTERM ended the run; a scheduler may start it again
 
 Invariant: a message says what is wrong and what to do about it, with rank and step where they are known, and it
 survives the trip from a worker to the agent: ``encode`` and ``decode`` are inverse up to the traceback.
@@ -99,9 +100,23 @@ class Interrupted(CloseranksError):
     exit_code = 130
 
 
+class Drained(CloseranksError):
+    exit_code = 143
+
+
 _KINDS: dict[str, type[CloseranksError]] = {
     kind.__name__: kind
-    for kind in (CloseranksError, UserError, ModelError, DataError, CheckpointError, SetupError, RunFailed, Interrupted)
+    for kind in (
+        CloseranksError,
+        UserError,
+        ModelError,
+        DataError,
+        CheckpointError,
+        SetupError,
+        RunFailed,
+        Interrupted,
+        Drained,
+    )
 }
 
 

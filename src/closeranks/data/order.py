@@ -89,6 +89,25 @@ def sample_indices(positions: npt.NDArray[Any], num_samples: int, seed: int) -> 
     return indices
 
 
+class OrderWindow:
+    """The same order, a few thousand positions at a time: one call of the permutation costs as much as a batch."""
+
+    _SIZE = 4096
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self._num_samples, self._seed = num_samples, seed
+        self._first = 0
+        self._indices = np.empty(0, dtype=np.int64)
+
+    def indices(self, first: int, last: int) -> Ints:
+        """The samples at positions ``[first, last)``."""
+        if first < self._first or last > self._first + len(self._indices):
+            self._first = first
+            positions = np.arange(first, max(last, first + self._SIZE), dtype=np.int64)
+            self._indices = sample_indices(positions, self._num_samples, self._seed)
+        return self._indices[first - self._first : last - self._first]
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward and backward: its global identity (step, index) and its positions ``[first, last)``."""

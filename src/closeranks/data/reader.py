@@ -7,7 +7,7 @@ while reading is a ``DataError`` that names the data and the samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.protocols import Batch, Source
 from closeranks.data.blame import describe
-from closeranks.data.order import Ints, MicroBatch, Schedule
+from closeranks.data.order import Ints, MicroBatch, OrderWindow, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Loaded:
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reader:
     """Reads what one data rank needs; holds no place in the run."""
 
@@ -37,6 +37,10 @@ class Reader:
     data_rank: int = 0
     data_size: int = 1
     check_finite: bool = True
+    _order: OrderWindow = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._order = OrderWindow(self.schedule.num_samples, self.seed)
 
     def read(self, step: int) -> list[Loaded]:
         """This rank's micro-batches of a step; none where the step has fewer micro-batches than ranks."""
@@ -44,7 +48,7 @@ class Reader:
         return [Loaded(micro_batch, self._read_one(micro_batch)) for micro_batch in assigned]
 
     def _read_one(self, micro_batch: MicroBatch) -> Batch:
-        indices = micro_batch.indices(self.schedule.num_samples, self.seed)
+        indices = self._order.indices(micro_batch.first, micro_batch.last)
         try:
             batch = self.source.read(indices)
         except CloseranksError:

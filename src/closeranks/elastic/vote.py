@@ -10,6 +10,7 @@ Invariant: every rank holds the same bits of the verdict, so all take the step o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from closeranks.core.protocols import Group
 
 _FIELDS = ("loss", "weight", "norm_squared", "nonfinite", "drain", "save")
 _NUM_DERIVED = 4  # taken, factor, norm, loss scale
+_TINY = 1e-6  # as in torch's own clipping
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Ballot:
     loss: Tensor
     weight: Tensor
     norm_squared: Tensor
-    """Of the summed, still unscaled gradients this rank speaks for."""
+    """All tensors are 0-dim float64 on one device. Of the summed, still unscaled gradients this rank speaks for."""
     metrics: Mapping[str, Tensor]
     drain: bool = False
     save: bool = False
@@ -52,15 +54,14 @@ class Outcome:
 class Verdict:
     """The settled vote: ``factor`` and ``taken`` stay on the device, ``read`` waits for the host's copy."""
 
-    def __init__(self, settled: Tensor, names: Sequence[str]) -> None:
+    def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str]) -> None:
         self._names = names
-        self.taken = settled[-4]
-        self.factor = settled[-3]
+        self.taken, self.factor = settled[0], settled[1]
         self._event: torch.cuda.Event | None = None
-        self._host = settled
-        if settled.is_cuda:
-            self._host = torch.empty_like(settled, device="cpu", pin_memory=True)
-            self._host.copy_(settled, non_blocking=True)
+        self._host = torch.cat([sums, settled])
+        if sums.is_cuda:
+            on_device, self._host = self._host, torch.empty_like(self._host, device="cpu", pin_memory=True)
+            self._host.copy_(on_device, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -90,33 +91,53 @@ class Vote:
         self._group = group
         self._metrics = tuple(metrics)
         self._clip = clip
-        self._norm_share = 1.0 if speaks_for_norm else 0.0
+        self._speaks_for_norm = speaks_for_norm
 
     def cast(self, ballot: Ballot, loss_scale: Tensor) -> Verdict:
         """Every rank calls this once per step; the only collective besides the gradients'."""
-        nonfinite = ~(ballot.norm_squared.isfinite() & ballot.loss.isfinite())
-        norm_squared = ballot.norm_squared if self._norm_share else torch.zeros_like(ballot.norm_squared)
-        sums = [ballot.loss, ballot.weight, norm_squared, nonfinite]
-        wishes = torch.tensor([ballot.drain, ballot.save], dtype=torch.float64)
+        sums = self._group.sum(self._fill(ballot))
+        if sums.is_cuda:
+            return Verdict(sums, settle_on_device(sums, loss_scale, self._clip), self._metrics)
+        _, weight, norm_squared, nonfinite, *_ = sums.tolist()
+        settled = settle(weight, norm_squared, nonfinite, loss_scale.item(), self._clip)
+        return Verdict(sums, torch.tensor(settled, dtype=torch.float64), self._metrics)
+
+    def _fill(self, ballot: Ballot) -> Tensor:
+        """This rank's votes as one float64 vector, in the order of ``_FIELDS`` and then the metrics."""
+        norm_squared = ballot.norm_squared
+        nonfinite = ~(norm_squared + ballot.loss).isfinite()
+        if not self._speaks_for_norm:
+            norm_squared = torch.zeros_like(norm_squared)
+        wishes = torch.tensor([ballot.drain, ballot.save], dtype=torch.float64, device="cpu")
         metrics = [ballot.metrics[name] for name in self._metrics]
-        votes = torch.stack([value.to(torch.float64) for value in sums])
-        parts = [votes, wishes.to(votes.device, non_blocking=True)]
-        if metrics:
-            parts.append(torch.stack([value.to(torch.float64) for value in metrics]))
-        settled = self._group.sum(torch.cat(parts))
-        return Verdict(torch.cat([settled, settle(settled, loss_scale, self._clip)]), self._metrics)
+        votes = torch.stack([ballot.loss, ballot.weight, norm_squared, nonfinite.double(), *metrics])
+        wishes = wishes.to(votes.device, non_blocking=True)
+        return torch.cat([votes[:4], wishes, votes[4:]])
 
 
-def settle(sums: Tensor, loss_scale: Tensor, clip: float) -> Tensor:
+def settle(
+    weight: float, norm_squared: float, nonfinite: float, loss_scale: float, clip: float
+) -> tuple[float, float, float, float]:
     """From the sums of all ranks: taken (1 or 0), every gradient's factor, their true norm, the loss scale.
 
     A step is taken when every rank saw finite values and there was anything to learn from. A skipped step's factor
     is 1, so that no NaN enters arithmetic that the flag then discards.
     """
+    divisor = weight * loss_scale
+    norm = math.sqrt(norm_squared) / divisor if divisor and norm_squared >= 0 else math.nan
+    if nonfinite or not math.isfinite(norm):
+        return 0.0, 1.0, norm, loss_scale
+    shrink = min(1.0, clip / (norm + _TINY)) if clip > 0 else 1.0
+    return 1.0, shrink / divisor, norm, loss_scale
+
+
+def settle_on_device(sums: Tensor, loss_scale: Tensor, clip: float) -> Tensor:
+    """``settle`` without telling the host."""
     weight, norm_squared, nonfinite = sums[1], sums[2], sums[3]
-    divisor = weight * loss_scale.to(sums.dtype)
+    scale = loss_scale.to(sums.dtype)
+    divisor = weight * scale
     norm = norm_squared.sqrt() / divisor
-    taken = (nonfinite == 0) & (weight > 0) & norm.isfinite()
-    shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
+    taken = (nonfinite == 0) & norm.isfinite()
+    shrink = (clip / (norm + _TINY)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
     factor = torch.where(taken, shrink / divisor, torch.ones_like(norm))
-    return torch.stack([taken.to(sums.dtype), factor, norm, loss_scale.to(sums.dtype)])
+    return torch.stack([taken.to(sums.dtype), factor, norm, scale])

@@ -22,6 +22,7 @@ from closeranks.models.batches import take
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import LlamaConfig
 from closeranks.models.fill import fill_constant, fill_normal
+from closeranks.models.linear import Linear
 
 INIT_STD = 0.02
 
@@ -56,10 +57,10 @@ class Attention(nn.Module):
     def __init__(self, shape: LlamaShape, attention: str) -> None:
         super().__init__()
         kv_dim = shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.k_proj = nn.Linear(shape.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(shape.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.q_proj = Linear(shape.dim, shape.dim)
+        self.k_proj = Linear(shape.dim, kv_dim)
+        self.v_proj = Linear(shape.dim, kv_dim)
+        self.o_proj = Linear(shape.dim, shape.dim)
         self.head_dim = shape.head_dim
         self.attention = attention
 
@@ -79,9 +80,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.gate_proj = Linear(shape.dim, shape.ffn_dim)
+        self.up_proj = Linear(shape.dim, shape.ffn_dim)
+        self.down_proj = Linear(shape.ffn_dim, shape.dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
@@ -170,7 +171,7 @@ class Llama(nn.Module):
         super().__init__()
         self.tied = shape.tied
         self.model = Decoder(shape, max_len, dropout, attention)
-        self.lm_head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.lm_head = Linear(shape.dim, shape.vocab_size)
         self.token_loss = TokenLoss()
         self.tie()
 
@@ -206,7 +207,7 @@ class LlamaSpec:
         self.items_per_sample = seq_len
         self.flops_per_item = flops_per_token(self.shape, seq_len)
         self.blocks = tuple(f"model.layers.{layer}" for layer in range(self.shape.num_layers))
-        self.compile_units = (*self.blocks, "token_loss")
+        self.compile_units = (*self.blocks, "model.norm", "token_loss")
         self.sharding_rules = SHARDING_RULES
 
     def build(self) -> nn.Module:

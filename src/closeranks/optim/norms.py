@@ -24,13 +24,21 @@ def norm_squared(gradients: Sequence[Tensor]) -> Tensor:
     norms: list[Tensor] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):  # in order: the sum below must repeat
         pieces = [piece for g in gradients if g.dtype == dtype for piece in _pieces(g)]
-        norms += torch._foreach_norm(pieces, 2.0, dtype=torch.promote_types(dtype, torch.float32))
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+        small = [piece for piece in pieces if piece.ndim == 1]
+        wide = torch.promote_types(dtype, torch.float32)
+        norms += [torch.linalg.vector_norm(piece, dim=1, dtype=wide) for piece in pieces if piece.ndim == 2]
+        norms += [torch.stack(torch._foreach_norm(small, 2.0, dtype=wide))] if small else []
+    return torch.cat([norm.double() for norm in norms]).square().sum()
 
 
 def _pieces(gradient: Tensor) -> Iterable[Tensor]:
     """The CPU's norm keeps one float32 sum per lane: 0.3% off for 25 million values, 1e-6 in pieces, at the same cost.
 
-    CUDA's norm cuts its tensors itself.
+    Whole pieces come as the rows of one matrix, the rest as a vector. CUDA's norm cuts its tensors itself.
     """
-    return gradient.reshape(-1).split(_PIECE) if gradient.device.type == "cpu" else (gradient,)
+    flat = gradient.reshape(-1)
+    whole = flat.numel() - flat.numel() % _PIECE if flat.device.type == "cpu" else 0
+    if whole:
+        yield flat[:whole].view(-1, _PIECE)
+    if whole < flat.numel() or not whole:
+        yield flat[whole:]

@@ -37,6 +37,8 @@ class Alone:
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self._drain = False
+        self.is_interrupted = False
+        """Whether it was Ctrl-C that asked, not a scheduler."""
         self._on_event = on_event
 
     def listen(self) -> None:
@@ -63,6 +65,7 @@ class Alone:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._drain = True
         if number == signal.SIGINT:  # whoever presses Ctrl-C again means it
+            self.is_interrupted = True
             signal.signal(number, signal.default_int_handler)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from closeranks.agent.link import WorkerLink
 from closeranks.core.environment import detect_world
-from closeranks.core.errors import Interrupted
+from closeranks.core.errors import Drained, Interrupted
 from closeranks.run.job import Job
 from closeranks.run.loop import drive, train_job
 from closeranks.run.overseer import ASKED_TO_STOP, Alone, settle_in
@@ -73,7 +73,8 @@ def train_here(job: Job, job_file: str, overrides: Sequence[str]) -> None:
                 page = write_report(session.folder, job_file=job_file, overrides=overrides, failure=failure)
                 progress.note(f"report: {page}")
     if world.is_lead and result.reason == ASKED_TO_STOP:
-        raise Interrupted(f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}.")
+        ending = Interrupted if overseer.is_interrupted else Drained
+        raise ending(f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}.")
 
 
 def _named(job: Job, stem: str) -> Job:

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from closeranks.core.events import Event, Warned, encode
+from closeranks.run.overseer import Alone
+
+HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@pytest.fixture
+def overseer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alone]:
+    """Listening; the test process gets its own handlers back, and keeps none of the fork hooks."""
+    before = {number: signal.getsignal(number) for number in HEARD}
+    hooks: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda *, after_in_child: hooks.append(after_in_child))
+    overseer = Alone()
+    overseer.listen()
+    yield overseer
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_nobody_asks_for_anything_at_first(overseer: Alone) -> None:
+    assert not overseer.poll().drain
+
+
+@pytest.mark.parametrize("number", HEARD)
+def test_a_signal_asks_for_a_drain_and_a_save(overseer: Alone, number: signal.Signals) -> None:
+    signal.raise_signal(number)
+    asked = overseer.poll()
+    assert (asked.drain, asked.save) == (True, True)
+    assert overseer.is_interrupted == (number == signal.SIGINT)
+
+
+def test_sigterm_may_come_twice(overseer: Alone) -> None:
+    """Slurm sends it to a step and to what started it, which passes it on."""
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    assert overseer.poll().drain
+
+
+def test_a_second_interrupt_means_it(overseer: Alone) -> None:
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_events_reach_whoever_shows_them() -> None:
+    shown: list[Event] = []
+    Alone(shown.append).send_event(encode(Warned("look")))
+    assert shown == [Warned("look")]
+
+
+def test_events_nobody_shows_are_passed_over() -> None:
+    Alone().send_event(encode(Warned("look")))
