@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
+from closeranks.models.linear import Linear
 from closeranks.optim.schedule import lr_factor
 from closeranks.parallel.materialise import materialise
 from closeranks.run.job import Job
@@ -61,6 +62,9 @@ class Plain:
         self._job, self._device = job, device
         spec = spec_for(job.model, seq_len=job.data.seq_len)
         self._model = materialise(spec, seed=job.run.seed, device=device, dtype=torch.float32, broadcast=_same)
+        for layer in self._model.modules():
+            if type(layer) is Linear:
+                layer.__class__ = nn.Linear  # what a loop written by hand has: autocast's own product
         for unit in spec.compile_units if job.train.compile else ():
             self._model.get_submodule(unit).compile()
         self._optimizer = torch.optim.AdamW(

@@ -220,6 +220,11 @@ def test_a_users_mistake_on_one_rank_names_it(host: Host) -> None:
         host.run(host.plan("misuse", 3, payload={"ranks": [1]}))
 
 
+def test_a_store_announced_after_a_worker_died_does_not_hide_the_cause(host: Host, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nothing to read"):
+        host.run(host.plan("announce_after_a_death", 2, payload={"note": str(tmp_path / "note")}))
+
+
 def test_a_busy_port_is_told_in_one_sentence(host: Host) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

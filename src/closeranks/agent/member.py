@@ -60,6 +60,9 @@ class Member:
     # --- what the agent does to it
 
     def send(self, message: Message) -> None:
+        """A worker that is gone is told nothing: another may still speak to all before the run is fenced."""
+        if self._channel.endpoint not in self._loop:
+            return
         self._channel.send(message)
         self._loop.also_writable(self._channel.endpoint, bool(self._channel.outbox))
 
