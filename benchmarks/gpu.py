@@ -32,7 +32,7 @@ from closeranks.telemetry.device import device_name
 ANCHORS = {"torchtitan": 60_500, "plain compiled loop": 61_700, "Lightning": 62_700, "HF Trainer": 46_500}
 """Tokens per second on one H200: Llama 1b_untied, 4 x 4096, bf16."""
 ANCHORED = ("1b_untied", 4096, 4)
-TOLERANCE = 0.02  # bf16: the two differ in the order of a few roundings
+TOLERANCE = 0.005  # of the loss: in bf16 the two differ in the order of a few roundings, and steps amplify them
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="closeranks-gpu-") as folder:
         figures = measure(args, _job(args, Path(folder)), device)
     best = max(ANCHORS, key=lambda name: ANCHORS[name])
-    goal = f"more than {ANCHORS[best]:,} tokens/s ({best}, the best of the anchors): 1b_untied, 4 x 4096, one H200"
+    goal = f"at least the plain loop beside it, and more than {ANCHORS[best]:,} tokens/s ({best}, the best anchor)"
     conclude("gpu", figures, goal, judge(figures, args, device))
 
 
@@ -59,7 +59,9 @@ def measure(args: argparse.Namespace, job: Job, device: torch.device) -> dict[st
         for name, figure in figures.items():
             say(f"  {name}: {figure}")
         figures |= _agreement({name: lane.loop.losses() for name, lane in bench.lanes.items()})
-        figures["convention"] = "MFU: 6 * matmul weights + full attention per token, against the dense bf16 datasheet"
+        figures["convention"] = (
+            "MFU of the dense bf16 datasheet: 6 * matmul weights + full (or causal) attention per token"
+        )
         if args.profile:
             figures["profile_ms"] = bench.profiles()
     finally:
@@ -70,18 +72,20 @@ def measure(args: argparse.Namespace, job: Job, device: torch.device) -> dict[st
 def judge(figures: dict[str, Any], args: argparse.Namespace, device: torch.device) -> bool:
     """The goal is one for the anchors' own set-up on their device."""
     is_anchored = device.type == "cuda" and (args.preset, args.seq_len, args.batch) == ANCHORED
-    fast = figures["closeranks"]["tokens_per_s"]["median"] > max(ANCHORS.values())
+    speeds = {name: figures[name]["tokens_per_s"]["median"] for name in ("closeranks", "plain") if name in figures}
+    fast = speeds["closeranks"] > max(ANCHORS.values()) and speeds["closeranks"] >= speeds.get("plain", 0.0)
     return bool(is_anchored and fast and figures.get("losses_agree", True))
 
 
 def _figures(bench: Lanes, lane: Lane, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     speed = Spread.of(bench.speeds(lane))
     peak = datasheet_flops(device_name(device), "bf16") if device.type == "cuda" else None
-    flops = flops_per_token(PRESETS[args.preset], args.seq_len)
+    full, causal = (flops_per_token(PRESETS[args.preset], args.seq_len, causal=c) for c in (False, True))
     return {
         "tokens_per_s": speed.fields(0),
         "step_ms": round(1000 * args.batch * args.seq_len / speed.median, 2),
-        "mfu": round(speed.median * flops / peak, 4) if peak else None,
+        "mfu": round(speed.median * full / peak, 4) if peak else None,
+        "mfu_causal": round(speed.median * causal / peak, 4) if peak else None,
         "peak_memory_gib": round(lane.peak_bytes / 2**30, 2),
     }
 
@@ -90,8 +94,8 @@ def _agreement(losses: dict[str, list[float]]) -> dict[str, Any]:
     """The largest distance of the two loss curves over the first steps, if there are two."""
     if len(losses) < 2:
         return {}
-    gap = max(abs(ours - plain) for ours, plain in list(zip(*losses.values(), strict=False))[:10])
-    say(f"  losses of the first steps are at most {gap:.1e} apart")
+    gap = max(abs(ours - plain) / plain for ours, plain in list(zip(*losses.values(), strict=False))[:10])
+    say(f"  losses of the first steps are at most {gap:.1e} of their size apart")
     return {"loss_gap": round(gap, 6), "losses_agree": gap <= TOLERANCE}
 
 

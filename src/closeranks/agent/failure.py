@@ -6,16 +6,14 @@ from, and whether it looks like the echo of a peer's death rather than a cause.
 
 from __future__ import annotations
 
-import os
 import re
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from closeranks.core.blame import own_frame, shown
 from closeranks.core.errors import CloseranksError, UserError, encode
 
 _MAX_TRACEBACK_CHARS = 20_000
@@ -91,22 +89,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def own_place(error: BaseException) -> str:
-    """Where in the user's own code: the innermost frame outside the standard library, site-packages and us."""
+    """Where in the user's own code; the innermost frame of all where none is theirs."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_shown(error.filename)}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_foreign_folders())]
-    frame = next(reversed(own or frames), None)
-    return f"{_shown(frame.filename)}:{frame.lineno} in {frame.name}" if frame else ""
-
-
-def _foreign_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    package = str(Path(__file__).resolve().parent.parent)
-    return (paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], package, "<")
-
-
-def _shown(path: str) -> str:
-    """Relative to the working folder where that is shorter."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+        return f"{shown(error.filename)}:{error.lineno}"
+    frame = own_frame(error) or next(reversed(traceback.extract_tb(error.__traceback__)), None)
+    return f"{shown(frame.filename)}:{frame.lineno} in {frame.name}" if frame else ""

@@ -18,9 +18,9 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
+from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.protocols import Batch, Source
-from closeranks.data.blame import describe
 from closeranks.data.order import Schedule
 from closeranks.data.reader import Loaded, Reader, map_tensors
 

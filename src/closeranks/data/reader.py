@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.protocols import Batch, Source
-from closeranks.data.blame import describe
 from closeranks.data.order import Ints, MicroBatch, OrderWindow, Schedule
 
 

@@ -7,6 +7,7 @@ collective that breaks) passes through untouched, because the run recovers from 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from closeranks.core.blame import own_frame, sentence, shown
 from closeranks.core.errors import CloseranksError, ModelError
 from closeranks.core.protocols import Batch, Loss, ShardingRule
 from closeranks.core.registry import load_object
 from closeranks.models.batches import num_samples
-from closeranks.models.blame import blamed_line, defined_at, sentence
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import UserModelConfig
 from closeranks.models.losses import as_loss, kind_of
@@ -123,6 +124,23 @@ def _checked_factory(name: str, factory: Any) -> Callable[..., Any]:
     if not callable(factory):
         raise ModelError(f"{name} is {kind_of(factory)}, not a factory", "Point to a function that returns the module.")
     return factory  # type: ignore[no-any-return]  # callable() narrows Any no further
+
+
+def blamed_line(error: BaseException, source: Callable[..., Any]) -> str:
+    """``file.py:12`` for an error that calling ``source`` raised."""
+    frame = own_frame(error)
+    return f"{shown(frame.filename)}:{frame.lineno}" if frame else defined_at(source)
+
+
+def defined_at(source: Callable[..., Any]) -> str:
+    """``file.py:12`` where a callable is defined; its name where Python cannot tell."""
+    code = getattr(inspect.unwrap(source), "__code__", None)
+    if code is not None:
+        return f"{shown(code.co_filename)}:{code.co_firstlineno}"
+    try:
+        return f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1]}"
+    except (TypeError, OSError):
+        return getattr(source, "__qualname__", repr(source))
 
 
 def find_blocks(module: nn.Module) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.protocols import Batch, Source
 from closeranks.core.registry import load_object
-from closeranks.data.blame import describe
 from closeranks.data.config import UserDataConfig
 from closeranks.data.order import Ints
 from closeranks.data.sources.registry import SOURCES, Split
