@@ -87,7 +87,7 @@ def trajectory(folder: Path, changes: dict[str, Any], hooks: Sequence[Hook] = ()
 
 def alone(folder: Path, changes: dict[str, Any]) -> Trajectory:
     """The single-process run that everything is compared with."""
-    set_world(World())
+    set_world(World(launcher="testing"))
     torch.set_num_threads(1)
     return trajectory(folder, changes)
 

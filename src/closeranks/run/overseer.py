@@ -82,7 +82,7 @@ class _Place:
     """What the worker's entry knows before any session is opened."""
 
     link: WorkerLink | None = None
-    overseer: Overseer = Alone()
+    overseer: Overseer | None = None
     folder: Path | None = None
     """Where whoever started us keeps its logs; the first session that names no folder writes there too."""
 
@@ -90,14 +90,15 @@ class _Place:
 def settle_in(*, link: WorkerLink | None = None, overseer: Overseer | None = None, folder: Path | None = None) -> None:
     """Called once by the worker's entry."""
     _Place.link, _Place.folder = link, folder
-    _Place.overseer = overseer or link or Alone()
+    _Place.overseer = overseer or link
 
 
 def current_link() -> WorkerLink | None:
     return _Place.link
 
 
-def current_overseer() -> Overseer:
+def current_overseer() -> Overseer | None:
+    """None in a script that no command of ours started."""
     return _Place.overseer
 
 

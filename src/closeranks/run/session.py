@@ -6,6 +6,7 @@ Invariant: every way out (finished, drained, stopped, failed) passes through ``c
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from closeranks.run.hooks import Hook
 from closeranks.run.ingredients import Described, from_job, from_python, hooks_of
 from closeranks.run.job import Job
 from closeranks.run.ledger import Ledger, Settled
+from closeranks.run.narrator import narrate
 from closeranks.run.opening import prepare_process, started_event
 from closeranks.run.overseer import ASKED_TO_STOP, current_overseer, take_folder
 from closeranks.run.parts import Parts, assemble
@@ -71,7 +73,7 @@ class Session:
         self.parts: Parts = assemble(self.job, self.world, described.ingredients())
         self.folder = folder or self._agree_on_folder()
         self.recorder = Recorder(self.folder, self.world.rank)
-        self._overseer = current_overseer()
+        self._overseer = current_overseer() or narrate(self.folder, self.job.telemetry, self.world)
         self.recorder.add_sink(self._tell_overseer)
         self._hooks = [*hooks, *hooks_of(self.job)]
         window = parse_window(self.job.telemetry.profile) or NO_STEPS
@@ -225,7 +227,7 @@ class Session:
 
     def _agree_on_folder(self) -> Path:
         given = None if self.job.run.folder else take_folder()
-        folder = given or choose_folder(self.job, self.job.run.name or "run")
+        folder = given or choose_folder(self.job, Path(sys.argv[0]).stem or "run")
         if self.world.is_lead:
             prepare_folder(self.job, folder)
         return Path(self.parts.group.share_text(str(folder)))
