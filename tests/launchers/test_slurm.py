@@ -69,7 +69,7 @@ def test_after_sigterm_all_ranks_stop_together_and_the_run_goes_on_as_if_nothing
         cluster.command("scancel", "--signal=TERM", cluster.command("squeue", "-h", "-o", "%i"))
         text, _ = process.communicate(timeout=60)
     (stopped_at, reason), other = endings(folder)
-    assert other == (stopped_at, reason) == (stopped_at, "asked to stop")
+    assert other == (stopped_at, reason) == (stopped_at, "drained")
     assert said(text) == [f"closeranks: stopped at step {stopped_at}. Go on with checkpoint.resume={folder}."]
     assert process.returncode == 143
 

@@ -54,7 +54,7 @@ def test_going_on_repeats_what_was_typed_with_more_steps(make_run: Callable[...,
     overrides = ("train.steps=40", "optim.lr=0.01", "checkpoint.resume=old")
     text = write_report(folder, job_file="job.toml", overrides=overrides).read_text()
     state = folder / "state.safetensors"
-    assert f"closeranks train job.toml optim.lr=0.01 train.steps=80 'checkpoint.resume={state}'\n" in text
+    assert f"closeranks train job.toml -n 2 optim.lr=0.01 train.steps=80 'checkpoint.resume={state}'\n" in text
     assert f"closeranks sample '{folder}' 'import '\n" in text
 
 
@@ -76,7 +76,7 @@ def test_a_drained_run_goes_on_to_its_own_end(make_run: Callable[..., Path], tmp
     add(folder, Saved(step=25, path=str(tmp_path / "state"), bytes=1 << 20))
     text = write_report(folder, overrides=("train.steps=40",)).read_text()
     assert "It was asked to stop and ended in order at step 25 of 40." in text
-    assert f"closeranks train {folder}/job.toml train.steps=40 checkpoint.resume={tmp_path}/state\n" in text
+    assert f"closeranks train {folder}/job.toml -n 2 train.steps=40 checkpoint.resume={tmp_path}/state\n" in text
     assert "| checkpoint | `state`, 1.0 MiB |" in text
 
 
@@ -115,3 +115,12 @@ def test_skipped_steps_and_warnings_are_told(make_run: Callable[..., Path]) -> N
 def test_a_run_in_which_no_update_was_taken_says_so(tmp_path: Path) -> None:
     add(tmp_path, CPU, step(1, taken=False, loss=float("nan")))
     assert "no update was taken: the gradients of every step were not finite" in write_report(tmp_path).read_text()
+
+
+def test_a_scripts_run_goes_on_in_python(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    (tmp_path / "state").write_bytes(b"x")
+    add(folder, Saved(step=40, path=str(tmp_path / "state"), bytes=1))
+    text = write_report(folder, is_script=True).read_text()
+    assert f'Session(..., train={{"steps": 80, ...}}, checkpoint={{"resume": "{tmp_path}/state"}})' in text
+    assert "closeranks train" not in text

@@ -179,5 +179,5 @@ def _write_down(work: _Work, failure: str) -> None:
 
     draw(work.folder)
     job_file, overrides = work.command
-    page = write_report(work.folder, job_file=job_file, overrides=overrides, failure=failure)
+    page = write_report(work.folder, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)
     Console(soft_wrap=True, highlight=False).print(f"report: {page}")

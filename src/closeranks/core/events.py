@@ -111,6 +111,8 @@ class RunEnded(Event):
     reason: str = "finished"
     """``finished``, ``drained`` (asked to stop), ``stopped`` (a hook said so), or ``failed``."""
     seconds: float = 0.0
+    detail: str = ""
+    """Why it stopped or failed, in words."""
 
 
 _EVENTS: dict[str, type[Event]] = {

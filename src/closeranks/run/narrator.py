@@ -36,4 +36,4 @@ class _Narrator:
         self._progress.close()
         if self._telemetry.report:
             draw(self._folder)
-            self._progress.note(f"report: {write_report(self._folder)}")
+            self._progress.note(f"report: {write_report(self._folder, is_script=True)}")

@@ -16,9 +16,6 @@ from typing import Any, Protocol
 from closeranks.agent.link import Requests, WorkerLink
 from closeranks.core.events import Event, decode
 
-ASKED_TO_STOP = "asked to stop"
-"""The reason of a run that a signal or the agent ended before its last step."""
-
 
 class Overseer(Protocol):
     def poll(self) -> Requests:

@@ -20,4 +20,6 @@ class Result:
     """The last evaluation, where there was one."""
     folder: Path
     reason: str
-    """``finished``, or why it ended early."""
+    """``finished``, ``drained`` (asked to stop), ``stopped`` (a hook or the loop said so) or ``failed``."""
+    detail: str = ""
+    """Why it stopped or failed, in words."""

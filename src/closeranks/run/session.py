@@ -29,7 +29,7 @@ from closeranks.run.job import Job
 from closeranks.run.ledger import Ledger, Settled
 from closeranks.run.narrator import narrate
 from closeranks.run.opening import prepare_process, started_event
-from closeranks.run.overseer import ASKED_TO_STOP, current_overseer, take_folder
+from closeranks.run.overseer import current_overseer, take_folder
 from closeranks.run.parts import Parts, assemble
 from closeranks.run.result import Result
 from closeranks.run.state import collect_state, restore_state
@@ -80,7 +80,7 @@ class Session:
         self._profiler = StepProfiler(window, self.folder, self.world.rank)
         self._collector = CollectorPause(self.job.train.gc_every)
         self._stop_reason = ""
-        self._ending = ""
+        self._ending, self._detail = "", ""
         self._is_open, self._is_entered = True, False
         self._last: StepDone | None = None
         self._eval: Evaluated | None = None
@@ -128,7 +128,7 @@ class Session:
     @property
     def result(self) -> Result:
         loss = self._last.loss if self._last else float("nan")
-        return Result(self.num_done, loss, self._eval, self.folder, self._ending or "finished")
+        return Result(self.num_done, loss, self._eval, self.folder, self._ending or "finished", self._detail)
 
     # The run
 
@@ -143,10 +143,10 @@ class Session:
                     self._commit(step)
             self._conclude()
         except GeneratorExit:  # the user's loop broke off, or raised: only a surrounding `with` knows which
-            self._ending = self._ending or "left by the loop"
+            self._ending, self._detail = self._ending or "stopped", self._detail or "left by the loop"
             raise
         except BaseException as error:
-            self._ending = f"failed: {error}"
+            self._ending, self._detail = "failed", str(error)
             raise
         finally:
             if not self._is_entered:
@@ -181,7 +181,7 @@ class Session:
             for hook in self._hooks:
                 hook.on_step(self, entry.done)
             if entry.drain:
-                self._ending = self._stop_reason or ASKED_TO_STOP
+                self._ending, self._detail = "stopped" if self._stop_reason else "drained", self._stop_reason
 
     def _conclude(self) -> None:
         self._note(self._ledger.flush())
@@ -198,7 +198,8 @@ class Session:
         self._is_open = False
         for hook in self._hooks:
             hook.on_end(self)
-        self._emit(RunEnded(self.num_done, self._ending or "finished", time.monotonic() - self._opened_at))
+        seconds = time.monotonic() - self._opened_at
+        self._emit(RunEnded(self.num_done, self._ending or "finished", seconds, self._detail))
         self._collector.release()
         self.parts.loader.close()
         self._profiler.close()
@@ -213,7 +214,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._ending = f"failed: {error}"
+            self._ending, self._detail = "failed", str(error)
         self.close()
 
     # How it talks

@@ -19,7 +19,7 @@ from closeranks.core.environment import detect_world
 from closeranks.core.errors import Drained, Interrupted
 from closeranks.run.job import Job
 from closeranks.run.loop import drive, train_job
-from closeranks.run.overseer import ASKED_TO_STOP, Alone, settle_in
+from closeranks.run.overseer import Alone, settle_in
 from closeranks.run.session import Session
 from closeranks.run.store import count_failure, launcher_store
 from closeranks.run.voice import account_of, speak, turn_of
@@ -72,7 +72,7 @@ def train_here(job: Job, job_file: str, overrides: Sequence[str]) -> None:
                 draw(session.folder)
                 page = write_report(session.folder, job_file=job_file, overrides=overrides, failure=failure)
                 progress.note(f"report: {page}")
-    if world.is_lead and result.reason == ASKED_TO_STOP:
+    if world.is_lead and result.reason == "drained":
         ending = Interrupted if overseer.is_interrupted else Drained
         raise ending(f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}.")
 

@@ -151,11 +151,12 @@ def warned_line(event: Warned) -> str:
 _ENDINGS = {
     "finished": "finished at step {step} after {time}",
     "drained": "asked to stop: ended at step {step} after {time}",
-    "stopped": "stopped by a hook at step {step} after {time}",
+    "stopped": "stopped at step {step} after {time}",
     "failed": "failed at step {step} after {time}",
 }
 
 
 def ended_line(event: RunEnded) -> str:
     words = _ENDINGS.get(event.reason, event.reason + " at step {step} after {time}")
-    return words.format(step=event.step, time=wording.span(event.seconds))
+    why = f": {event.detail}" if event.detail and event.reason == "stopped" else ""
+    return words.format(step=event.step, time=wording.span(event.seconds)) + why

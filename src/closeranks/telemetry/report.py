@@ -27,16 +27,20 @@ class Command:
 
     job_file: str
     overrides: tuple[str, ...] = ()
+    is_script: bool = False
+    """The model and the data came from Python: no job file can name them."""
 
 
-def write_report(folder: Path, *, job_file: str = "", overrides: Sequence[str] = (), failure: str = "") -> Path:
+def write_report(
+    folder: Path, *, job_file: str = "", overrides: Sequence[str] = (), failure: str = "", is_script: bool = False
+) -> Path:
     """Write ``report.md`` into the run folder.
 
     ``job_file`` and ``overrides`` are what the person typed (the folder's own copy where not given); ``failure`` is the
     account of what ended the run, shown as it is.
     """
     run = RunFolder(folder)
-    command = Command(job_file or str(run.job), tuple(overrides))
+    command = Command(job_file or str(run.job), tuple(overrides), is_script)
     text = compose(run, load_history(folder), command, failure)
     unfinished = run.report.with_name(".report.md")
     unfinished.write_text(text, encoding="utf-8")
@@ -92,6 +96,10 @@ def _eval_words(evals: Sequence[Evaluated]) -> str:
     return f"eval {wording.brief(evals[-1].loss)}{metrics}"
 
 
+def _why(history: History) -> str:
+    return f": {history.ended.detail}" if history.ended is not None and history.ended.detail else ""
+
+
 def _ending(history: History, failed: bool) -> str:
     last = history.steps[-1].step
     goal = f" of {history.started.last_step}" if history.started is not None and history.started.last_step else ""
@@ -99,7 +107,7 @@ def _ending(history: History, failed: bool) -> str:
     endings = {
         "finished": "",
         "drained": f"It was asked to stop and ended in order at step {last}{goal}.",
-        "stopped": f"A hook stopped it at step {last}{goal}.",
+        "stopped": f"It was stopped at step {last}{goal}{_why(history)}.",
         "failed": f"**It failed** after step {last}{goal}.",
         "unknown": f"**It did not end in order**: nothing was recorded after step {last}{goal}.",
     }
@@ -271,6 +279,8 @@ def _warning(caution: Caution) -> str:
 
 def _next_section(run: RunFolder, history: History, command: Command) -> str:
     started, state = history.started, latest_state(run, history)
+    if command.is_script:
+        return _next_in_python(started, state)
     if started is None or state is None:
         again = _shell(["closeranks", "train", command.job_file, *command.overrides])
         return f"## Start again\n\nNo state was saved to go on from.\n\n```bash\n{again}\n```"
@@ -279,10 +289,18 @@ def _next_section(run: RunFolder, history: History, command: Command) -> str:
     if is_done:
         settings = [item for item in settings if not item.startswith(("train.steps=", "train.epochs="))]
         settings.append(f"train.steps={2 * started.last_step}")
-    rows = [_shell(["closeranks", "train", command.job_file, *settings, f"checkpoint.resume={state}"])]
+    workers = ["-n", str(started.world_size)] if started.world_size > 1 else []
+    rows = [_shell(["closeranks", "train", command.job_file, *workers, *settings, f"checkpoint.resume={state}"])]
     if started.item == "token":
         rows.append(_shell(["closeranks", "sample", str(run.path), "import "]))
     return "\n".join(["## Go on", "", "```bash", *rows, "```"])
+
+
+def _next_in_python(started: RunStarted | None, state: Path | None) -> str:
+    if started is None or state is None:
+        return ""
+    tables = f'train={{"steps": {2 * started.last_step}, ...}}, checkpoint={{"resume": "{state}"}}'
+    return f"## Go on\n\nGive the session in your script these tables:\n\n```python\nSession(..., {tables})\n```"
 
 
 def _shell(words: Sequence[str]) -> str:
