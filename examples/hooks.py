@@ -38,8 +38,8 @@ data = torch.utils.data.TensorDataset(x[:1000], y[:1000])
 held_out = torch.utils.data.TensorDataset(x[1000:], y[1000:])
 result = closeranks.train(
     model,
-    loss,
     data,
+    loss,
     eval_data=held_out,
     hooks=[Print(), EarlyStop("accuracy", patience=2, maximise=True)],
     metrics=["accuracy"],

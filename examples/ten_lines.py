@@ -17,5 +17,5 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
 data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
-result = closeranks.train(model, loss, data, train={"steps": 100, "global_batch": 32}, optim={"lr": 3e-3})
+result = closeranks.train(model, data, loss, train={"steps": 100, "global_batch": 32}, optim={"lr": 3e-3})
 print(f"loss {result.loss:.4f} after {result.steps} steps; everything else is in {result.folder}")

@@ -19,7 +19,7 @@ from net import Net, loss, data
 def model(): return Net(width=64)
 tables = dict(train={"steps": 100, "global_batch": 32}, optim={"lr": 3e-3})
 """
-TRAIN = HEAD + "closeranks.train(model, loss, data(), run={'folder': 'train'}, **tables)\n"
+TRAIN = HEAD + "closeranks.train(model, data(), loss, run={'folder': 'train'}, **tables)\n"
 SESSION = (
     HEAD
     + """

@@ -9,11 +9,11 @@ import pytest
 from closeranks.core.errors import ConfigError, DataError, Problem, RunFailed
 from closeranks.core.world import World
 from closeranks.run import voice
-from closeranks.run.voice import Turn, account_of, speak, turn_of
+from closeranks.run.voice import LOST, Turn, account_of, speak, turn_of
 
 MISTAKE = ConfigError([Problem("train.steps", "is missing")])
 MISSING = DataError("the file is not here")
-LOST = RuntimeError("[/build/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:1260. This is typically a crash.")
+ECHO = RuntimeError("[/build/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:1260. This is typically a crash.")
 BUG = TypeError("unsupported operand")
 
 
@@ -21,14 +21,14 @@ def rank(number: int) -> World:
     return World(rank=number, size=4, launcher="slurm")
 
 
-@pytest.mark.parametrize("error", [MISTAKE, MISSING, LOST, BUG])
+@pytest.mark.parametrize("error", [MISTAKE, MISSING, ECHO, BUG])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_with_a_store_the_first_to_fail_speaks(error: Exception, number: int) -> None:
     assert turn_of(error, rank(number), 1) is Turn.NOW
     assert turn_of(error, rank(number), 2) is Turn.NEVER
 
 
-@pytest.mark.parametrize("error", [MISTAKE, MISSING, LOST, BUG])
+@pytest.mark.parametrize("error", [MISTAKE, MISSING, ECHO, BUG])
 def test_without_a_store_the_lead_speaks(error: Exception) -> None:
     assert turn_of(error, rank(0), None) is Turn.NOW
 
@@ -43,7 +43,12 @@ def test_what_may_be_this_hosts_alone_is_told_late_rather_than_never(error: Exce
 
 
 def test_when_the_lead_is_lost_one_of_the_others_says_so() -> None:
-    assert [turn_of(LOST, rank(number), None) for number in (1, 2, 3)] == [Turn.NOW, Turn.NEVER, Turn.NEVER]
+    assert [turn_of(ECHO, rank(number), LOST) for number in (1, 2, 3)] == [Turn.NOW, Turn.NEVER, Turn.NEVER]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_what_the_lead_met_before_it_left_is_not_told_again(number: int) -> None:
+    assert turn_of(MISSING, rank(number), LOST) is Turn.NEVER
 
 
 def test_our_own_errors_are_told_as_they_are() -> None:
@@ -51,7 +56,7 @@ def test_our_own_errors_are_told_as_they_are() -> None:
 
 
 def test_a_lost_rank_is_one_sentence_without_the_source_line_of_gloo() -> None:
-    account = account_of(LOST, rank(2), 17)
+    account = account_of(ECHO, rank(2), 17)
     assert isinstance(account, RunFailed)
     assert str(account).startswith(
         "rank 2 lost another rank after step 17: Connection closed by peer [10.0.0.1]:1260. Whichever"

@@ -10,12 +10,10 @@ import typer
 
 HELP = """Check a job and print it with every default filled in.
 
+\b
   closeranks config job.toml                     the whole job as TOML
-
-  closeranks config job.toml --explain           every value with where it came from and what it means
-
+  closeranks config job.toml --explain           every value, its origin, its meaning
   closeranks config job.toml train.steps=5       with changes, as `train` would see them
-
   closeranks config --schema > job.schema.json   for completion and checks in your editor
 """
 

@@ -19,11 +19,11 @@ from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
 from closeranks.agent.launch import LaunchPlan
 from closeranks.core.environment import child_environment, detect_world, num_gpus, thread_limit
-from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, SetupError, UserError
+from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, Problem, SetupError, UserError
 from closeranks.core.events import decode
 from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
-from closeranks.run.folder import choose_folder, free_folder, prepare_folder
+from closeranks.run.folder import choose_folder, free_folder, prepare_folder, withdraw_folder
 from closeranks.run.job import Job, check_workers, layout_for, load_job
 from closeranks.run.voice import speak, turn_of
 from closeranks.telemetry.progress import Progress
@@ -42,11 +42,13 @@ def train(path: Path, overrides: Sequence[str], num_workers: int) -> None:
     if problems := check_workers(job, num_workers):
         raise ConfigError(problems)
     folder = choose_folder(job, path.stem)
+    is_new = not folder.exists()
     prepare_folder(job, folder)
     work = _Work(
         entry="closeranks.run.worker:train_entry",
         payload={"job": job.model_dump(mode="json"), "folder": str(folder)},
         folder=folder,
+        is_new=is_new,
         preload=_modules_of(job),
         agent=job.agent,
         threads=job.run.threads,
@@ -61,8 +63,8 @@ def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: W
     """As one of the ranks that torchrun or srun has started; a mistake in the job is told by one of them."""
     try:
         if num_workers not in (0, world.size):
-            what = f"-n {num_workers} was asked for, but {world.launcher} has started {world.size} workers"
-            raise SetupError(what, "Leave -n away.")
+            what = f"{num_workers} were asked for, but {world.launcher} has started {world.size} workers"
+            raise ConfigError([Problem("-n", what, "Leave it away.")])
         job = load_job(path, overrides).value
         if problems := check_workers(job, world.size):
             raise ConfigError(problems)
@@ -101,6 +103,8 @@ class _Work:
     entry: str
     payload: dict[str, Any]
     folder: Path
+    is_new: bool = True
+    """Whether the folder was made for this run."""
     preload: tuple[str, ...] = ()
     agent: AgentConfig = field(default_factory=AgentConfig)
     threads: int = 0
@@ -122,14 +126,19 @@ def _start(work: _Work, num_workers: int) -> None:
         config=work.agent,
     )
     failure = ""
-    try:
-        with Progress(Console(), log_every=work.log_every) as progress:
-            outcome = _Screen(progress).watch(plan)
-    except CloseranksError as error:
-        failure = str(error)
-        raise
-    finally:
-        _write_down(work, failure)
+    with Progress(Console(), log_every=work.log_every) as progress:
+        screen = _Screen(progress)
+        try:
+            outcome = screen.watch(plan)
+        except CloseranksError as error:
+            failure = str(error)
+            if isinstance(error, UserError) and work.is_new and not screen.has_begun:
+                withdraw_folder(work.folder)
+            raise
+        finally:
+            progress.close()
+            if screen.has_begun:
+                _write_down(work, failure)
     if outcome.reason != "finished":
         ending = Interrupted if outcome.reason == "interrupted" else Drained
         raise ending(outcome.reason, f"Everything is stopped; {_whereabouts(work.folder)}")
@@ -140,6 +149,8 @@ class _Screen:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
+        self.has_begun = False
+        """Whether a run began, rather than being refused."""
 
     def watch(self, plan: LaunchPlan) -> Any:
         agent = Agent(plan, on_event=self._on_event, on_output=self._on_output, on_note=self._progress.note)
@@ -148,6 +159,7 @@ class _Screen:
     def _on_event(self, rank: int, fields: dict[str, Any]) -> None:
         event = decode(fields)
         if event is not None and rank == 0:
+            self.has_begun = True
             self._progress.handle(event)
 
     def _on_output(self, rank: int, text: str) -> None:
@@ -172,7 +184,7 @@ def _modules_of(job: Job) -> tuple[str, ...]:
 
 def _write_down(work: _Work, failure: str) -> None:
     """Picture and page, from the run folder alone. A run that recorded nothing has neither."""
-    if not work.report or not any(work.folder.glob("metrics/*.jsonl")):
+    if not work.report:
         return
     from closeranks.telemetry.picture import draw
     from closeranks.telemetry.report import write_report

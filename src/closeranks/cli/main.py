@@ -14,19 +14,16 @@ from closeranks import __version__
 from closeranks.cli import config, report, run, sample, train
 from closeranks.core.errors import CloseranksError
 
-_TOUR = """Train PyTorch models on one process or on thousands of GPUs.
+_TOUR = """Train PyTorch models on one process or on many.
 
 A first tour, in the order people take it:
 
-  closeranks train examples/tiny.toml -n 2            train a job on two workers of this machine
-
-  closeranks train job.toml train.steps=200           change any value from the command line
-
-  closeranks config job.toml --explain                every value of a job, where it came from, what it means
-
-  closeranks sample runs/tiny "import "               talk to the model you trained
-
-  closeranks run -n 2 my_script.py --my-flag          your own loop, with a Session in it, on two workers
+\b
+  closeranks train examples/tiny.toml -n 2     train a job on two workers, here
+  closeranks train job.toml train.steps=200    change any value of the job
+  closeranks config job.toml --explain         every value, its origin, its meaning
+  closeranks sample runs/tiny "import "        talk to the model you trained
+  closeranks run -n 2 my_script.py             your own loop on two workers
 
 Every run writes a folder: report.md (one page), curve.png, metrics/ (JSON lines), logs/ and the trained state.
 """
@@ -59,6 +56,10 @@ def front(
 def main() -> None:
     try:
         app()
+    except SystemExit as leave:
+        if leave.code == 2 and sys.argv[1:2] == ["train"]:  # typer has told what it did not understand
+            typer.echo("Values of the job are written table.key=value, such as train.steps=200.", err=True)
+        raise
     except CloseranksError as error:
         typer.echo(f"closeranks: {error}", err=True)
         sys.exit(error.exit_code)

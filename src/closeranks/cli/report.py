@@ -9,6 +9,7 @@ import typer
 
 HELP = """Draw curve.png and write report.md of a run folder again, also while the run goes on.
 
+\b
   closeranks report runs/tiny
 """
 

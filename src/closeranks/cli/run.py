@@ -9,6 +9,7 @@ import typer
 
 HELP = """Run your own Python script on -n workers of this machine.
 
+\b
   closeranks run -n 2 my_script.py --epochs 3
 
 The script opens a closeranks.Session (or calls closeranks.train) and finds its place among the workers by itself; under

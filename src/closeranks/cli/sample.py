@@ -10,8 +10,8 @@ import typer
 
 HELP = """Let the model of a run continue a text.
 
+\b
   closeranks sample runs/tiny "import "
-
   closeranks sample runs/tiny "def " --tokens 400 --temperature 0.5 --seed 3
 """
 
@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def sample(
     run: Annotated[Path, typer.Argument(help="The run's folder, or its state file.", metavar="RUN")],
-    prompt: Annotated[str, typer.Argument(help="What the model continues.")] = "\n",
+    prompt: Annotated[str, typer.Argument(help="What the model continues.", show_default=False)] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to draw.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest; higher is wilder.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest only; 0: from all.")] = 40,

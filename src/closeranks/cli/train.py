@@ -9,17 +9,16 @@ import typer
 
 HELP = """Train the job of a TOML file, here, on -n workers.
 
+\b
   closeranks train examples/tiny.toml -n 2
-
   closeranks train job.toml -n 4 train.steps=500 optim.lr=3e-4 run.folder=runs/try
+  closeranks train job.toml checkpoint.resume=runs/job train.steps=1000
+  torchrun --nproc-per-node 2 -m closeranks train job.toml
 
-  closeranks train job.toml checkpoint.resume=runs/job train.steps=1000      continue an earlier run
-
-  torchrun --nproc-per-node 2 -m closeranks train job.toml                   under torchrun, likewise srun
-
-Every key of the file can be set as table.key=value; `closeranks config job.toml --explain` lists them. Ctrl-C stops
-within two seconds, saving where it stands if it can. Exit status: 0 trained, 1 a worker was lost, 2 something in the
-job, the data or the machine needs your hand, 130 interrupted by Ctrl-C, 143 by SIGTERM.
+The third continues an earlier run; torchrun and srun start the workers themselves. Every key of the file can be set as
+table.key=value; `closeranks config job.toml --explain` lists them. Ctrl-C stops within two seconds, saving where it
+stands if it can. Exit status: 0 trained, 1 a worker was lost, 2 something in the job, the data or the machine needs
+your hand, 130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
 

@@ -48,7 +48,7 @@ def apply(
     hint = advice(module, layout.batch_norm, micro_batch, group.size)
     if layout.batch_norm == "sync" and group.size > 1:
         synchronise(module, group.process_group)
-    statistics = BatchStatistics(module if layout.batch_norm == "micro" else nn.Module(), group)
+    statistics = BatchStatistics(module, group)
     if compiled:
         for name in spec.compile_units:
             module.get_submodule(name).compile()

@@ -4,7 +4,8 @@
 is fixed by the job, so the result does not depend on the number of workers. The running estimates that evaluation uses
 are updated once per step from the mean over *all* micro-batches of the step, so every rank keeps the same ones.
 With ``sync`` the statistics span the data ranks' concurrent micro-batches: better for tiny micro-batches, but then the
-result depends on how many workers there are, and a step's micro-batches must divide evenly among them.
+result depends on how many workers there are, and a step's micro-batches must divide evenly among them. The running
+estimates are kept in the same way, so that a step which is not taken leaves them alone.
 
 Invariant: after every step, running statistics are the same bits on all ranks.
 """
@@ -27,7 +28,8 @@ SMALL_MICRO_BATCH = 16  # below it, a mean over the micro-batch is a noisy estim
 @dataclass(slots=True)
 class _Layer:
     module: _BatchNorm
-    momentum: float
+    momentum: float | None
+    """As the user set it; None: the mean over all steps."""
     running: tuple[Tensor, ...] = ()
     """Mean, variance and step count as they stood when the step began."""
 
@@ -42,7 +44,7 @@ class BatchStatistics:
     def __init__(self, module: nn.Module, group: Group) -> None:
         norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._group = group
-        self._layers = [_Layer(m, m.momentum or 0.1) for m in norms]
+        self._layers = [_Layer(m, m.momentum) for m in norms]
         self._count = 0
 
     def begin(self) -> None:
@@ -80,8 +82,9 @@ def _running(module: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
 def _settle(layer: _Layer, means: tuple[Tensor, ...], taken: Tensor) -> None:
     *targets, counter = _running(layer.module)
     *befores, steps = layer.running
+    momentum = steps.double().add(1).reciprocal() if layer.momentum is None else layer.momentum
     for target, before, mean in zip(targets, befores, means, strict=True):
-        blended = torch.lerp(before.double(), mean, layer.momentum)
+        blended = torch.lerp(before.double(), mean, momentum)
         target.copy_(torch.where(taken > 0, blended, before.double()))
     counter.copy_(steps + taken)
     layer.module.momentum = layer.momentum
@@ -95,6 +98,7 @@ class SyncBatchNorm(_BatchNorm):
         self.weight, self.bias = norm.weight, norm.bias
         self.running_mean, self.running_var = norm.running_mean, norm.running_var
         self.num_batches_tracked = norm.num_batches_tracked
+        self.training = norm.training
         self._group = group
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -107,26 +111,32 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims, width = [0, *range(2, x.ndim)], x.shape[1]
-        count = x.new_tensor([x.numel() / width])
-        local = torch.cat([x.sum(dims), x.square().sum(dims), count])
-        sums: Tensor = _SumOverRanks.apply(local, self._group)  # type: ignore[no-untyped-call]
-        mean, square = (sums[:-1] / sums[-1]).split(width)
-        variance = square - mean.square()
-        self._track(mean.detach(), variance.detach(), sums[-1].detach())
         shape = [1, width] + [1] * (x.ndim - 2)
-        normal = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + self.eps)
+        count = x.new_tensor([x.numel() / width])
+        sums = self._sum_over_ranks(torch.cat([x.sum(dims), count]))
+        mean, total = sums[:-1] / sums[-1], sums[-1].detach()
+        # A second sum over the ranks: mean(x^2) - mean^2 in one would cancel where the mean is large.
+        centred = x - mean.view(shape)
+        variance = self._sum_over_ranks(centred.square().sum(dims)) / total
+        self._track(mean.detach(), variance.detach(), total)
+        normal = centred * torch.rsqrt(variance.view(shape) + self.eps)
         if self.affine:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
         result: Tensor = normal.to(input.dtype)
         return result
 
+    def _sum_over_ranks(self, local: Tensor) -> Tensor:
+        total: Tensor = _SumOverRanks.apply(local, self._group)  # type: ignore[no-untyped-call]
+        return total
+
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         if not self.track_running_stats:
             return
         running_mean, running_var, counter = _running(self)
-        running_mean.lerp_(mean, self.momentum or 0.1)
-        running_var.lerp_(variance * count / (count - 1).clamp(min=1), self.momentum or 0.1)
         counter.add_(1)
+        momentum = counter.to(mean.dtype).reciprocal() if self.momentum is None else self.momentum
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_(variance * count / (count - 1).clamp(min=1), momentum)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -161,8 +171,9 @@ def advice(module: nn.Module, mode: str, micro_batch: int, num_ranks: int) -> st
         return ""
     if mode == "sync" or micro_batch >= SMALL_MICRO_BATCH:
         return ""
+    over_ranks = f', or set layout.batch_norm = "sync" to take them over all {num_ranks} data ranks'
     return (
         f"batch norm takes its statistics from micro-batches of {micro_batch} samples, so that the result is the same "
         f"for any number of workers; such small ones are noisy. Raise train.micro_batch to {SMALL_MICRO_BATCH} or "
-        f'more, or set layout.batch_norm = "sync" to take them over all {num_ranks} data ranks.'
+        f"more{over_ranks if num_ranks > 1 else ''}."
     )

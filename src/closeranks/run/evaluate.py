@@ -14,6 +14,7 @@ import torch
 from closeranks.core.errors import DataError
 from closeranks.core.events import Evaluated
 from closeranks.core.protocols import Source
+from closeranks.data.reader import map_tensors
 from closeranks.run.job import micro_batch_size
 from closeranks.run.parts import Parts
 
@@ -22,12 +23,13 @@ def evaluate(parts: Parts, step: int) -> Evaluated:
     if parts.eval_source is None:
         raise DataError("there is no held-out data to evaluate on", "Set data.eval_fraction, or pass eval_data.")
     started_at = time.monotonic()
-    was_training = parts.module.training
+    modes = [(part, part.training) for part in parts.module.modules()]  # a user may train with parts of it at rest
     parts.module.eval()
     try:
         sums = _sums(parts, parts.eval_source)
     finally:
-        parts.module.train(was_training)
+        for part, was_training in modes:
+            part.training = was_training
     loss, weight, *metrics = parts.group.sum(sums).tolist()
     weight = weight or 1.0
     return Evaluated(
@@ -49,7 +51,7 @@ def _sums(parts: Parts, source: Source) -> torch.Tensor:
             if number % parts.group.size != parts.group.rank:
                 continue
             batch = source.read(np.arange(first, min(first + size, limit)))
-            placed = {k: v.to(parts.device) for k, v in parts.precision.cast(batch).items()}
+            placed = map_tensors(parts.precision.cast(batch), lambda tensor: tensor.to(parts.device))
             with parts.precision.context(parts.device):
                 loss = parts.spec.loss(parts.module, placed)
             row = [loss.total, loss.weight, *(loss.metrics[name] for name in parts.spec.metrics)]

@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from closeranks.core.config.toml import dump_toml
 from closeranks.core.errors import SetupError
+from closeranks.core.world import World
 from closeranks.run.job import Job
+from closeranks.run.overseer import take_folder
+
+
+def agree_on_folder(job: Job, world: World, share_text: Callable[[str], str]) -> Path:
+    """The folder of a session that nobody prepared one for: rank 0 chooses, every rank takes its word."""
+    given = None if job.run.folder else take_folder()
+    folder = given or choose_folder(job, Path(sys.argv[0]).stem or "run")
+    if world.is_lead:
+        prepare_folder(job, folder)
+    return Path(share_text(str(folder)))
 
 
 def choose_folder(job: Job, stem: str) -> Path:
     """The job's folder, or the next free numbered one beside it; a resumed run stays where it was."""
     wanted = Path(job.run.folder or Path("runs") / (job.run.name or stem)).expanduser()
-    if job.checkpoint.resume and _same_run(wanted, Path(job.checkpoint.resume)):
-        return wanted
-    return free_folder(wanted)
+    resumed = Path(job.checkpoint.resume) if job.checkpoint.resume else None
+    return (resumed and _continued(wanted, resumed)) or free_folder(wanted)
 
 
 def free_folder(wanted: Path) -> Path:
@@ -32,17 +47,43 @@ def free_folder(wanted: Path) -> Path:
 
 
 def prepare_folder(job: Job, folder: Path) -> None:
-    """Make the folder and write the resolved job into it."""
+    """Make the folder; what an earlier part of the run left in it stays as it is until the run really goes on."""
+    _write(job, folder, over=False)
+
+
+def record_job(job: Job, folder: Path) -> None:
+    """The run has begun: its folder says with which job."""
+    _write(job, folder, over=True)
+
+
+def withdraw_folder(folder: Path) -> None:
+    """Take back a folder made for a run that was refused; anything in it that is not ours keeps it alive."""
+    for name in ("logs", "metrics"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("job.toml", "config.json"):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _write(job: Job, folder: Path, *, over: bool) -> None:
     try:
         (folder / "metrics").mkdir(parents=True, exist_ok=True)
         (folder / "logs").mkdir(exist_ok=True)
-        (folder / "job.toml").write_text(dump_toml(job))
-        (folder / "config.json").write_text(json.dumps(job.model_dump(mode="json"), indent=2) + "\n")
+        if over or not (folder / "job.toml").exists():
+            (folder / "job.toml").write_text(dump_toml(job))
+            (folder / "config.json").write_text(json.dumps(job.model_dump(mode="json"), indent=2) + "\n")
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         fix = "Set run.folder to a place you can write to that has room."
         raise SetupError(f"the run folder {folder} cannot be written: {reason}", fix) from error
 
 
-def _same_run(wanted: Path, resume: Path) -> bool:
-    return wanted.resolve() in (resume.resolve(), resume.resolve().parent)
+def _continued(wanted: Path, resumed: Path) -> Path | None:
+    """The folder of the run that is resumed, if it is one of this job's: ``wanted`` or a numbered one beside it."""
+    for folder in (resumed, resumed.parent):
+        place = folder.resolve()
+        number = place.name.removeprefix(wanted.resolve().name)
+        if place.parent == wanted.resolve().parent and re.fullmatch(r"(-\d+)?", number):
+            return wanted if not number else wanted.with_name(place.name)
+    return None

@@ -2,7 +2,8 @@
 
 Call sequence, by the session on every rank alike: ``on_start`` once; ``on_step`` after each step is settled (on an
 accelerator one step late, so that nothing waits for it); ``on_eval`` after each evaluation; ``on_end`` once, also after
-a failure. A hook may call ``session.stop(reason)``: all ranks then stop together at the end of a following step.
+a failure, if ``on_start`` came to its end. A hook may call ``session.stop(reason)``: all ranks then stop together at
+the end of a following step.
 
 Invariant: what a hook raises ends the run with the hook's name in the error; it is never swallowed.
 """
@@ -10,9 +11,15 @@ Invariant: what a hook raises ends the run with the hook's name in the error; it
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
+from closeranks.agent.failure import is_consequence
+from closeranks.core.blame import describe
+from closeranks.core.errors import CloseranksError, UserError
 from closeranks.core.events import Evaluated, StepDone
+from closeranks.core.registry import did_you_mean
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +39,41 @@ class Hook:
     def on_end(self, session: Session) -> None: ...
 
 
+class Hooks:
+    """All hooks of a run, called in their order; the ends in reverse, each of them whatever another raises."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._hooks = tuple(hooks)
+        self._ends = ExitStack()
+
+    def on_start(self, session: Session) -> None:
+        for hook in self._hooks:
+            _call(hook, "on_start", session)
+            self._ends.callback(_call, hook, "on_end", session)
+
+    def on_step(self, session: Session, step: StepDone) -> None:
+        for hook in self._hooks:
+            _call(hook, "on_step", session, step)
+
+    def on_eval(self, session: Session, result: Evaluated) -> None:
+        for hook in self._hooks:
+            _call(hook, "on_eval", session, result)
+
+    def on_end(self, session: Session) -> None:
+        self._ends.close()
+
+
+def _call(hook: Hook, method: str, *arguments: Any) -> None:
+    """What is no mistake of the hook's (a lost peer, an error of ours that says what to do) passes as it is."""
+    try:
+        getattr(hook, method)(*arguments)
+    except Exception as error:
+        if isinstance(error, CloseranksError) or is_consequence(error):
+            raise
+        what = f"the hook {type(hook).__qualname__} raised in {method}: {describe(error)}"
+        raise UserError(what, "Mend it there.") from error
+
+
 class EarlyStop(Hook):
     """Stop when an evaluation figure has not improved for ``patience`` evaluations in a row."""
 
@@ -44,7 +86,11 @@ class EarlyStop(Hook):
         self._num_bad = 0
 
     def on_eval(self, session: Session, result: Evaluated) -> None:
-        value = result.loss if self._metric == "loss" else result.metrics[self._metric]
+        figures = {**result.metrics, "loss": result.loss}
+        if self._metric not in figures:
+            what = f"EarlyStop watches '{self._metric}', which the evaluation does not report"
+            raise UserError(what, did_you_mean(self._metric, figures))
+        value = figures[self._metric]
         if self._sign * value < self._best - self._min_delta:
             self._best, self._num_bad = self._sign * value, 0
             return
@@ -62,11 +108,12 @@ class TensorBoard(Hook):
     def on_start(self, session: Session) -> None:
         if not session.world.is_lead:
             return
+        from closeranks.run.opening import started_event
         from closeranks.telemetry.tensorboard import TensorBoardSink  # an extra: imported where it is asked for
 
-        sink = TensorBoardSink(self._folder or session.folder / "tensorboard")
-        session.recorder.add_sink(sink.handle)
-        self._sink = sink
+        self._sink = TensorBoardSink(self._folder or session.folder)
+        self._sink.handle(started_event(session.parts, session.num_done))  # told before there was a sink to hear it
+        session.recorder.add_sink(self._sink.handle)
 
     def on_end(self, session: Session) -> None:
         if session.world.is_lead:

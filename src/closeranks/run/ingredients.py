@@ -50,6 +50,10 @@ def from_python(
         "data": {"name": _name_of(data), **tables.get("data", {})},
     }
     job = load_job(None, extra=extra).value
+    if eval_data is not None and loss is None:
+        raise UserError(
+            "eval_data is given, but no loss to judge it by", "Pass loss as well: a function of (model, batch)."
+        )
 
     def ingredients() -> Ingredients:
         factory = (lambda: model) if isinstance(model, nn.Module) else model

@@ -41,7 +41,7 @@ class Job(Table):
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), extra: Mapping[str, Any] | None = None) -> Loaded[Job]:
     """The job of a file, Python tables and the command line, in that order; raises with all problems at once."""
-    return load(Job, path, overrides, extra=extra, checks=(check_length, check_pairing))
+    return load(Job, path, overrides, extra=extra, checks=(check_length, check_pairing, check_axes))
 
 
 def check_length(job: Job) -> Iterable[Problem]:
@@ -62,8 +62,17 @@ def check_pairing(job: Job) -> Iterable[Problem]:
         yield Problem("data.name", what, f"Choose data that holds {need}, or another model.")
     vocab = demands(job, 1).vocab_size
     if 0 < vocab < job.data.vocab_size:
-        what = f"the data has {job.data.vocab_size} distinct tokens, the model's vocabulary only {vocab}"
+        what = f"the data's vocabulary has {job.data.vocab_size} tokens, the model's only {vocab}"
         yield Problem("model.vocab_size", what, f"Set it to {job.data.vocab_size} or more.")
+
+
+def check_axes(job: Job) -> Iterable[Problem]:
+    """Axes that have their keys already and cannot be trained on yet."""
+    for name in ("zero", "tensor", "pipeline", "context", "expert"):
+        value, rest = getattr(job.layout, name), 0 if name == "zero" else 1
+        if value != rest:
+            what = f"{value} is planned, but this version trains on the data axis alone"
+            yield Problem(f"layout.{name}", what, f"Set it to {rest}.")
 
 
 def layout_for(job: Job, num_workers: int) -> Layout:
@@ -85,7 +94,7 @@ def layout_for(job: Job, num_workers: int) -> Layout:
 def check_workers(job: Job, num_workers: int) -> list[Problem]:
     """Everything wrong with running this job on so many workers."""
     layout = layout_for(job, num_workers)
-    problems = [_not_yet(name, value) for name, value in _other_axes(layout) if value]
+    problems: list[Problem] = []
     if layout.num_ranks != num_workers:
         what = f"the layout takes {layout.num_ranks} workers, but {num_workers} were asked for"
         problems.append(Problem("layout", what, f"Start with -n {layout.num_ranks}, or change the layout."))
@@ -104,16 +113,3 @@ def micro_batch_size(train: TrainConfig) -> int:
 
 def demands(job: Job, micro_batch: int) -> Demands:
     return job.model.demands(seq_len=job.data.seq_len, global_batch=job.train.global_batch, micro_batch=micro_batch)
-
-
-def _other_axes(layout: Layout) -> Iterable[tuple[str, int]]:
-    yield "zero", layout.zero
-    for name in ("tensor", "pipeline", "context", "expert"):
-        yield name, getattr(layout, name) if getattr(layout, name) > 1 else 0
-
-
-def _not_yet(name: str, value: int) -> Problem:
-    rest = "0" if name == "zero" else "1"
-    return Problem(
-        f"layout.{name}", f"{value} is planned, but this version trains on the data axis alone", f"Set it to {rest}."
-    )

@@ -19,8 +19,8 @@ from closeranks.telemetry.device import explain_out_of_memory, is_out_of_memory
 
 def train(
     model: Any,
-    loss: Callable[..., Any],
     data: Any,
+    loss: Callable[..., Any],
     *,
     eval_data: Any = None,
     hooks: Sequence[Hook] = (),
@@ -48,7 +48,7 @@ def drive(session: Session) -> Result:
             for step in session:
                 for batch in step:
                     step.backward(session.loss(batch))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise out_of_memory(session, error) from error
@@ -59,4 +59,4 @@ def out_of_memory(session: Session, error: BaseException) -> SetupError:
     """The allocator's complaint in words: what took the memory, and what to change."""
     parts = session.parts
     text = explain_out_of_memory(parts.module, parts.optimizer.state(), parts.device, error)
-    return SetupError(text, rank=session.world.rank, step=session.num_done)
+    return SetupError(f"rank {session.world.rank} failed at step {session.num_done + 1}: {text}")

@@ -7,6 +7,7 @@ run changes them.
 from __future__ import annotations
 
 import platform
+from functools import cache
 
 import torch
 import torch.utils.deterministic
@@ -35,7 +36,13 @@ def prepare_process(job: Job, world: World) -> None:
 
 def _threads(job: Job, world: World) -> int:
     """What the job says, else what the shell says, else an even share of the cores."""
-    return job.run.threads or thread_limit() or max(1, torch.get_num_threads() // world.local_size)
+    return job.run.threads or thread_limit() or max(1, _num_cores() // world.local_size)
+
+
+@cache
+def _num_cores() -> int:
+    """As torch counted them before we set anything: a second session of a process shares the same cores anew."""
+    return torch.get_num_threads()
 
 
 def started_event(parts: Parts, first_step: int) -> RunStarted:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from closeranks.core.errors import ConfigError, SetupError
+from closeranks.core.errors import ConfigError, Problem, SetupError
 from closeranks.core.protocols import ModelSpec, Reducer, Source
 from closeranks.core.world import World
 from closeranks.data.loader import Loader
@@ -89,8 +89,20 @@ def assemble(job: Job, world: World, ingredients: Ingredients) -> Parts:
     problems = check_workers(job, world.size)
     if problems:
         raise ConfigError(problems)
+    schedule = schedule_of(job.train, len(ingredients.source))
+    check_last_step(job, schedule, world.size)
     device = choose_device(job, world)
     opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
+    try:
+        return _build(job, world, ingredients, schedule, device, opened)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _build(
+    job: Job, world: World, ingredients: Ingredients, schedule: Schedule, device: torch.device, opened: OpenedGroup
+) -> Parts:
     precision = Precision(job.train.precision)
     # All ranks of a host measure at once, as they will compute; before the model takes memory.
     measured_flops = measure_matmul_flops(device, precision.compute)
@@ -105,13 +117,14 @@ def assemble(job: Job, world: World, ingredients: Ingredients) -> Parts:
         compiled=job.train.compile,
     )
     freeze(applied.module, job.optim)
-    return _introduce(job, world, ingredients, device, precision, opened, applied, measured_flops)
+    return _introduce(job, world, ingredients, schedule, device, precision, opened, applied, measured_flops)
 
 
 def _introduce(
     job: Job,
     world: World,
     ingredients: Ingredients,
+    schedule: Schedule,
     device: torch.device,
     precision: Precision,
     opened: OpenedGroup,
@@ -119,7 +132,6 @@ def _introduce(
     measured_flops: float,
 ) -> Parts:
     group, module = opened.group, applied.module
-    schedule = schedule_of(job.train, len(ingredients.source))
     return Parts(
         job=job,
         world=world,
@@ -163,6 +175,17 @@ def schedule_of(train: TrainConfig, num_samples: int) -> Schedule:
     if train.epochs is not None:
         return Schedule.for_epochs(num_samples, train.global_batch, micro, train.epochs)
     return Schedule.for_steps(num_samples, train.global_batch, micro, train.steps or 1)
+
+
+def check_last_step(job: Job, schedule: Schedule, num_ranks: int) -> None:
+    """Synchronised batch norm meets all ranks in every forward: where one has a micro-batch more, it would wait."""
+    num_micro = schedule.num_micro_batches(schedule.num_steps - 1)
+    if job.layout.batch_norm == "sync" and num_micro % num_ranks:
+        what = f"synchronised batch norm, but the last step's {num_micro} micro-batches do not divide evenly among "
+        what += f"{num_ranks} data ranks"
+        raise ConfigError(
+            [Problem("layout.batch_norm", what, "Give train.steps instead of epochs: all are then full.")]
+        )
 
 
 def loss_divisor(spec: ModelSpec, train: TrainConfig) -> float:

@@ -6,9 +6,9 @@ Invariant: every way out (finished, drained, stopped, failed) passes through ``c
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,18 +18,19 @@ from torch import nn
 from closeranks.agent.progress import Phase
 from closeranks.checkpoint.single import FILE_NAME, load_tree, save_tree
 from closeranks.core.environment import detect_world
+from closeranks.core.errors import CloseranksError, UserError
 from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, Saved, StepDone, Warned, encode
 from closeranks.core.protocols import Batch, Loss
 from closeranks.run.collector import CollectorPause
 from closeranks.run.evaluate import evaluate
-from closeranks.run.folder import choose_folder, prepare_folder
-from closeranks.run.hooks import Hook
+from closeranks.run.folder import agree_on_folder, record_job
+from closeranks.run.hooks import Hook, Hooks
 from closeranks.run.ingredients import Described, from_job, from_python, hooks_of
 from closeranks.run.job import Job
 from closeranks.run.ledger import Ledger, Settled
 from closeranks.run.narrator import narrate
 from closeranks.run.opening import prepare_process, started_event
-from closeranks.run.overseer import current_overseer, take_folder
+from closeranks.run.overseer import current_overseer
 from closeranks.run.parts import Parts, assemble
 from closeranks.run.result import Result
 from closeranks.run.state import collect_state, restore_state
@@ -70,22 +71,32 @@ class Session:
     def _open(self, described: Described, hooks: Sequence[Hook], folder: Path | None) -> None:
         self.job, self.world = described.job, detect_world()
         prepare_process(self.job, self.world)
-        self.parts: Parts = assemble(self.job, self.world, described.ingredients())
-        self.folder = folder or self._agree_on_folder()
-        self.recorder = Recorder(self.folder, self.world.rank)
+        with ExitStack() as opened:  # what does not open whole leaves nothing open
+            self.parts: Parts = assemble(self.job, self.world, described.ingredients())
+            opened.callback(self.parts.opened.close)
+            self.folder = folder or agree_on_folder(self.job, self.world, self.parts.group.share_text)
+            self.recorder = Recorder(self.folder, self.world.rank)
+            opened.callback(self.recorder.close)
+            self._furnish(hooks)
+            self._opened = opened.pop_all()
+        for close in (self._profiler.close, self.parts.loader.close, self._collector.release, self._emit_end):
+            self._opened.callback(close)
+        self._opened.callback(self._end_hooks)
+
+    def _furnish(self, hooks: Sequence[Hook]) -> None:
         self._overseer = current_overseer() or narrate(self.folder, self.job.telemetry, self.world)
         self.recorder.add_sink(self._tell_overseer)
-        self._hooks = [*hooks, *hooks_of(self.job)]
+        self._hooks = Hooks([*hooks, *hooks_of(self.job)])
         window = parse_window(self.job.telemetry.profile) or NO_STEPS
         self._profiler = StepProfiler(window, self.folder, self.world.rank)
         self._collector = CollectorPause(self.job.train.gc_every)
-        self._stop_reason = ""
-        self._ending, self._detail = "", ""
-        self._is_open, self._is_entered = True, False
+        self._stop_reason, self._ending, self._detail = "", "", ""
+        self._is_begun, self._is_entered = False, False
         self._last: StepDone | None = None
         self._eval: Evaluated | None = None
         self._opened_at = time.monotonic()
-        self.num_done = self._resume()
+        resumed = self.job.checkpoint.resume
+        self.num_done = restore_state(self.parts, load_tree(Path(resumed))) if resumed else 0
         """Steps finished so far, those before a resume included."""
         self._ledger = Ledger(self.parts)
 
@@ -109,16 +120,15 @@ class Session:
         self._overseer.progress(self.num_done, Phase.EVALUATE)
         self._eval = evaluate(self.parts, self.num_done)
         self._emit(self._eval)
-        for hook in self._hooks:
-            hook.on_eval(self, self._eval)
+        self._hooks.on_eval(self, self._eval)
         self._ledger.restart_clock()
         return self._eval
 
-    def save(self, path: Path | None = None) -> Path:
+    def save(self, path: Path | str | None = None) -> Path:
         """Write the whole state; every rank must call it, rank 0 writes."""
         self._note(self._ledger.flush())
         self._overseer.progress(self.num_done, Phase.SAVE)
-        path, started_at = path or self.folder / FILE_NAME, time.monotonic()
+        path, started_at = Path(path or self.folder / FILE_NAME), time.monotonic()
         if self.world.is_lead:
             num_bytes = save_tree(collect_state(self.parts, self.num_done), path)
             self._emit(Saved(self.num_done, str(path), num_bytes, time.monotonic() - started_at))
@@ -133,10 +143,12 @@ class Session:
     # The run
 
     def __iter__(self) -> Iterator[Step]:
-        self._begin()
+        if self._is_begun:
+            raise UserError("this session has run already", "Open a new Session, with checkpoint.resume to go on.")
         try:
+            self._begin()
             while self.num_done < self.parts.schedule.num_steps and not self._ending:
-                self._overseer.progress(self.num_done, Phase.COMPUTE)
+                self._overseer.progress(self.num_done + 1, Phase.COMPUTE)
                 with self._profiler.step(self.num_done + 1):
                     step = Step(self.parts, self.num_done)
                     yield step
@@ -153,18 +165,22 @@ class Session:
                 self.close()
 
     def _begin(self) -> None:
+        self._is_begun = True
+        if self.world.is_lead:
+            record_job(self.job, self.folder)
         self._emit(started_event(self.parts, self.num_done))
+        if self.num_done:
+            self._emit(Resumed(self.num_done, self.job.checkpoint.resume))
         for text in self.parts.warnings if self.world.is_lead else ():
             self._emit(Warned(text))
-        for hook in self._hooks:
-            hook.on_start(self)
         self.parts.module.train()
+        self._hooks.on_start(self)
         self.parts.loader.start(self.num_done)
         self._collector.hold()
         self._ledger.restart_clock()
 
     def _commit(self, step: Step) -> None:
-        self._overseer.progress(self.num_done, Phase.REDUCE)
+        self._overseer.progress(self.num_done + 1, Phase.REDUCE)
         asked = self._overseer.poll()
         verdict = step.commit(drain=asked.drain or bool(self._stop_reason), save=asked.save)
         self.num_done += 1
@@ -178,10 +194,10 @@ class Session:
         for entry in settled:
             self._last = entry.done
             self._emit(entry.done)
-            for hook in self._hooks:
-                hook.on_step(self, entry.done)
+            self._hooks.on_step(self, entry.done)
             if entry.drain:
-                self._ending, self._detail = "stopped" if self._stop_reason else "drained", self._stop_reason
+                # Whoever asks from outside asks for a save too; a hook may have stopped the run on another rank alone.
+                self._ending, self._detail = "drained" if entry.save else "stopped", self._stop_reason
 
     def _conclude(self) -> None:
         self._note(self._ledger.flush())
@@ -192,19 +208,22 @@ class Session:
             self.save()
 
     def close(self) -> None:
-        """Give everything back: threads, files, the group. Harmless when done already."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        for hook in self._hooks:
-            hook.on_end(self)
+        """Give everything back, whatever one part raises: threads, files, the group. Harmless when done already."""
+        self._opened.close()
+
+    def _end_hooks(self) -> None:
+        try:
+            self._hooks.on_end(self)
+        except CloseranksError as error:
+            if self._ending == "failed":  # what ended the run stays its cause
+                self._emit(Warned(str(error)))
+                return
+            self._ending, self._detail = "failed", str(error)
+            raise
+
+    def _emit_end(self) -> None:
         seconds = time.monotonic() - self._opened_at
         self._emit(RunEnded(self.num_done, self._ending or "finished", seconds, self._detail))
-        self._collector.release()
-        self.parts.loader.close()
-        self._profiler.close()
-        self.recorder.close()
-        self.parts.opened.close()
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -225,18 +244,3 @@ class Session:
     def _tell_overseer(self, event: Event) -> None:
         if self.world.is_lead:
             self._overseer.send_event(encode(event))
-
-    def _agree_on_folder(self) -> Path:
-        given = None if self.job.run.folder else take_folder()
-        folder = given or choose_folder(self.job, Path(sys.argv[0]).stem or "run")
-        if self.world.is_lead:
-            prepare_folder(self.job, folder)
-        return Path(self.parts.group.share_text(str(folder)))
-
-    def _resume(self) -> int:
-        if not self.job.checkpoint.resume:
-            return 0
-        path = Path(self.job.checkpoint.resume)
-        step = restore_state(self.parts, load_tree(path))
-        self._emit(Resumed(step, str(path)))
-        return step

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from closeranks.agent.failure import plain_message
 from closeranks.agent.link import WorkerLink
 from closeranks.agent.store import address_of, bind_store
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
+from closeranks.run.voice import LOST
 
 _NUMBERS = count()
 _COUNT_S = 5.0
@@ -44,7 +46,7 @@ def launcher_store(world: World) -> Store:
 
 
 def count_failure(world: World) -> int | None:
-    """How many ranks have failed so far, this one included; None if the store cannot be reached, any longer or yet."""
+    """How many ranks have failed so far, this one included; LOST where nobody answers, None before it opened."""
     if not launcher_store.cache_info().currsize:
         return None
     host, _, port = world.store.rpartition(":")
@@ -54,7 +56,7 @@ def count_failure(world: World) -> int | None:
         store.set_timeout(timedelta(seconds=_COUNT_S))
         return int(store.add(f"closeranks/{world.generation}/failures", 1))
     except (OSError, RuntimeError):  # torch's own store errors are all of the latter kind
-        return None
+        return LOST
 
 
 def _agent_store(world: World, link: WorkerLink) -> Store:
@@ -76,14 +78,17 @@ def _tcp_store(address: str, listen_fd: int | None = None) -> Store:
 
 
 def _fixed_store(world: World) -> Store:
+    """Rank 0 waits for all: if it failed and left before a late rank has come, that rank would wait in vain."""
     host, _, port = world.store.rpartition(":")
     _check_name(host, world)
     listen_fd = _listen(host, int(port), world) if world.is_lead else None
     try:
-        return _tcp_store(world.store, listen_fd)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), world_size=world.size, is_master=world.is_lead, master_listen_fd=listen_fd
+        )
     except (RuntimeError, ValueError) as error:
         fix = "Set MASTER_ADDR to an address of the first host that every host reaches, and MASTER_PORT to a free port."
-        what = f"rank 0's store at {world.store} could not be reached: {error}"
+        what = f"the ranks did not all meet at {world.store}: {plain_message(error)}"
         raise SetupError(what, fix, rank=world.rank) from error
 
 

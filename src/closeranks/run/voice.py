@@ -22,6 +22,10 @@ _LEAD_FIRST_S = 5.0
 """How long a rank that cannot ask the others leaves the word to rank 0, which has most likely met the same mistake."""
 
 
+LOST = 0
+"""The place of a rank that failed when the store was gone, and rank 0 with it."""
+
+
 class Turn(Enum):
     NOW = "now"
     AFTER_THE_LEAD = "after the lead"
@@ -30,17 +34,18 @@ class Turn(Enum):
 
 
 def turn_of(error: BaseException, world: World, place: int | None) -> Turn:
-    """When this rank may speak; ``place`` counts the ranks that failed so far, None where there is no store to ask.
+    """When this rank may speak; ``place`` says as the how-manieth rank it failed, None before there was a store to ask.
 
     Without a store rank 0 speaks for all. A mistake in the job is the same on every rank; any other may be this host's
-    alone (a file that is missing here), so it is told late rather than never. If even the store is lost, so is rank 0.
+    alone (a file that is missing here), so it is told late rather than never. A rank 0 that has left has spoken, unless
+    it was killed: then the next one tells of the loss.
     """
+    if place == LOST:
+        return Turn.NOW if world.rank == 1 and is_consequence(error) else Turn.NEVER
     if place is not None:
         return Turn.NOW if place == 1 else Turn.NEVER
     if world.is_lead:
         return Turn.NOW
-    if is_consequence(error):
-        return Turn.NOW if world.rank == 1 else Turn.NEVER
     return Turn.LEAVE_LATE if isinstance(error, ConfigError) else Turn.AFTER_THE_LEAD
 
 

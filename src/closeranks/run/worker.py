@@ -6,13 +6,13 @@ torch and everything of ours is loaded once per host.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, NoReturn
 
 from closeranks.agent.link import WorkerLink
 from closeranks.core.environment import detect_world
@@ -22,7 +22,7 @@ from closeranks.run.loop import drive, train_job
 from closeranks.run.overseer import Alone, settle_in
 from closeranks.run.session import Session
 from closeranks.run.store import count_failure, launcher_store
-from closeranks.run.voice import account_of, speak, turn_of
+from closeranks.run.voice import Turn, account_of, speak, turn_of
 from closeranks.telemetry.picture import draw
 from closeranks.telemetry.progress import Progress
 from closeranks.telemetry.report import write_report
@@ -44,14 +44,34 @@ def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     return 0
 
 
-def train_here(job: Job, job_file: str, overrides: Sequence[str]) -> None:
-    """Train in this very process, one of those that torchrun or srun has started; rank 0 shows what happens.
+def train_here(job: Job, job_file: str, overrides: Sequence[str]) -> NoReturn:
+    """Train in this very process, one of those that torchrun or srun has started.
+
+    It leaves as the agent's workers do, without unwinding: a thread of torch's that meets a half-closed interpreter
+    aborts the process now and then, and a run that has finished would count as failed.
+    """
+    status = 1
+    try:
+        status = _train_as_one_of_many(job, job_file, overrides)
+    except KeyboardInterrupt:
+        status = Interrupted.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> int:
+    """Rank 0 shows what happens and writes it down; the status to leave with.
 
     A run that a signal ended leaves rank 0 alone with a status that says so: a rank that left with one earlier would
     have the launcher kill rank 0 before its last page is written.
     """
-    world = detect_world()
-    failure, session = "", None
+    world, failure, session = detect_world(), "", None
     with Progress(log_every=job.telemetry.log_every) as progress:
         overseer = Alone(progress.handle)
         settle_in(overseer=overseer)
@@ -64,17 +84,18 @@ def train_here(job: Job, job_file: str, overrides: Sequence[str]) -> None:
             account = account_of(error, world, session.num_done if session else 0)
             speak(account, turn_of(error, world, count_failure(world)))
             failure = str(account)
-            sys.exit(account.exit_code)
+            return account.exit_code
         finally:
-            if dist.is_initialized():  # torch aborts a process that ends with its group open
-                dist.destroy_process_group()
             if session and world.is_lead and job.telemetry.report:
                 draw(session.folder)
                 page = write_report(session.folder, job_file=job_file, overrides=overrides, failure=failure)
                 progress.note(f"report: {page}")
-    if world.is_lead and result.reason == "drained":
-        ending = Interrupted if overseer.is_interrupted else Drained
-        raise ending(f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}.")
+    if not world.is_lead or result.reason != "drained":
+        return 0
+    kind = Interrupted if overseer.is_interrupted else Drained
+    ending = kind(f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}.")
+    speak(ending, Turn.NOW)
+    return ending.exit_code
 
 
 def _named(job: Job, stem: str) -> Job:

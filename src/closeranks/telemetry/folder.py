@@ -1,7 +1,7 @@
 """Where does each thing of a run stand on disk?
 
-    RUN/job.toml                    the user's file as it was
-    RUN/config.json                 the job as it was resolved
+    RUN/job.toml                    the whole job, every default filled in
+    RUN/config.json                 the same for machines
     RUN/metrics/rank-00000.jsonl    events of each rank, one JSON line each
     RUN/logs/rank-00000.log         what each worker printed
     RUN/state.safetensors           the state after the last step

@@ -152,7 +152,7 @@ _ENDINGS = {
     "finished": "finished at step {step} after {time}",
     "drained": "asked to stop: ended at step {step} after {time}",
     "stopped": "stopped at step {step} after {time}",
-    "failed": "failed at step {step} after {time}",
+    "failed": "failed after step {step} and {time}",
 }
 
 

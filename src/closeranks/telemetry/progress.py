@@ -59,9 +59,11 @@ class Progress:
             case StepDone():
                 self._step(event)
             case Evaluated():
+                self._show_latest()
                 self._meter.pause(event.seconds)
                 self.note(lines.evaluated_line(event))
             case Saved():
+                self._show_latest()
                 self._meter.pause(event.seconds)
                 self.note(lines.saved_line(event), style="dim")
             case Resumed():

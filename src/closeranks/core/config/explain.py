@@ -31,7 +31,10 @@ def explain(loaded: Loaded[Any]) -> list[ExplainLine]:
     job: Table = loaded.value
     return [
         ExplainLine(
-            leaf.place, _shown(leaf.value), loaded.origins.get(leaf.place, DEFAULT), " ".join(leaf.help.split())
+            leaf.place,
+            _shown(leaf.value),
+            loaded.origins.get(leaf.place, DEFAULT),
+            " ".join(leaf.help.replace("``", "'").split()),
         )
         for leaf in leaves(job)
     ]

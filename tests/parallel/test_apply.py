@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from closeranks.models.build import spec_for
+from closeranks.models.config import DigitsConfig, LlamaConfig
+from closeranks.parallel import apply as module_under_test
+from closeranks.parallel.apply import Applied, apply
+from closeranks.parallel.config import LayoutConfig
+from closeranks.parallel.group import Group
+from closeranks.parallel.precision import Precision
+
+LLAMA = spec_for(LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64), seq_len=16)
+DIGITS = spec_for(DigitsConfig(), seq_len=0)
+
+
+ONE = Group(0, 1)
+
+
+def applied(spec: Any, *, group: Group = ONE, batch_norm: str = "micro", compiled: bool = False) -> Applied:
+    return apply(
+        spec,
+        layout=LayoutConfig(batch_norm=batch_norm),  # type: ignore[arg-type]
+        group=group,
+        device=torch.device("cpu"),
+        precision=Precision("float32"),
+        seed=3,
+        micro_batch=4,
+        compiled=compiled,
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The transforms in the order they were made."""
+    made: list[str] = []
+
+    def note(name: str) -> None:
+        real = getattr(module_under_test, name)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            made.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module_under_test, name, noted)
+
+    for name in ("materialise", "synchronise", "BatchStatistics"):
+        note(name)
+    monkeypatch.setattr(nn.Module, "compile", lambda self: made.append(f"compile {type(self).__name__}"))
+    return made
+
+
+def test_weights_then_batch_norm_then_compile(calls: list[str]) -> None:
+    DIGITS.compile_units = ("stem", "body")
+    try:
+        # A group of two as far as this process knows: nothing travels, as a spec on meta needs no broadcast.
+        result = applied(DIGITS, group=Group(0, 2), batch_norm="sync", compiled=True)
+    finally:
+        DIGITS.compile_units = ()
+    assert calls == ["materialise", "synchronise", "BatchStatistics", "compile ConvBlock", "compile ConvBlock"]
+    assert type(result.module.stem.norm).__name__ == "SyncBatchNorm"
+
+
+def test_each_unit_of_the_spec_is_compiled_and_nothing_else(calls: list[str]) -> None:
+    applied(LLAMA, compiled=True)
+    assert len([call for call in calls if call.startswith("compile")]) == len(LLAMA.compile_units) > 0
+    calls.clear()
+    applied(LLAMA)
+    assert calls == ["materialise", "BatchStatistics"]
+
+
+def test_one_rank_has_nobody_to_synchronise_with(calls: list[str]) -> None:
+    applied(DIGITS, batch_norm="sync")
+    assert "synchronise" not in calls
+
+
+def weights(result: Applied) -> dict[str, Tensor]:
+    return dict(result.module.state_dict())
+
+
+def test_names_and_values_do_not_depend_on_what_was_applied(calls: list[str]) -> None:
+    plain = weights(applied(DIGITS))
+    for other in (
+        applied(DIGITS, group=Group(1, 2), batch_norm="sync"),
+        applied(DIGITS, group=Group(0, 4)),
+        applied(DIGITS, compiled=True),
+    ):
+        assert list(weights(other)) == list(plain)
+        assert all(torch.equal(tensor, plain[name]) for name, tensor in weights(other).items())
+
+
+def test_the_person_is_told_of_small_micro_batches() -> None:
+    (warning,) = applied(DIGITS).warnings
+    assert "micro-batches of 4" in warning
+    assert applied(LLAMA).warnings == ()

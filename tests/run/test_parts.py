@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from closeranks.core.errors import ConfigError, SetupError
+from closeranks.core.world import World
+from closeranks.models.build import spec_for
+from closeranks.models.config import DigitsConfig, LlamaConfig
+from closeranks.run.config import TrainConfig
+from closeranks.run.job import Job, check_workers, layout_for, load_job, micro_batch_size
+from closeranks.run.parts import check_last_step, choose_device, loss_divisor, schedule_of
+
+
+def job(**tables: Any) -> Job:
+    return load_job(None, extra={"model": {}, "data": {}, "train": {"steps": 1}, **tables}).value
+
+
+def test_a_length_in_steps_or_in_epochs() -> None:
+    assert schedule_of(TrainConfig(steps=7, global_batch=8), 20).num_steps == 7
+    by_epochs = schedule_of(TrainConfig(epochs=1.5, global_batch=8), 20)
+    assert (by_epochs.num_steps, by_epochs.total_samples) == (4, 30)
+
+
+@pytest.mark.parametrize(("table", "size"), [((32, 0), 4), ((7, 0), 1), ((100, 0), 12), ((32, 5), 5)])
+def test_a_micro_batch_never_depends_on_the_workers(table: tuple[int, int], size: int) -> None:
+    assert micro_batch_size(TrainConfig(steps=1, global_batch=table[0], micro_batch=table[1])) == size
+
+
+@pytest.mark.parametrize(
+    ("spec", "micro", "divisor"),
+    [
+        (spec_for(DigitsConfig(), seq_len=0), 1, 1.0),
+        (spec_for(DigitsConfig(), seq_len=0), 16, 16.0),
+        (spec_for(DigitsConfig(), seq_len=0), 17, 32.0),
+        (spec_for(LlamaConfig(), seq_len=64), 3, 256.0),
+    ],
+)
+def test_losses_are_divided_by_a_power_of_two_that_covers_a_micro_batch(spec: Any, micro: int, divisor: float) -> None:
+    assert loss_divisor(spec, TrainConfig(steps=1, global_batch=64, micro_batch=micro)) == divisor
+
+
+def test_a_job_that_asks_for_cuda_where_there_is_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert choose_device(job(), World()) == torch.device("cpu")
+    with pytest.raises(SetupError, match=r"worker 1 of this host finds 0 CUDA devices.*run\.device = 'auto'"):
+        choose_device(job(run={"device": "cuda"}), World(rank=1, size=2, local_rank=1, local_size=2))
+
+
+SYNC = {"batch_norm": "sync"}
+DIGITS = {"model": {"name": "digits"}, "data": {"name": "digits"}}
+
+
+def test_synchronised_batch_norm_needs_full_rounds() -> None:
+    even = job(train={"steps": 1, "global_batch": 16, "micro_batch": 4}, layout=SYNC, **DIGITS)
+    assert check_workers(even, 2) == []
+    (problem,) = check_workers(even, 3)
+    assert problem.place == "layout.batch_norm"
+    assert "3 data ranks" in problem.what
+    assert problem.fix
+
+
+def test_synchronised_batch_norm_and_a_short_last_step() -> None:
+    """84 samples end in a step of one micro-batch: a rank without one would never answer the other."""
+    table = {"epochs": 1.0, "global_batch": 16, "micro_batch": 4}
+    by_epochs = job(train=table, layout=SYNC, **DIGITS)
+    assert check_workers(by_epochs, 2) == [], "it takes the data to know"
+    for num_samples in (80, 86, 88):  # full, two and three short ones left: 0, 2 and 2 micro-batches
+        check_last_step(by_epochs, schedule_of(by_epochs.train, num_samples), 2)
+    with pytest.raises(ConfigError, match=r"layout\.batch_norm: .*1 micro-batches.*2 data ranks\. Give train\.steps"):
+        check_last_step(by_epochs, schedule_of(by_epochs.train, 84), 2)
+    check_last_step(by_epochs, schedule_of(by_epochs.train, 84), 1)
+    check_last_step(job(train=table, **DIGITS), schedule_of(by_epochs.train, 84), 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_workers", "place"),
+    [({"tensor": 2}, 2, "layout.tensor"), ({"zero": 1}, 2, "layout.zero"), ({"data": 3}, 2, "layout")],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(
+    layout: dict[str, int], num_workers: int, place: str
+) -> None:
+    problems = check_workers(job(layout=layout), num_workers)
+    assert place in [problem.place for problem in problems]
+    assert all(problem.fix for problem in problems)
+
+
+def test_the_data_axis_takes_the_workers_that_are_left() -> None:
+    assert layout_for(job(), 4).data == 4
+    assert layout_for(job(layout={"data": 2}), 4).data == 2
+    assert layout_for(job(layout={"tensor": 2}), 4).data == 2
+
+
+def test_a_model_and_data_that_do_not_fit_each_other() -> None:
+    with pytest.raises(ConfigError, match="model 'digits' reads labelled images, but data 'text' holds tokens"):
+        job(model={"name": "digits"})
