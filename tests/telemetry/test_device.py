@@ -122,7 +122,7 @@ def test_memory_is_counted_by_what_holds_it() -> None:
     assert use.optimizer_bytes == 4 * 5000 + 4
     assert use.requested_bytes == 4096
     assert use.total_bytes > use.in_use_bytes > 0
-    text = explain_out_of_memory(module, state, CPU, RuntimeError(HOST_ERROR))
+    text = explain_out_of_memory(module, state, CPU, RuntimeError(HOST_ERROR), is_mixed=False)
     assert "Largest parameters: 0.weight (19.5 KiB), 1.weight (2.0 KiB)." in text
     assert "train.micro_batch" in text
 
@@ -143,5 +143,5 @@ def test_on_an_accelerator() -> None:
         torch.empty(1 << 45, device=cuda)
     assert is_out_of_memory(caught.value)
     module = nn.Linear(1000, 1000, device=cuda)
-    assert "ran out of memory" in explain_out_of_memory(module, {}, cuda, caught.value)
+    assert "ran out of memory" in explain_out_of_memory(module, {}, cuda, caught.value, is_mixed=True)
     assert memory_use(module, {}, cuda, caught.value).requested_bytes == 4 << 45

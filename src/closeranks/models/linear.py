@@ -1,8 +1,9 @@
 """How is a matrix product differentiated in mixed precision?
 
 Autocast rounds a weight's gradient to half precision on its way out of the matrix unit, then copies it to float32.
-Here the unit writes its float32 sums as they are: one rounding fewer, and two passes over the gradient less (2% of a
-step on an H200). Invariant: values and gradients are those of ``nn.Linear`` under autocast, up to that rounding.
+Here the unit writes its float32 sums as they are: one rounding fewer, and two passes over the gradient less (about 1%
+of a step on an H200: the plain loop of benchmarks/gpu.py has autocast's own). Invariant: values and gradients are those
+of ``nn.Linear`` under autocast, up to that rounding.
 """
 
 from __future__ import annotations

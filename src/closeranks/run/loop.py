@@ -58,5 +58,7 @@ def drive(session: Session) -> Result:
 def out_of_memory(session: Session, error: BaseException) -> SetupError:
     """The allocator's complaint in words: what took the memory, and what to change."""
     parts = session.parts
-    text = explain_out_of_memory(parts.module, parts.optimizer.state(), parts.device, error)
+    text = explain_out_of_memory(
+        parts.module, parts.optimizer.state(), parts.device, error, is_mixed=parts.precision.compute.itemsize == 2
+    )
     return SetupError(f"rank {session.world.rank} failed at step {session.num_done + 1}: {text}")

@@ -11,6 +11,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +155,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(
-    module: nn.Module, optimizer_state: Mapping[str, Any], device: torch.device, error: BaseException
+    module: nn.Module, optimizer_state: Mapping[str, Any], device: torch.device, error: BaseException, *, is_mixed: bool
 ) -> str:
-    """What took the memory and what to change. ``optimizer_state`` may nest; tensors on other devices do not count.
+    """What took the memory and what to change; ``is_mixed``: it computes in half precision already.
 
-    Call before anything is freed: parameters, gradients and optimizer state are read as they stand.
+    ``optimizer_state`` may nest; tensors on other devices do not count. Call before anything is freed: parameters,
+    gradients and optimizer state are read as they stand.
     """
-    return explain(memory_use(module, optimizer_state, device, error))
+    use = memory_use(module, optimizer_state, device, error)
+    return explain(replace(use, is_float32=use.is_float32 and not is_mixed))
 
 
 def memory_use(
