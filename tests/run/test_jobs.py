@@ -31,7 +31,7 @@ def digits(folder: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def pairs(folder: Path) -> Done:
-    options = ["run.folder=pairs", "train.steps=40", "train.eval_every=20", "telemetry.report=false"]
+    options = ["run.folder=pairs", "train.eval_every=10", "telemetry.report=false"]
     return closeranks("train", ROOT / "examples" / "pairs.toml", "-n", 2, *options, cwd=folder)
 
 
@@ -90,7 +90,7 @@ def test_pairs_report_both_losses(pairs: Done, folder: Path) -> None:
         assert set(done.metrics) == {"click_loss", "rating_loss"}
         both = done.metrics["click_loss"] + 0.5 * done.metrics["rating_loss"]
         assert done.loss == pytest.approx(both, rel=1e-5), "the example weighs the rating by a half"
-    first, *_, last = of_kind(folder / "pairs", StepDone)
+    first, *_, last = of_kind(folder / "pairs", Evaluated)
     assert last.metrics["click_loss"] < first.metrics["click_loss"]
     assert last.metrics["rating_loss"] < first.metrics["rating_loss"]
     assert "click loss" in pairs.out.replace("_", " ")

@@ -21,11 +21,11 @@ PARTS = ("parameters", "gradients", "optimizer state", "activations")
 
 @pytest.mark.world
 def test_a_micro_batch_that_does_not_fit(tmp_path: Path) -> None:
-    """The limit is inherited by everything the command starts; 131072 tokens need more than it leaves."""
+    """The limit is inherited by everything the command starts; a million tokens need more than it leaves."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT, hard))
     try:
-        sizes = ["train.global_batch=2048", "train.micro_batch=1024", "data.seq_len=256", "run.folder=run"]
+        sizes = ["train.global_batch=8192", "train.micro_batch=4096", "data.seq_len=256", "run.folder=run"]
         done = closeranks("train", TINY, "-n", 2, *FAST, *sizes, cwd=tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

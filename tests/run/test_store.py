@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
 from closeranks.run import store
-from closeranks.run.store import count_failure, launcher_store, make_store
+from closeranks.run.store import count_failure, launcher_store, make_store, meet
+from closeranks.run.voice import LOST
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +46,7 @@ def listeners(port: int) -> set[str]:
     """The addresses on which something listens to a port, as /proc/net tells them."""
     found = set()
     for name, everywhere in (("tcp", "00000000"), ("tcp6", "0" * 32)):
-        for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             address, port_hex = line.split()[1].split(":")
             if int(port_hex, 16) == port and line.split()[3] == "0A":
                 found.add("everywhere" if address == everywhere else "one address")
@@ -90,7 +92,9 @@ def test_a_store_that_nobody_opened_is_told_with_both_variables(monkeypatch: pyt
         raise RuntimeError("connection refused")
 
     monkeypatch.setattr(store, "_tcp_store", refused)
-    with pytest.raises(SetupError, match=r"could not be reached: connection refused\. Set MASTER_ADDR.*MASTER_PORT"):
+    with pytest.raises(
+        SetupError, match=r"could not be reached: connection refused \(rank 1\)\. Set MASTER_ADDR.*MASTER_PORT"
+    ):
         launcher_store(slurm(rank=1))
 
 
@@ -105,5 +109,15 @@ def test_a_store_that_is_gone_counts_nothing() -> None:
     world = slurm()
     opened = launcher_store(world)
     gone = World(1, 2, 1, 2, launcher="slurm", store=f"127.0.0.1:{free_port()}")
-    assert count_failure(gone) is None
+    assert count_failure(gone) == LOST
     opened.set_timeout(timedelta(seconds=1))
+
+
+def test_rank_0_waits_for_the_last_rank() -> None:
+    lead = slurm()
+    opened = launcher_store(lead)
+    opened.set_timeout(timedelta(milliseconds=50))
+    with pytest.raises(SetupError, match=rf"1 of 2 ranks did not come to {lead.store}"):
+        meet(lead)
+    meet(World(1, 2, 1, 2, launcher="slurm", store=lead.store))
+    opened.wait(["closeranks/0/all here"])

@@ -57,7 +57,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as leave:
-        if leave.code == 2 and sys.argv[1:2] == ["train"]:  # typer has told what it did not understand
+        was_told = isinstance(leave.__context__, CloseranksError)  # by a rank of torchrun or srun
+        if leave.code == 2 and sys.argv[1:2] == ["train"] and not was_told:  # typer says what it did not understand
             typer.echo("Values of the job are written table.key=value, such as train.steps=200.", err=True)
         raise
     except CloseranksError as error:

@@ -45,6 +45,21 @@ def launcher_store(world: World) -> Store:
     return _fixed_store(world)
 
 
+def meet(world: World) -> None:
+    """Rank 0 goes on when all ranks have come: if it failed and left before a late one, that one would wait in vain."""
+    store, prefix = launcher_store(world), f"closeranks/{world.generation}"
+    if store.add(f"{prefix}/arrived", 1) == world.size:
+        store.set(f"{prefix}/all here", "")
+    if not world.is_lead:
+        return
+    try:
+        store.wait([f"{prefix}/all here"])
+    except RuntimeError:
+        num_missing = world.size - store.add(f"{prefix}/arrived", 0)
+        what = f"{num_missing} of {world.size} ranks did not come to {world.store}"
+        raise SetupError(what, "Look for their own words, and set MASTER_ADDR to what every host reaches.") from None
+
+
 def count_failure(world: World) -> int | None:
     """How many ranks have failed so far, this one included; LOST where nobody answers, None before it opened."""
     if not launcher_store.cache_info().currsize:
@@ -78,17 +93,14 @@ def _tcp_store(address: str, listen_fd: int | None = None) -> Store:
 
 
 def _fixed_store(world: World) -> Store:
-    """Rank 0 waits for all: if it failed and left before a late rank has come, that rank would wait in vain."""
     host, _, port = world.store.rpartition(":")
     _check_name(host, world)
     listen_fd = _listen(host, int(port), world) if world.is_lead else None
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), world_size=world.size, is_master=world.is_lead, master_listen_fd=listen_fd
-        )
+        return _tcp_store(world.store, listen_fd)
     except (RuntimeError, ValueError) as error:
         fix = "Set MASTER_ADDR to an address of the first host that every host reaches, and MASTER_PORT to a free port."
-        what = f"the ranks did not all meet at {world.store}: {plain_message(error)}"
+        what = f"rank 0's store at {world.store} could not be reached: {plain_message(error)}"
         raise SetupError(what, fix, rank=world.rank) from error
 
 

@@ -21,7 +21,7 @@ from closeranks.run.job import Job
 from closeranks.run.loop import drive, train_job
 from closeranks.run.overseer import Alone, settle_in
 from closeranks.run.session import Session
-from closeranks.run.store import count_failure, launcher_store
+from closeranks.run.store import count_failure, meet
 from closeranks.run.voice import Turn, account_of, speak, turn_of
 from closeranks.telemetry.picture import draw
 from closeranks.telemetry.progress import Progress
@@ -76,7 +76,7 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
         overseer = Alone(progress.handle)
         settle_in(overseer=overseer)
         try:
-            launcher_store(world)  # before anything can fail: failed ranks are counted there
+            meet(world)  # before anything can fail: failed ranks are counted there
             session = Session.from_job(_named(job, Path(job_file).stem))
             overseer.listen()
             result = drive(session)

@@ -1,0 +1,54 @@
+"""How many workers start where nobody says, and what is told where the launcher has decided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import FAST, TINY, closeranks
+
+pytestmark = pytest.mark.world
+
+
+@pytest.mark.parametrize(
+    ("override", "visible", "expected"),
+    [("layout.data=0", "", 1), ("layout.data=2", "", 2), ("layout.data=0", "0,1", 2)],
+    ids=["one", "as the layout says", "one per visible GPU"],
+)
+def test_workers_where_nobody_says_how_many(tmp_path: Path, override: str, visible: str, expected: int) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": visible}
+    fewer = [*FAST, "train.steps=1", override, "run.folder=run", "run.device=cpu"]
+    done = closeranks("train", TINY, *fewer, cwd=tmp_path, env=env)
+    assert done.code == 0, done.err
+    ranks = sorted(path.stem for path in (tmp_path / "run" / "metrics").iterdir())
+    assert ranks == [f"rank-{rank:05d}" for rank in range(expected)]
+    started = json.loads((tmp_path / "run" / "metrics" / "rank-00000.jsonl").read_text().splitlines()[0])
+    assert started["world_size"] == expected
+
+
+def under_torchrun(tmp_path: Path, *arguments: str, size: int = 1) -> tuple[int, str]:
+    env = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = closeranks("train", TINY, *arguments, cwd=tmp_path, env=env)
+    return done.code, done.err
+
+
+def test_a_launchers_number_of_workers_stands(tmp_path: Path) -> None:
+    code, err = under_torchrun(tmp_path, "-n", "3", size=2)
+    assert code == 2
+    assert err == "closeranks: -n 3 was asked for, but torchrun has started 2 workers. Leave -n away.\n"
+
+
+def test_a_mistake_under_a_launcher_is_told_once_and_nothing_else(tmp_path: Path) -> None:
+    code, err = under_torchrun(tmp_path, "train.stepz=3")
+    assert code == 2
+    assert err.count("train.stepz") == 1
+    assert "Values of the job are written" not in err, "it was understood very well"
+
+
+def test_a_flag_that_does_not_exist_is_told_how_values_are_written(tmp_path: Path) -> None:
+    done = closeranks("train", TINY, "--steps", 5, cwd=tmp_path)
+    assert done.code == 2
+    assert "--steps" in done.err
+    assert "table.key=value, such as train.steps=200" in done.err
