@@ -96,7 +96,7 @@ def _holds(word: str, limit: Any, value: Any, root: Node) -> bool:
             return bool(value == limit)
         case "enum":
             return value in limit
-        case "minimum":
+        case "minimum" | "ge":  # pydantic's own word where it could not say it in the schema's: see below
             return bool(value >= limit)
         case "maximum":
             return bool(value <= limit)
@@ -112,9 +112,9 @@ def _holds(word: str, limit: Any, value: Any, root: Node) -> bool:
             return not any(problems(limit, item, root) for item in value)
         case "prefixItems":
             return not any(problems(one, item, root) for one, item in zip(limit, value, strict=False))
-        case "minItems":
+        case "minItems" | "minLength":
             return len(value) >= limit
-        case "maxItems":
+        case "maxItems" | "maxLength":
             return len(value) <= limit
     raise AssertionError(f"the schema says {word!r}, which this check does not know")
 
@@ -122,6 +122,11 @@ def _holds(word: str, limit: Any, value: Any, root: Node) -> bool:
 @cache
 def schema() -> Node:
     return json.loads(closeranks("config", "--schema", cwd=ROOT).out)  # type: ignore[no-any-return]
+
+
+@pytest.mark.xfail(strict=True, reason="optim.schedule.warmup is a union with a bound, which pydantic writes as 'ge'")
+def test_an_editor_understands_every_word_of_the_schema() -> None:
+    assert '"ge":' not in json.dumps(schema())
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -22,7 +22,10 @@ from tests.cli.commands import TINY, closeranks, mark, marked_processes
 
 pytestmark = pytest.mark.world
 
-QUICK = ["model.num_layers=2", "train.eval_every=0", "train.eval_samples=6", "telemetry.report=false", "run.folder=run"]
+QUICK = [
+    *("model.num_layers=2", "model.dim=32", "train.global_batch=6", "train.micro_batch=3"),
+    *("train.eval_every=0", "train.eval_samples=6", "telemetry.report=false", "run.folder=run"),
+]
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 # The command becomes the leader of its own session, with the terminal as its own: the keys then reach it.
 TAKE_TERMINAL = (

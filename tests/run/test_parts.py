@@ -12,7 +12,7 @@ from closeranks.models.config import DigitsConfig, LlamaConfig
 from closeranks.parallel.config import LayoutConfig
 from closeranks.run.config import TrainConfig
 from closeranks.run.job import Job, check_workers, layout_for, load_job, micro_batch_size
-from closeranks.run.parts import check_last_step, choose_device, loss_divisor, schedule_of
+from closeranks.run.parts import check_last_step, choose_device, device_index, loss_divisor, schedule_of
 
 
 def job(**tables: Any) -> Job:
@@ -102,3 +102,20 @@ def test_the_data_axis_takes_the_workers_that_are_left() -> None:
 def test_a_model_and_data_that_do_not_fit_each_other() -> None:
     with pytest.raises(ConfigError, match="model 'digits' reads labelled images, but data 'text' holds tokens"):
         job(model={"name": "digits"})
+
+
+def test_each_worker_takes_a_device_of_its_own_where_there_are_enough() -> None:
+    second = World(rank=1, size=2, local_rank=1, local_size=2, launcher="agent")
+    assert device_index("auto", second, 2) == 1
+    assert device_index("auto", second, 1) is None
+    assert device_index("auto", second, 0) is None
+    with pytest.raises(SetupError, match="finds 1 CUDA devices"):
+        device_index("cuda", second, 1)
+
+
+def test_a_slurm_task_that_sees_one_device_takes_it() -> None:
+    task = World(rank=3, size=4, local_rank=1, local_size=2, launcher="slurm")
+    assert device_index("auto", task, 1) == 0
+    assert device_index("cuda", task, 1) == 0
+    assert device_index("auto", task, 0) is None
+    assert device_index("auto", task, 4) == 1

@@ -75,14 +75,25 @@ class Parts:
 def choose_device(job: Job, world: World) -> torch.device:
     """An accelerator per worker where the job and the host allow it."""
     available = torch.cuda.device_count() if job.run.device != "cpu" else 0
-    if job.run.device == "cuda" and available <= world.local_rank:
-        what = f"run.device = 'cuda', but worker {world.local_rank} of this host finds {available} CUDA devices"
-        raise SetupError(what, "Start fewer workers, or set run.device = 'auto'.", rank=world.rank)
-    if available < world.local_size:
+    index = device_index(job.run.device, world, available)
+    if index is None:
         return torch.device("cpu")
-    device = torch.device("cuda", world.local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def device_index(wanted: str, world: World, available: int) -> int | None:
+    """Which of the visible CUDA devices this worker takes; None: the CPU.
+
+    Slurm may show each task its own device alone (``--gpus-per-task``), which is then number 0 to everybody.
+    """
+    if world.launcher == "slurm" and available == 1:
+        return 0
+    if wanted == "cuda" and available <= world.local_rank:
+        what = f"run.device = 'cuda', but worker {world.local_rank} of this host finds {available} CUDA devices"
+        raise SetupError(what, "Start fewer workers, or set run.device = 'auto'.", rank=world.rank)
+    return world.local_rank if available >= world.local_size else None
 
 
 def assemble(job: Job, world: World, ingredients: Ingredients) -> Parts:
