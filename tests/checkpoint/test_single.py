@@ -57,6 +57,20 @@ def test_a_flipped_bit_is_refused(tmp_path: Path, place: int) -> None:
         load_tree(path)
 
 
+def test_no_bit_of_the_header_can_flip_unseen(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    save_tree(tree(), path)
+    data = path.read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    text = data[8:end].decode().rstrip()
+    for place in range(8, 8 + len(text)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        try:
+            assert same(load_tree(path), tree()), data[place - 20 : place + 20]
+        except CheckpointError:
+            continue
+
+
 @pytest.mark.parametrize("size", [0, 5, 100, -1])
 def test_a_torn_file_is_refused(tmp_path: Path, size: int) -> None:
     path = tmp_path / FILE_NAME

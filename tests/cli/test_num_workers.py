@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import FAST, TINY, closeranks
-
-pytestmark = pytest.mark.world
+from closeranks.cli import launching
+from closeranks.cli.main import app
+from tests.cli.commands import TINY, closeranks
 
 
 @pytest.mark.parametrize(
-    ("override", "visible", "expected"),
-    [("layout.data=0", "", 1), ("layout.data=2", "", 2), ("layout.data=0", "0,1", 2)],
-    ids=["one", "as the layout says", "one per visible GPU"],
+    ("arguments", "visible", "expected"),
+    [
+        (["layout.data=0"], "", 1),
+        (["layout.data=2"], "", 2),
+        (["layout.data=0"], "0,1", 2),
+        (["layout.data=0"], "0,1,-1,2", 2),
+        (["-n", "3", "layout.data=0"], "0,1", 3),
+    ],
+    ids=["one", "as the layout says", "one per visible GPU", "as CUDA counts them", "as the person says"],
 )
-def test_workers_where_nobody_says_how_many(tmp_path: Path, override: str, visible: str, expected: int) -> None:
-    env = {"CUDA_VISIBLE_DEVICES": visible}
-    fewer = [*FAST, "train.steps=1", override, "run.folder=run", "run.device=cpu"]
-    done = closeranks("train", TINY, *fewer, cwd=tmp_path, env=env)
-    assert done.code == 0, done.err
-    ranks = sorted(path.stem for path in (tmp_path / "run" / "metrics").iterdir())
-    assert ranks == [f"rank-{rank:05d}" for rank in range(expected)]
-    started = json.loads((tmp_path / "run" / "metrics" / "rank-00000.jsonl").read_text().splitlines()[0])
-    assert started["world_size"] == expected
+def test_workers_where_nobody_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], visible: str, expected: int
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(launching, "_start", lambda work, num_workers: started.append(num_workers))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    app(["train", TINY, *arguments, f"run.folder={tmp_path}/run"], standalone_mode=False)
+    assert started == [expected]
 
 
 def under_torchrun(tmp_path: Path, *arguments: str, size: int = 1) -> tuple[int, str]:

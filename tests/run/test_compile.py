@@ -9,7 +9,12 @@ import pytest
 
 from tests.run.trajectories import alone, largest_difference, relative
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    # the compiler touches all of torch and every tensor's every attribute, and torch warns it of both
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])

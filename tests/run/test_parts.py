@@ -115,7 +115,8 @@ def test_each_worker_takes_a_device_of_its_own_where_there_are_enough() -> None:
 
 def test_a_slurm_task_that_sees_one_device_takes_it() -> None:
     task = World(rank=3, size=4, local_rank=1, local_size=2, launcher="slurm")
-    assert device_index("auto", task, 1) == 0
-    assert device_index("cuda", task, 1) == 0
-    assert device_index("auto", task, 0) is None
+    assert device_index("auto", task, 1, is_own=True) == 0
+    assert device_index("cuda", task, 1, is_own=True) == 0
+    assert device_index("auto", task, 0, is_own=True) is None
+    assert device_index("auto", task, 1) is None, "one device for two tasks is nobody's own"
     assert device_index("auto", task, 4) == 1

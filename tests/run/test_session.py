@@ -161,9 +161,9 @@ def test_a_length_is_given_once(tmp_path: Path, table: dict[str, Any]) -> None:
 
 
 def test_a_forgotten_backward_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"called 0 times for 2 micro-batches \(step 0\)\. Call it once"):
+    with pytest.raises(UserError, match=r"the next batch was taken out of turn \(step 1\)"):
         learn(open_session(tmp_path), lambda session, step, batch: None)
-    assert ended(tmp_path)[1] == "failed"
+    assert ended(tmp_path)[1] == "stopped"  # raised in the user's loop: without `with`, a session sees it only left
 
 
 def test_a_step_that_nobody_looked_into_is_told(tmp_path: Path) -> None:
@@ -172,12 +172,27 @@ def test_a_step_that_nobody_looked_into_is_told(tmp_path: Path) -> None:
             pass
 
 
+def test_batches_cannot_be_gathered_first(tmp_path: Path) -> None:
+    step = next(iter(open_session(tmp_path)))
+    with pytest.raises(UserError, match="out of turn"):
+        list(step)
+
+
+def test_evaluating_or_saving_within_a_step_is_refused(tmp_path: Path) -> None:
+    def midway(session: Session, step: Step, batch: Batch) -> None:
+        step.backward(session.loss(batch))
+        session.save()
+
+    with pytest.raises(UserError, match="within a step"):
+        learn(open_session(tmp_path), midway)
+
+
 def test_a_second_backward_is_told(tmp_path: Path) -> None:
     def twice(session: Session, step: Step, batch: Batch) -> None:
         step.backward(session.loss(batch))
         step.backward(session.loss(batch))
 
-    with pytest.raises(UserError, match="called 4 times for 2"):
+    with pytest.raises(UserError, match=r"called again out of turn \(step 1\)"):
         learn(open_session(tmp_path), twice)
 
 

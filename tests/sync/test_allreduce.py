@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from closeranks.core.errors import ModelError
 from closeranks.parallel.group import Group
 from closeranks.sync.allreduce import AllReduce
 from closeranks.testing import run_world
@@ -117,3 +118,45 @@ def test_one_rank_leaves_gradients_where_autograd_put_them() -> None:
     places = [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
     reducer.finish()
     assert places == [g.data_ptr() for g in reducer.gradients()]
+
+
+def odd_layouts() -> bool:
+    """A transposed and a channels-last parameter: the gradient must lie in memory as the parameter does."""
+    group = Group(dist.get_rank(), dist.get_world_size())
+    module = nn.Module()
+    module.a = nn.Parameter(torch.zeros(3, 5).t())
+    module.b = nn.Parameter(torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+    reducer = AllReduce(module, group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+    reducer.arm()
+    weights = torch.arange(15.0).view(5, 3), torch.arange(96.0).view(2, 3, 4, 4)
+    sum((p * w).sum() for p, w in zip(module.parameters(), weights, strict=True)).backward()
+    reducer.finish()
+    return all(
+        p.grad.stride() == p.stride() and torch.equal(p.grad, group.size * w)
+        for p, w in zip(module.parameters(), weights, strict=True)
+    )
+
+
+@pytest.mark.world
+def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
+    assert run_world(odd_layouts, 2) == [True, True]
+
+
+def twice_in_one_backward() -> str:
+    from torch.utils.checkpoint import checkpoint
+
+    layer = nn.Linear(4, 4)
+    reducer = AllReduce(layer, Group(dist.get_rank(), 2), bucket_bytes=1, first_bucket_bytes=1)
+    reducer.arm()
+    x = torch.ones(2, 4, requires_grad=True)
+    try:
+        checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True).sum().backward()
+    except ModelError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.world
+def test_a_second_gradient_in_one_backward_is_refused() -> None:
+    for said in run_world(twice_in_one_backward, 2):
+        assert "use_reentrant=False" in said

@@ -69,13 +69,17 @@ class WorkerLink:
         self._send({"type": "store", "address": address})
 
     def store(self, timeout_s: float = 60.0) -> str:
-        """Where the store is, waiting for rank 0's announcement."""
+        """Where the store is, waiting for rank 0's announcement; each one is handed out once.
+
+        A script's second session has a store of its own: the address of the first must not be taken for it.
+        """
         deadline = time.monotonic() + timeout_s
         while not self._store:
             if (left := deadline - time.monotonic()) <= 0:
                 raise CloseranksError(f"{NO_STORE} within {timeout_s:g} s", rank=self.world.rank)
             self._read_blocking(left)
-        return self._store
+        address, self._store = self._store, ""
+        return address
 
     # --- each step
 

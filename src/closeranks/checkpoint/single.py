@@ -31,9 +31,11 @@ Tree = Mapping[str, Any]
 def save_tree(tree: Tree, path: Path) -> int:
     """Write the tree; returns its size in bytes."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in _tensors(tree)}
+    skeleton = json.dumps(_skeleton(tree))
     header = {
         "format": _FORMAT,
-        "tree": json.dumps(_skeleton(tree)),
+        "tree": skeleton,
+        "tree_crc32c": str(crc32c.crc32c(skeleton.encode())),
         "crc32c": json.dumps({name: _digest(tensor) for name, tensor in tensors.items()}),
     }
     data = save(tensors, metadata=header)
@@ -65,14 +67,19 @@ def load_tree(path: Path) -> dict[str, Any]:
             header = file.metadata() or {}
             if header.get("format") != _FORMAT:
                 raise CheckpointError(f"{path} is not a state file of this program", "Name one that a run saved.")
+            if header["tree_crc32c"] != str(crc32c.crc32c(header["tree"].encode())):
+                raise CheckpointError(f"{path} is damaged: its header does not match its digest", "Use an earlier one.")
             digests, skeleton = json.loads(header["crc32c"]), json.loads(header["tree"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, json.JSONDecodeError, KeyError, OSError) as error:
+    except (SafetensorError, ValueError, KeyError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or not a state file: {error}", "Use an earlier one.") from error
     for name, tensor in tensors.items():
         if digests.get(name) != _digest(tensor):
             raise CheckpointError(f"{path} is damaged: '{name}' does not match its digest", "Use an earlier one.")
-    return _rebuild(skeleton, tensors, "")
+    try:
+        return _rebuild(skeleton, tensors, "")
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: its parts do not fit together", "Use an earlier one.") from error
 
 
 def _digest(tensor: Tensor) -> int:

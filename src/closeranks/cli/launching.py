@@ -92,6 +92,7 @@ def run_script(script: Path, arguments: Sequence[str], num_workers: int) -> None
         entry="closeranks.run.worker:script_entry",
         payload={"script": str(script), "args": list(arguments), "folder": str(folder)},
         folder=folder,
+        is_new=not folder.exists(),
     )
     _start(work, num_workers or num_gpus() or 1)
 

@@ -137,3 +137,8 @@ def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
         allowed = names[: names.index("-1")] if "-1" in names else names  # CUDA reads no further than -1
         return len([name for name in allowed if name])
     return len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
+
+
+def gpus_are_per_task(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm gave each task devices of its own (``--gpus-per-task``)."""
+    return bool(environ.get("SLURM_GPUS_PER_TASK"))

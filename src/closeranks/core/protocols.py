@@ -7,7 +7,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -121,21 +121,3 @@ class Group(Protocol):
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place; every rank gets the same bits."""
         ...
-
-
-class StateItem(Protocol):
-    """One branch of the state tree: what must survive a restart.
-
-    ``state`` returns tensors (referenced, not copied) and plain JSON values in nested dicts; ``load_state`` takes the
-    same shape back and copies into place.
-    """
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-class MicroBatches(Protocol):
-    """The micro-batches of one step that fall to this rank, in global order."""
-
-    def __iter__(self) -> Iterator[Any]: ...

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from closeranks.core.protocols import Group
 
-_FIELDS = ("loss", "weight", "norm_squared", "nonfinite", "drain", "save")
 _NUM_DERIVED = 4  # taken, factor, norm, loss scale
 _TINY = 1e-6  # as in torch's own clipping
 
@@ -103,7 +102,7 @@ class Vote:
         return Verdict(sums, torch.tensor(settled, dtype=torch.float64), self._metrics)
 
     def _fill(self, ballot: Ballot) -> Tensor:
-        """This rank's votes as one float64 vector, in the order of ``_FIELDS`` and then the metrics."""
+        """This rank's votes as one float64 vector, loss, weight, norm, nonfinite, drain, save, then the metrics."""
         norm_squared = ballot.norm_squared
         nonfinite = ~(norm_squared + ballot.loss).isfinite()
         if not self._speaks_for_norm:

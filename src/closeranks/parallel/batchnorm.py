@@ -112,7 +112,7 @@ class SyncBatchNorm(_BatchNorm):
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims, width = [0, *range(2, x.ndim)], x.shape[1]
         shape = [1, width] + [1] * (x.ndim - 2)
-        count = x.new_tensor([x.numel() / width])
+        count = x.new_full((1,), x.numel() / width)
         sums = self._sum_over_ranks(torch.cat([x.sum(dims), count]))
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
         # A second sum over the ranks: mean(x^2) - mean^2 in one would cancel where the mean is large.

@@ -65,6 +65,14 @@ class OpenedGroup:
 def open_group(world: World, device: torch.device, make_store: StoreMaker, timeout_s: float) -> OpenedGroup:
     """Form the group of this world; a group that somebody formed before us is taken as it is."""
     if dist.is_initialized():
+        found = (dist.get_rank(), dist.get_world_size())
+        if found != (world.rank, world.size):
+            what = (
+                f"the process group says rank {found[0]} of {found[1]}, the launcher rank {world.rank} of {world.size}"
+            )
+            raise SetupError(
+                what, "Start the script with `closeranks run -n`, torchrun or srun, and let it form the group."
+            )
         return OpenedGroup(Group(dist.get_rank(), dist.get_world_size()), is_ours=False)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     store = PrefixStore(f"closeranks/{world.generation}", make_store())

@@ -24,16 +24,16 @@ def materialise(
     if spec.builds_on_meta:
         return _fill(spec, seed, device, dtype)
     torch.manual_seed(derive_seed(seed, "init"))
-    module = spec.build().to(device=device, dtype=dtype)
+    module = in_format(spec.build(), dtype).to(device)
     with torch.no_grad():  # a factory may draw from numpy or the clock: rank 0's weights are the run's weights
         for tensor in (*module.parameters(), *module.buffers()):
-            broadcast(tensor)
+            broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     return module
 
 
 def _fill(spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
-        module = spec.build().to(dtype)
+        module = in_format(spec.build(), dtype)
     ties = _ties(module)
     module.to_empty(device=device)
     for name, alias in ties:
@@ -45,6 +45,12 @@ def _fill(spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype) 
             generator.manual_seed(derive_seed(seed, "init", name))
             spec.init_parameter(name, parameter, generator)
         spec.init_buffers(module)
+    return module
+
+
+def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Floating tensors in ``dtype``; ``Module.to`` would also cut the imaginary part off complex ones."""
+    module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     return module
 
 

@@ -22,7 +22,7 @@ class CollectorPause:
 
     def at_boundary(self, step: int) -> None:
         if step % self._every == 0:
-            gc.collect(1)
+            gc.collect()  # what was there at the start is frozen: only what the run itself left is looked at
 
     def release(self) -> None:
         gc.unfreeze()

@@ -13,10 +13,12 @@ import torch
 
 from closeranks.core.errors import DataError
 from closeranks.core.events import Evaluated
+from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Source
 from closeranks.data.reader import map_tensors
 from closeranks.run.job import micro_batch_size
 from closeranks.run.parts import Parts
+from closeranks.run.step import seed_streams
 
 
 def evaluate(parts: Parts, step: int) -> Evaluated:
@@ -52,6 +54,7 @@ def _sums(parts: Parts, source: Source) -> torch.Tensor:
                 continue
             batch = source.read(np.arange(first, min(first + size, limit)))
             placed = map_tensors(parts.precision.cast(batch), lambda tensor: tensor.to(parts.device))
+            seed_streams(parts.device, derive_seed(parts.job.run.seed, "eval", number))
             with parts.precision.context(parts.device):
                 loss = parts.spec.loss(parts.module, placed)
             row = [loss.total, loss.weight, *(loss.metrics[name] for name in parts.spec.metrics)]

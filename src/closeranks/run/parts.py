@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from closeranks.core.environment import gpus_are_per_task
 from closeranks.core.errors import ConfigError, Problem, SetupError
 from closeranks.core.protocols import ModelSpec, Reducer, Source
 from closeranks.core.world import World
@@ -75,7 +76,7 @@ class Parts:
 def choose_device(job: Job, world: World) -> torch.device:
     """An accelerator per worker where the job and the host allow it."""
     available = torch.cuda.device_count() if job.run.device != "cpu" else 0
-    index = device_index(job.run.device, world, available)
+    index = device_index(job.run.device, world, available, is_own=gpus_are_per_task())
     if index is None:
         return torch.device("cpu")
     device = torch.device("cuda", index)
@@ -83,12 +84,12 @@ def choose_device(job: Job, world: World) -> torch.device:
     return device
 
 
-def device_index(wanted: str, world: World, available: int) -> int | None:
+def device_index(wanted: str, world: World, available: int, *, is_own: bool = False) -> int | None:
     """Which of the visible CUDA devices this worker takes; None: the CPU.
 
-    Slurm may show each task its own device alone (``--gpus-per-task``), which is then number 0 to everybody.
+    ``is_own``: Slurm shows each task its own device alone (``--gpus-per-task``), which is then number 0 to everybody.
     """
-    if world.launcher == "slurm" and available == 1:
+    if is_own and available == 1:
         return 0
     if wanted == "cuda" and available <= world.local_rank:
         what = f"run.device = 'cuda', but worker {world.local_rank} of this host finds {available} CUDA devices"

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
@@ -92,6 +91,7 @@ class Session:
         self._collector = CollectorPause(self.job.train.gc_every)
         self._stop_reason, self._ending, self._detail = "", "", ""
         self._is_begun, self._is_entered = False, False
+        self._step: Step | None = None
         self._last: StepDone | None = None
         self._eval: Evaluated | None = None
         self._opened_at = time.monotonic()
@@ -116,8 +116,7 @@ class Session:
 
     def evaluate(self) -> Evaluated:
         """Judge the model on held-out data; every rank must call it."""
-        self._note(self._ledger.flush())
-        self._overseer.progress(self.num_done, Phase.EVALUATE)
+        self._pause(Phase.EVALUATE)
         self._eval = evaluate(self.parts, self.num_done)
         self._emit(self._eval)
         self._hooks.on_eval(self, self._eval)
@@ -126,8 +125,7 @@ class Session:
 
     def save(self, path: Path | str | None = None) -> Path:
         """Write the whole state; every rank must call it, rank 0 writes."""
-        self._note(self._ledger.flush())
-        self._overseer.progress(self.num_done, Phase.SAVE)
+        self._pause(Phase.SAVE)
         path, started_at = Path(path or self.folder / FILE_NAME), time.monotonic()
         if self.world.is_lead:
             num_bytes = save_tree(collect_state(self.parts, self.num_done), path)
@@ -150,7 +148,7 @@ class Session:
             while self.num_done < self.parts.schedule.num_steps and not self._ending:
                 self._overseer.progress(self.num_done + 1, Phase.COMPUTE)
                 with self._profiler.step(self.num_done + 1):
-                    step = Step(self.parts, self.num_done)
+                    step = self._step = Step(self.parts, self.num_done)
                     yield step
                     self._commit(step)
             self._conclude()
@@ -190,12 +188,19 @@ class Session:
         if every and self.num_done % every == 0 and self.parts.eval_source is not None and not self._ending:
             self.evaluate()
 
+    def _pause(self, phase: Phase) -> None:
+        """Before anything but training: no step is half-way, and every verdict is read."""
+        if self._step is not None and self._step.is_underway:
+            raise UserError("evaluate() or save() was called within a step", "Call it before the step's first batch.")
+        self._note(self._ledger.flush())
+        self._overseer.progress(self.num_done, phase)
+
     def _note(self, settled: Iterable[Settled]) -> None:
         for entry in settled:
             self._last = entry.done
             self._emit(entry.done)
             self._hooks.on_step(self, entry.done)
-            if entry.drain:
+            if entry.drain and self.num_done < self.parts.schedule.num_steps:
                 # Whoever asks from outside asks for a save too; a hook may have stopped the run on another rank alone.
                 self._ending, self._detail = "drained" if entry.save else "stopped", self._stop_reason
 
@@ -229,14 +234,10 @@ class Session:
         self._is_entered = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._ending, self._detail = "failed", str(error)
         self.close()
-
-    # How it talks
 
     def _emit(self, event: Event) -> None:
         self.recorder.emit(event)

@@ -37,6 +37,9 @@ def restore_state(parts: Parts, tree: Mapping[str, Any]) -> int:
     parts.optimizer.load_state(tree["optimizer"])
     parts.loss_scale.load_state(tree["loss_scale"])
     step: int = tree["progress"]["step"]
+    if tree["progress"]["position"] != parts.schedule.position(step):
+        what = f"the saved run ended inside a step, at sample {tree['progress']['position']}: going on would skip some"
+        raise CheckpointError(what, "Resume with the same train.epochs, or train by steps.")
     if step >= parts.schedule.num_steps:
         what = f"nothing is left to do: the state is at step {step} of {parts.schedule.num_steps}"
         raise CheckpointError(what, f"Set train.steps to more than {step}.")

@@ -29,7 +29,8 @@ class Step:
         self.index = index
         """Number of steps finished before this one."""
         self._num_due = len(parts.schedule.assigned(index, parts.group.rank, parts.group.size))
-        self._num_done = 0
+        self._num_taken = self._num_done = 0
+        self._is_committed = False
         self._num_samples = 0
         self._scale = parts.loss_scale.scale / parts.loss_divisor
         zero = torch.zeros((), dtype=torch.float64, device=parts.device)
@@ -46,11 +47,16 @@ class Step:
             parts.statistics.next()
             if number == self._num_due:
                 parts.reducer.arm()  # gradients travel during the last backward only
+            self._num_taken = number
             with parts.precision.context(parts.device):
                 yield parts.precision.cast(loaded.batch)
+            if self._num_done != number:
+                raise self._out_of_turn("the next batch was taken")
 
     def backward(self, loss: Loss | Tensor) -> None:
         """Add one micro-batch's gradients. A plain tensor counts as the mean over the micro-batch's samples."""
+        if self._num_done + 1 != self._num_taken:
+            raise self._out_of_turn("step.backward(loss) was called again")
         part = as_loss(loss, self._num_samples, self._parts.spec.metrics)
         scaled = part.total * self._scale if self._parts.precision.scales_loss else part.total
         with torch.autocast(self._parts.device.type, enabled=False):
@@ -65,7 +71,7 @@ class Step:
         """End the step on all ranks together. No host sync on an accelerator."""
         if self._num_done != self._num_due:
             what = f"step.backward(loss) was called {self._num_done} times for {self._num_due} micro-batches"
-            raise UserError(what, "Call it once for every batch that the step yields.", step=self.index)
+            raise UserError(what, "Call it once for every batch that the step yields.", step=self.index + 1)
         parts = self._parts
         parts.reducer.finish()
         gradients = parts.reducer.gradients()
@@ -75,7 +81,18 @@ class Step:
         parts.loss_scale.update(verdict.taken)
         parts.statistics.finish(verdict.taken)
         parts.reducer.release()
+        self._is_committed = True
         return verdict
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether batches have run whose gradients are not applied yet."""
+        return self._num_taken > 0 and not self._is_committed
+
+    def _out_of_turn(self, what: str) -> UserError:
+        """Random streams, autocast and the reduction belong to one batch at a time."""
+        fix = "Call step.backward(loss) exactly once for each batch, before the next one is taken."
+        return UserError(f"{what} out of turn", fix, step=self.index + 1)
 
 
 def seed_streams(device: torch.device, seed: int) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from closeranks.core.errors import ModelError
 from closeranks.sync.buckets import Bucket, Member, plan_buckets
 
 
@@ -94,6 +95,9 @@ class AllReduce:
         if not self._armed:
             return
         flight, index = self._place[parameter]  # type: ignore[index]
+        if parameter.grad is flight.views[index]:
+            what = "a parameter got its gradient twice in one backward, the second time after it had been sent"
+            raise ModelError(what, "With torch.utils.checkpoint, set use_reentrant=False.")
         self._place_gradient(parameter, flight.views[index])
         flight.missing -= 1
         if flight.missing == 0:
@@ -115,6 +119,4 @@ class AllReduce:
 
 def _view(buffer: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """A gradient with the parameter's own strides: fused optimizers walk both tensors in memory order."""
-    dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-    strides = parameter.stride() if dense else torch.empty_like(parameter, device="meta").contiguous().stride()
-    return buffer.as_strided(parameter.shape, strides, offset)
+    return buffer.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset)
