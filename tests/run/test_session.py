@@ -173,7 +173,8 @@ def test_a_step_that_nobody_looked_into_is_told(tmp_path: Path) -> None:
 
 
 def test_batches_cannot_be_gathered_first(tmp_path: Path) -> None:
-    step = next(iter(open_session(tmp_path)))
+    steps = iter(open_session(tmp_path))
+    step = next(steps)
     with pytest.raises(UserError, match="out of turn"):
         list(step)
 

@@ -33,7 +33,7 @@ class ScheduleConfig(Table):
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """After the warmup: constant; falling as a cosine or a line; or stable, then falling at the end (wsd)."""
-    warmup: int | float = Field(default=0.05, ge=0)
+    warmup: float = Field(default=0.05, ge=0)
     """Steps until the full rate; below 1, a fraction of all steps."""
     min_ratio: Fraction = 0.1
     """Where the rate ends, as a share of ``lr``."""
