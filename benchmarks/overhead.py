@@ -43,11 +43,12 @@ class Row:
     seq_len: int
     num_rounds: int
     num_steps: int
+    num_layers: int | None = None
 
 
 ROWS = {
     "long": Row("long", 150.0, 128, 18, 4),
-    "short": Row("short", 10.0, 32, 30, 20),
+    "short": Row("short", 10.0, 32, 30, 20, num_layers=1),
 }
 
 
@@ -88,7 +89,7 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="closeranks-overhead-") as folder, Agent(f"{folder}/agent") as agent:
         # One turn to warm up, and one step that is never taken: closeranks would evaluate and save after its last.
         num_steps = (row.num_rounds + 1) * row.num_steps + 1
-        workload = Workload(args.preset, row.seq_len, args.batch, NUM_RANKS, num_steps, Path(folder))
+        workload = Workload(args.preset, row.seq_len, args.batch, NUM_RANKS, num_steps, Path(folder), row.num_layers)
         plan = Plan(workload, row.target_ms, row.num_rounds, row.num_steps, peers, agent.path)
         timings = run_world(run_rank, NUM_RANKS, plan, timeout_s=args.timeout_s)
     slower = _together([one.seconds for one in timings], max)
@@ -181,6 +182,7 @@ def _row(row: Row, args: argparse.Namespace) -> Row:
         args.seq_len or row.seq_len,
         args.rounds or row.num_rounds,
         args.block or row.num_steps,
+        row.num_layers,
     )
 
 

@@ -41,6 +41,8 @@ class Workload:
     num_ranks: int
     num_steps: int
     folder: Path
+    num_layers: int | None = None
+    """Fewer blocks than the preset's, where a step is to be shorter than it allows."""
     seed: int = 7
     lr: float = 1e-3
 
@@ -49,7 +51,7 @@ class Workload:
         """The workload as a user of closeranks writes it; the other contenders take their numbers from it too."""
         tables: dict[str, Any] = {
             "run": {"folder": str(self.folder / "closeranks"), "seed": self.seed, "device": "cpu"},
-            "model": {"name": "llama", "preset": self.preset},
+            "model": {"name": "llama", "preset": self.preset, "num_layers": self.num_layers},
             "data": {"name": "text", "path": "stdlib", "seq_len": self.seq_len},
             "train": {
                 "steps": self.num_steps,
