@@ -49,6 +49,7 @@ def test_all_three_give_the_same_losses(tmp_path: Path) -> None:
     assert expected[-1] < 0.5 * expected[0]
     assert losses(tmp_path / "train") == expected
     assert losses(tmp_path / "session") == expected
+    assert (tmp_path / "session" / "report.md").exists(), "the page stands where the script's own folder is"
 
 
 def test_plain_python_is_a_world_of_one(tmp_path: Path) -> None:

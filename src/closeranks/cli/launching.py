@@ -20,7 +20,7 @@ from closeranks.agent.config import AgentConfig
 from closeranks.agent.launch import LaunchPlan
 from closeranks.core.environment import child_environment, detect_world, num_gpus, thread_limit
 from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, Problem, SetupError, UserError
-from closeranks.core.events import decode
+from closeranks.core.events import RunStarted, decode
 from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
 from closeranks.run.folder import choose_folder, free_folder, prepare_folder, withdraw_folder
@@ -128,7 +128,7 @@ def _start(work: _Work, num_workers: int) -> None:
     )
     failure = ""
     with Progress(Console(), log_every=work.log_every) as progress:
-        screen = _Screen(progress)
+        screen = _Screen(progress, work.folder)
         try:
             outcome = screen.watch(plan)
         except CloseranksError as error:
@@ -139,17 +139,19 @@ def _start(work: _Work, num_workers: int) -> None:
         finally:
             progress.close()
             if screen.has_begun:
-                _write_down(work, failure)
+                _write_down(work, screen.folder, failure)
     if outcome.reason != "finished":
         ending = Interrupted if outcome.reason == "interrupted" else Drained
-        raise ending(outcome.reason, f"Everything is stopped; {_whereabouts(work.folder)}")
+        raise ending(outcome.reason, f"Everything is stopped; {_whereabouts(screen.folder)}")
 
 
 class _Screen:
     """Turns what the agent hears into what a person sees."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, folder: Path) -> None:
         self._progress = progress
+        self.folder = folder
+        """Where the run writes; a script's session may say otherwise."""
         self.has_begun = False
         """Whether a run began, rather than being refused."""
 
@@ -161,6 +163,8 @@ class _Screen:
         event = decode(fields)
         if event is not None and rank == 0:
             self.has_begun = True
+            if isinstance(event, RunStarted) and event.folder:
+                self.folder = Path(event.folder)
             self._progress.handle(event)
 
     def _on_output(self, rank: int, text: str) -> None:
@@ -183,14 +187,14 @@ def _modules_of(job: Job) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.partition(":")[0] for name in names if is_dotted(name)))
 
 
-def _write_down(work: _Work, failure: str) -> None:
+def _write_down(work: _Work, folder: Path, failure: str) -> None:
     """Picture and page, from the run folder alone. A run that recorded nothing has neither."""
     if not work.report:
         return
     from closeranks.telemetry.picture import draw
     from closeranks.telemetry.report import write_report
 
-    draw(work.folder)
+    draw(folder)
     job_file, overrides = work.command
-    page = write_report(work.folder, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)
+    page = write_report(folder, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)
     Console(soft_wrap=True, highlight=False).print(f"report: {page}")

@@ -40,6 +40,8 @@ class RunStarted(Event):
     measured_flops: float | None = None
     """What a large matrix product reached on this device at the start of the run."""
     versions: dict[str, str] = field(default_factory=dict)
+    folder: str = ""
+    """Where the run writes: a script may choose it after whoever started it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,9 @@ class TensorBoard(Hook):
         from closeranks.telemetry.tensorboard import TensorBoardSink  # an extra: imported where it is asked for
 
         self._sink = TensorBoardSink(self._folder or session.folder)
-        self._sink.handle(started_event(session.parts, session.num_done))  # told before there was a sink to hear it
+        self._sink.handle(
+            started_event(session.parts, session.num_done, session.folder)
+        )  # told before there was a sink to hear it
         session.recorder.add_sink(self._sink.handle)
 
     def on_end(self, session: Session) -> None:

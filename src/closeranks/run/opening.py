@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.utils.deterministic
@@ -45,7 +46,7 @@ def _num_cores() -> int:
     return torch.get_num_threads()
 
 
-def started_event(parts: Parts, first_step: int) -> RunStarted:
+def started_event(parts: Parts, first_step: int, folder: Path) -> RunStarted:
     name = device_name(parts.device)
     parameters = list(parts.module.parameters())
     return RunStarted(
@@ -63,4 +64,5 @@ def started_event(parts: Parts, first_step: int) -> RunStarted:
         datasheet_flops=datasheet_flops(name, parts.precision.name),
         measured_flops=parts.measured_flops,
         versions={"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        folder=str(folder),
     )

@@ -166,7 +166,7 @@ class Session:
         self._is_begun = True
         if self.world.is_lead:
             record_job(self.job, self.folder)
-        self._emit(started_event(self.parts, self.num_done))
+        self._emit(started_event(self.parts, self.num_done, self.folder))
         if self.num_done:
             self._emit(Resumed(self.num_done, self.job.checkpoint.resume))
         for text in self.parts.warnings if self.world.is_lead else ():
