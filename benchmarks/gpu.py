@@ -41,7 +41,7 @@ def main() -> None:
     size = f"{num_params(PRESETS[args.preset]):,} parameters, {args.batch} x {args.seq_len} tokens"
     say(f"Llama {args.preset}: {size}, {device_name(device)}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="closeranks-gpu-") as folder:
-        figures = measure(args, _job(args, Path(folder)), device)
+        figures = measure(args, job_for(args, Path(folder)), device)
     best = max(ANCHORS, key=lambda name: ANCHORS[name])
     goal = f"at least the plain loop beside it, and more than {ANCHORS[best]:,} tokens/s ({best}, the best anchor)"
     conclude("gpu", figures, goal, judge(figures, args, device))
@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace, job: Job, device: torch.device) -> dict[st
     try:
         bench.open(makers, args.warmup)
         bench.take_rounds(args.rounds)
-        figures = {name: _figures(bench, lane, args, device) for name, lane in bench.lanes.items()}
+        figures = {name: figures_of(bench, lane, args, device) for name, lane in bench.lanes.items()}
         for name, figure in figures.items():
             say(f"  {name}: {figure}")
         figures |= _agreement({name: lane.loop.losses() for name, lane in bench.lanes.items()})
@@ -77,7 +77,8 @@ def judge(figures: dict[str, Any], args: argparse.Namespace, device: torch.devic
     return bool(is_anchored and fast and figures.get("losses_agree", True))
 
 
-def _figures(bench: Lanes, lane: Lane, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def figures_of(bench: Lanes, lane: Lane, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Speed, MFU by both conventions and peak memory of one loop; ``args`` say what it trained."""
     speed = Spread.of(bench.speeds(lane))
     peak = datasheet_flops(device_name(device), "bf16") if device.type == "cuda" else None
     full, causal = (flops_per_token(PRESETS[args.preset], args.seq_len, causal=c) for c in (False, True))
@@ -99,14 +100,15 @@ def _agreement(losses: dict[str, list[float]]) -> dict[str, Any]:
     return {"loss_gap": round(gap, 6), "losses_agree": gap <= TOLERANCE}
 
 
-def _job(args: argparse.Namespace, folder: Path) -> Job:
+def job_for(args: argparse.Namespace, folder: Path, device: str = "auto", **train: Any) -> Job:
+    """The job that ``args`` describe; ``train`` adds to its table of that name."""
     num_steps = args.warmup + args.rounds * args.steps + PROFILED_STEPS + 1  # one beyond: the end would evaluate
     data: dict[str, Any] = {"name": "text", "path": "stdlib", "seq_len": args.seq_len}
     if args.data == "random":
         settings = {"seq_len": args.seq_len, "vocab_size": PRESETS[args.preset].vocab_size}
         data = {"name": f"{RandomTokens.__module__}:RandomTokens", "args": settings, "seq_len": args.seq_len}
     tables: dict[str, Any] = {
-        "run": {"folder": str(folder / "run"), "seed": 7},
+        "run": {"folder": str(folder / "run"), "seed": 7, "device": device},
         "model": {"name": "llama", "preset": args.preset, "attention": args.attention},
         "data": data,
         "train": {
@@ -115,6 +117,7 @@ def _job(args: argparse.Namespace, folder: Path) -> Job:
             "micro_batch": args.batch,
             "precision": "bf16",
             "compile": args.compile,
+            **train,
         },
         "optim": {"lr": 3e-4, "clip": 1.0},
     }

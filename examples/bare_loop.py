@@ -15,10 +15,11 @@ from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.norms import norm_squared
-from closeranks.optim.optimizer import Optimizer
+from closeranks.optim.optimizer import Optimizer, freeze
 from closeranks.parallel.group import Group
 from closeranks.parallel.materialise import materialise
 from closeranks.sync.allreduce import AllReduce
+from closeranks.sync.held import hold_whole
 
 SEED, STEPS = 0, 30
 device, group = torch.device("cpu"), Group(rank=0, size=1)
@@ -29,9 +30,11 @@ loader = Loader(source, schedule, SEED, device=device)
 
 spec = spec_for(LlamaConfig(preset="tiny", num_layers=2), seq_len=64)
 module = materialise(spec, seed=SEED, device=device, dtype=torch.float32, broadcast=group.broadcast)
-reducer = AllReduce(module, group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 18)
-optimizer = Optimizer(module, OptimConfig(lr=3e-3), num_steps=STEPS)
-vote = Vote(group, spec.metrics, clip=1.0, speaks_for_norm=True)
+config = OptimConfig(lr=3e-3)
+treatment = freeze(module, config)  # which parameters decay, and which are not trained
+reducer = AllReduce(hold_whole(module), group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 18)
+optimizer = Optimizer(reducer.leaves(), treatment, config, num_steps=STEPS)
+vote = Vote(group, spec.metrics, clip=1.0)
 no_scale = torch.ones(())
 
 loader.start(0)
@@ -40,16 +43,16 @@ for step in range(STEPS):
     micro_batches = loader.take(step)
     for number, loaded in enumerate(micro_batches, start=1):
         torch.manual_seed(derive_seed(SEED, "step", step, loaded.micro_batch.index))
-        if number == len(micro_batches):
-            reducer.arm()  # the last backward of a step carries the gradients away
         part = spec.loss(module, loaded.batch)
+        reducer.begin_backward(is_last=number == len(micro_batches))  # the last one carries the gradients away
         part.total.backward()
+        reducer.end_backward()
         loss += part.total.detach()
         weight += part.weight
     reducer.finish()
-    gradients = reducer.gradients()
-    verdict = vote.cast(Ballot(loss, weight, norm_squared(gradients), {}), no_scale)
-    optimizer.step(step, gradients, verdict.factor, verdict.taken)
+    verdict = vote.cast(Ballot(loss, weight, norm_squared(reducer.spoken()), {}), no_scale)
+    optimizer.step(step, reducer.gradients(), verdict.factor, verdict.taken)
+    reducer.spread()  # where ranks hold shards of the state, the others need what each has updated
     reducer.release()
     if step % 10 == 9:
         print(f"step {step + 1}  loss {verdict.read().loss:.3f}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -138,6 +139,19 @@ def test_ranks_share_out_exactly_the_micro_batches(
         assert lengths[0] - lengths[-1] <= 1
         assert len(whole) == schedule.num_micro_batches(step)
         _check_step(schedule, step, whole)
+
+
+@given(counts, counts, counts, st.integers(1, 8), st.integers(1, 4))
+def test_spares_make_the_shares_even_and_count_nowhere(
+    num_samples: int, global_batch: int, micro_batch: int, data_size: int, num_steps: int
+) -> None:
+    schedule = Schedule(num_samples, global_batch, micro_batch, num_steps)
+    for step in range(num_steps):
+        shares = [schedule.assigned(step, rank, data_size, even=True) for rank in range(data_size)]
+        assert len({len(share) for share in shares}) == 1
+        assert tuple(one for share in shares for one in share if not one.is_spare) == schedule.micro_batches(step)
+        for spare in (one for share in shares for one in share if one.is_spare):
+            assert replace(spare, is_spare=False) == schedule.micro_batches(step)[-1]
 
 
 def _check_step(schedule: Schedule, step: int, whole: tuple[MicroBatch, ...]) -> None:

@@ -18,7 +18,7 @@ def number(value: float) -> torch.Tensor:
 
 
 def cast(loss: float, weight: float, norm_squared: float, *, clip: float = 1.0, scale: float = 1.0) -> Outcome:
-    vote = Vote(Group(0, 1), ("hits",), clip=clip, speaks_for_norm=True)
+    vote = Vote(Group(0, 1), ("hits",), clip=clip)
     ballot = Ballot(number(loss), number(weight), number(norm_squared), {"hits": number(3.0)})
     return vote.cast(ballot, torch.tensor(scale)).read()
 
@@ -68,7 +68,7 @@ def test_a_step_without_samples_is_not_taken() -> None:
 
 def one_rank_is_bad() -> tuple[Outcome, float]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    vote = Vote(Group(rank, size), (), clip=0.0, speaks_for_norm=rank == 0)
+    vote = Vote(Group(rank, size), (), clip=0.0)
     loss = math.nan if rank == 1 else 2.0
     verdict = vote.cast(Ballot(number(loss), number(1.0), number(9.0), {}, drain=rank == 2), torch.tensor(1.0))
     return verdict.read(), verdict.factor.item()
@@ -85,12 +85,12 @@ def test_all_ranks_skip_together_and_hear_of_the_drain() -> None:
 
 def all_ranks_are_good() -> Outcome:
     rank, size = dist.get_rank(), dist.get_world_size()
-    vote = Vote(Group(rank, size), (), clip=0.0, speaks_for_norm=rank == 0)
-    return vote.cast(Ballot(number(rank + 1.0), number(2.0), number(36.0), {}), torch.tensor(1.0)).read()
+    vote = Vote(Group(rank, size), (), clip=0.0)
+    return vote.cast(Ballot(number(rank + 1.0), number(2.0), number(12.0), {}), torch.tensor(1.0)).read()
 
 
 @pytest.mark.world
-def test_sums_over_ranks_and_counts_the_norm_once() -> None:
+def test_adds_what_each_rank_speaks_for() -> None:
     for outcome in run_world(all_ranks_are_good, 3):
         assert outcome.loss == 1.0
         assert outcome.grad_norm == 1.0

@@ -93,7 +93,10 @@ def test_tiny_is_legal_under_every_layout_of_up_to_eight_ranks(num_ranks: int) -
         assert legal_problems(layout, DEMANDS) == ()
 
 
-@given(layouts, st.sampled_from([DEMANDS, DIGITS, replace(DEMANDS, num_kv_heads=6, num_heads=12)]))
+@given(
+    layouts,
+    st.sampled_from([DEMANDS, DIGITS, replace(DEMANDS, num_kv_heads=6, num_heads=12), replace(DEMANDS, seq_len=20)]),
+)
 def test_legal_means_that_everything_divides(layout: Layout, demands: Demands) -> None:
     """The law, written a second time as one expression."""
     legal = (
@@ -106,6 +109,7 @@ def test_legal_means_that_everything_divides(layout: Layout, demands: Demands) -
             layout.tensor == 1 or (count and count % layout.tensor == 0)
             for count in (demands.num_heads, demands.num_kv_heads, demands.ffn_dim, demands.vocab_size)
         )
+        and demands.seq_len % layout.tensor == 0
         and (layout.pipeline == 1 or layout.pipeline * SCHEDULES[layout.schedule] <= demands.num_layers)
         and (layout.context == 1 or (demands.seq_len > 0 and demands.seq_len % layout.context == 0))
     )
@@ -141,6 +145,16 @@ def test_a_model_without_structure_allows_only_data() -> None:
         "layout.pipeline",
         "layout.context",
     ]
+
+
+def test_a_model_with_a_table_of_its_own_is_asked_when_it_is_built() -> None:
+    assert places(Layout(tensor=3), replace(DIGITS, has_tensor_rules=True)) == []
+
+
+def test_one_sentence_names_everything_that_does_not_divide() -> None:
+    (problem,) = legal_problems(Layout(tensor=8), replace(DEMANDS, num_kv_heads=4, seq_len=60))
+    assert problem.what == "8 does not divide the model's 4 key-value heads, 60 positions of a sample"
+    assert problem.fix == "Use one of [1, 2, 4]."
 
 
 def test_all_obstacles_come_at_once() -> None:

@@ -24,6 +24,7 @@ ADAPTER: TypeAdapter[Any] = TypeAdapter(ModelConfig)
         ({"name": "digits", "channels": 4}, DigitsConfig),
         ({"name": "pairs"}, PairsConfig),
         ({"name": "pkg.mod:make", "args": {"depth": 3}, "metrics": ["hits"]}, UserModelConfig),
+        ({"name": "a:b", "stages": ["x", "y.*"], "tensor": [{"pattern": "x.weight", "dim": 1}]}, UserModelConfig),
     ],
 )
 def test_the_name_chooses_the_kind(table: dict[str, Any], kind: type) -> None:
@@ -43,6 +44,11 @@ def test_the_name_chooses_the_kind(table: dict[str, Any], kind: type) -> None:
         ({"dropout": 1.0}, "less than 1"),
         ({"name": "pkg:make", "loss": "my_loss"}, "Write package.module:function"),
         ({"name": "digits", "preset": "tiny"}, "Extra inputs are not permitted"),
+        ({"name": "pkg:make", "tensor": [{"pattern": "up.weight"}]}, "either a dim, or partial = true"),
+        ({"name": "pkg:make", "tensor": [{"pattern": "n", "dim": 0, "partial": True}]}, "either a dim, or partial"),
+        ({"name": "pkg:make", "tensor": [{"pattern": "head*", "dim": 0, "whole": True}]}, "ends in '.weight'"),
+        ({"name": "pkg:make", "tensor": [{"pattern": "up.weight", "dim": -1}]}, "greater than or equal to 0"),
+        ({"name": "pkg:make", "stages": [""]}, "at least 1 character"),
     ],
 )
 def test_mistakes_are_explained(table: dict[str, Any], words: str) -> None:
@@ -64,6 +70,20 @@ def test_demands_let_the_layout_be_judged_before_building() -> None:
     assert legal_problems(Layout(data=8), DigitsConfig().demands(**batch)) == ()
     assert len(legal_problems(Layout(tensor=2), DigitsConfig().demands(**batch))) == 1
     assert len(legal_problems(Layout(context=3), LlamaConfig().demands(**batch))) == 1
+
+
+def test_a_users_stages_and_table_open_the_axes() -> None:
+    batch = {"seq_len": 0, "global_batch": 8, "micro_batch": 1}
+
+    def problems(layout: Layout, **table: Any) -> int:
+        return len(legal_problems(layout, UserModelConfig(name="a:b", **table).demands(**batch)))
+
+    assert problems(Layout(pipeline=3)) == 1
+    assert problems(Layout(pipeline=3), stages=("x", "y")) == 1
+    assert problems(Layout(pipeline=3), stages=("x", "y", "z")) == 0
+    assert problems(Layout(pipeline=3), stages=("x", "y.*")) == 0, "how many there are shows when it is built"
+    assert problems(Layout(tensor=3)) == 1
+    assert problems(Layout(tensor=3), tensor=({"pattern": "x.weight", "dim": 0},)) == 0
 
 
 @pytest.mark.parametrize("module", ["closeranks.models.config", "closeranks.facts.llama", "closeranks.facts.layout"])

@@ -8,10 +8,11 @@ from math import prod
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import ModelSpec
+from closeranks.core.protocols import Batch, Chain, Loss, ModelSpec
 from closeranks.facts.llama import PRESETS, flops_per_token, num_params, parameter_shapes
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
@@ -234,6 +235,78 @@ def test_every_parameter_has_a_sharding_rule_that_divides_it() -> None:
         rule = next(rule for rule in spec.sharding_rules if fnmatch(name, rule.pattern))
         assert (rule.dim is None) == (len(dims) == 1), name
         assert rule.dim is None or dims[rule.dim] % 8 == 0, name
+
+
+def in_a_row(chain: Chain, module: nn.Module, batch: Batch) -> Loss:
+    hidden = chain.enter(module, batch)
+    for number in range(len(chain.units)):
+        hidden = chain.call(module, number, hidden)
+    return chain.leave(module, hidden, batch)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"dropout": 0.4}, {"tied": True}])
+def test_the_units_of_the_chain_in_a_row_are_the_loss(overrides: dict[str, object]) -> None:
+    spec, module = small_llama(**overrides)
+    assert spec.chain is not None
+    batch = {"tokens": tokens(3, 9), "mask": torch.rand(3, 8)}
+    torch.manual_seed(4)
+    whole = spec.loss(module, batch)
+    torch.manual_seed(4)
+    parted = in_a_row(spec.chain, module, batch)
+    assert torch.equal(parted.total, whole.total)
+    assert torch.equal(torch.as_tensor(parted.weight), torch.as_tensor(whole.weight))
+
+
+def test_a_stage_that_lacks_other_units_draws_what_the_whole_draws() -> None:
+    """Units of other stages are None; what is left runs, moves and ties as ever."""
+    spec, module = small_llama(dropout=0.4, tied=True)
+    _, late = small_llama(dropout=0.4, tied=True)
+    chain = spec.chain
+    assert chain is not None
+    batch = {"tokens": tokens(3, 9)}
+    torch.manual_seed(4)
+    expected = spec.loss(module, batch)
+    torch.manual_seed(4)
+    sent = chain.call(module, 1, chain.call(module, 0, chain.enter(module, batch)))
+    late.model._modules["embed_tokens"] = late.model.layers._modules["0"] = None
+    spec.init_buffers(late.double())
+    torch.manual_seed(4)
+    for number in range(2, len(chain.units)):
+        sent = chain.call(late, number, sent)
+    assert torch.equal(chain.leave(late, sent, batch).total, expected.total)
+    assert "model.layers.1.mlp.up_proj.weight" in dict(late.named_parameters())
+    early = small_llama(tied=True)[1]
+    early._modules["lm_head"] = None
+    spec.init_buffers(early.float())
+    assert early.model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_every_forward_drops_something_else_even_if_nobody_seeds() -> None:
+    spec, module = small_llama(dropout=0.4)
+    batch = {"tokens": tokens(2, 9)}
+    assert spec.loss(module, batch).total.item() != spec.loss(module, batch).total.item()
+
+
+def test_units_hold_every_parameter_and_their_costs_are_the_models_flops() -> None:
+    spec, module = small_llama(num_layers=3)
+    chain = spec.chain
+    assert chain is not None
+    assert chain.units == ("model.embed_tokens", *spec.blocks, "model.norm", "lm_head")
+    for name, _ in module.named_parameters():
+        assert sum(name.startswith(f"{unit}.") for unit in chain.units) == 1, name
+    work = [cost for unit, cost in zip(chain.units, chain.costs, strict=True) if unit in (*spec.blocks, "lm_head")]
+    assert sum(work) == spec.flops_per_item
+    assert min(chain.costs) > 0
+
+
+def test_every_module_that_reads_split_weights_has_a_crossing_around_it() -> None:
+    spec = LlamaSpec(LlamaConfig(preset="tiny"), 16)
+    for name in parameter_shapes(spec.shape):
+        rule = next(rule for rule in spec.sharding_rules if fnmatch(name, rule.pattern))
+        around = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
+        crossed = [c for c in spec.crossings if any(fnmatch(module, c.pattern) for module in around)]
+        assert len(crossed) == (0 if rule.dim is None else 1), name
+        assert rule.sequence == (rule.dim is None), name
 
 
 def test_the_spec_is_what_a_run_expects() -> None:

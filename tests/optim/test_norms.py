@@ -44,3 +44,4 @@ def test_one_value_that_is_not_finite_shows(bad: float, dtype: torch.dtype) -> N
 def test_nothing_has_norm_zero() -> None:
     assert norm_squared([]).item() == 0.0
     assert norm_squared([torch.zeros(0)]).item() == 0.0
+    assert norm_squared([], torch.device("meta")).device.type == "meta"

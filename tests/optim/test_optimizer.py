@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.core.errors import CheckpointError, ConfigError, ModelError
+from closeranks.core.protocols import Leaf
 from closeranks.optim.config import GroupConfig, OptimConfig, ScheduleConfig
-from closeranks.optim.optimizer import Optimizer, freeze, parameter_facts
+from closeranks.optim.optimizer import Optimizer, freeze, parameter_facts, state_key, whole_leaves
 
 ONE = torch.tensor(1.0)
 ZERO = torch.tensor(0.0)
@@ -51,6 +52,10 @@ def config(**keys: Any) -> OptimConfig:
     return OptimConfig(**{"lr": 0.01, "schedule": FLAT, **keys})
 
 
+def build(module: nn.Module, config: OptimConfig, *, num_steps: int) -> Optimizer:
+    return Optimizer(whole_leaves(module), freeze(module, config), config, num_steps=num_steps)
+
+
 def bits(value: Any) -> Any:
     """Everything, copied, in a form that compares bit for bit."""
     if isinstance(value, Tensor):
@@ -87,7 +92,7 @@ def test_agrees_with_torchs_plain_optimizer(
     dtype: torch.dtype, tolerance: float, keys: dict[str, Any], rule: Any, options: dict[str, Any], factor: float
 ) -> None:
     ours, theirs = model(dtype), model(dtype)
-    optimizer = Optimizer(ours, config(weight_decay=0.2, **keys), num_steps=5)
+    optimizer = build(ours, config(weight_decay=0.2, **keys), num_steps=5)
     reference = plain(theirs, rule, decay=0.2, lr=0.01, **options)
     for step in range(5):
         optimizer.step(step, fill(ours, step), torch.tensor(factor, dtype=torch.float64), ONE)
@@ -102,7 +107,7 @@ def test_agrees_with_torchs_plain_optimizer(
 def test_flat_gradients_are_scaled_once(dtype: torch.dtype) -> None:
     """Buckets that the parameters' gradients are views of, as a reducer hands them over."""
     single, flat = model(dtype), model(dtype)
-    optimizers = [Optimizer(m, config(name="sgd", momentum=0.0), num_steps=5) for m in (single, flat)]
+    optimizers = [build(m, config(name="sgd", momentum=0.0), num_steps=5) for m in (single, flat)]
     factor = torch.tensor(0.25, dtype=torch.float64)
     optimizers[0].step(0, fill(single, 0), factor, ONE)
     bucket = torch.cat([gradient.reshape(-1) for gradient in fill(flat, 0)])
@@ -127,7 +132,7 @@ SKIPPABLE = [
 @pytest.mark.parametrize(("dtype", "keys", "rule", "options"), SKIPPABLE)
 def test_a_skipped_step_changes_nothing(dtype: torch.dtype, keys: dict[str, Any], rule: Any, options: Any) -> None:
     module, untouched = model(dtype), model(dtype)
-    optimizer, other = (Optimizer(m, config(**keys), num_steps=9) for m in (module, untouched))
+    optimizer, other = (build(m, config(**keys), num_steps=9) for m in (module, untouched))
 
     def skip(step: int) -> None:
         gradients = fill(module, step)
@@ -149,13 +154,13 @@ def test_a_skipped_step_changes_nothing(dtype: torch.dtype, keys: dict[str, Any]
 @pytest.mark.parametrize(("keys", "rule", "options"), RULES)
 def test_a_restored_run_goes_on_bit_for_bit(keys: dict[str, Any], rule: Any, options: Any) -> None:
     first = model()
-    optimizer = Optimizer(first, config(**keys), num_steps=9)
+    optimizer = build(first, config(**keys), num_steps=9)
     for step in range(3):
         optimizer.step(step, fill(first, step), ONE, ONE)
     weights, state = copy.deepcopy(first.state_dict()), copy.deepcopy(optimizer.state())
     second = model()
     second.load_state_dict(weights)
-    restored = Optimizer(second, config(**keys), num_steps=9)
+    restored = build(second, config(**keys), num_steps=9)
     restored.load_state(state)
     assert everything(second, restored) == everything(first, optimizer)
     for step in range(3, 6):
@@ -166,18 +171,18 @@ def test_a_restored_run_goes_on_bit_for_bit(keys: dict[str, Any], rule: Any, opt
 
 def test_state_goes_by_name_not_by_order() -> None:
     module = model()
-    optimizer = Optimizer(module, config(), num_steps=9)
+    optimizer = build(module, config(), num_steps=9)
     optimizer.step(0, fill(module, 0), ONE, ONE)
     state = copy.deepcopy(optimizer.state())
     state["parameters"] = dict(reversed(state["parameters"].items()))
     regrouped = (GroupConfig(pattern="norm.*", lr_scale=0.5),)
-    other = Optimizer(model(), config(groups=regrouped), num_steps=9)
+    other = build(model(), config(groups=regrouped), num_steps=9)
     other.load_state(state)
     assert bits(other.state()["parameters"]) == bits(optimizer.state()["parameters"])
 
 
 def test_state_is_there_before_the_first_step_and_holds_a_tied_parameter_once() -> None:
-    state = Optimizer(model(), config(), num_steps=1).state()
+    state = build(model(), config(), num_steps=1).state()
     assert list(state["parameters"]) == ["embed.weight", "mid.weight", "mid.bias", "norm.weight", "norm.bias"]
     for memory in state["parameters"].values():
         assert set(memory) == {"step", "exp_avg", "exp_avg_sq"}
@@ -186,11 +191,11 @@ def test_state_is_there_before_the_first_step_and_holds_a_tied_parameter_once() 
 
 def test_state_is_referenced_and_loaded_in_place() -> None:
     module = model()
-    optimizer = Optimizer(module, config(), num_steps=9)
+    optimizer = build(module, config(), num_steps=9)
     held = optimizer.state()
     optimizer.step(0, fill(module, 0), ONE, ONE)
     assert held["parameters"]["mid.weight"]["step"].item() == 1.0
-    optimizer.load_state(Optimizer(model(), config(), num_steps=9).state())
+    optimizer.load_state(build(model(), config(), num_steps=9).state())
     assert not held["parameters"]["mid.weight"]["exp_avg"].any()
 
 
@@ -218,9 +223,9 @@ def _reshaped(state: dict[str, Any]) -> dict[str, Any]:
 )
 def test_a_foreign_state_is_refused_and_nothing_is_loaded(change: Any, said: str) -> None:
     module = model()
-    saved = Optimizer(module, config(), num_steps=9)
+    saved = build(module, config(), num_steps=9)
     saved.step(0, fill(module, 0), ONE, ONE)
-    optimizer = Optimizer(model(), config(), num_steps=9)
+    optimizer = build(model(), config(), num_steps=9)
     before = bits(optimizer.state())
     with pytest.raises(CheckpointError, match=said) as caught:
         optimizer.load_state(change(saved.state()))
@@ -231,9 +236,9 @@ def test_a_foreign_state_is_refused_and_nothing_is_loaded(change: Any, said: str
 def test_frozen_parameters_have_no_gradient_no_state_and_do_not_move() -> None:
     module = model()
     frozen = config(groups=(GroupConfig(pattern="mid.*", frozen=True),))
-    assert freeze(module, frozen) == ("mid.weight", "mid.bias")
+    assert freeze(module, frozen).frozen == ("mid.weight", "mid.bias")
     assert [name for name, p in module.named_parameters() if not p.requires_grad] == ["mid.weight", "mid.bias"]
-    optimizer = Optimizer(module, frozen, num_steps=3)
+    optimizer = build(module, frozen, num_steps=3)
     assert not [name for name in optimizer.state()["parameters"] if name.startswith("mid.")]
     before = bits(dict(module.state_dict()))
     optimizer.step(0, fill(module, 0), ONE, ONE)
@@ -244,8 +249,8 @@ def test_frozen_parameters_have_no_gradient_no_state_and_do_not_move() -> None:
 def test_what_the_module_froze_itself_stays_frozen() -> None:
     module = model()
     module.embed.weight.requires_grad_(False)
-    assert freeze(module, config()) == ()
-    optimizer = Optimizer(module, config(), num_steps=3)
+    assert freeze(module, config()).frozen == ()
+    optimizer = build(module, config(), num_steps=3)
     assert "embed.weight" not in optimizer.state()["parameters"]
     optimizer.step(0, fill(module, 0), ONE, ONE)
 
@@ -259,9 +264,8 @@ def test_nothing_left_to_train() -> None:
 
 def test_a_pattern_misspelt() -> None:
     misspelt = config(groups=(GroupConfig(pattern="mid.weigt"),))
-    for use in (lambda: freeze(model(), misspelt), lambda: Optimizer(model(), misspelt, num_steps=1)):
-        with pytest.raises(ConfigError, match=r"'mid.weigt' matches no parameter. Did you mean 'mid.weight'"):
-            use()
+    with pytest.raises(ConfigError, match=r"'mid.weigt' matches no parameter. Did you mean 'mid.weight'"):
+        freeze(model(), misspelt)
 
 
 def test_groups_have_their_own_rate_and_decay() -> None:
@@ -271,7 +275,7 @@ def test_groups_have_their_own_rate_and_decay() -> None:
     )  # fmt: skip
     module = model(torch.float64)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    optimizer = Optimizer(module, grouped, num_steps=3)
+    optimizer = build(module, grouped, num_steps=3)
     gradients = dict(zip(before, (g.clone() for g in fill(module, 0)), strict=True))
     optimizer.step(0, [p.grad for p in module.parameters() if p.grad is not None], ONE, ONE)
     for name, parameter in module.named_parameters():
@@ -285,7 +289,7 @@ def test_the_rate_follows_the_schedule() -> None:
         name="sgd", momentum=0.0, weight_decay=0.0, lr=1.0, schedule=ScheduleConfig(name="linear", warmup=2)
     )
     module = nn.Linear(1, 1, bias=False)
-    optimizer = Optimizer(module, course, num_steps=4)
+    optimizer = build(module, course, num_steps=4)
     for step, rate in enumerate((0.5, 1.0, 1.0, 0.55)):
         before = module.weight.item()
         module.weight.grad = torch.ones(1, 1)
@@ -297,9 +301,9 @@ def test_the_rate_follows_the_schedule() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_with_momentum_are_refused_on_the_cpu(dtype: torch.dtype) -> None:
     with pytest.raises(ModelError, match=r"sgd with momentum cannot.*Keep the parameters in float32"):
-        Optimizer(model(dtype), config(name="sgd"), num_steps=3)
+        build(model(dtype), config(name="sgd"), num_steps=3)
     for fine in ({"name": "adamw"}, {"name": "sgd", "momentum": 0.0}):
-        Optimizer(model(dtype), config(**fine), num_steps=3)
+        build(model(dtype), config(**fine), num_steps=3)
 
 
 def test_facts_of_parameters() -> None:
@@ -311,13 +315,83 @@ def test_facts_of_parameters() -> None:
 
 def test_a_parameter_without_gradient_stays() -> None:
     module = model()
-    optimizer = Optimizer(module, config(), num_steps=3)
+    optimizer = build(module, config(), num_steps=3)
     gradients = fill(module, 0)
     module.norm.bias.grad = None
     before = module.norm.bias.detach().clone()
     optimizer.step(0, gradients, ONE, ONE)
     assert torch.equal(module.norm.bias, before)
     assert optimizer.state()["parameters"]["norm.bias"]["step"].item() == 0.0
+
+
+def cut(module: Model, rank: int) -> tuple[Leaf, ...]:
+    """A rank's half of every parameter: rows of the embedding, a range of elements of all others."""
+    leaves = []
+    for leaf in whole_leaves(module):
+        by_rows = leaf.piece.name == "embed.weight"
+        tensor = leaf.tensor.detach() if by_rows else leaf.tensor.detach().view(-1)
+        half = len(tensor) // 2
+        first, last = (0, half) if rank == 0 else (half, len(tensor))
+        piece = leaf.piece.narrow(0, first, last) if by_rows else leaf.piece.flattened(first, last)
+        leaves.append(Leaf(tensor[first:last], piece))
+    return tuple(leaves)
+
+
+@pytest.mark.parametrize("keys", [{"name": "adamw"}, {"name": "sgd"}])
+def test_shards_are_updated_as_the_whole_is(keys: dict[str, Any]) -> None:
+    """A vector that is a slice of a matrix decays, since the matrix does."""
+    wanted = config(weight_decay=0.3, **keys)
+    whole, sharded, gradients = model(torch.float64), model(torch.float64), model(torch.float64)
+    reference = build(whole, wanted, num_steps=5)
+    ranks = [cut(sharded, rank) for rank in (0, 1)]
+    optimizers = [Optimizer(leaves, freeze(sharded, wanted), wanted, num_steps=5) for leaves in ranks]
+    for step in range(3):
+        drawn = fill(whole, step)
+        with torch.no_grad():
+            for parameter, gradient in zip(gradients.parameters(), drawn, strict=True):
+                parameter.copy_(gradient)
+        reference.step(step, drawn, ONE, ONE)
+        for rank, optimizer in enumerate(optimizers):
+            for leaf, share in zip(ranks[rank], cut(gradients, rank), strict=True):
+                leaf.tensor.grad = share.tensor.clone()
+            optimizer.step(step, [leaf.tensor.grad for leaf in ranks[rank] if leaf.tensor.grad is not None], ONE, ONE)
+    for one, other in zip(whole.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_is_told_leaf_by_leaf() -> None:
+    module = model()
+    leaves = cut(module, 1)
+    optimizer = Optimizer(leaves, freeze(module, config()), config(), num_steps=1)
+    told = [(leaf.piece.name, key, tuple(tensor.shape)) for leaf, key, tensor in optimizer.memory()]
+    assert told[:4] == [
+        ("embed.weight", "step", ()),
+        ("embed.weight", "exp_avg", (6, 6)),
+        ("embed.weight", "exp_avg_sq", (6, 6)),
+        ("mid.weight", "step", ()),
+    ]
+    assert len(told) == 3 * len(leaves)
+
+
+def test_the_state_of_shards_goes_by_name_and_part() -> None:
+    module = model()
+    leaves = cut(module, 1)
+    optimizer = Optimizer(leaves, freeze(module, config()), config(), num_steps=1)
+    names = list(optimizer.state()["parameters"])
+    assert names[:3] == ["embed.weight[5:11,0:6]", "mid.weight[0:6,0:6][18:36]", "mid.bias[0:6][3:6]"]
+    assert names == [state_key(leaf.piece) for leaf in leaves]
+    restored = Optimizer(cut(model(), 1), freeze(model(), config()), config(), num_steps=1)
+    restored.load_state(optimizer.state())
+    with pytest.raises(CheckpointError, match="trainable parameter"):
+        restored.load_state(build(model(), config(), num_steps=1).state())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_rank_may_hold_nothing(name: Any) -> None:
+    optimizer = Optimizer((), freeze(model(), config()), config(name=name), num_steps=1)
+    optimizer.step(0, [], ONE, ONE)
+    assert list(optimizer.memory()) == []
+    assert optimizer.state()["parameters"] == {}
 
 
 @pytest.mark.gpu
@@ -327,7 +401,7 @@ def test_on_the_gpu_as_on_the_cpu_without_a_host_sync(
     keys: dict[str, Any], rule: Any, options: Any, dtype: torch.dtype, tolerance: float
 ) -> None:
     here, there = model(dtype), model(dtype).cuda()
-    cpu, gpu = (Optimizer(m, config(**keys), num_steps=9) for m in (here, there))
+    cpu, gpu = (build(m, config(**keys), num_steps=9) for m in (here, there))
     scalars = [(torch.tensor(0.5), torch.tensor(float(ok))) for ok in (0, 1, 0, 1, 1)]
     on_gpu = [(factor.cuda(), ok.cuda()) for factor, ok in scalars]
     for step, (factor, ok) in enumerate(scalars):

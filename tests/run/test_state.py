@@ -11,7 +11,7 @@ from torch import nn
 
 from closeranks.checkpoint.single import load_tree, save_tree
 from closeranks.core.errors import CheckpointError
-from closeranks.run.state import load_model
+from closeranks.run.state import load_model, whole_tensors
 from tests.run.small import dataset, net, open_session, train
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -89,16 +89,14 @@ class Buffers(nn.Module):
 
 
 def test_tied_weights_are_kept_once_and_buffers_with_them(tmp_path: Path) -> None:
-    from closeranks.run.state import _tensors
-
     module = Buffers()
-    names = set(dict(_tensors(module)))
+    names = set(dict(whole_tensors(module)))
     assert names == {
         *("embed.weight", "norm.weight", "norm.bias"),
         *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
     }
     other = Buffers()
-    load_model(other, {name: tensor + 1 for name, tensor in _tensors(module)})
+    load_model(other, {name: tensor + 1 for name, tensor in whole_tensors(module)})
     assert torch.equal(other.head.weight, module.embed.weight + 1)
     assert other.head.weight is other.embed.weight
     assert int(other.norm.num_batches_tracked) == 1

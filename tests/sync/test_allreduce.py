@@ -8,6 +8,7 @@ from torch import nn
 from closeranks.core.errors import ModelError
 from closeranks.parallel.group import Group
 from closeranks.sync.allreduce import AllReduce
+from closeranks.sync.held import hold_whole
 from closeranks.testing import run_world
 
 
@@ -34,13 +35,13 @@ def reference(batches: list[int]) -> list[torch.Tensor]:
 def reduced(assignment: list[list[int]], cap_bytes: int) -> list[torch.Tensor]:
     group = Group(dist.get_rank(), dist.get_world_size())
     module = build()
-    reducer = AllReduce(module, group, bucket_bytes=cap_bytes, first_bucket_bytes=cap_bytes)
+    reducer = AllReduce(hold_whole(module), group, bucket_bytes=cap_bytes, first_bucket_bytes=cap_bytes)
     mine = assignment[group.rank]
     for _ in range(2):  # a second step must not see anything of the first
         for number, index in enumerate(mine):
-            if number == len(mine) - 1:
-                reducer.arm()
+            reducer.begin_backward(is_last=number == len(mine) - 1)
             module(batch(index)).square().sum().backward()
+            reducer.end_backward()
         reducer.finish()
         result = gradients(module)
         flat = torch.cat([g.flatten() for g in reducer.gradients()])
@@ -67,8 +68,8 @@ def unused_branch() -> list[list[float]]:
     with torch.no_grad():
         for p in layers.parameters():
             p.fill_(1.0)
-    reducer = AllReduce(layers, group, bucket_bytes=1, first_bucket_bytes=1)
-    reducer.arm()
+    reducer = AllReduce(hold_whole(layers), group, bucket_bytes=1, first_bucket_bytes=1)
+    reducer.begin_backward(is_last=True)
     used = layers[0] if group.rank == 0 else layers[1]
     used(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
     reducer.finish()
@@ -91,10 +92,9 @@ def collectives_per_step(num_micro_batches: int) -> tuple[int, int]:
 
     dist.all_reduce = counting
     module = build()
-    reducer = AllReduce(module, Group(dist.get_rank(), 2), bucket_bytes=300, first_bucket_bytes=300)
+    reducer = AllReduce(hold_whole(module), Group(dist.get_rank(), 2), bucket_bytes=300, first_bucket_bytes=300)
     for number in range(num_micro_batches):
-        if number == num_micro_batches - 1:
-            reducer.arm()
+        reducer.begin_backward(is_last=number == num_micro_batches - 1)
         module(batch(number)).square().sum().backward()
     launched_in_backward = len(calls)
     reducer.finish()
@@ -110,14 +110,37 @@ def test_accumulation_communicates_once_per_step() -> None:
     assert once[0][1] == model_bytes
 
 
+def sent_without_overlap() -> tuple[int, int]:
+    """Collectives when the last backward is over, and after ``finish``."""
+    sent: list[object] = []
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (sent.append(args[0]), original(*args, **kwargs))[1]
+    module, group = build(), Group(dist.get_rank(), 2)
+    reducer = AllReduce(hold_whole(module), group, bucket_bytes=300, first_bucket_bytes=300, overlap=False)
+    reducer.begin_backward(is_last=True)
+    module(batch(0)).square().sum().backward()
+    reducer.end_backward()
+    before = len(sent)
+    reducer.finish()
+    return before, len(sent)
+
+
+@pytest.mark.world
+def test_without_overlap_everything_leaves_at_the_end() -> None:
+    for before, after in run_world(sent_without_overlap, 2):
+        assert before == 0
+        assert after > 1
+
+
 def test_one_rank_leaves_gradients_where_autograd_put_them() -> None:
     module = build()
-    reducer = AllReduce(module, Group(0, 1), bucket_bytes=1, first_bucket_bytes=1)
-    reducer.arm()
+    reducer = AllReduce(hold_whole(module), Group(0, 1), bucket_bytes=1, first_bucket_bytes=1)
+    reducer.begin_backward(is_last=True)
     module(batch(0)).square().sum().backward()
     places = [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
     reducer.finish()
-    assert places == [g.data_ptr() for g in reducer.gradients()]
+    assert places == [g.data_ptr() for g in reducer.gradients()] == [g.data_ptr() for g in reducer.spoken()]
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters()), "nothing is called in backward"
 
 
 def odd_layouts() -> bool:
@@ -126,8 +149,8 @@ def odd_layouts() -> bool:
     module = nn.Module()
     module.a = nn.Parameter(torch.zeros(3, 5).t())
     module.b = nn.Parameter(torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
-    reducer = AllReduce(module, group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
-    reducer.arm()
+    reducer = AllReduce(hold_whole(module), group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+    reducer.begin_backward(is_last=True)
     weights = torch.arange(15.0).view(5, 3), torch.arange(96.0).view(2, 3, 4, 4)
     sum((p * w).sum() for p, w in zip(module.parameters(), weights, strict=True)).backward()
     reducer.finish()
@@ -146,8 +169,8 @@ def twice_in_one_backward() -> str:
     from torch.utils.checkpoint import checkpoint
 
     layer = nn.Linear(4, 4)
-    reducer = AllReduce(layer, Group(dist.get_rank(), 2), bucket_bytes=1, first_bucket_bytes=1)
-    reducer.arm()
+    reducer = AllReduce(hold_whole(layer), Group(dist.get_rank(), 2), bucket_bytes=1, first_bucket_bytes=1)
+    reducer.begin_backward(is_last=True)
     x = torch.ones(2, 4, requires_grad=True)
     try:
         checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True).sum().backward()

@@ -37,7 +37,7 @@ def train(path: Path, overrides: Sequence[str], num_workers: int) -> None:
         _train_here(path, overrides, num_workers, world)
         return
     job = load_job(path, overrides).value
-    _look_beside(path)
+    look_beside(path)
     num_workers = num_workers or num_gpus() or layout_for(job, 1).num_ranks
     if problems := check_workers(job, num_workers):
         raise ConfigError(problems)
@@ -49,7 +49,7 @@ def train(path: Path, overrides: Sequence[str], num_workers: int) -> None:
         payload={"job": job.model_dump(mode="json"), "folder": str(folder)},
         folder=folder,
         is_new=is_new,
-        preload=_modules_of(job),
+        preload=modules_of(job),
         agent=job.agent,
         threads=job.run.threads,
         log_every=job.telemetry.log_every,
@@ -71,13 +71,13 @@ def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: W
     except UserError as error:
         speak(error, turn_of(error, world, None))
         sys.exit(error.exit_code)
-    _look_beside(path)
+    look_beside(path)
     from closeranks.run.worker import train_here
 
     train_here(job, str(path), overrides)
 
 
-def _look_beside(path: Path) -> None:
+def look_beside(path: Path) -> None:
     """A job's own modules are looked for beside its file, then in the working folder."""
     sys.path[:0] = [str(path.resolve().parent), os.getcwd()]
 
@@ -115,16 +115,8 @@ class _Work:
 
 
 def _start(work: _Work, num_workers: int) -> None:
-    plan = LaunchPlan(
-        num_workers=num_workers,
-        entry=work.entry,
-        payload=work.payload,
-        # The first optimizer step imports torch._dynamo: about a second in each worker, unless it is there already.
-        preload=("closeranks.run.worker", "torch._dynamo", *work.preload),
-        sys_path=tuple(sys.path[:2]) if work.preload else (),
-        environment=child_environment(_threads(work.threads, num_workers)),
-        log_folder=work.folder / "logs",
-        config=work.agent,
+    plan = plan_for(
+        work.entry, work.payload, work.folder, work.preload, work.agent, threads=work.threads, num_workers=num_workers
     )
     failure = ""
     with Progress(Console(), log_every=work.log_every) as progress:
@@ -143,6 +135,30 @@ def _start(work: _Work, num_workers: int) -> None:
     if outcome.reason != "finished":
         ending = Interrupted if outcome.reason == "interrupted" else Drained
         raise ending(outcome.reason, f"Everything is stopped; {_whereabouts(screen.folder)}")
+
+
+def plan_for(
+    entry: str,
+    payload: dict[str, Any],
+    folder: Path,
+    preload: tuple[str, ...],
+    agent: AgentConfig,
+    *,
+    threads: int,
+    num_workers: int,
+) -> LaunchPlan:
+    """What an agent of this host is told, for workers that do any of our entries."""
+    return LaunchPlan(
+        num_workers=num_workers,
+        entry=entry,
+        payload=payload,
+        # The first optimizer step imports torch._dynamo: about a second in each worker, unless it is there already.
+        preload=("closeranks.run.worker", "torch._dynamo", *preload),
+        sys_path=tuple(sys.path[:2]) if preload else (),
+        environment=child_environment(_threads(threads, num_workers)),
+        log_folder=folder / "logs",
+        config=agent,
+    )
 
 
 class _Screen:
@@ -181,7 +197,7 @@ def _threads(wanted: int, num_workers: int) -> int:
     return wanted or thread_limit() or max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
-def _modules_of(job: Job) -> tuple[str, ...]:
+def modules_of(job: Job) -> tuple[str, ...]:
     """Modules of the user's that the job names: imported once, before the workers are forked."""
     names = [job.model.name, getattr(job.model, "loss", ""), job.data.name, *job.run.hooks]
     return tuple(dict.fromkeys(name.partition(":")[0] for name in names if is_dotted(name)))

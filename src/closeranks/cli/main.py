@@ -11,7 +11,7 @@ import sys
 import typer
 
 from closeranks import __version__
-from closeranks.cli import config, report, run, sample, train
+from closeranks.cli import config, layout, report, run, sample, train
 from closeranks.core.errors import CloseranksError
 
 _TOUR = """Train PyTorch models on one process or on many.
@@ -22,6 +22,7 @@ A first tour, in the order people take it:
   closeranks train examples/tiny.toml -n 2     train a job on two workers, here
   closeranks train job.toml train.steps=200    change any value of the job
   closeranks config job.toml --explain         every value, its origin, its meaning
+  closeranks layout ls job.toml -n 8           every way to spread it over eight workers, and what each costs
   closeranks sample runs/tiny "import "        talk to the model you trained
   closeranks run -n 2 my_script.py             your own loop on two workers
 
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, run, sample, config, report):
+for verb in (train, run, sample, config, layout, report):
     verb.register(app)
 
 

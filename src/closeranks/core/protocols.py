@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from closeranks.core.pieces import Piece
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch.distributed as dist
     from torch import Tensor, nn
 
 Batch = Mapping[str, Any]
@@ -34,11 +37,85 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class ShardingRule:
-    """How parameters whose name matches ``pattern`` split along the tensor axis."""
+    """How parameters whose name matches ``pattern`` split along the tensor axis; the first match counts."""
 
     pattern: str
     dim: int | None
     """The tensor dim that is split; None: replicated."""
+    sequence: bool = False
+    """Of a replicated one: it works on a share of the sequence, so its gradient is a sum over the tensor ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What happens on the tensor axis to activations that enter or leave the modules matching ``pattern``.
+
+    Forward / backward: ``copy`` nothing / all-reduce; ``gather`` all-gather along the sequence / reduce-scatter;
+    ``sum`` all-reduce / nothing; ``scatter`` reduce-scatter along the sequence / all-gather; ``whole`` all-gather of
+    the last dim / own share. Modules without a crossing, on themselves or around them, get one from their weights'
+    rules: a split of outputs copies what enters, a split of inputs sums what leaves.
+    """
+
+    pattern: str
+    enter: Literal["", "copy", "gather"] = ""
+    leave: Literal["", "sum", "scatter", "whole"] = ""
+
+
+class Chain(Protocol):
+    """A model as units in a row: what pipeline stages are cut from.
+
+    Call sequence: the first stage calls ``enter`` and its units, later ones their units on what they were sent, the
+    last one ``leave``. Without a pipeline the spec's own ``loss`` does all of it, with the same result.
+    """
+
+    units: tuple[str, ...]
+    """Names of modules in the order they run; together they hold every parameter."""
+    costs: tuple[float, ...]
+    """Work of each unit, in any measure: stages are cut so that their sums come out even."""
+
+    def enter(self, module: nn.Module, batch: Batch) -> Tensor:
+        """What the first unit reads."""
+        ...
+
+    def call(self, module: nn.Module, number: int, hidden: Tensor) -> Tensor:
+        """Run unit ``number``; the random stream is keyed by it. ``module`` may lack units of other stages."""
+        ...
+
+    def leave(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
+        """The loss of what the last unit gave."""
+        ...
+
+
+SEVERAL_STAGES = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter as this rank holds it once the tensor and pipeline axes are applied, before the data axis is."""
+
+    parameter: nn.Parameter
+    piece: Piece
+    """Its share of the whole parameter, by the parameter's first name."""
+    aliases: tuple[str, ...] = ()
+    """Further names of a tied one."""
+    is_spoken: bool = True
+    """False where another rank off the data axis holds the same values and speaks for them in sums over the model."""
+    stage: int = 0
+    """Which of this rank's stages it belongs to; SEVERAL_STAGES of a tied one: its gradient is complete at the end."""
+    partial_over: tuple[dist.ProcessGroup, ...] = ()
+    """Groups over which its gradient is still a sum to be made, besides the data axis: shares of a sequence, and the
+    two ends of a pipeline that share a tied parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """What this rank's optimizer updates of one parameter: the whole, or its shard."""
+
+    tensor: Tensor
+    """Updated in place; its ``.grad`` is set by the reducer's ``finish``."""
+    piece: Piece
+    is_spoken: bool = True
+    """Whether this rank speaks for it: each value of the model has one speaker among all ranks."""
 
 
 @runtime_checkable
@@ -65,6 +142,10 @@ class ModelSpec(Protocol):
     compile_units: tuple[str, ...]
     """Modules that ``torch.compile`` takes one by one: the blocks, and what else pays."""
     sharding_rules: tuple[ShardingRule, ...]
+    """How its parameters split along the tensor axis; empty: they do not."""
+    crossings: tuple[Crossing, ...]
+    chain: Chain | None
+    """None where no stages can be cut."""
 
     def build(self) -> nn.Module: ...
 
@@ -93,18 +174,41 @@ class Source(Protocol):
 
 
 class Reducer(Protocol):
-    """How gradients travel.
+    """How gradients travel over the data axis, and updated weights back.
 
-    Call sequence, once per step on every rank: ``arm`` before the step's last backward (a rank without a micro-batch
-    skips it), backward (buckets leave as they fill), ``finish``. Then every ``.grad`` is the sum over ranks.
+    Call sequence on every rank, in each step: for every micro-batch ``begin_backward``, backward (buckets leave as they
+    fill), ``end_backward``; then ``finish`` once. Then the ``.grad`` of every leaf is the sum over the data ranks (and
+    over ``Held.partial_over``). The optimizer updates the leaves, ``spread`` brings the new values to whoever computes
+    with them, ``release`` forgets the gradients.
     """
 
-    def arm(self) -> None: ...
+    needs_equal_counts: bool
+    """Whether all data ranks must work off the same number of micro-batches, since each of them is a collective."""
+
+    def leaves(self) -> Sequence[Leaf]:
+        """What this rank updates; the same objects for the whole run."""
+        ...
+
+    def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
+        """Before a backward that produces gradients of ``stage``; ``is_last``: no other of this step will."""
+        ...
+
+    def end_backward(self, stage: int = 0) -> None:
+        """After it. What travels in every micro-batch, with parameters this one did not use, leaves now."""
+        ...
 
     def finish(self) -> None: ...
 
     def gradients(self) -> Sequence[Tensor]:
-        """The summed gradients as few large tensors, for norms and scaling; valid from ``finish`` to ``release``."""
+        """All gradients of the leaves as few large tensors, for scaling; valid from ``finish`` to ``release``."""
+        ...
+
+    def spoken(self) -> Sequence[Tensor]:
+        """The same, of the leaves this rank speaks for: their squares, added over all ranks, are the model's norm."""
+        ...
+
+    def spread(self) -> None:
+        """Bring updated leaves to the ranks that compute with them."""
         ...
 
     def release(self) -> None:

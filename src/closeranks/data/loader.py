@@ -52,10 +52,11 @@ class Loader:
         device: torch.device | None = None,
         prefetch: int = 2,
         check_finite: bool = True,
+        even: bool = False,
     ) -> None:
         if len(source) != schedule.num_samples:
             raise ValueError(f"a schedule for {schedule.num_samples} samples over a source of {len(source)}")
-        self._reader = Reader(source, schedule, seed, data_rank, data_size, check_finite)
+        self._reader = Reader(source, schedule, seed, data_rank, data_size, check_finite, even)
         self._device = _indexed(device or torch.device("cpu"))
         self._prefetch = prefetch
         self._next: int | None = None

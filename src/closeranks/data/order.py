@@ -8,7 +8,7 @@ micro-batch has the same samples whoever takes it. Changing any constant below c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -116,6 +116,8 @@ class MicroBatch:
     index: int
     first: int
     last: int
+    is_spare: bool = False
+    """Worked off for the others' sake and counted nowhere: its loss weighs nothing."""
 
     @property
     def num_samples(self) -> int:
@@ -169,13 +171,21 @@ class Schedule:
         """All micro-batches of a step, in order."""
         return self._between(step, 0, self.num_micro_batches(step))
 
-    def assigned(self, step: int, data_rank: int, data_size: int) -> tuple[MicroBatch, ...]:
-        """This rank's contiguous share of the step; where it does not come out even, the first ranks take one more."""
+    def assigned(self, step: int, data_rank: int, data_size: int, *, even: bool = False) -> tuple[MicroBatch, ...]:
+        """This rank's contiguous share of the step; where it does not come out even, the first ranks take one more.
+
+        ``even``: the others repeat the step's last micro-batch as a spare, so that all ranks have the same number
+        (where each forward is a collective, a rank that has one less would leave the others waiting).
+        """
         if not 0 <= data_rank < data_size:
             raise ValueError(f"there is no data rank {data_rank} of {data_size}")
         share, extra = divmod(self.num_micro_batches(step), data_size)
         first = data_rank * share + min(data_rank, extra)
-        return self._between(step, first, first + share + (data_rank < extra))
+        own = self._between(step, first, first + share + (data_rank < extra))
+        if not even or not extra or data_rank < extra:
+            return own
+        last = self.num_micro_batches(step) - 1
+        return (*own, replace(self._between(step, last, last + 1)[0], is_spare=True))
 
     def _between(self, step: int, first: int, last: int) -> tuple[MicroBatch, ...]:
         """Micro-batches ``first`` to ``last`` of a step, without making the others: a step may hold thousands."""

@@ -37,6 +37,8 @@ class Reader:
     data_rank: int = 0
     data_size: int = 1
     check_finite: bool = True
+    even: bool = False
+    """Whether ranks with fewer micro-batches read a spare."""
     _order: OrderWindow = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +46,7 @@ class Reader:
 
     def read(self, step: int) -> list[Loaded]:
         """This rank's micro-batches of a step; none where the step has fewer micro-batches than ranks."""
-        assigned = self.schedule.assigned(step, self.data_rank, self.data_size)
+        assigned = self.schedule.assigned(step, self.data_rank, self.data_size, even=self.even)
         return [Loaded(micro_batch, self._read_one(micro_batch)) for micro_batch in assigned]
 
     def _read_one(self, micro_batch: MicroBatch) -> Batch:

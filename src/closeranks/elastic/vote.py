@@ -30,7 +30,8 @@ class Ballot:
     loss: Tensor
     weight: Tensor
     norm_squared: Tensor
-    """All tensors are 0-dim float64 on one device. Of the summed, still unscaled gradients this rank speaks for."""
+    """All tensors are 0-dim float64 on one device. Of the summed, still unscaled gradients this rank speaks for: each
+    value of the model has one speaker, so the sum over ranks is the model's."""
     metrics: Mapping[str, Tensor]
     drain: bool = False
     save: bool = False
@@ -84,13 +85,12 @@ class Verdict:
 
 
 class Vote:
-    """The polling station of one run; ``speaks_for_norm`` is True on one rank per copy of each gradient."""
+    """The polling station of one run, for all its ranks."""
 
-    def __init__(self, group: Group, metrics: Sequence[str], *, clip: float, speaks_for_norm: bool) -> None:
+    def __init__(self, group: Group, metrics: Sequence[str], *, clip: float) -> None:
         self._group = group
         self._metrics = tuple(metrics)
         self._clip = clip
-        self._speaks_for_norm = speaks_for_norm
 
     def cast(self, ballot: Ballot, loss_scale: Tensor) -> Verdict:
         """Every rank calls this once per step; the only collective besides the gradients'."""
@@ -103,13 +103,10 @@ class Vote:
 
     def _fill(self, ballot: Ballot) -> Tensor:
         """This rank's votes as one float64 vector, loss, weight, norm, nonfinite, drain, save, then the metrics."""
-        norm_squared = ballot.norm_squared
-        nonfinite = ~(norm_squared + ballot.loss).isfinite()
-        if not self._speaks_for_norm:
-            norm_squared = torch.zeros_like(norm_squared)
+        nonfinite = ~(ballot.norm_squared + ballot.loss).isfinite()
         wishes = torch.tensor([ballot.drain, ballot.save], dtype=torch.float64, device="cpu")
         metrics = [ballot.metrics[name] for name in self._metrics]
-        votes = torch.stack([ballot.loss, ballot.weight, norm_squared, nonfinite.double(), *metrics])
+        votes = torch.stack([ballot.loss, ballot.weight, ballot.norm_squared, nonfinite.double(), *metrics])
         wishes = wishes.to(votes.device, non_blocking=True)
         return torch.cat([votes[:4], wishes, votes[4:]])
 

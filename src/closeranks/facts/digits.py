@@ -24,6 +24,10 @@ class DigitsShape:
         return 2 * self.channels * (self.image_size // 2) ** 2
 
 
+UNITS = ("stem", "body", "hidden", "output")
+"""Its modules in the order they run."""
+
+
 def parameter_shapes(shape: DigitsShape) -> dict[str, tuple[int, ...]]:
     """Name to shape, in the order of the module. Convolutions carry no bias: the norm behind them has one."""
     narrow, wide = shape.channels, 2 * shape.channels

@@ -92,6 +92,9 @@ class Demands:
     vocab_size: int = 0
     ffn_dim: int = 0
     seq_len: int = 0
+    has_tensor_rules: bool = False
+    """Whether the model brings a table of its own that says how it splits: what must divide is then known when it is
+    built, not here."""
 
     @property
     def num_micro(self) -> int:
@@ -145,11 +148,11 @@ def _shard_problems(layout: Layout) -> Iterator[Problem]:
         yield Problem("layout.shard", what, "Set zero to 1, 2 or 3, or leave shard out.")
     if layout.shard and layout.data % layout.shard:
         what = f"{layout.shard} does not divide the {layout.data} data ranks"
-        yield Problem("layout.shard", what, f"Use one of {_divisors(layout.data)}.")
+        yield Problem("layout.shard", what, f"Use one of {divisors(layout.data)}.")
 
 
 def _tensor_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
-    if layout.tensor == 1:
+    if layout.tensor == 1 or demands.has_tensor_rules:
         return
     split = {
         "heads": demands.num_heads,
@@ -160,11 +163,13 @@ def _tensor_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
     if not all(split.values()):
         yield Problem("layout.tensor", "this model has no heads and feed-forward columns to split", "Use tensor=1.")
         return
-    legal = [size for size in _divisors(demands.num_kv_heads) if not any(count % size for count in split.values())]
-    for noun, count in split.items():
-        if count % layout.tensor:
-            what = f"{layout.tensor} does not divide the model's {count} {noun}"
-            yield Problem("layout.tensor", what, f"Use one of {legal}.")
+    # Between the blocks each tensor rank holds its share of the positions: norms and residuals are split too.
+    split["positions of a sample"] = demands.seq_len
+    uneven = [f"{count} {noun}" for noun, count in split.items() if count % layout.tensor]
+    if uneven:
+        legal = [size for size in divisors(demands.num_kv_heads) if not any(count % size for count in split.values())]
+        what = f"{layout.tensor} does not divide the model's {', '.join(uneven)}"
+        yield Problem("layout.tensor", what, f"Use one of {legal}.")
 
 
 def _pipeline_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
@@ -186,7 +191,7 @@ def _context_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
         yield Problem("layout.context", "the samples have no sequence to split", "Use context=1.")
     elif demands.seq_len % layout.context:
         what = f"{layout.context} does not divide the {demands.seq_len} positions of a sample"
-        yield Problem("layout.context", what, f"Use one of {_divisors(demands.seq_len, 64)} or change data.seq_len.")
+        yield Problem("layout.context", what, f"Use one of {divisors(demands.seq_len, 64)} or change data.seq_len.")
 
 
 def _expert_problems(layout: Layout) -> Iterator[Problem]:
@@ -194,13 +199,13 @@ def _expert_problems(layout: Layout) -> Iterator[Problem]:
         yield Problem("layout.expert", "a dense model has no experts to spread", "Use expert=1.")
 
 
-def _divisors(number: int, most: int | None = None) -> list[int]:
+def divisors(number: int, most: int | None = None) -> list[int]:
     return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]
 
 
 def enumerate_layouts(num_ranks: int) -> tuple[Layout, ...]:
     """All layouts of exactly this many ranks: tensor, pipeline and context powers of two, data what is left."""
-    powers = [size for size in _divisors(num_ranks) if size & (size - 1) == 0]
+    powers = [size for size in divisors(num_ranks) if size & (size - 1) == 0]
     return tuple(
         Layout(data=num_ranks // model_ranks, zero=zero, tensor=tensor, pipeline=pipeline, context=context)
         for tensor in powers

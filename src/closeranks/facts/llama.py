@@ -1,4 +1,4 @@
-"""What follows from the shape of a Llama: its parameters, their names, its FLOPs and its rotary frequencies?
+"""What follows from the shape of a Llama: its parameters, how they split, its FLOPs and its rotary frequencies?
 
 Invariant: ``parameter_shapes`` names exactly the parameters that ``models.llama`` builds, in Hugging Face's names, and
 the published presets have the published number of parameters.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import pi, prod
 
 from closeranks.facts import memory
+from closeranks.facts.anatomy import Anatomy, Rule, anatomy
 from closeranks.facts.memory import OptimizerName, Precision, StateBytes
 
 
@@ -103,6 +104,49 @@ def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     if not shape.tied:
         shapes["lm_head.weight"] = (shape.vocab_size, shape.dim)
     return shapes
+
+
+SHARDING: tuple[Rule, ...] = (
+    ("model.embed_tokens.weight", 0, False),
+    ("model.layers.*.self_attn.[qkv]_proj.weight", 0, False),
+    ("model.layers.*.self_attn.o_proj.weight", 1, False),
+    ("model.layers.*.mlp.gate_proj.weight", 0, False),
+    ("model.layers.*.mlp.up_proj.weight", 0, False),
+    ("model.layers.*.mlp.down_proj.weight", 1, False),
+    ("*norm.weight", None, True),
+    ("lm_head.weight", 0, False),
+)
+"""Along the tensor axis: columns of what reads the residual stream, rows of what writes it; norms work on a share of
+the sequence. Pattern as in fnmatch, split dim, whether a replicated one sees a share of the sequence."""
+
+
+def block_names(shape: LlamaShape) -> tuple[str, ...]:
+    return tuple(f"model.layers.{layer}" for layer in range(shape.num_layers))
+
+
+def unit_names(shape: LlamaShape) -> tuple[str, ...]:
+    """Modules in the order they run: what pipeline stages are cut from."""
+    return ("model.embed_tokens", *block_names(shape), "model.norm", "lm_head")
+
+
+def unit_costs(shape: LlamaShape, seq_len: int) -> tuple[float, ...]:
+    """Forward and backward of each unit for one token, as ``flops_per_token`` counts them; lookup and norm, which are
+    bound by memory, as the few operations they are."""
+    matrices = sum(prod(dims) for dims in block_shapes(shape).values() if len(dims) == 2)
+    block = float(6 * matrices + 12 * shape.dim * seq_len)
+    ends = (float(shape.dim), float(6 * shape.dim), float(6 * shape.vocab_size * shape.dim))
+    return (ends[0], *[block] * shape.num_layers, *ends[1:])
+
+
+def llama_anatomy(shape: LlamaShape, seq_len: int) -> Anatomy:
+    return anatomy(
+        parameter_shapes(shape),
+        units=unit_names(shape),
+        costs=unit_costs(shape, seq_len),
+        blocks=block_names(shape),
+        rules=SHARDING,
+        ties={"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else None,
+    )
 
 
 def num_params_per_block(shape: LlamaShape) -> int:

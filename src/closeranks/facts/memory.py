@@ -1,8 +1,8 @@
 """How many bytes does a model's state take on one rank: weights, gradients and what the optimizer remembers?
 
 Weights, gradients and optimizer state are float32 under bf16 and fp16 too (autocast casts copies on the fly), so only
-float64 changes the width. Invariant: this is state alone; activations, gathered shards and buffers of the collectives
-come on top.
+float64 changes the width. Invariant: ``state_bytes`` is state alone; activations, gathered shards and buffers of the
+collectives come on top, each under a name of its own (``facts.spread``, ``facts.activations``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,40 @@ from typing import Literal
 Precision = Literal["float64", "float32", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "sgd"]
 
-_WIDTH: dict[Precision, int] = {"float64": 8, "float32": 4, "bf16": 4, "fp16": 4}
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes of one element, by what it is."""
+
+    state: int
+    """Weights, gradients and optimizer state; also what norms and the loss compute in."""
+    compute: int
+    """Operands and results of matrix products and attention."""
+    stream: int
+    """Hidden states between the blocks: half only in bf16, since fp16 has too short a range."""
+    wire: int
+    """Weights of blocks on their way to a rank that gathers them; half only in bf16 as well."""
+
+    @property
+    def is_half(self) -> bool:
+        return self.compute < self.state
+
+
+_WIDTHS: dict[Precision, Widths] = {
+    "float64": Widths(8, 8, 8, 8),
+    "float32": Widths(4, 4, 4, 4),
+    "bf16": Widths(4, 2, 2, 2),
+    "fp16": Widths(4, 2, 4, 4),
+}
 _TENSORS_REMEMBERED: dict[OptimizerName, int] = {"adamw": 2, "sgd": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes with a name."""
+
+    name: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +62,15 @@ class StateBytes:
         return self.params + self.gradients + self.optimizer
 
 
+def widths(precision: Precision) -> Widths:
+    return _WIDTHS[precision]
+
+
+def num_remembered(optimizer: OptimizerName) -> int:
+    """Tensors of a parameter's size that the optimizer keeps for it."""
+    return _TENSORS_REMEMBERED[optimizer]
+
+
 def state_bytes(
     num_params: int,
     *,
@@ -40,10 +81,10 @@ def state_bytes(
 ) -> StateBytes:
     """State of ``num_params`` parameters with ZeRO stage ``zero`` over ``shard`` ranks (1: the optimizer's share is
     split, 2: gradients too, 3: weights too)."""
-    whole = num_params * _WIDTH[precision]
-    split = -(-num_params // shard) * _WIDTH[precision]
+    width = widths(precision).state
+    whole, split = num_params * width, -(-num_params // shard) * width
     return StateBytes(
         params=split if zero >= 3 else whole,
         gradients=split if zero >= 2 else whole,
-        optimizer=(split if zero >= 1 else whole) * _TENSORS_REMEMBERED[optimizer],
+        optimizer=(split if zero >= 1 else whole) * num_remembered(optimizer),
     )

@@ -25,6 +25,17 @@ class PairsShape:
         return 3 * self.vector_dim
 
 
+UNITS = (
+    "user_tower.hidden",
+    "user_tower.output",
+    "item_tower.hidden",
+    "item_tower.output",
+    "click_head",
+    "rating_head",
+)
+"""Its layers in the order of the module."""
+
+
 def parameter_shapes(shape: PairsShape) -> dict[str, tuple[int, ...]]:
     """Name to shape, in the order of the module."""
     hidden, vector = shape.hidden_dim, shape.vector_dim

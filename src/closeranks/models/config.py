@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from closeranks.core.config.table import Table
+from closeranks.core.protocols import Crossing, ShardingRule
 from closeranks.core.registry import did_you_mean, is_dotted
 from closeranks.facts.digits import DigitsShape
 from closeranks.facts.layout import Demands
@@ -141,6 +142,40 @@ class PairsConfig(_WithoutAxes):
         return PairsShape(self.user_dim, self.item_dim, self.hidden_dim, self.vector_dim)
 
 
+class TensorEntry(Table):
+    """How a user's parameters split along the tensor axis; the first entry whose pattern matches one takes it."""
+
+    pattern: str = Field(min_length=1)
+    """Shell-style pattern on the parameter's full name: ``blocks.*.up.weight``."""
+    dim: int | None = Field(default=None, ge=0)
+    """Along which dim: 0 splits the outputs of a Linear or the rows of an Embedding, 1 a Linear's inputs."""
+    whole: bool = False
+    """Gather the split outputs behind the module, for code that needs all of them."""
+    partial: bool = False
+    """Not split, but used on split outputs (a norm within heads, say): its gradient is a sum over the tensor ranks."""
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> TensorEntry:
+        if (self.dim is None) != self.partial:
+            raise ValueError("an entry has either a dim, or partial = true")
+        if self.whole and (self.dim is None or not self._module):
+            raise ValueError(
+                "whole = true gathers a module's outputs: give a dim, and a pattern that ends in '.weight'"
+            )
+        return self
+
+    @property
+    def _module(self) -> str:
+        module, _, attribute = self.pattern.rpartition(".")
+        return module if attribute == "weight" else ""
+
+    def rule(self) -> ShardingRule:
+        return ShardingRule(self.pattern, self.dim, sequence=self.partial)
+
+    def crossing(self) -> Crossing | None:
+        return Crossing(self._module, enter="copy", leave="whole") if self.whole else None
+
+
 class UserModelConfig(_WithoutAxes):
     """Any torch module, built by the user's own factory."""
 
@@ -152,6 +187,10 @@ class UserModelConfig(_WithoutAxes):
     """package.module:function of (module, batch); empty: module.loss(batch) or module(batch) is the loss."""
     metrics: tuple[str, ...] = ()
     """Names of the sums that a returned Loss carries beside the loss."""
+    stages: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Modules in the order they run, each called with what the one before returned: what a pipeline is cut from."""
+    tensor: tuple[TensorEntry, ...] = ()
+    """How weights split along the tensor axis."""
 
     @model_validator(mode="before")
     @classmethod
@@ -170,6 +209,19 @@ class UserModelConfig(_WithoutAxes):
             raise ValueError(f"'{loss}' does not name a function. Write package.module:function.")
         return loss
 
+    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> Demands:
+        """How many stages a pattern stands for, and what a table's dims must divide, is known when it is built."""
+        has_pattern = any(set("*?[") & set(stage) for stage in self.stages)
+        return Demands(
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            num_layers=_MANY if has_pattern else len(self.stages),
+            has_tensor_rules=bool(self.tensor),
+        )
+
+
+_MANY = 1 << 20
+"""Stages that a pattern may stand for: more than any pipeline has."""
 
 _OURS = ("llama", "digits", "pairs")
 

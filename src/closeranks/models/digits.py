@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from closeranks.core.protocols import Batch, Loss, ShardingRule
+from closeranks.core.protocols import Batch, Chain, Crossing, Loss, ShardingRule
 from closeranks.facts.digits import DigitsShape, flops_per_sample
 from closeranks.models.batches import take
 from closeranks.models.catalog import MODELS
@@ -65,6 +65,8 @@ class DigitsSpec:
         self.blocks: tuple[str, ...] = ()
         self.compile_units: tuple[str, ...] = ()
         self.sharding_rules: tuple[ShardingRule, ...] = ()
+        self.crossings: tuple[Crossing, ...] = ()
+        self.chain: Chain | None = None
 
     def build(self) -> nn.Module:
         return Digits(self.shape, self.config.dropout)

@@ -1,197 +1,28 @@
-"""What is a Llama to us: its module, its loss, and how a run may cut it?
+"""What is a Llama to a run: its loss, and how it may be cut along the tensor and pipeline axes?
 
-Names and numbers follow Hugging Face's Llama (rotate-half positions, float32 norms), so that published weights load
-without renaming. Invariant: the blocks under ``model.layers`` are self-contained (hidden states and rotary tables in,
-hidden states out): the units of compile, recompute, sharding and pipeline stages.
+How it is cut is data (rules, crossings, a chain of units); ``decoder`` holds the module. Invariant: ``loss`` is what
+the chain's units give one after the other, on any cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import sqrt
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod, sqrt
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Batch, Loss, ShardingRule
-from closeranks.facts.llama import LlamaShape, flops_per_token, rope_frequencies
-from closeranks.models.attention import attend
+from closeranks.core.protocols import Batch, Chain, Crossing, Loss, ShardingRule
+from closeranks.facts.llama import LlamaShape, block_shapes, flops_per_token
 from closeranks.models.batches import take
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import LlamaConfig
+from closeranks.models.decoder import Llama
 from closeranks.models.fill import fill_constant, fill_normal
-from closeranks.models.linear import Linear
 
 INIT_STD = 0.02
-
-
-class RMSNorm(nn.Module):
-    """Scale to unit root mean square. Sums in float32 at least: squares of bf16 lose what the mean is made of."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-        scaled = wide * torch.rsqrt((wide * wide).mean(dim=-1, keepdim=True) + self.eps)
-        return (scaled * self.weight).to(hidden.dtype)
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + half) of [batch, positions, heads, head size] by its position's angle.
-
-    Computed in the tables' precision and cast back once: bf16 angles would blur positions beyond a few hundred.
-    """
-    first, second = heads.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
-
-
-class Attention(nn.Module):
-    """Grouped-query causal self-attention."""
-
-    def __init__(self, shape: LlamaShape, attention: str) -> None:
-        super().__init__()
-        kv_dim = shape.num_kv_heads * shape.head_dim
-        self.q_proj = Linear(shape.dim, shape.dim)
-        self.k_proj = Linear(shape.dim, kv_dim)
-        self.v_proj = Linear(shape.dim, kv_dim)
-        self.o_proj = Linear(shape.dim, shape.dim)
-        self.head_dim = shape.head_dim
-        self.attention = attention
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # -1, not the shape's count: under tensor parallelism this rank holds a share of the heads.
-        split = (*hidden.shape[:2], -1, self.head_dim)
-        queries = rotate(self.q_proj(hidden).view(split), cos, sin)
-        keys = rotate(self.k_proj(hidden).view(split), cos, sin)
-        values = self.v_proj(hidden).view(split)
-        mixed = attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), self.attention)
-        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return output
-
-
-class FeedForward(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.gate_proj = Linear(shape.dim, shape.ffn_dim)
-        self.up_proj = Linear(shape.dim, shape.ffn_dim)
-        self.down_proj = Linear(shape.ffn_dim, shape.dim)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return output
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each added to the residual stream."""
-
-    def __init__(self, shape: LlamaShape, dropout: float, attention: str) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape, attention)
-        self.mlp = FeedForward(shape)
-        self.input_layernorm = RMSNorm(shape.dim, shape.norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.dim, shape.norm_eps)
-        self.dropout = dropout
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        hidden = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin))
-        return hidden + self._dropped(self.mlp(self.post_attention_layernorm(hidden)))
-
-    def _dropped(self, change: Tensor) -> Tensor:
-        return F.dropout(change, self.dropout, self.training) if self.dropout else change
-
-
-class Decoder(nn.Module):
-    """Embedding, blocks and the last norm: tokens in, hidden states out."""
-
-    rope_cos: Tensor
-    rope_sin: Tensor
-
-    def __init__(self, shape: LlamaShape, max_len: int, dropout: float, attention: str) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.dim)
-        self.layers = nn.ModuleList(Block(shape, dropout, attention) for _ in range(shape.num_layers))
-        self.norm = RMSNorm(shape.dim, shape.norm_eps)
-        # They follow from the shape, so no checkpoint carries them.
-        self.register_buffer("rope_cos", torch.empty(max_len, shape.head_dim // 2), persistent=False)
-        self.register_buffer("rope_sin", torch.empty(max_len, shape.head_dim // 2), persistent=False)
-        self.fill_rope()
-
-    @torch.no_grad()
-    def fill_rope(self) -> None:
-        """Angles in float64 on the CPU, so that every device and precision rounds the same numbers once."""
-        positions = torch.arange(self.rope_cos.shape[0], dtype=torch.float64, device="cpu")
-        frequencies = torch.tensor(rope_frequencies(self.shape), dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, frequencies)
-        self.rope_cos.copy_(angles.cos())
-        self.rope_sin.copy_(angles.sin())
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        if length > self.rope_cos.shape[0]:
-            what = f"{length} positions are more than the {self.rope_cos.shape[0]} this model was built for"
-            raise ModelError(what, "Set data.seq_len to the longest sequence.")
-        hidden: Tensor = self.embed_tokens(tokens)
-        # The residual stream in bf16 halves the traffic between the products. Not in fp16: its range is too short.
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            hidden = hidden.bfloat16()
-        cos, sin = self.rope_cos[:length], self.rope_sin[:length]
-        for block in self.layers:
-            hidden = block(hidden, cos, sin)
-        normed: Tensor = self.norm(hidden)
-        return normed
-
-
-class TokenLoss(nn.Module):
-    """Summed cross-entropy in float32 (float64 stays). A module of its own so that a run can compile it: fused, the
-    cast of a 128k vocabulary's logits never reaches memory; eager, it is made once."""
-
-    def forward(self, logits: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
-        flat = logits.flatten(0, 1)
-        wide = flat if flat.dtype == torch.float64 else flat.float()
-        if mask is None:
-            return F.cross_entropy(wide, targets.flatten(), reduction="sum")
-        each = F.cross_entropy(wide, targets.flatten(), reduction="none")
-        return (each * mask.flatten().to(each.dtype)).sum()
-
-
-class Llama(nn.Module):
-    """Tokens [batch, positions] in, logits out; with targets, the summed loss."""
-
-    def __init__(self, shape: LlamaShape, *, max_len: int, dropout: float = 0.0, attention: str = "auto") -> None:
-        super().__init__()
-        self.tied = shape.tied
-        self.model = Decoder(shape, max_len, dropout, attention)
-        self.lm_head = Linear(shape.dim, shape.vocab_size)
-        self.token_loss = TokenLoss()
-        self.tie()
-
-    def tie(self) -> None:
-        """Make the output projection the embedding itself, where the shape says so."""
-        if self.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Llama:
-        """Moving from the meta device gives every name a tensor of its own, which would cut the tie."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.tie()
-        return self
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.lm_head(self.model(tokens))
-        if targets is None:
-            return logits
-        total: Tensor = self.token_loss(logits, targets, mask)
-        return total
 
 
 class LlamaSpec:
@@ -209,6 +40,8 @@ class LlamaSpec:
         self.blocks = tuple(f"model.layers.{layer}" for layer in range(self.shape.num_layers))
         self.compile_units = (*self.blocks, "model.norm", "token_loss")
         self.sharding_rules = SHARDING_RULES
+        self.crossings = CROSSINGS
+        self.chain: Chain | None = LlamaChain(self.shape, seq_len)
 
     def build(self) -> nn.Module:
         return Llama(
@@ -235,15 +68,72 @@ class LlamaSpec:
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """``tokens`` [B, S+1]: each position predicts the next. An optional ``mask`` [B, S] weighs the targets."""
-        tokens = take(batch, "tokens", self.name).long()
-        mask: Tensor | None = batch.get("mask")
-        targets = tokens[:, 1:]
-        try:
-            total = module(tokens[:, :-1], targets, mask)
-        except IndexError as error:
-            what = f"a token id lies outside the model's vocabulary of {self.shape.vocab_size}"
-            raise ModelError(what, "Set model.vocab_size to the tokenizer's size (256 for bytes).") from error
-        return Loss(total=total, weight=float(targets.numel()) if mask is None else mask.sum())
+        tokens, targets, mask = _parted(batch)
+        with _vocabulary_named(self.shape):
+            total = module(tokens, targets, mask)
+        return _weighed(total, targets, mask)
+
+
+class LlamaChain:
+    """Embedding, blocks, norm and output projection in a row (``core.protocols.Chain``)."""
+
+    def __init__(self, shape: LlamaShape, seq_len: int) -> None:
+        self.shape = shape
+        blocks = [f"model.layers.{layer}" for layer in range(shape.num_layers)]
+        self.units = ("model.embed_tokens", *blocks, "model.norm", "lm_head")
+        self.costs = _unit_flops(shape, seq_len)
+
+    def enter(self, module: nn.Module, batch: Batch) -> Tensor:
+        return _parted(batch)[0]
+
+    def call(self, module: nn.Module, number: int, hidden: Tensor) -> Tensor:
+        assert isinstance(module, Llama)
+        if number == 0:
+            with _vocabulary_named(self.shape):
+                return module.model.embed(hidden)
+        if number <= self.shape.num_layers:
+            return module.model.through(number - 1, hidden)
+        output: Tensor = module.get_submodule(self.units[number])(hidden)
+        return output
+
+    def leave(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
+        assert isinstance(module, Llama)
+        _, targets, mask = _parted(batch)
+        with _vocabulary_named(self.shape):
+            total = module.token_loss(output, targets, mask)
+        return _weighed(total, targets, mask)
+
+
+def _parted(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, targets and mask of a batch."""
+    tokens = take(batch, "tokens", "llama").long()
+    return tokens[:, :-1], tokens[:, 1:], batch.get("mask")
+
+
+def _weighed(total: Tensor, targets: Tensor, mask: Tensor | None) -> Loss:
+    return Loss(total=total, weight=float(targets.numel()) if mask is None else mask.sum())
+
+
+@contextmanager
+def _vocabulary_named(shape: LlamaShape) -> Iterator[None]:
+    try:
+        yield
+    except IndexError as error:
+        what = f"a token id lies outside the model's vocabulary of {shape.vocab_size}"
+        raise ModelError(what, "Set model.vocab_size to the tokenizer's size (256 for bytes).") from error
+
+
+def _unit_flops(shape: LlamaShape, seq_len: int) -> tuple[float, ...]:
+    """Forward and backward of each unit for one token, as ``flops_per_token`` counts them; lookup and norm, which are
+    bound by memory, as the few operations they are."""
+    matrices = sum(prod(dims) for dims in block_shapes(shape).values() if len(dims) == 2)
+    block = float(6 * matrices + 12 * shape.dim * seq_len)
+    return (
+        float(shape.dim),
+        *[block] * shape.num_layers,
+        float(6 * shape.dim),
+        float(6 * shape.vocab_size * shape.dim),
+    )
 
 
 SHARDING_RULES = (
@@ -253,10 +143,19 @@ SHARDING_RULES = (
     ShardingRule("model.layers.*.mlp.gate_proj.weight", 0),
     ShardingRule("model.layers.*.mlp.up_proj.weight", 0),
     ShardingRule("model.layers.*.mlp.down_proj.weight", 1),
-    ShardingRule("*norm.weight", None),
+    ShardingRule("*norm.weight", None, sequence=True),
     ShardingRule("lm_head.weight", 0),
 )
 """Columns of what reads the residual stream, rows of what writes it; patterns as in fnmatch, the first match counts."""
+
+CROSSINGS = (
+    Crossing("model.embed_tokens", leave="scatter"),
+    Crossing("model.layers.*.self_attn", enter="gather", leave="scatter"),
+    Crossing("model.layers.*.mlp", enter="gather", leave="scatter"),
+    Crossing("lm_head", enter="gather"),
+)
+"""Between blocks each rank has its share of the sequence; one gather serves a block's queries, keys and values. The
+logits stay split by vocabulary: ``TokenLoss`` takes them so."""
 
 
 @MODELS.register("llama")

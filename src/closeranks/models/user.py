@@ -8,7 +8,7 @@ collective that breaks) passes through untouched, because the run recovers from 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,21 +17,23 @@ from torch import Tensor, nn
 
 from closeranks.core.blame import own_frame, sentence, shown
 from closeranks.core.errors import CloseranksError, ModelError
-from closeranks.core.protocols import Batch, Loss, ShardingRule
+from closeranks.core.protocols import Batch, Chain, Crossing, Loss, ShardingRule
 from closeranks.core.registry import load_object
 from closeranks.models.batches import num_samples
 from closeranks.models.catalog import MODELS
-from closeranks.models.config import UserModelConfig
+from closeranks.models.config import TensorEntry, UserModelConfig
 from closeranks.models.losses import as_loss, kind_of
-
-LossFunction = Callable[[nn.Module, Batch], "Tensor | Loss"]
+from closeranks.models.stages import LossFunction, UserChain
 
 # Slips of code. RuntimeError is left out on purpose: out of memory and broken collectives arrive as one.
 _SLIPS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 
 
 class UserSpec:
-    """A user's module as a run sees it (``core.protocols.ModelSpec``). ``blocks`` is known once it is built."""
+    """A user's module as a run sees it (``core.protocols.ModelSpec``).
+
+    ``blocks`` and the units of ``chain`` are known once it is built.
+    """
 
     def __init__(
         self,
@@ -43,6 +45,8 @@ class UserSpec:
         loss_name: str = "the loss",
         metrics: tuple[str, ...] = (),
         seq_len: int = 0,
+        stages: Sequence[str] = (),
+        tensor: Sequence[TensorEntry] = (),
     ) -> None:
         self.name = name
         self.metrics = metrics
@@ -52,11 +56,14 @@ class UserSpec:
         self.flops_per_item = 0.0
         self.blocks: tuple[str, ...] = ()
         self.compile_units: tuple[str, ...] = ()
-        self.sharding_rules: tuple[ShardingRule, ...] = ()
+        self.sharding_rules: tuple[ShardingRule, ...] = tuple(entry.rule() for entry in tensor)
+        self.crossings: tuple[Crossing, ...] = tuple(c for entry in tensor if (c := entry.crossing()) is not None)
         self._factory = _checked_factory(name, factory)
         self._args = dict(args or {})
         self._loss = loss
         self._loss_name = loss_name if loss is not None else f"the loss of {name}"
+        self._chain = self._chain_of(stages) if stages else None
+        self.chain: Chain | None = self._chain
 
     def build(self) -> nn.Module:
         """Call the factory. The caller seeds torch first: all ranks must draw the same weights."""
@@ -74,6 +81,8 @@ class UserSpec:
             )
             raise ModelError(what, "Return a torch.nn.Module.")
         self.blocks = self.compile_units = find_blocks(module)
+        if self._chain is not None:
+            self._chain.resolve(module)
         return module
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -83,7 +92,11 @@ class UserSpec:
         """The factory has filled the buffers."""
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        compute = self._loss_of(module)
+        if self._chain is not None:
+            return self._chain.loss(module, batch)
+        return self._judged(self._loss_of(module), batch)
+
+    def _judged(self, compute: partial[Any], batch: Batch) -> Loss:
         try:
             result = compute(batch)
         except CloseranksError:
@@ -95,6 +108,12 @@ class UserSpec:
             raise ModelError(what, f"Mend it there; the batch holds {found}.") from error
         place = f"{self._loss_name} ({defined_at(compute.func)})"
         return as_loss(result, num_samples(batch), self.metrics, place)
+
+    def _chain_of(self, stages: Sequence[str]) -> UserChain:
+        if self._loss is None:
+            what = "model.stages needs a loss apart from the module: no pipeline stage holds the whole module to call"
+            raise ModelError(what, "Give model.loss (in Python: loss), a function of (module, batch).")
+        return UserChain(stages, self._loss, self._loss_name, self._judged)
 
     def _loss_of(self, module: nn.Module) -> partial[Any]:
         """The user's function, else the module's own ``loss``, else the module itself."""
@@ -161,4 +180,6 @@ def user_spec(config: UserModelConfig, *, seq_len: int) -> UserSpec:
         loss_name=f"the loss {config.loss}",
         metrics=config.metrics,
         seq_len=seq_len,
+        stages=config.stages,
+        tensor=config.tensor,
     )

@@ -13,14 +13,14 @@ from torch import Tensor
 _PIECE = 1 << 16
 
 
-def norm_squared(gradients: Sequence[Tensor]) -> Tensor:
-    """The sum of all squares as a 0-dim float64 tensor on the gradients' device.
+def norm_squared(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+    """The sum of all squares as a 0-dim float64 tensor on the gradients' device; of none, a zero on ``device``.
 
     One norm per piece, in float32 at least (half precision would overflow), then added in float64: the number and the
     size of the tensors cost no precision.
     """
     if not gradients:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=device)
     norms: list[Tensor] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):  # in order: the sum below must repeat
         pieces = [piece for g in gradients if g.dtype == dtype for piece in _pieces(g)]

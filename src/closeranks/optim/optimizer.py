@@ -1,18 +1,21 @@
 """How does a step change the weights?
 
 Invariant: all of an update happens or none of it, by a flag on the device that the host does not read; a step that is
-not taken leaves weights, moments and counters as they were, bit for bit. State is known by parameter names.
+not taken leaves weights, moments and counters as they were, bit for bit. Rates and decay were decided on the whole
+model, so a shard of a matrix is treated as the matrix is. State is known by parameter names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from closeranks.core.errors import CheckpointError, ModelError
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Leaf
 from closeranks.optim.algorithms import ALGORITHMS
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.groups import Assignment, ParameterFacts, assign
@@ -27,36 +30,39 @@ def parameter_facts(module: nn.Module) -> tuple[ParameterFacts, ...]:
     return tuple(ParameterFacts(first, tuple(p.shape), tuple(more)) for p, (first, *more) in names.items())
 
 
-def freeze(module: nn.Module, config: OptimConfig) -> tuple[str, ...]:
-    """Turn off the gradients of frozen parameters and name them. Call before anything plans on gradients."""
+def freeze(module: nn.Module, config: OptimConfig) -> Assignment:
+    """Decide how each parameter of a whole model is treated, and turn off the gradients of frozen ones.
+
+    Call before anything is cut or plans on gradients: patterns and decay are about whole parameters.
+    """
     assignment = assign(parameter_facts(module), config)
     for name in assignment.frozen:
         module.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         fix = "Loosen the frozen patterns in optim.groups." if assignment.frozen else "Give it trainable parameters."
         raise ModelError("the model has no parameter left to train", fix)
-    return assignment.frozen
+    return assignment
+
+
+def whole_leaves(module: nn.Module) -> tuple[Leaf, ...]:
+    """The trainable parameters of a module that one rank holds whole, as leaves."""
+    named = module.named_parameters()
+    return tuple(Leaf(p, Piece.whole(name, tuple(p.shape))) for name, p in named if p.requires_grad)
 
 
 class Optimizer:
-    """The update of every trainable parameter of a module."""
+    """The update of the leaves this rank holds: whole parameters or their shards, possibly none."""
 
-    def __init__(self, module: nn.Module, config: OptimConfig, *, num_steps: int) -> None:
+    def __init__(self, leaves: Sequence[Leaf], assignment: Assignment, config: OptimConfig, *, num_steps: int) -> None:
         self._config = config
         self._num_steps = num_steps
-        assignment = assign(parameter_facts(module), config)
-        self._parameters = _trained(module, assignment)
-        groups = [
-            {"params": params, "lr_scale": group.lr_scale, "weight_decay": group.weight_decay}
-            for group in assignment.groups
-            if (params := [self._parameters[name] for name in group.names if name in self._parameters])
-        ]
-        algorithm = ALGORITHMS[config.name](groups, config)
+        self._leaves = tuple(leaves)
+        algorithm = ALGORITHMS[config.name](_param_groups(leaves, assignment), config)
         self._optimizer: Any = algorithm.optimizer
-        for parameter in self._parameters.values():
-            self._optimizer.state[parameter] = algorithm.memory(parameter)
+        for leaf in leaves:
+            self._optimizer.state[leaf.tensor] = algorithm.memory(leaf.tensor)
         # The kernels take their gradient scale in float32, too coarse for float64 parameters.
-        self._folds = all(parameter.dtype != torch.float64 for parameter in self._parameters.values())
+        self._folds = all(leaf.tensor.dtype != torch.float64 for leaf in leaves)
 
     def lr(self, step: int) -> float:
         """The learning rate of a step, before the groups' own factors."""
@@ -65,7 +71,7 @@ class Optimizer:
     def step(self, step: int, gradients: Sequence[Tensor], factor: Tensor, ok: Tensor) -> None:
         """Update with ``factor`` times the gradients where ``ok`` is 1; change nothing where it is 0. No host sync.
 
-        ``gradients`` are the parameters' own ``.grad``, or the flat tensors those are views of; afterwards they hold
+        ``gradients`` are the leaves' own ``.grad``, or the flat tensors those are views of; afterwards they hold
         no meaning. Where the kernel can scale as it reads, ``gradients`` are not touched by a pass of their own.
         """
         rate = self.lr(step)
@@ -78,27 +84,38 @@ class Optimizer:
             scale_gradients(gradients, factor)
         self._optimizer.step()
 
+    def memory(self) -> Iterator[tuple[Leaf, str, Tensor]]:
+        """All that is remembered: of which leaf, under which key, the tensor itself.
+
+        A tensor is shaped as its leaf's or is a counter of no dims, which all leaves of a parameter have alike.
+        """
+        for leaf in self._leaves:
+            for key, tensor in self._optimizer.state[leaf.tensor].items():
+                yield leaf, key, tensor
+
     def state(self) -> dict[str, Any]:
-        """The rule's name and, by parameter name, what it remembers."""
-        memory = {name: dict(self._optimizer.state[parameter]) for name, parameter in self._parameters.items()}
+        """The rule's name and, by ``state_key``, what it remembers: a whole parameter's goes by its name."""
+        memory = {state_key(leaf.piece): dict(self._optimizer.state[leaf.tensor]) for leaf in self._leaves}
         return {"algorithm": self._config.name, "parameters": memory}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Copy a saved state into place; refuses one of another rule or of other parameters."""
+        """Copy a saved state into place; refuses one of another rule or of other leaves."""
         if state.get("algorithm") != self._config.name:
             what = f"the saved optimizer is '{state.get('algorithm')}', the job's is '{self._config.name}'"
             raise CheckpointError(what, "Set optim.name back, or start a new run from the weights alone.")
         saved: Mapping[str, Mapping[str, Tensor]] = state["parameters"]
-        _check_names(set(saved), set(self._parameters))
-        pairs = [
-            (f"{name} ({key})", target, saved[name].get(key))
-            for name, parameter in self._parameters.items()
-            for key, target in self._optimizer.state[parameter].items()
-        ]
-        for place, target, value in pairs:
-            _check_alike(place, target, value)
-        for _, target, value in pairs:
+        _check_names(set(saved), {state_key(leaf.piece) for leaf in self._leaves})
+        pairs = [(target, _checked(saved, state_key(leaf.piece), key, target)) for leaf, key, target in self.memory()]
+        for target, value in pairs:
             target.copy_(value)
+
+
+def state_key(piece: Piece) -> str:
+    """The parameter's name; of a shard, the name and which part: ``w[0:4,2:8]``, or ``w[0:4,2:8][3:9]`` of its rows."""
+    if piece.flat is None and piece.is_whole:
+        return piece.name
+    box = ",".join(f"{start}:{start + size}" for start, size in zip(piece.start, piece.size, strict=True))
+    return f"{piece.name}[{box}]" if piece.flat is None else f"{piece.name}[{box}][{piece.flat[0]}:{piece.flat[1]}]"
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
@@ -107,10 +124,15 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
 
 
-def _trained(module: nn.Module, assignment: Assignment) -> dict[str, nn.Parameter]:
-    """By name, in the module's order: what is neither frozen by the job nor by the module itself."""
-    frozen = set(assignment.frozen)
-    return {name: p for name, p in module.named_parameters() if p.requires_grad and name not in frozen}
+def _param_groups(leaves: Sequence[Leaf], assignment: Assignment) -> list[dict[str, Any]]:
+    """One for each group of the assignment, in its order; empty ones stay, since torch wants at least one."""
+    number = {name: index for index, group in enumerate(assignment.groups) for name in group.names}
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr_scale": group.lr_scale, "weight_decay": group.weight_decay} for group in assignment.groups
+    ]
+    for leaf in leaves:
+        groups[number[leaf.piece.name]]["params"].append(leaf.tensor)
+    return groups
 
 
 def _check_names(saved: set[str], wanted: set[str]) -> None:
@@ -122,9 +144,13 @@ def _check_names(saved: set[str], wanted: set[str]) -> None:
         raise CheckpointError(what, "Use the model and the frozen groups of the saved run, or start a new one.")
 
 
-def _check_alike(place: str, target: Tensor, value: Tensor | None) -> None:
+def _checked(saved: Mapping[str, Mapping[str, Tensor]], place: str, key: str, target: Tensor) -> Tensor:
+    value = saved[place].get(key)
     if value is None:
-        raise CheckpointError(f"the saved optimizer has no {place}", "Use the optimizer settings of the saved run.")
+        what = f"the saved optimizer has no {place} ({key})"
+        raise CheckpointError(what, "Use the optimizer settings of the saved run.")
     if value.shape != target.shape or value.dtype != target.dtype:
         kinds = f"{value.dtype} {tuple(value.shape)}, not {target.dtype} {tuple(target.shape)}"
-        raise CheckpointError(f"the saved {place} is {kinds}", "Use the model and the precision of the saved run.")
+        what = f"the saved {place} ({key}) is {kinds}"
+        raise CheckpointError(what, "Use the model and the precision of the saved run.")
+    return value

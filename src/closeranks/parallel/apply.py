@@ -1,55 +1,245 @@
 """In which order do transforms turn a plain module into a distributed one? The one place where the order stands.
 
-    1. materialise    weights first, from their names, so that no later transform can change them
-    2. batch norm     replaces modules, so it comes before anything that captures them
-    3. compile        per block: one graph serves all equal blocks, and start-up does not grow with depth; after every
+    1. build          the whole model without memory (on meta): every name and shape is known, nothing is held
+    2. prepare        what depends on all names (frozen patterns), while all names are here
+    3. tensor         cuts parameters and puts collectives around modules: what comes after sees ordinary, smaller ones
+    4. stages         drops what other pipeline ranks compute; after the cut, since a rule may name any part of it
+    5. batch norm     replaces modules, so it comes before anything that captures them
+    6. recompute      wraps blocks; inside compile, so that the compiler sees what is forgotten, and inside FSDP, so
+                      that a block is gathered before it is computed a second time
+    7. compile        per block: one graph serves all equal blocks, and start-up does not grow with depth; after every
                       transform that changes a block's forward, before anything that hooks its parameters
-    (then, in ``run``: freeze, reducer, optimizer: they take hold of the final parameters)
+    8. shard          FSDP2 (zero=3), per block: its hooks are the outermost, and it takes hold of the final parameters
+    9. materialise    memory for what this rank keeps and nothing else, filled from (seed, name) one parameter at a time
+    (then, in ``run``: reducer and optimizer, on the parameters that came out)
 
-Invariant: names and values of parameters after ``apply`` are those the spec built, whatever was applied.
+Invariant: names and values of parameters after ``apply`` are those the spec built, whatever was applied; no rank ever
+holds more than its own pieces and one whole parameter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from closeranks.core.protocols import ModelSpec
+from closeranks.core.errors import ModelError
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import SEVERAL_STAGES, Held, ModelSpec
+from closeranks.facts.layout import Layout
+from closeranks.facts.stages import placement
 from closeranks.parallel.batchnorm import BatchStatistics, advice, synchronise
-from closeranks.parallel.config import LayoutConfig
 from closeranks.parallel.group import Group
-from closeranks.parallel.materialise import materialise
+from closeranks.parallel.materialise import Built, Target, build, empty, fill
+from closeranks.parallel.mesh import Groups
+from closeranks.parallel.pipeline import Pipeline, open_pipeline
 from closeranks.parallel.precision import Precision
+from closeranks.parallel.recompute import recompute
+from closeranks.parallel.stages import Cut, Tie, cut_stages, stage_ranges
+from closeranks.parallel.tensor import Share, split
+from closeranks.parallel.zero import shard_fully
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a job says about how its model is to be distributed."""
+
+    layout: Layout
+    hold: str
+    """``shards`` or ``step``: how long ZeRO-3 keeps what it gathered."""
+    batch_norm: str
+    prefetch: int
+    overlap: bool
+    precision: Precision
+    seed: int
+    micro_batch: int
+    compiled: bool
+    recompute: str
+    recompute_keep: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The distributed module, its batch statistics, and what a person should know about it."""
+    """This rank's part of the distributed model, and what a person should know about it."""
 
-    module: nn.Module
-    statistics: BatchStatistics
+    stages: Mapping[int, nn.Module]
+    """By global stage; one, number 0, without a pipeline."""
+    pipeline: Pipeline | None
+    held: tuple[Held, ...]
+    statistics: tuple[BatchStatistics, ...]
+    """One for each of this rank's stages."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the whole model: parameters by their first names, and persistent buffers."""
+    trainable: frozenset[str]
+    num_params: int
+    num_trainable: int
     warnings: tuple[str, ...]
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's stages as one module."""
+        modules = list(self.stages.values())
+        return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
 def apply(
-    spec: ModelSpec,
-    *,
-    layout: LayoutConfig,
-    group: Group,
-    device: torch.device,
-    precision: Precision,
-    seed: int,
-    micro_batch: int,
-    compiled: bool,
+    spec: ModelSpec, wishes: Wishes, groups: Groups, device: torch.device, prepare: Callable[[nn.Module], object]
 ) -> Applied:
-    module = materialise(spec, seed=seed, device=device, dtype=precision.weights, broadcast=group.broadcast)
-    hint = advice(module, layout.batch_norm, micro_batch, group.size)
-    if layout.batch_norm == "sync" and group.size > 1:
-        synchronise(module, group.process_group)
-    statistics = BatchStatistics(module, group)
-    if compiled:
-        for name in spec.compile_units:
+    is_cut = wishes.layout.zero == 3 or groups.tensor.size > 1 or groups.pipeline.size > 1
+    dtype = wishes.precision.weights
+    built = build(spec, seed=wishes.seed, device=device, dtype=dtype, group=groups.world, sharded=is_cut)
+    whole = built.module
+    prepare(whole)
+    names = _Names.of(whole)
+    shares = split(whole, spec.sharding_rules, spec.crossings, groups.tensor)
+    cut = _cut(spec, whole, wishes.layout, groups)
+    for module in cut.stages.values():
+        _transform(spec, module, wishes, groups)
+    stages = nn.ModuleList(cut.stages.values())  # as one, so that what two of them share stays shared
+    if built.is_meta:
+        empty(stages, device)
+    held = tuple(_held(cut, names, shares, _tie_groups(cut.ties, wishes.layout, groups), groups))
+    if built.is_meta:
+        _fill(built, stages, held, groups, device)
+    hint = advice(stages, wishes.batch_norm, wishes.micro_batch, groups.data.size)
+    return Applied(
+        stages=cut.stages,
+        # Half a backward would compute a recomputed block twice.
+        pipeline=open_pipeline(wishes.layout, cut.stages, groups.pipeline, device, splits=wishes.recompute == "none"),
+        held=held,
+        statistics=tuple(BatchStatistics(module, groups.data) for module in cut.stages.values()),
+        shapes=names.shapes,
+        trainable=names.trainable,
+        num_params=names.num_params,
+        num_trainable=names.num_trainable,
+        warnings=tuple(text for text in (hint, built.warning) if text),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The whole model's parameters, noted down before anything is cut."""
+
+    first: Mapping[str, str]
+    """Every name's first name: a tied parameter has several."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """By first name; persistent buffers too."""
+    trainable: frozenset[str]
+    num_params: int
+    num_trainable: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Names:
+        owners: dict[nn.Parameter, str] = {}
+        named = module.named_parameters(remove_duplicate=False)
+        first = {name: owners.setdefault(parameter, name) for name, parameter in named}
+        return cls(
+            first=first,
+            shapes={name: tuple(tensor.shape) for name, tensor in _tensors(module)},
+            trainable=frozenset(name for parameter, name in owners.items() if parameter.requires_grad),
+            num_params=sum(parameter.numel() for parameter in owners),
+            num_trainable=sum(parameter.numel() for parameter in owners if parameter.requires_grad),
+        )
+
+    def aliases(self, first: str) -> tuple[str, ...]:
+        return tuple(name for name, owner in self.first.items() if owner == first and name != first)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter under its first name, and every persistent buffer."""
+    yield from module.named_parameters()
+    buffers = {name for name, _ in module.named_buffers()}
+    yield from ((name, tensor) for name, tensor in module.state_dict().items() if name in buffers)
+
+
+def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: Groups) -> Cut:
+    if layout.pipeline == 1:
+        return Cut({0: whole}, ())
+    if spec.chain is None:
+        what = f"the model '{spec.name}' is not a chain of units, so it cannot be cut into {layout.num_stages} stages"
+        raise ModelError(what, "Name its modules in order in model.stages, or use pipeline=1.")
+    if len(spec.chain.units) < layout.num_stages:
+        what = f"the model's {len(spec.chain.units)} units do not fill {layout.num_stages} stages"
+        raise ModelError(what, "Use a smaller pipeline, or name more modules in model.stages.")
+    ranges = stage_ranges(spec.chain.costs, layout)
+    return cut_stages(whole, spec.chain, ranges, placement(layout.schedule, layout.pipeline)[groups.pipeline.rank])
+
+
+def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Groups) -> None:
+    blocks = tuple(_present(module, spec.blocks))
+    if wishes.batch_norm == "sync" and groups.data.size > 1:
+        synchronise(module, groups.data.process_group)
+    recompute(module, blocks, wishes.recompute, wishes.recompute_keep)
+    if wishes.compiled:
+        for name in _present(module, spec.compile_units):
             module.get_submodule(name).compile()
-    return Applied(module, statistics, (hint,) if hint else ())
+    if wishes.layout.zero == 3:
+        shard_fully(
+            module,
+            blocks,
+            groups.sharding_mesh(),
+            precision=wishes.precision,
+            hold=wishes.hold,
+            prefetch=wishes.prefetch,
+            overlap=wishes.overlap,
+        )
+
+
+def _present(module: nn.Module, names: Iterable[str]) -> Iterator[str]:
+    """Those of the modules that this stage has."""
+    here = {name for name, _ in module.named_modules()}
+    return (name for name in names if name in here)
+
+
+def _tie_groups(ties: Iterable[Tie], layout: Layout, groups: Groups) -> dict[str, dist.ProcessGroup]:
+    """For each tied parameter of this rank, the group of those that hold a copy; none where both ends are here."""
+    where = {stage: rank for rank, own in enumerate(placement(layout.schedule, layout.pipeline)) for stage in own}
+    found: dict[str, dist.ProcessGroup] = {}
+    for tie in ties:  # the same on every rank: making a group is a collective
+        coordinates = sorted({where[stage] for stage in tie.stages})
+        group = groups.across_stages(coordinates) if len(coordinates) > 1 else None
+        if group is not None:
+            found[tie.name] = group
+    return found
+
+
+def _held(
+    cut: Cut, names: _Names, shares: Mapping[str, Share], ties: Mapping[str, dist.ProcessGroup], groups: Groups
+) -> Iterator[Held]:
+    """Each parameter object of this rank once, under its first name in the whole model."""
+    owners: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for number, module in enumerate(cut.stages.values()):
+        for name, parameter in module.named_parameters():
+            owners.setdefault(parameter, []).append((number, names.first[name]))
+    own_stages = list(cut.stages)
+    speakers = {tie.name: tie.stages[0] for tie in cut.ties}
+    for parameter, [(number, first), *more] in owners.items():
+        share = shares.get(first)
+        is_partial = share is not None and share.is_partial
+        over = (groups.tensor.process_group if is_partial else None, ties.get(first))
+        yield Held(
+            parameter,
+            piece=share.piece if share is not None else Piece.whole(first, names.shapes[first]),
+            aliases=names.aliases(first),
+            is_spoken=(share is None or share.is_spoken)
+            and speakers.get(first, own_stages[number]) == own_stages[number],
+            stage=number if not more else SEVERAL_STAGES,
+            partial_over=tuple(group for group in over if group is not None),
+        )
+
+
+def _fill(built: Built, stages: nn.ModuleList, held: Iterable[Held], groups: Groups, device: torch.device) -> None:
+    fill((Target(*local_part(one, groups.shard)) for one in held), built.source, device)
+    for stage in stages:
+        built.source.fill_buffers(stage)
+
+
+def local_part(held: Held, shard: Group) -> tuple[Tensor, Piece]:
+    """What this rank has in memory of a parameter: all it holds, or its rows of it under FSDP2."""
+    if not isinstance(held.parameter, DTensor):
+        return held.parameter.detach(), held.piece
+    return held.parameter.to_local().detach(), held.piece.cut(0, shard.rank, shard.size)

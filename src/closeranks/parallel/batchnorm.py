@@ -52,10 +52,11 @@ class BatchStatistics:
         for layer in self._layers:
             layer.running = tuple(tensor.clone() for tensor in _running(layer.module))
 
-    def next(self) -> None:
-        self._count += 1
+    def next(self, *, counts: bool = True) -> None:
+        """``counts`` False: the coming micro-batch is a spare, and leaves no trace."""
+        self._count += counts
         for layer in self._layers:
-            layer.module.momentum = 1.0 / self._count
+            layer.module.momentum = 1.0 / self._count if counts else 0.0
 
     def finish(self, taken: Tensor) -> None:
         """Blend the step's mean into what stood before it; ``taken`` 0 leaves what stood before. No host sync."""

@@ -27,6 +27,10 @@ class LayoutConfig(Table):
     expert: int = Field(default=1, ge=1)
     """Ways the experts are spread."""
     schedule: str = "1f1b"
-    """Order in which a pipeline works its micro-batches off."""
+    """Order in which a pipeline works its micro-batches off: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
+    interleaved-zero-bubble, zbv or dualpipev."""
+    hold: Literal["auto", "shards", "step"] = "auto"
+    """ZeRO-2 and 3: shards frees what was gathered or summed after each use (least memory), step gathers and reduces
+    once per step (least traffic); auto: shards, but step with a pipeline."""
     batch_norm: Literal["micro", "sync"] = "micro"
     """Batch norm's statistics: of each micro-batch (the same for any number of workers), or over all data ranks."""

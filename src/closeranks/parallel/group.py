@@ -24,7 +24,7 @@ StoreMaker = Callable[[], Store]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that share one copy of the data stream; ``process_group`` None is torch's default group."""
+    """Ranks that meet in collectives: the world, or those along an axis; ``process_group`` None is torch's default."""
 
     rank: int
     size: int
@@ -38,7 +38,7 @@ class Group:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Every rank gets rank 0's values, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0, group=self.process_group)
+            dist.broadcast(tensor, group=self.process_group, group_src=0)
         return tensor
 
     def share_text(self, text: str) -> str:
@@ -46,7 +46,7 @@ class Group:
         if self.size == 1:
             return text
         box = [text]
-        dist.broadcast_object_list(box, src=0, group=self.process_group)
+        dist.broadcast_object_list(box, group=self.process_group, group_src=0)
         return box[0]
 
 

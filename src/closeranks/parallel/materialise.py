@@ -1,50 +1,140 @@
-"""How does a spec become a module with weights?
+"""How does a spec become a module with weights, in pieces or whole?
 
-Built on the meta device and filled parameter by parameter, each from a stream keyed by (seed, its name). Invariant: the
-initial weights depend on the seed and the names alone, so every layout starts from the same model and no rank ever
-needs more memory than the parameters it keeps.
+``build`` gives the whole module without data and a source of its values; whoever cuts the module says with targets
+which piece of which parameter it kept, and ``fill`` brings the values, one whole parameter at a time. Our models draw
+each parameter from a stream keyed by (seed, its name); a user's factory is recorded and gives the values it gives when
+it runs for real (see ``deferred``). Invariants: the initial weights depend on the seed and the model alone, so every
+layout starts from the same one; a rank that fills pieces never holds more than those and one whole parameter, but for
+a factory that cannot be recorded, which ``Built.warning`` names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from closeranks.core.errors import ModelError
 from closeranks.core.keys import derive_seed
+from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ModelSpec
+from closeranks.parallel.deferred import Recording, Unfaithful, record
+from closeranks.parallel.group import Group
+from closeranks.parallel.ties import named_tensors, replace_tensors, shared_storage, to_meta
 
 Broadcast = Callable[[Tensor], Tensor]
+
+
+class Source(Protocol):
+    """Where first values come from. Call sequence: ``draw`` for each piece that ``fill`` fills, then ``fill_buffers``
+    once the module's tensors are in place."""
+
+    def draw(self, name: str, device: torch.device) -> Tensor:
+        """A whole parameter, by its first name. The caller drops it before it draws the next."""
+        ...
+
+    def fill_buffers(self, module: nn.Module) -> None:
+        """Give every buffer that ``module`` still has its value."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A whole module, and where the values of its parameters come from."""
+
+    module: nn.Module
+    source: Source
+    is_meta: bool
+    """False: it is on the device with its values in place, and nothing is left to fill."""
+    warning: str = ""
+    """What a person should know about how it was built."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor with storage, and the piece of a parameter that belongs into it."""
+
+    tensor: Tensor
+    piece: Piece
+
+
+def build(
+    spec: ModelSpec, *, seed: int, device: torch.device, dtype: torch.dtype, group: Group, sharded: bool
+) -> Built:
+    """The spec's module: without data where the spec allows it or ``sharded`` says that no rank keeps all of it.
+
+    ``group`` spans all ranks: they agree on whether a factory can be recorded, and else take the first one's values.
+    """
+    if spec.builds_on_meta:
+        return _on_meta(spec, seed, dtype)
+    if not sharded:
+        module = _whole(spec, seed, device, dtype, group.broadcast)
+        return Built(module, _Kept(dict(named_tensors(module))), is_meta=False)
+    recording, reason = _recorded(spec, seed)
+    if _agreed(group, recording.fingerprint if recording else 0, device) and recording:
+        return Built(in_format(recording.module, dtype), _Recorded(recording, dtype), is_meta=True)
+    # One tensor at a time through the device: not every group carries the host's memory.
+    module = _whole(spec, seed, torch.device("cpu"), dtype, lambda own: own.copy_(group.broadcast(own.to(device))))
+    if shared := shared_storage(module):
+        what = f"{spec.name}: '{shared[0]}' and '{shared[1]}' share memory without being one parameter"
+        raise ModelError(what, "Make them one parameter under two names, or use a layout that shards nothing.")
+    source = _Kept(dict(named_tensors(module)))
+    to_meta(module)
+    why = f"({reason})" if reason else "(the workers' factories do not agree)"
+    warning = f"{spec.name} is built whole in the memory of every worker's host before it is cut {why}."
+    return Built(module, source, is_meta=True, warning=warning)
+
+
+def empty(module: nn.Module, device: torch.device) -> None:
+    """Give every tensor uninitialised storage on a device; ties stay, and so do the shards of sharded parameters."""
+    replace_tensors(module, lambda: module.to_empty(device=device))
+
+
+@torch.no_grad()
+def fill(targets: Iterable[Target], source: Source, device: torch.device) -> None:
+    """Bring every target its piece. Draws each parameter once, whole, and drops it when its pieces are copied."""
+    by_name: dict[str, list[Target]] = {}
+    for target in targets:
+        by_name.setdefault(target.piece.name, []).append(target)
+    for name, pieces in by_name.items():
+        whole = source.draw(name, device)
+        for target in pieces:
+            target.tensor.copy_(cut_out(whole, target.piece))
+        del whole
+
+
+def cut_out(whole: Tensor, piece: Piece) -> Tensor:
+    """A piece of a tensor; a view, but for a flat range of a box that is not contiguous."""
+    box = whole
+    for dim, (start, size) in enumerate(zip(piece.start, piece.size, strict=True)):
+        box = box.narrow(dim, start, size)
+    if piece.flat is None:
+        return box
+    first, last = piece.flat
+    if box.ndim < 2 or first == last:
+        return box.reshape(-1)[first:last]
+    row = prod(piece.size[1:])
+    begin, end = first // row, -(-last // row)  # only the rows it touches are ever copied
+    return box[begin:end].reshape(-1)[first - begin * row : last - begin * row]
 
 
 def materialise(
     spec: ModelSpec, *, seed: int, device: torch.device, dtype: torch.dtype, broadcast: Broadcast
 ) -> nn.Module:
-    if spec.builds_on_meta:
-        return _fill(spec, seed, device, dtype)
-    torch.manual_seed(derive_seed(seed, "init"))
-    module = in_format(spec.build(), dtype).to(device)
-    with torch.no_grad():  # a factory may draw from numpy or the clock: rank 0's weights are the run's weights
-        for tensor in (*module.parameters(), *module.buffers()):
-            broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-    return module
-
-
-def _fill(spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    with torch.device("meta"):
-        module = in_format(spec.build(), dtype)
-    ties = _ties(module)
-    module.to_empty(device=device)
-    for name, alias in ties:
-        owner, _, attribute = alias.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, module.get_parameter(name))
-    generator = torch.Generator(device)
+    """The whole module with its values on a device."""
+    if not spec.builds_on_meta:
+        return _whole(spec, seed, device, dtype, broadcast)
+    built = _on_meta(spec, seed, dtype)
+    module = built.module
+    empty(module, device)
+    targets = (Target(tensor, Piece.whole(name, tuple(tensor.shape))) for name, tensor in module.named_parameters())
+    fill(targets, built.source, device)
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            generator.manual_seed(derive_seed(seed, "init", name))
-            spec.init_parameter(name, parameter, generator)
-        spec.init_buffers(module)
+        built.source.fill_buffers(module)
     return module
 
 
@@ -54,13 +144,85 @@ def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def _ties(module: nn.Module) -> list[tuple[str, str]]:
-    """(name, other name) of parameters that are one tensor: ``to_empty`` gives each name storage of its own."""
-    first: dict[Tensor, str] = {}
-    ties: list[tuple[str, str]] = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter in first:
-            ties.append((first[parameter], name))
-        else:
-            first[parameter] = name
-    return ties
+def _on_meta(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Built:
+    with torch.device("meta"):
+        module = in_format(spec.build(), dtype)
+    like = {name: torch.empty_like(parameter) for name, parameter in module.named_parameters()}
+    return Built(module, _Keyed(spec, seed, like), is_meta=True)
+
+
+def _whole(spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype, broadcast: Broadcast) -> nn.Module:
+    torch.manual_seed(derive_seed(seed, "init"))
+    module = in_format(spec.build(), dtype).to(device)
+    with torch.no_grad():  # a factory may draw from numpy or the clock: rank 0's weights are the run's weights
+        for tensor in (*module.parameters(), *module.buffers()):
+            broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    return module
+
+
+def _recorded(spec: ModelSpec, seed: int) -> tuple[Recording | None, str]:
+    try:
+        return record(spec.build, derive_seed(seed, "init")), ""
+    except Unfaithful as signal:
+        return None, str(signal)
+
+
+def _agreed(group: Group, fingerprint: int, device: torch.device) -> bool:
+    """Whether all ranks recorded, and recorded the same."""
+    own = torch.tensor([fingerprint], device=device)
+    differs = (group.broadcast(own.clone()) != own) | (own == 0)
+    return int(group.sum(differs.long())) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Keyed:
+    """One of our models: every parameter from a stream of its own."""
+
+    spec: ModelSpec
+    seed: int
+    like: Mapping[str, Tensor]
+    """Shapes and formats of the whole parameters, without data."""
+
+    def draw(self, name: str, device: torch.device) -> Tensor:
+        generator = torch.Generator(device).manual_seed(derive_seed(self.seed, "init", name))
+        whole = torch.empty_like(self.like[name], device=device)
+        with torch.no_grad():
+            self.spec.init_parameter(name, whole, generator)
+        return whole
+
+    def fill_buffers(self, module: nn.Module) -> None:
+        self.spec.init_buffers(module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A user's factory that was recorded: the bits it gives when it runs for real."""
+
+    recording: Recording
+    dtype: torch.dtype
+
+    def draw(self, name: str, device: torch.device) -> Tensor:
+        value = self.recording.value(name)
+        return value.to(device, self.dtype if value.is_floating_point() else value.dtype)
+
+    def fill_buffers(self, module: nn.Module) -> None:
+        _copy_buffers(self, module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A user's factory that had to run for real: all of its values, in the host's memory until this is dropped."""
+
+    tensors: Mapping[str, Tensor]
+
+    def draw(self, name: str, device: torch.device) -> Tensor:
+        return self.tensors[name].detach().to(device)
+
+    def fill_buffers(self, module: nn.Module) -> None:
+        _copy_buffers(self, module)
+
+
+def _copy_buffers(source: Source, module: nn.Module) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(source.draw(name, buffer.device))

@@ -45,6 +45,10 @@ class TrainConfig(Table):
     """bf16 and fp16 are mixed: weights stay float32. fp16 scales the loss. float64 is for proofs."""
     compile: bool = False
     """torch.compile for each block: faster steps after a slow first one."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Forget activations inside each block and compute them again in backward: selective keeps the costly ones."""
+    recompute_keep: tuple[Literal["attention", "matmul", "collective"], ...] = ("attention", "matmul", "collective")
+    """What selective recompute keeps: results of attention, of matrix products, of collectives."""
     eval_every: int = Field(default=0, ge=0)
     """Evaluate on held-out data every so many steps; 0: only at the end."""
     eval_samples: int = Field(default=0, ge=0)

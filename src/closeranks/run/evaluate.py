@@ -1,24 +1,31 @@
 """How good is the model on data it has not learned from?
 
-Each rank judges its share of the held-out samples and one all-reduce adds up loss, weight and metrics. Invariant: the
-result does not depend on the number of ranks, and evaluating leaves no trace in training.
+Each data rank judges its share of the held-out samples and one all-reduce adds up loss, weight and metrics. Invariant:
+the result does not depend on the layout, and evaluating leaves no trace in training.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from closeranks.core.errors import DataError
 from closeranks.core.events import Evaluated
 from closeranks.core.keys import derive_seed
-from closeranks.core.protocols import Source
-from closeranks.data.reader import map_tensors
+from closeranks.core.protocols import Loss, Source
+from closeranks.data.order import MicroBatch
+from closeranks.data.reader import Loaded, map_tensors
 from closeranks.run.job import micro_batch_size
 from closeranks.run.parts import Parts
 from closeranks.run.step import seed_streams
+from closeranks.run.tally import Tally
+from closeranks.run.work import PipelineWork
+
+_WAVE = 8  # micro-batches that a pipeline takes in before the next are read
 
 
 def evaluate(parts: Parts, step: int) -> Evaluated:
@@ -32,7 +39,7 @@ def evaluate(parts: Parts, step: int) -> Evaluated:
     finally:
         for part, was_training in modes:
             part.training = was_training
-    loss, weight, *metrics = parts.group.sum(sums).tolist()
+    loss, weight, *metrics = parts.groups.world.sum(sums).tolist()
     weight = weight or 1.0
     return Evaluated(
         step=step,
@@ -43,20 +50,45 @@ def evaluate(parts: Parts, step: int) -> Evaluated:
     )
 
 
-def _sums(parts: Parts, source: Source) -> torch.Tensor:
+def _sums(parts: Parts, source: Source) -> Tensor:
     """Loss, weight and metrics over this rank's share, in float64."""
-    limit = min(len(source), parts.job.train.eval_samples or len(source))
-    size = micro_batch_size(parts.job.train)
-    sums = torch.zeros(2 + len(parts.spec.metrics), dtype=torch.float64, device=parts.device)
+    tally = Tally(parts.spec.metrics, parts.device, speaks=parts.speaks)
+
+    def count(micro_batch: MicroBatch, loss: Loss) -> Tensor:
+        if not micro_batch.is_spare:
+            tally.add(loss)
+        return loss.total
+
+    def key(micro_batch: MicroBatch, stage: int = 0) -> None:
+        seed_streams(parts.device, derive_seed(parts.job.run.seed, "eval", micro_batch.index))
+
     with torch.no_grad():
-        for number, first in enumerate(range(0, limit, size)):
-            if number % parts.group.size != parts.group.rank:
-                continue
-            batch = source.read(np.arange(first, min(first + size, limit)))
-            placed = map_tensors(parts.precision.cast(batch), lambda tensor: tensor.to(parts.device))
-            seed_streams(parts.device, derive_seed(parts.job.run.seed, "eval", number))
+        share = list(_share(parts, len(source)))
+        if parts.pipeline is not None:
+            for first in range(0, len(share), _WAVE):
+                wave = [_read(parts, source, micro_batch) for micro_batch in share[first : first + _WAVE]]
+                parts.pipeline.forward_only(PipelineWork(parts, wave, key, count))
+            return tally.row()
+        for micro_batch in share:
+            loaded = _read(parts, source, micro_batch)
+            key(micro_batch)
             with parts.precision.context(parts.device):
-                loss = parts.spec.loss(parts.module, placed)
-            row = [loss.total, loss.weight, *(loss.metrics[name] for name in parts.spec.metrics)]
-            sums += torch.stack([torch.as_tensor(v, dtype=torch.float64, device=parts.device) for v in row])
-    return sums
+                count(micro_batch, parts.spec.loss(parts.module, parts.precision.cast(loaded.batch)))
+    return tally.row()
+
+
+def _share(parts: Parts, num_samples: int) -> Iterator[MicroBatch]:
+    """Every so many-th micro-batch. Where each forward is a collective, ranks with one less repeat the last."""
+    limit = min(num_samples, parts.job.train.eval_samples or num_samples)
+    size, data = micro_batch_size(parts.job.train), parts.groups.data
+    count = -(-limit // size)
+    for first in range(0, count, data.size):
+        number = first + data.rank
+        if number < count or parts.reducer.needs_equal_counts:
+            index = min(number, count - 1)
+            yield MicroBatch(0, index, index * size, min(index * size + size, limit), is_spare=number >= count)
+
+
+def _read(parts: Parts, source: Source, micro_batch: MicroBatch) -> Loaded:
+    batch = source.read(np.arange(micro_batch.first, micro_batch.last))
+    return Loaded(micro_batch, map_tensors(batch, lambda tensor: tensor.to(parts.device)))

@@ -46,7 +46,7 @@ def from_python(
 ) -> Described:
     extra = {
         **tables,
-        "model": {"name": _name_of(model), "metrics": tuple(metrics)},
+        "model": {"name": _name_of(model), "metrics": tuple(metrics), **tables.get("model", {})},
         "data": {"name": _name_of(data), **tables.get("data", {})},
     }
     job = load_job(None, extra=extra).value
@@ -58,7 +58,14 @@ def from_python(
     def ingredients() -> Ingredients:
         factory = (lambda: model) if isinstance(model, nn.Module) else model
         return Ingredients(
-            spec=UserSpec(job.model.name, factory, loss=loss, metrics=tuple(metrics)),
+            spec=UserSpec(
+                job.model.name,
+                factory,
+                loss=loss,
+                metrics=tuple(metrics),
+                stages=getattr(job.model, "stages", ()),
+                tensor=getattr(job.model, "tensor", ()),
+            ),
             source=as_source(data),
             eval_source=None if eval_data is None else as_source(eval_data),
         )

@@ -6,6 +6,7 @@ Imports no torch: the command line checks a job in milliseconds, on a laptop, be
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from closeranks.core.config.table import Table
 from closeranks.core.errors import Problem
 from closeranks.data.config import DataConfig
 from closeranks.facts.layout import Demands, Layout, legal_problems
+from closeranks.facts.nearest import advise
 from closeranks.models.config import ModelConfig
 from closeranks.optim.config import OptimConfig
 from closeranks.parallel.config import LayoutConfig
@@ -68,11 +70,11 @@ def check_pairing(job: Job) -> Iterable[Problem]:
 
 def check_axes(job: Job) -> Iterable[Problem]:
     """Axes that have their keys already and cannot be trained on yet."""
-    for name in ("zero", "tensor", "pipeline", "context", "expert"):
-        value, rest = getattr(job.layout, name), 0 if name == "zero" else 1
-        if value != rest:
-            what = f"{value} is planned, but this version trains on the data axis alone"
-            yield Problem(f"layout.{name}", what, f"Set it to {rest}.")
+    for name in ("context", "expert"):
+        value = getattr(job.layout, name)
+        if value != 1:
+            what = f"{value} is planned, but this version trains on the axes data, tensor and pipeline alone"
+            yield Problem(f"layout.{name}", what, "Set it to 1.")
 
 
 def layout_for(job: Job, num_workers: int) -> Layout:
@@ -100,6 +102,9 @@ def check_workers(job: Job, num_workers: int) -> list[Problem]:
         problems.append(Problem("layout", what, f"Start with -n {layout.num_ranks}, or change the layout."))
     micro = micro_batch_size(job.train)
     problems += legal_problems(layout, demands(job, micro))
+    if problems:
+        advice = advise(layout, demands(job, micro), num_workers)
+        problems[-1] = replace(problems[-1], fix=f"{problems[-1].fix} {advice}")
     if job.layout.batch_norm == "sync" and -(-job.train.global_batch // micro) % layout.data:
         what = f"synchronised batch norm needs micro-batches that divide evenly among {layout.data} data ranks"
         problems.append(Problem("layout.batch_norm", what, "Change train.global_batch or train.micro_batch."))

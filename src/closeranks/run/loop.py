@@ -46,8 +46,7 @@ def drive(session: Session) -> Result:
     with session:
         try:
             for step in session:
-                for batch in step:
-                    step.backward(session.loss(batch))
+                step.run()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -48,7 +48,6 @@ def _num_cores() -> int:
 
 def started_event(parts: Parts, first_step: int, folder: Path) -> RunStarted:
     name = device_name(parts.device)
-    parameters = list(parts.module.parameters())
     return RunStarted(
         rank=parts.world.rank,
         world_size=parts.world.size,
@@ -57,8 +56,8 @@ def started_event(parts: Parts, first_step: int, folder: Path) -> RunStarted:
         last_step=parts.schedule.num_steps,
         device=name,
         precision=parts.precision.name,
-        num_params=sum(p.numel() for p in parameters),
-        num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        num_params=parts.applied.num_params,
+        num_trainable=parts.applied.num_trainable,
         flops_per_item=parts.spec.flops_per_item,
         item=parts.spec.item,
         datasheet_flops=datasheet_flops(name, parts.precision.name),

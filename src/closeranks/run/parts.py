@@ -6,6 +6,7 @@ what it needs. It decides nothing: choices stand in the job, arithmetic in the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,20 +17,22 @@ from closeranks.core.errors import ConfigError, Problem, SetupError
 from closeranks.core.protocols import ModelSpec, Reducer, Source
 from closeranks.core.world import World
 from closeranks.data.loader import Loader
-from closeranks.data.order import Schedule
-from closeranks.elastic.vote import Vote
-from closeranks.optim.optimizer import Optimizer, freeze
+from closeranks.data.order import MicroBatch, Schedule
+from closeranks.elastic.vote import Verdict, Vote
+from closeranks.facts.layout import Layout
+from closeranks.optim.optimizer import Optimizer
 from closeranks.optim.scaler import LossScale
 from closeranks.parallel.apply import Applied, apply
 from closeranks.parallel.batchnorm import BatchStatistics
-from closeranks.parallel.group import Group, OpenedGroup, open_group
+from closeranks.parallel.group import OpenedGroup, open_group
+from closeranks.parallel.mesh import Groups, open_groups
+from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.precision import Precision
 from closeranks.run.config import TrainConfig
-from closeranks.run.job import Job, check_workers, micro_batch_size
+from closeranks.run.distribute import Freezing, make_reducer, wishes_of
+from closeranks.run.job import Job, check_workers, layout_for, micro_batch_size
 from closeranks.run.overseer import current_link
 from closeranks.run.store import make_store
-from closeranks.sync.allreduce import AllReduce
-from closeranks.sync.buckets import MIB
 from closeranks.telemetry.device import measure_matmul_flops
 
 
@@ -42,18 +45,27 @@ class Ingredients:
     eval_source: Source | None
 
 
+Watcher = Callable[[int, Verdict], None]
+"""Told of each step between the vote and the update, while the gradients stand."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Everything a step needs, assembled."""
 
     job: Job
     world: World
+    layout: Layout
     device: torch.device
     precision: Precision
     spec: ModelSpec
     module: nn.Module
+    """This rank's part of the model."""
+    pipeline: Pipeline | None
+    applied: Applied
     opened: OpenedGroup
-    statistics: BatchStatistics
+    groups: Groups
+    statistics: tuple[BatchStatistics, ...]
     reducer: Reducer
     vote: Vote
     optimizer: Optimizer
@@ -67,10 +79,22 @@ class Parts:
     warnings: tuple[str, ...]
     measured_flops: float
     """What a matrix product reached on this device before the model was built."""
+    watchers: list[Watcher]
 
     @property
-    def group(self) -> Group:
-        return self.opened.group
+    def speaks(self) -> bool:
+        """Whether this rank reports losses: one of those that computed the same one (the last stage alone has any)."""
+        return self.groups.tensor.rank == 0
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether no rank holds the whole state."""
+        return self.layout.zero > 0 or self.layout.tensor > 1 or self.layout.pipeline > 1
+
+    def assigned(self, step: int) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of a step."""
+        data, even = self.groups.data, self.reducer.needs_equal_counts
+        return self.schedule.assigned(step, data.rank, data.size, even=even)
 
 
 def choose_device(job: Job, world: World) -> torch.device:
@@ -102,82 +126,68 @@ def assemble(job: Job, world: World, ingredients: Ingredients) -> Parts:
     if problems:
         raise ConfigError(problems)
     schedule = schedule_of(job.train, len(ingredients.source))
-    check_last_step(job, schedule, world.size)
+    layout = layout_for(job, world.size)
+    check_last_step(job, schedule, layout.data)
     device = choose_device(job, world)
     opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
     try:
-        return _build(job, world, ingredients, schedule, device, opened)
+        return _build(job, world, layout, ingredients, schedule, device, opened)
     except BaseException:
         opened.close()
         raise
 
 
 def _build(
-    job: Job, world: World, ingredients: Ingredients, schedule: Schedule, device: torch.device, opened: OpenedGroup
-) -> Parts:
-    precision = Precision(job.train.precision)
-    # All ranks of a host measure at once, as they will compute; before the model takes memory.
-    measured_flops = measure_matmul_flops(device, precision.compute)
-    applied = apply(
-        ingredients.spec,
-        layout=job.layout,
-        group=opened.group,
-        device=device,
-        precision=precision,
-        seed=job.run.seed,
-        micro_batch=micro_batch_size(job.train),
-        compiled=job.train.compile,
-    )
-    freeze(applied.module, job.optim)
-    return _introduce(job, world, ingredients, schedule, device, precision, opened, applied, measured_flops)
-
-
-def _introduce(
     job: Job,
     world: World,
+    layout: Layout,
     ingredients: Ingredients,
     schedule: Schedule,
     device: torch.device,
-    precision: Precision,
     opened: OpenedGroup,
-    applied: Applied,
-    measured_flops: float,
 ) -> Parts:
-    group, module = opened.group, applied.module
+    spec, precision = ingredients.spec, Precision(job.train.precision)
+    # All ranks of a host measure at once, as they will compute; before the model takes memory.
+    measured_flops = measure_matmul_flops(device, precision.compute)
+    groups = open_groups(opened.group, layout, device)
+    frozen = Freezing(job.optim)
+    applied = apply(spec, wishes_of(job, layout), groups, device, prepare=frozen.decide)
+    reducer = make_reducer(job, layout, groups, applied)
     return Parts(
         job=job,
         world=world,
+        layout=layout,
         device=device,
         precision=precision,
-        spec=ingredients.spec,
-        module=module,
+        spec=spec,
+        module=applied.module,
+        pipeline=applied.pipeline,
+        applied=applied,
         opened=opened,
+        groups=groups,
         statistics=applied.statistics,
-        reducer=AllReduce(
-            module,
-            group,
-            bucket_bytes=int(job.sync.bucket_mib * MIB),
-            first_bucket_bytes=int(job.sync.first_bucket_mib * MIB),
-        ),
-        vote=Vote(group, ingredients.spec.metrics, clip=job.optim.clip, speaks_for_norm=group.rank == 0),
-        optimizer=Optimizer(module, job.optim, num_steps=schedule.num_steps),
+        reducer=reducer,
+        vote=Vote(groups.world, spec.metrics, clip=job.optim.clip),
+        optimizer=Optimizer(reducer.leaves(), frozen.assignment, job.optim, num_steps=schedule.num_steps),
         loss_scale=LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device),
-        loss_divisor=loss_divisor(ingredients.spec, job.train) if precision.scales_loss else 1.0,
+        loss_divisor=loss_divisor(spec, job.train) if precision.scales_loss else 1.0,
         schedule=schedule,
         source=ingredients.source,
         loader=Loader(
             ingredients.source,
             schedule,
             job.run.seed,
-            data_rank=group.rank,
-            data_size=group.size,
+            data_rank=groups.data.rank,
+            data_size=groups.data.size,
             device=device,
             prefetch=job.data.prefetch,
             check_finite=job.data.check_finite,
+            even=reducer.needs_equal_counts,
         ),
         eval_source=ingredients.eval_source,
         warnings=applied.warnings,
         measured_flops=measured_flops,
+        watchers=[],
     )
 
 

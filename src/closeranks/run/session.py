@@ -15,7 +15,6 @@ from typing import Any, Self
 from torch import nn
 
 from closeranks.agent.progress import Phase
-from closeranks.checkpoint.single import FILE_NAME, load_tree, save_tree
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, UserError
 from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, Saved, StepDone, Warned, encode
@@ -32,7 +31,7 @@ from closeranks.run.opening import prepare_process, started_event
 from closeranks.run.overseer import current_overseer
 from closeranks.run.parts import Parts, assemble
 from closeranks.run.result import Result
-from closeranks.run.state import collect_state, restore_state
+from closeranks.run.state import open_saved, restore_state, save_state, state_name
 from closeranks.run.step import Step
 from closeranks.telemetry.profiler import StepProfiler
 from closeranks.telemetry.recorder import Recorder
@@ -73,7 +72,7 @@ class Session:
         with ExitStack() as opened:  # what does not open whole leaves nothing open
             self.parts: Parts = assemble(self.job, self.world, described.ingredients())
             opened.callback(self.parts.opened.close)
-            self.folder = folder or agree_on_folder(self.job, self.world, self.parts.group.share_text)
+            self.folder = folder or agree_on_folder(self.job, self.world, self.parts.groups.world.share_text)
             self.recorder = Recorder(self.folder, self.world.rank)
             opened.callback(self.recorder.close)
             self._furnish(hooks)
@@ -96,7 +95,7 @@ class Session:
         self._eval: Evaluated | None = None
         self._opened_at = time.monotonic()
         resumed = self.job.checkpoint.resume
-        self.num_done = restore_state(self.parts, load_tree(Path(resumed))) if resumed else 0
+        self.num_done = restore_state(self.parts, open_saved(Path(resumed))) if resumed else 0
         """Steps finished so far, those before a resume included."""
         self._ledger = Ledger(self.parts)
 
@@ -124,14 +123,15 @@ class Session:
         return self._eval
 
     def save(self, path: Path | str | None = None) -> Path:
-        """Write the whole state; every rank must call it, rank 0 writes."""
+        """Write the whole state; every rank must call it. A model spread over ranks becomes a folder of pieces."""
         self._pause(Phase.SAVE)
-        path, started_at = Path(path or self.folder / FILE_NAME), time.monotonic()
+        place = Path(path or self.folder / state_name(self.parts))
+        started_at = time.monotonic()
+        num_bytes = save_state(self.parts, self.num_done, place)
         if self.world.is_lead:
-            num_bytes = save_tree(collect_state(self.parts, self.num_done), path)
-            self._emit(Saved(self.num_done, str(path), num_bytes, time.monotonic() - started_at))
+            self._emit(Saved(self.num_done, str(place), num_bytes, time.monotonic() - started_at))
         self._ledger.restart_clock()
-        return path
+        return place
 
     @property
     def result(self) -> Result:

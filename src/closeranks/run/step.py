@@ -15,38 +15,52 @@ from torch import Tensor
 from closeranks.core.errors import UserError
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
+from closeranks.data.order import MicroBatch
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.models.losses import as_loss
 from closeranks.optim.norms import norm_squared
 from closeranks.run.parts import Parts
+from closeranks.run.tally import Tally
+from closeranks.run.work import PipelineWork
 
 
 class Step:
-    """One optimizer step in progress: iterate its batches, call ``backward`` on each loss."""
+    """One optimizer step in progress: ``run`` it, or iterate its batches and call ``backward`` on each loss."""
 
     def __init__(self, parts: Parts, index: int) -> None:
         self._parts = parts
         self.index = index
         """Number of steps finished before this one."""
-        self._num_due = len(parts.schedule.assigned(index, parts.group.rank, parts.group.size))
+        self._assigned = parts.assigned(index)
         self._num_taken = self._num_done = 0
         self._is_committed = False
-        self._num_samples = 0
         self._scale = parts.loss_scale.scale / parts.loss_divisor
-        zero = torch.zeros((), dtype=torch.float64, device=parts.device)
-        self._loss, self._weight = zero.clone(), zero.clone()
-        self._metrics = {name: zero.clone() for name in parts.spec.metrics}
-        parts.statistics.begin()
+        self._tally = Tally(parts.spec.metrics, parts.device, speaks=parts.speaks)
+        for statistics in parts.statistics:
+            statistics.begin()
+
+    def run(self) -> None:
+        """Work off all micro-batches by the job's own loss: one after the other, or as the pipeline's schedule says."""
+        parts = self._parts
+        if parts.pipeline is None:
+            for batch in self:
+                self.backward(parts.spec.loss(parts.module, batch))
+            return
+        self._num_taken = len(self._assigned)
+        if self._assigned:  # a short last step may leave a replica without work
+            parts.pipeline.run(PipelineWork(parts, parts.loader.take(self.index), self._open, self._weighed))
+        else:
+            parts.loader.take(self.index)
+        self._num_done = self._num_taken
 
     def __iter__(self) -> Iterator[Batch]:
         """This rank's micro-batches. Autocast and the keyed random stream hold while the caller uses each one."""
         parts = self._parts
+        if parts.pipeline is not None:
+            what = "a pipeline works its micro-batches off by its schedule, not one after the other"
+            raise UserError(what, "Call step.run() instead of iterating over the step.", step=self.index + 1)
         for number, loaded in enumerate(parts.loader.take(self.index), start=1):
-            self._num_samples = loaded.micro_batch.last - loaded.micro_batch.first
-            seed_streams(parts.device, derive_seed(parts.job.run.seed, "step", self.index, loaded.micro_batch.index))
-            parts.statistics.next()
-            if number == self._num_due:
-                parts.reducer.arm()  # gradients travel during the last backward only
+            self._open(loaded.micro_batch)
             self._num_taken = number
             with parts.precision.context(parts.device):
                 yield parts.precision.cast(loaded.batch)
@@ -57,29 +71,31 @@ class Step:
         """Add one micro-batch's gradients. A plain tensor counts as the mean over the micro-batch's samples."""
         if self._num_done + 1 != self._num_taken:
             raise self._out_of_turn("step.backward(loss) was called again")
-        part = as_loss(loss, self._num_samples, self._parts.spec.metrics)
-        scaled = part.total * self._scale if self._parts.precision.scales_loss else part.total
+        reducer = self._parts.reducer
+        scaled = self._weighed(self._assigned[self._num_done], loss)
         with torch.autocast(self._parts.device.type, enabled=False):
+            reducer.begin_backward(is_last=self._num_taken == len(self._assigned))
             scaled.backward()
-        self._loss += part.total.detach()
-        self._weight += part.weight
-        for name, value in part.metrics.items():
-            self._metrics[name] += value.detach() if isinstance(value, Tensor) else value
+            reducer.end_backward()
         self._num_done += 1
 
     def commit(self, *, drain: bool = False, save: bool = False) -> Verdict:
         """End the step on all ranks together. No host sync on an accelerator."""
-        if self._num_done != self._num_due:
-            what = f"step.backward(loss) was called {self._num_done} times for {self._num_due} micro-batches"
+        if self._num_done != len(self._assigned):
+            what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
             raise UserError(what, "Call it once for every batch that the step yields.", step=self.index + 1)
-        parts = self._parts
+        parts, tally = self._parts, self._tally
         parts.reducer.finish()
-        gradients = parts.reducer.gradients()
-        ballot = Ballot(self._loss, self._weight, norm_squared(gradients), self._metrics, drain, save)
+        norm = norm_squared(parts.reducer.spoken(), parts.device)
+        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save)
         verdict = parts.vote.cast(ballot, self._scale)  # the ONE small all-reduce
-        parts.optimizer.step(self.index, gradients, verdict.factor, verdict.taken)
+        for watch in parts.watchers:
+            watch(self.index, verdict)
+        parts.optimizer.step(self.index, parts.reducer.gradients(), verdict.factor, verdict.taken)
+        parts.reducer.spread()
         parts.loss_scale.update(verdict.taken)
-        parts.statistics.finish(verdict.taken)
+        for statistics in parts.statistics:
+            statistics.finish(verdict.taken)
         parts.reducer.release()
         self._is_committed = True
         return verdict
@@ -88,6 +104,20 @@ class Step:
     def is_underway(self) -> bool:
         """Whether batches have run whose gradients are not applied yet."""
         return self._num_taken > 0 and not self._is_committed
+
+    def _open(self, micro_batch: MicroBatch, stage: int = 0) -> None:
+        """Before a micro-batch's forward in one of this rank's stages."""
+        parts = self._parts
+        seed_streams(parts.device, derive_seed(parts.job.run.seed, "step", self.index, micro_batch.index))
+        parts.statistics[stage].next(counts=not micro_batch.is_spare)
+
+    def _weighed(self, micro_batch: MicroBatch, loss: Loss | Tensor) -> Tensor:
+        """Count a micro-batch's loss, and scale it for its backward; a spare weighs nothing."""
+        part = as_loss(loss, micro_batch.num_samples, self._parts.spec.metrics)
+        if micro_batch.is_spare:
+            return part.total * 0.0
+        self._tally.add(part)
+        return part.total * self._scale if self._parts.precision.scales_loss else part.total
 
     def _out_of_turn(self, what: str) -> UserError:
         """Random streams, autocast and the reduction belong to one batch at a time."""

@@ -1,122 +1,125 @@
-"""How are gradients summed over the data ranks while backward is still running?
+"""How are gradients summed over the data ranks when each holds the whole state (zero=0)?
 
-Each parameter's gradient is copied into its place in a flat bucket as soon as backward has produced it, and a bucket
-leaves when it and all before it are full. Invariants: every rank issues the same collectives in the same order,
-whatever it computed (a rank without a micro-batch sends zeros); accumulation communicates once per step, in its last
+Each parameter's gradient is copied into its place in a flat bucket as soon as backward has produced it, and buckets
+leave while backward runs; see [Note: departures]. Invariants: accumulation communicates once per step, in its last
 backward; a parameter that no sample used has gradient zero on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from closeranks.core.errors import ModelError
-from closeranks.sync.buckets import Bucket, Member, plan_buckets
-
-
-class DataGroup(Protocol):
-    """What the reducer needs to know of the group: ``parallel.group.Group`` is one."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None: ...
+from closeranks.core.protocols import Held, Leaf
+from closeranks.sync.buckets import Bucket, plan_buckets
+from closeranks.sync.departures import Departures
+from closeranks.sync.held import DataGroup, as_members, view_of
+from closeranks.sync.partial import Part, sum_parts
 
 
-class _Flight:
-    """One bucket's buffer, how many of its members are still missing this step, and the collective in flight."""
+class _Buffer:
+    """One bucket's memory, and a view of it for every member's gradient."""
 
-    def __init__(self, bucket: Bucket, parameters: dict[str, nn.Parameter]) -> None:
-        self.members = [parameters[name] for name in bucket.names]
-        first = self.members[0]
-        self.buffer = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
-        self.views = [
-            _view(self.buffer, offset, parameter)
-            for offset, parameter in zip(bucket.offsets, self.members, strict=True)
-        ]
-        self.missing = len(self.members)
-        self.work: dist.Work | None = None
+    def __init__(self, bucket: Bucket, held: Sequence[Held]) -> None:
+        self.held = [held[number] for number in bucket.members]
+        first = self.held[0].parameter
+        self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        places = zip(bucket.offsets, self.held, strict=True)
+        self.views = [view_of(self.flat, offset, one.parameter) for offset, one in places]
+        self.is_spoken = bucket.is_spoken
 
 
 class AllReduce:
     """Bucketed all-reduce, overlapped with backward; see ``core.protocols.Reducer`` for the call sequence."""
 
-    def __init__(self, module: nn.Module, group: DataGroup, *, bucket_bytes: int, first_bucket_bytes: int) -> None:
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._group = group
-        members = [Member(n, p.numel(), str(p.dtype), p.element_size()) for n, p in self._parameters.items()]
-        self.plan = plan_buckets(
-            members, num_ranks=group.size, cap_bytes=bucket_bytes, first_cap_bytes=first_bucket_bytes
-        )
-        self._flights = [_Flight(bucket, self._parameters) for bucket in self.plan]
-        self._place = {p: (flight, i) for flight in self._flights for i, p in enumerate(flight.members)}
-        self._armed = False
-        self._next = 0
-        for parameter in self._place:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+    needs_equal_counts = False
 
-    def arm(self) -> None:
-        self._armed = True
+    def __init__(
+        self,
+        held: Sequence[Held],
+        group: DataGroup,
+        *,
+        bucket_bytes: int,
+        first_bucket_bytes: int,
+        overlap: bool = True,
+    ) -> None:
+        self._held = [one for one in held if one.parameter.requires_grad]
+        self._group = group
+        self._leaves = tuple(Leaf(one.parameter, one.piece, one.is_spoken and group.rank == 0) for one in self._held)
+        # A group of one has nothing to sum: gradients stay where autograd put them.
+        members = as_members(self._held) if group.size > 1 else ()
+        self.plan = plan_buckets(members, cap_bytes=bucket_bytes, first_cap_bytes=first_bucket_bytes)
+        self._buffers = [_Buffer(bucket, self._held) for bucket in self.plan]
+        self._works: list[dist.Work] = []
+        self._departures = Departures(
+            self.plan,
+            [one.parameter for one in self._held],
+            load=self._load,
+            send=self._send,
+            timetable="step",
+            overlap=overlap,
+        )
+
+    def leaves(self) -> Sequence[Leaf]:
+        return self._leaves
+
+    def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
+        self._departures.begin(stage, is_last=is_last)
+
+    def end_backward(self, stage: int = 0) -> None:
+        self._departures.end(stage)
 
     def finish(self) -> None:
         """Send what backward did not fill, then wait. On CUDA the wait orders streams and does not stop the host."""
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for flight in self._flights:
-            for parameter, view in zip(flight.members, flight.views, strict=True):
-                if parameter.grad is not view:
-                    self._place_gradient(parameter, view)
-            flight.missing = 0
-        self._launch_ready()
-        for flight in self._flights:
-            if flight.work is not None:
-                flight.work.wait()
+        self._departures.finish()
+        for one in self._held:
+            if one.parameter.grad is None:  # only where there are no buckets
+                one.parameter.grad = torch.zeros_like(one.parameter)
+        for work in self._works:
+            work.wait()
+        sum_parts(self._parts())
 
     def gradients(self) -> Sequence[Tensor]:
-        if self._flights:
-            return [flight.buffer for flight in self._flights]
-        return [p.grad for p in self._parameters.values() if p.grad is not None]
+        if self._buffers:
+            return [buffer.flat for buffer in self._buffers]
+        return [one.parameter.grad for one in self._held if one.parameter.grad is not None]
+
+    def spoken(self) -> Sequence[Tensor]:
+        """All hold the same gradients: the first data rank speaks for them."""
+        if self._group.rank != 0:
+            return []
+        if self._buffers:
+            return [buffer.flat for buffer in self._buffers if buffer.is_spoken]
+        return [one.parameter.grad for one in self._held if one.is_spoken and one.parameter.grad is not None]
+
+    def spread(self) -> None:
+        """Every rank made the same update."""
 
     def release(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        for flight in self._flights:
-            flight.missing, flight.work = len(flight.members), None
-        self._armed, self._next = False, 0
+        for one in self._held:
+            one.parameter.grad = None
+        self._works.clear()
+        self._departures.reset()
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        if not self._armed:
-            return
-        flight, index = self._place[parameter]  # type: ignore[index]
-        if parameter.grad is flight.views[index]:
-            what = "a parameter got its gradient twice in one backward, the second time after it had been sent"
-            raise ModelError(what, "With torch.utils.checkpoint, set use_reentrant=False.")
-        self._place_gradient(parameter, flight.views[index])
-        flight.missing -= 1
-        if flight.missing == 0:
-            self._launch_ready()
-
-    @staticmethod
-    def _place_gradient(parameter: Tensor, view: Tensor) -> None:
+    def _load(self, bucket: int, place: int) -> None:
         """Copying costs one pass; in return micro-batches accumulate at no cost and nothing is copied back."""
-        assert parameter.grad is not None
-        view.copy_(parameter.grad)
+        parameter, view = self._buffers[bucket].held[place].parameter, self._buffers[bucket].views[place]
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad)
         parameter.grad = view
 
-    def _launch_ready(self) -> None:
-        while self._next < len(self._flights) and self._flights[self._next].missing == 0:
-            flight = self._flights[self._next]
-            flight.work = dist.all_reduce(flight.buffer, group=self._group.process_group, async_op=True)
-            self._next += 1
+    def _send(self, bucket: int) -> None:
+        work = dist.all_reduce(self._buffers[bucket].flat, group=self._group.process_group, async_op=True)
+        assert work is not None
+        self._works.append(work)
 
-
-def _view(buffer: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """A gradient with the parameter's own strides: fused optimizers walk both tensors in memory order."""
-    return buffer.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset)
+    def _parts(self) -> list[Part]:
+        if self._buffers:
+            return [Part(buffer.flat, groups) for buffer in self._buffers if (groups := buffer.held[0].partial_over)]
+        grads = ((one.parameter.grad, one.partial_over) for one in self._held)
+        return [Part(gradient, groups) for gradient, groups in grads if groups and gradient is not None]

@@ -3,6 +3,10 @@
 The plan is a pure function of the parameters and the caps, never of which gradient happened to be ready first in some
 earlier step: a resumed or re-formed run sums in the same order and is bit-identical. (DDP rebuilds its buckets after
 the first backward, so a freshly wrapped model sums in another order; from three ranks on the bits differ.)
+
+Invariant: members of a bucket are alike in all that is done to a bucket as a whole (summed over further groups, counted
+in the norm, sent when a stage is done), and buckets whose gradients are summed over further groups hold the same
+members at the same places on every rank of those groups, whatever else these ranks hold.
 """
 
 from __future__ import annotations
@@ -21,47 +25,89 @@ class Member:
     numel: int
     dtype: str
     element_bytes: int
+    stage: int = 0
+    is_spoken: bool = True
+    partial_over: tuple[int, ...] = ()
+    """Numbers of the further groups its gradient is summed over."""
+    row: int = 1
+    """Elements that must not be parted: more than one where memory is not in the order of the tensor's rows."""
+
+    @property
+    def kind(self) -> tuple[str, bool, tuple[int, ...], int]:
+        return self.dtype, self.is_spoken, self.partial_over, self.stage
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Members that are summed in one collective, laid out one after the other."""
 
-    names: tuple[str, ...]
+    members: tuple[int, ...]
+    """Their positions in the sequence that was planned."""
     offsets: tuple[int, ...]
     numel: int
+    """With gaps between members and at the end, which belong to nobody and hold zeros."""
     dtype: str
+    stage: int = 0
+    is_spoken: bool = True
+    partial_over: tuple[int, ...] = ()
 
 
 def plan_buckets(
-    members: Sequence[Member], *, num_ranks: int, cap_bytes: int, first_cap_bytes: int
+    members: Sequence[Member], *, cap_bytes: int, first_cap_bytes: int, num_shards: int = 1, align_bytes: int = 1
 ) -> tuple[Bucket, ...]:
-    """Buckets in the order they leave: last parameters first, as backward produces them.
+    """Buckets in the order they leave: the last stage first, and in a stage as backward fills them.
 
-    A group of one has nothing to sum, so its plan is empty. A parameter larger than the cap gets a bucket of its own.
+    A bucket is full when its first parameter has its gradient, so the one whose first parameter comes last leaves
+    first. A parameter larger than the cap gets a bucket of its own. Every bucket can be cut into ``num_shards`` equal
+    slices, and every member begins at a multiple of ``align_bytes``.
     """
-    if num_ranks == 1:
-        return ()
-    buckets: list[Bucket] = []
-    for dtype in sorted({member.dtype for member in members}):
-        cap = first_cap_bytes if not buckets else cap_bytes
-        chosen: list[Member] = []
-        size = 0
-        for member in reversed([m for m in members if m.dtype == dtype]):
-            num_bytes = member.numel * member.element_bytes
-            if chosen and size + num_bytes > cap:
-                buckets.append(_bucket(chosen))
-                chosen, size, cap = [], 0, cap_bytes
-            chosen.append(member)
-            size += num_bytes
-        buckets.append(_bucket(chosen))
-    return tuple(buckets)
+    opening = {member.stage: number for number, member in enumerate(members)}  # the last of each stage leaves first
+    batches: list[list[int]] = []
+    for kind in dict.fromkeys(member.kind for member in members):
+        alike = [number for number, member in enumerate(members) if member.kind == kind]
+        alike.reverse()
+        is_partial = bool(members[alike[0]].partial_over)
+        if is_partial:  # other ranks hold them among other parameters and in another order, but by the same names
+            alike.sort(key=lambda number: members[number].name)
+        is_opening = alike[0] in opening.values() and not is_partial
+        batches += _batches(alike, members, cap_bytes, first_cap_bytes if is_opening else cap_bytes)
+    batches.sort(key=lambda batch: (-members[batch[0]].stage, -min(batch)))
+    return tuple(_bucket(batch, members, num_shards, align_bytes) for batch in batches)
 
 
-def _bucket(members: Sequence[Member]) -> Bucket:
+def _batches(
+    numbers: Sequence[int], members: Sequence[Member], cap_bytes: int, first_cap_bytes: int
+) -> list[list[int]]:
+    batches: list[list[int]] = []
+    cap = size = 0
+    for number in numbers:
+        member = members[number]
+        if batches and size + member.num_bytes <= cap and member.row == 1:
+            batches[-1].append(number)
+            size += member.num_bytes
+            continue
+        cap = cap_bytes if batches else first_cap_bytes
+        cap = cap if member.row == 1 else 0  # a member with rows travels alone
+        batches.append([number])
+        size = member.num_bytes
+    return batches
+
+
+def _bucket(numbers: Sequence[int], members: Sequence[Member], num_shards: int, align_bytes: int) -> Bucket:
+    first = members[numbers[0]]
+    align = max(align_bytes // first.element_bytes, 1)
     offsets: list[int] = []
     end = 0
-    for member in members:
-        offsets.append(end)
-        end += member.numel
-    return Bucket(tuple(m.name for m in members), tuple(offsets), end, members[0].dtype)
+    for number in numbers:
+        offsets.append(_round_up(end, align))
+        end = offsets[-1] + members[number].numel
+    numel = _round_up(end, num_shards * (first.row if first.row > 1 else align))
+    return Bucket(tuple(numbers), tuple(offsets), numel, first.dtype, first.stage, first.is_spoken, first.partial_over)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -153,7 +153,7 @@ def _server() -> ForkServerContext:
     """Forks ranks from a process that has imported what most of them need; each would take a second or more for it."""
     context = get_context("forkserver")
     runner = ["pytest"] if "pytest" in sys.modules else []
-    context.set_forkserver_preload([*runner, "torch.distributed", "torch._dynamo", __name__])
+    context.set_forkserver_preload([*runner, "torch._dynamo", "torch.distributed.fsdp", __name__])
     return context
 
 

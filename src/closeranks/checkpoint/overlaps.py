@@ -1,0 +1,125 @@
+"""Which saved pieces of a tensor make up a piece that somebody wants?
+
+A piece is cut into runs: boxes of the tensor whose elements follow one another in the piece's own memory, one for a
+box, a few for a flat range of one. Then a plan is the overlaps of boxes, whatever cut either side. Invariants: a plan
+writes each wanted element exactly once, and what no saved piece covers is named as missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from closeranks.core.pieces import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """``size`` elements from ``start`` in each dim of the whole tensor."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A box that lies row by row in a piece's memory, from its element ``first`` on."""
+
+    box: Box
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A box to be copied from a run of a saved piece into a run of the wanted one."""
+
+    saved: int
+    """Which of the saved pieces."""
+    source: Run
+    target: Run
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    overlaps: tuple[Overlap, ...]
+    missing: tuple[Box, ...]
+
+
+def plan(wanted: Piece, saved: Sequence[Piece]) -> Plan:
+    """What to copy from where. Saved pieces may overlap, as the copies of replicas do: the first one counts."""
+    rest = [(run, run.box) for run in runs(wanted)]
+    overlaps: list[Overlap] = []
+    for number, piece in enumerate(saved):
+        for source in runs(piece):
+            remaining: list[tuple[Run, Box]] = []
+            for target, box in rest:
+                shared = _common(box, source.box)
+                if shared is None:
+                    remaining.append((target, box))
+                    continue
+                overlaps.append(Overlap(number, source, target, shared))
+                remaining += [(target, part) for part in _without(box, shared)]
+            rest = remaining
+        if not rest:
+            break
+    return Plan(tuple(overlaps), tuple(box for _, box in rest))
+
+
+def runs(piece: Piece) -> tuple[Run, ...]:
+    """The piece's boxes in the order of its memory; none of an empty one."""
+    first, last = piece.flat or (0, prod(piece.size))
+    found: list[Run] = []
+    position = 0
+    for box in _range(piece.start, piece.size, first, last):
+        found.append(Run(box, position))
+        position += box.numel
+    return tuple(found)
+
+
+def _range(start: tuple[int, ...], size: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+    """Elements ``first`` to ``last`` of a box as boxes: a part of a row, whole rows, a part of a row."""
+    if first >= last:
+        return
+    if last - first == prod(size):
+        yield Box(start, size)
+        return
+    row = prod(size[1:])
+    begin, end = -(-first // row), last // row
+    if begin > end:  # within one row
+        yield from _in_row(start, size, end, first - end * row, last - end * row)
+        return
+    yield from _in_row(start, size, begin - 1, first - (begin - 1) * row, row)
+    if begin < end:
+        yield Box((start[0] + begin, *start[1:]), (end - begin, *size[1:]))
+    yield from _in_row(start, size, end, 0, last - end * row)
+
+
+def _in_row(start: tuple[int, ...], size: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Box]:
+    for box in _range(start[1:], size[1:], first, last):
+        yield Box((start[0] + index, *box.start), (1, *box.size))
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    start = tuple(max(pair) for pair in zip(one.start, other.start, strict=True))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(one.start, one.size, other.start, other.size, strict=True))
+    size = tuple(end - begin for begin, end in zip(start, ends, strict=True))
+    return Box(start, size) if all(extent > 0 for extent in size) else None
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """What is left of a box around a hole in it, dim by dim: before it, behind it, and further within."""
+    start, size = list(box.start), list(box.size)
+    for dim, (first, extent) in enumerate(zip(hole.start, hole.size, strict=True)):
+        end = start[dim] + size[dim]
+        for begin, stop in ((start[dim], first), (first + extent, end)):
+            if begin < stop:
+                corner, extents = list(start), list(size)
+                corner[dim], extents[dim] = begin, stop - begin
+                yield Box(tuple(corner), tuple(extents))
+        start[dim], size[dim] = first, extent

@@ -1,0 +1,228 @@
+"""How are layouts listed and shown on a terminal?
+
+Imports no torch; ``run.describe`` does where a model is the user's own. Invariant: standard output holds the listing
+and nothing else, so that ``--json`` can be piped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from closeranks.core.config.overrides import split_pairs
+from closeranks.core.environment import num_gpus
+from closeranks.core.errors import ConfigError, Problem, SetupError
+from closeranks.core.registry import did_you_mean, is_dotted
+from closeranks.facts.layout import SCHEDULES, Layout
+from closeranks.plan import listing, mesh_text
+from closeranks.plan.layouts import Cost, Costing, Sorted, Subject, cost_of, layouts_of, sort_out
+from closeranks.run.describe import subject_of
+from closeranks.run.job import Job, check_axes, check_workers, layout_for, load_job
+
+_GIB = 1 << 30
+_WIDE = 200
+_AXES = ("data", "zero", "shard", "tensor", "pipeline", "context", "expert", "schedule")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Which layouts to list, and how many of them."""
+
+    schedules: tuple[str, ...] = ()
+    """Empty: the job's."""
+    with_hsdp: bool = False
+    sort: Literal["bytes", "traffic"] = "bytes"
+    fits_gib: float = 0.0
+    limit: int = 0
+    """0: all."""
+
+
+def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: Listing, *, as_json: bool) -> None:
+    job = _load(path, overrides)
+    num_ranks = num_workers or num_gpus() or layout_for(job, 1).num_ranks
+    subject = subject_of(job)
+    own = listing.plain(layout_for(job, num_ranks))
+    found = sort_out(_enumerated(job, num_ranks, wish, own), subject.demands)
+    costing = Costing(subject)
+    costs = sorted((costing.of(layout) for layout in found.legal), key=lambda cost: _order(cost, wish.sort))
+    fitting = [cost for cost in costs if not wish.fits_gib or cost.fullest.total_bytes <= wish.fits_gib * _GIB]
+    if as_json:
+        rows = [listing.as_json(cost, is_job=cost.layout == own) for cost in fitting]
+        refused = [{"axis": entry.axis, "count": entry.count, "example": entry.example.what} for entry in found.refused]
+        print(json.dumps({"num_ranks": num_ranks, "layouts": rows, "refused": refused}, indent=1))
+        return
+    console = _console()
+    shown = fitting[: wish.limit] if wish.limit else fitting
+    if not any(cost.layout == own for cost in shown):
+        shown += [cost for cost in costs if cost.layout == own]
+    scale = listing.scale_of(shown)
+    count = f"{len(costs)} legal layout{'' if len(costs) == 1 else 's'}"
+    console.print(f"{path.name} on {num_ranks} rank{'' if num_ranks == 1 else 's'}: {count}; sizes in {scale.name}\n")
+    console.print(_table(shown, scale, own, knows_activations=subject.llama is not None))
+    for sentence in _closing(subject, found, costs, fitting, shown, own, wish):
+        console.print(f"\n{sentence}", soft_wrap=not console.is_terminal)
+
+
+def _load(path: Path, overrides: Sequence[str]) -> Job:
+    job = load_job(path, overrides).value
+    if is_dotted(job.model.name):
+        from closeranks.cli.launching import look_beside
+
+        look_beside(path)
+    return job
+
+
+def _console() -> Console:
+    """As wide as the terminal; where there is none, wide enough for every column."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    return console
+
+
+def _enumerated(job: Job, num_ranks: int, wish: Listing, own: Layout) -> list[Layout]:
+    schedules = wish.schedules or (job.layout.schedule,)
+    for name in schedules:
+        if name not in SCHEDULES:
+            what = f"there is no schedule '{name}'"
+            raise ConfigError([Problem("--schedule", what, did_you_mean(name, SCHEDULES))])
+    made = (layouts_of(num_ranks, schedule=name, with_hsdp=wish.with_hsdp) for name in schedules)
+    found = list(dict.fromkeys(layout for layouts in made for layout in layouts))
+    return found if own in found or own.num_ranks != num_ranks else [*found, own]
+
+
+def _order(cost: Cost, sort: str) -> tuple[int, int, str]:
+    keys = (cost.fullest.total_bytes, cost.busiest.sent_bytes)
+    return (*(keys if sort == "bytes" else keys[::-1]), str(cost.layout))
+
+
+def _table(costs: Sequence[Cost], scale: listing.Scale, own: Layout, *, knows_activations: bool) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for number, name in enumerate(listing.COLUMNS):
+        table.add_column(name, justify="right" if number else "left", no_wrap=bool(number), overflow="fold")
+    for cost in costs:
+        is_own = cost.layout == own
+        row = listing.cells(cost, scale, knows_activations=knows_activations)
+        table.add_row("*" if is_own else "", *row, style="bold" if is_own else "")
+    return table
+
+
+def _closing(
+    subject: Subject,
+    found: Sorted,
+    costs: Sequence[Cost],
+    fitting: Sequence[Cost],
+    shown: Sequence[Cost],
+    own: Layout,
+    wish: Listing,
+) -> list[str]:
+    order = "least bytes first" if wish.sort == "bytes" else "least traffic first"
+    counted = [f"{len(shown)} of {len(costs)} shown, {order}"]
+    if len(fitting) < len(costs):
+        counted.append(f"{len(costs) - len(fitting)} need more than {wish.fits_gib:g} GiB a rank")
+    if len(shown) < len(fitting):
+        counted.append("--all shows every one")
+    if not wish.with_hsdp:
+        counted.append("--hsdp adds ZeRO over fewer than all data ranks")
+    mark = "* is the job's own layout." if any(cost.layout == own for cost in costs) else ""
+    if not mark:
+        mark = f"The job's own layout ({own}) is not among them."
+    sentences = [f"{'; '.join(counted)}. {mark}", listing.refusals(found)]
+    return [*sentences, listing.meaning(knows_activations=subject.llama is not None)]
+
+
+def show_layout(path: Path, words: Sequence[str], num_workers: int, picture: Path | None, *, as_json: bool) -> None:
+    text, overrides = split_words(words)
+    job = with_layout(_load(path, overrides), text, num_workers)
+    num_ranks = num_workers or layout_for(job, 1).num_ranks
+    if problems := [*check_axes(job), *check_workers(job, num_ranks)]:
+        raise ConfigError(problems)
+    subject = subject_of(job)
+    cost = cost_of(subject, layout_for(job, num_ranks))
+    if picture is not None:
+        _draw(cost, picture)
+    if as_json:
+        ranks = {"num_ranks": num_ranks, "ranks": listing.ranks_as_json(cost)}
+        print(json.dumps({**listing.as_json(cost, is_job=not text), **ranks}, indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for line in _description(cost, subject):
+        console.print(line, markup=False)
+    if picture is not None:
+        console.print(f"\npicture: {picture}", markup=False)
+
+
+def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
+    """A layout's text and the job's overrides."""
+    of_layout = [word for word in words if not _is_override(word)]
+    return " ".join(of_layout), [word for word in words if _is_override(word)]
+
+
+def _is_override(word: str) -> bool:
+    """``table.key=value`` or ``table="key=value"``. ``data`` is a table and an axis: a number follows the axis."""
+    key, _, value = word.partition("=")
+    is_table = key.strip() in Job.model_fields and not value.strip()[:1].isdecimal()
+    return "." in key or is_table
+
+
+def with_layout(job: Job, text: str, num_workers: int = 0) -> Job:
+    """The job with the layout of a text; without one, as it is. Axes that the text leaves out are 1, but for data,
+    which takes what the others leave of the workers where their number is given."""
+    if not text.strip():
+        return job
+    layout = Layout.parse(text)
+    values: dict[str, Any] = {name: getattr(layout, name) for name in _AXES}
+    says_data = any(pair.startswith("data=") for pair in split_pairs(text))
+    if num_workers and not says_data:
+        values["data"] = 0
+    return job.model_copy(update={"layout": job.layout.model_copy(update=values)})
+
+
+def _description(cost: Cost, subject: Subject) -> list[str]:
+    layout, knows = cost.layout, subject.llama is not None
+    micro = f"{cost.num_micro} micro-batch{'' if cost.num_micro == 1 else 'es'} a step on each data rank"
+    scale = listing.scale_of([cost])
+    parts = [
+        [f"{layout} on {layout.num_ranks} rank{'' if layout.num_ranks == 1 else 's'}, {micro}"],
+        list(mesh_text.mesh_lines(cost)),
+        list(mesh_text.group_lines(layout)),
+        list(mesh_text.byte_lines(cost, scale, knows_activations=knows)),
+        list(mesh_text.traffic_lines(cost)),
+        _schedule_lines(cost),
+        [_remark(knows)],
+    ]
+    return [line for part in parts if part for line in (*part, "")][:-1]
+
+
+def _remark(knows_activations: bool) -> str:
+    if knows_activations:
+        return "State and traffic are counted, activations estimated; an allocator needs 10 to 25% on top."
+    return "Activations of this model are not known: the totals are state alone."
+
+
+def _schedule_lines(cost: Cost) -> list[str]:
+    if cost.layout.pipeline == 1:
+        return []
+    from closeranks.facts.schedules import schedule_for
+    from closeranks.facts.timeline import timeline
+    from closeranks.plan.schedule_picture import schedule_text
+
+    made = schedule_for(cost.layout.schedule, cost.layout.pipeline, cost.num_micro)
+    return schedule_text(timeline(made)).splitlines()
+
+
+def _draw(cost: Cost, picture: Path) -> None:
+    from closeranks.plan.mesh_picture import draw_layout
+
+    if not picture.parent.is_dir():
+        raise SetupError(f"there is no folder {picture.parent} to draw into", "Make it, or name another.")
+    if picture.suffix.lower() != ".png":
+        raise SetupError(f"{picture} does not end in .png", "Pictures are drawn as PNG.")
+    draw_layout(cost, picture)

@@ -1,0 +1,63 @@
+"""Which part of a tensor does somebody hold?
+
+A piece is a box of a named tensor, or a range of that box read row by row. Cutting is arithmetic on shapes, without a
+tensor at hand, so that weights, gradients and what an optimizer remembers can be found again in any other layout.
+Invariant: the pieces that a cut gives to all its ranks cover the piece it cut, without overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor: ``size`` elements from the corner ``start`` in each dim of the whole's ``shape``."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+    """A range of the box's elements, row by row: what remains is one-dimensional. None: the whole box."""
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> Piece:
+        return cls(name, tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.shape and self.flat in (None, (0, prod(self.size)))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size) if self.flat is None else self.flat[1] - self.flat[0]
+
+    @property
+    def numel_of_box(self) -> int:
+        return prod(self.size)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.size if self.flat is None else (self.numel,)
+
+    def cut(self, dim: int, index: int, parts: int) -> Piece:
+        """Share ``index`` of ``parts`` along a dim. Shares are equal, but for the last ones where it does not divide:
+        they come short or empty, as ``torch.chunk`` and FSDP cut."""
+        share = -(-self.size[dim] // parts)
+        first, last = (min(share * number, self.size[dim]) for number in (index, index + 1))
+        return self.narrow(dim, first, last)
+
+    def narrow(self, dim: int, first: int, last: int) -> Piece:
+        """Elements ``first`` to ``last`` of this box along a dim."""
+        if self.flat is not None:
+            raise ValueError(f"{self.name}: a flat piece has no dims left to cut")
+        start, size = list(self.start), list(self.size)
+        start[dim], size[dim] = start[dim] + first, last - first
+        return replace(self, start=tuple(start), size=tuple(size))
+
+    def flattened(self, first: int, last: int) -> Piece:
+        """Elements ``first`` to ``last`` of this box, row by row."""
+        return replace(self, flat=(first, last))

@@ -1,0 +1,75 @@
+"""What is the smallest thing a pipeline does, and what must have happened before it?
+
+An action is one stage's work on one micro-batch: ``2F0`` is stage 2, forward, micro-batch 0. Invariant:
+``Action.parse(str(action)) == action``, and ``needs`` names everything an action waits for, on whatever rank.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple, get_args
+
+from closeranks.core.errors import UserError
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; whole backward; of a backward in two parts the gradient of the inputs, then that of the weights."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Action(NamedTuple):
+    """One stage's work on one micro-batch. A tuple, since large schedules look up hundreds of thousands of them."""
+
+    stage: int
+    kind: Kind
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read ``2F0``."""
+        word = Word.parse(text)
+        for kind in KINDS:
+            if kind == word.kind:
+                return cls(word.stage, kind, word.micro)
+        raise UserError(f"'{text}' is no action of a schedule", "Write 2F0, 2B0, 2I0 or 2W0, say.")
+
+
+class Word(NamedTuple):
+    """The three parts of an action's or an instruction's text, before anybody asks whether there is such a kind."""
+
+    stage: int
+    kind: str
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}"
+
+    @classmethod
+    def parse(cls, text: str) -> Word:
+        found = re.fullmatch(r"([0-9]+)([A-Z_]+)([0-9]+)", text)
+        if found is None:
+            raise UserError(f"'{text}' is not a stage, a kind and a micro-batch", "Write 2F0, say.")
+        return cls(int(found[1]), found[2], int(found[3]))
+
+
+def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """What must be done before; a whole backward of another stage counts as its ``I``."""
+    stage, micro = action.stage, action.micro
+    match action.kind:
+        case "F":
+            return (Action(stage - 1, "F", micro),) if stage > 0 else ()
+        case "W":
+            return (Action(stage, "I", micro),)
+        case _:
+            own = Action(stage, "F", micro)
+            return (own, Action(stage + 1, "I", micro)) if stage < num_stages - 1 else (own,)
+
+
+def gives(action: Action) -> tuple[Action, ...]:
+    """What is done once it is: itself, and both parts of a whole backward."""
+    if action.kind == "B":
+        return Action(action.stage, "I", action.micro), Action(action.stage, "W", action.micro)
+    return (action,)

@@ -1,0 +1,171 @@
+"""How many bytes does a Llama keep from a forward for its backward?
+
+Counted tensor by tensor from what ``models.decoder`` leaves in autograd's hands when it is not compiled and a fused
+kernel computes attention (queries, keys, values, output and a row of sums). It is an estimate all the same: allocators
+round up, kernels take workspace, compilers fuse norms and products away. Invariant: everything that grows with the
+micro-batch stands here, as what stays per micro-batch in flight (``saved``) or as what one backward needs on top
+(``working``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from closeranks.facts.llama import LlamaShape
+from closeranks.facts.memory import Part, Precision, widths
+
+Recompute = Literal["none", "selective", "full"]
+Keep = Literal["attention", "matmul", "collective"]
+KEEP_ALL: tuple[Keep, ...] = ("attention", "matmul", "collective")
+
+_NUM_NORMS = 2
+_NUM_READERS = 5
+"""Products that read a norm's output in a block: queries, keys, values; gate and up."""
+_TOKEN_ID = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One micro-batch on its way through a rank."""
+
+    num_tokens: int
+    """Samples times positions, before the tensor axis splits the positions."""
+    precision: Precision = "float32"
+    tensor: int = 1
+    recompute: Recompute = "none"
+    keep: Collection[Keep] = KEEP_ALL
+    """What selective recompute keeps."""
+    dropout: float = 0.0
+
+    @property
+    def share(self) -> int:
+        """Tokens of a hidden state between the blocks, where the sequence is split over the tensor ranks."""
+        return -(-self.num_tokens // self.tensor)
+
+
+def block_saved(shape: LlamaShape, passage: Passage) -> int:
+    """What one block keeps of one micro-batch until its backward."""
+    if passage.recompute == "none":
+        return _block_whole(shape, passage)
+    kept = widths(passage.precision).stream * passage.share * shape.dim
+    return kept + (_block_chosen(shape, passage) if passage.recompute == "selective" else 0)
+
+
+def block_working(shape: LlamaShape, passage: Passage) -> int:
+    """What one block's backward needs beyond what was saved: with recompute, the block again, one at a time."""
+    if passage.recompute == "none":
+        return 0
+    return max(0, _block_whole(shape, passage) - block_saved(shape, passage))
+
+
+def _block_whole(shape: LlamaShape, passage: Passage) -> int:
+    w = widths(passage.precision)
+    norms = _NUM_NORMS * _norm_saved(shape, passage)
+    # What products read is gathered: the one thing in a block that the tensor axis does not split. In fp16 each
+    # product casts a copy for itself, elsewhere they share one.
+    copies = _NUM_READERS if w.compute != w.stream else _NUM_NORMS
+    read = copies * passage.num_tokens * shape.dim * w.compute
+    heads = 2 * shape.dim + 2 * _kv_dim(shape)
+    within = passage.num_tokens * (heads + 4 * shape.ffn_dim) * w.compute // passage.tensor
+    # On the tensor axis each rank draws the mask of the whole sequence and keeps it as factors.
+    mask = passage.num_tokens * shape.dim * (1 if passage.tensor == 1 else w.compute)
+    masks = 2 * mask if passage.dropout else 0
+    return norms + read + within + _row_sums(shape, passage) + masks
+
+
+def _block_chosen(shape: LlamaShape, passage: Passage) -> int:
+    """What selective recompute keeps: results, where plain backward keeps what products read."""
+    w, chosen = widths(passage.precision), 0
+    if "matmul" in passage.keep:
+        split = shape.dim + 2 * _kv_dim(shape) + 2 * shape.ffn_dim
+        # Sums over the tensor axis are still to be made of what goes back into the stream, so it is not split.
+        chosen += passage.num_tokens * (split // passage.tensor + 2 * shape.dim) * w.compute
+    if "attention" in passage.keep:
+        chosen += passage.num_tokens * shape.dim * w.compute // passage.tensor + _row_sums(shape, passage)
+    if "collective" in passage.keep and passage.tensor > 1:
+        gathered = passage.num_tokens * w.stream
+        chosen += _NUM_NORMS * shape.dim * (gathered + passage.share * w.compute)
+    return chosen
+
+
+def _norm_saved(shape: LlamaShape, passage: Passage) -> int:
+    """A norm's input and its scaled copy, both wide, and one number per token."""
+    return passage.share * (2 * shape.dim + 1) * widths(passage.precision).state
+
+
+def _row_sums(shape: LlamaShape, passage: Passage) -> int:
+    return passage.num_tokens * shape.num_heads * widths(passage.precision).state // passage.tensor
+
+
+def _kv_dim(shape: LlamaShape) -> int:
+    return shape.num_kv_heads * shape.head_dim
+
+
+def first_saved(passage: Passage) -> int:
+    """What the embedding keeps: the token ids."""
+    return passage.num_tokens * _TOKEN_ID
+
+
+def last_saved(shape: LlamaShape, passage: Passage) -> int:
+    """What the last norm, the output projection and the loss keep.
+
+    Of the whole vocabulary the loss keeps wide log-probabilities; of a share of it the logits as they came.
+    """
+    w = widths(passage.precision)
+    read = passage.num_tokens * shape.dim * w.compute
+    width = w.state if passage.tensor == 1 else w.compute
+    logits = passage.num_tokens * shape.vocab_size * width // passage.tensor
+    sums = passage.num_tokens * w.state if passage.tensor > 1 else 0
+    return _norm_saved(shape, passage) + read + logits + sums + passage.num_tokens * _TOKEN_ID
+
+
+def last_working(shape: LlamaShape, passage: Passage) -> int:
+    """The logits before the loss, or their gradient after it: wide, and in half precision once more in half; a split
+    vocabulary's loss has one wide copy more on its way."""
+    w = widths(passage.precision)
+    width = w.state * (1 if passage.tensor == 1 else 2) + (w.compute if w.is_half else 0)
+    return passage.num_tokens * shape.vocab_size * width // passage.tensor
+
+
+def weight_casts(stage: Stage, passage: Passage) -> int:
+    """Half-precision copies of weights, which backward reads; blocks that are computed again make them again."""
+    w = widths(passage.precision)
+    if not w.is_half:
+        return 0
+    in_blocks = stage.num_block_params if passage.recompute == "none" else 0
+    return (in_blocks + stage.num_head_params) * w.compute
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What of a Llama one pipeline rank's stage holds, and how many micro-batches wait in it at worst."""
+
+    num_blocks: int
+    is_first: bool
+    is_last: bool
+    in_flight: int
+    num_block_params: int
+    """Weights of the blocks' products, after the tensor split."""
+    num_head_params: int
+    """The same of the output projection; 0 where it stands elsewhere."""
+
+
+def activations(shape: LlamaShape, passage: Passage, stages: Sequence[Stage], *, is_pipeline: bool) -> tuple[Part, ...]:
+    """Everything that one rank keeps of its micro-batches at the worst moment, by name; empty parts left out."""
+    blocks = sum(s.in_flight * s.num_blocks for s in stages) * block_saved(shape, passage)
+    ends = sum(s.in_flight * first_saved(passage) for s in stages if s.is_first)
+    ends += sum(s.in_flight * last_saved(shape, passage) for s in stages if s.is_last)
+    hidden = passage.share * shape.dim * widths(passage.precision).stream
+    # A stage keeps what it was sent until its gradient can be sent back, and what it gave until that gradient is here.
+    crossing = sum(s.in_flight * (2 - s.is_first - s.is_last) for s in stages) * hidden if is_pipeline else 0
+    parts = (
+        Part("activations of blocks", blocks),
+        Part("activations of embedding, head and loss", ends),
+        Part("logits and their gradient", last_working(shape, passage) if any(s.is_last for s in stages) else 0),
+        Part("one block computed again", block_working(shape, passage) if any(s.num_blocks for s in stages) else 0),
+        Part("weights cast for products", sum(s.in_flight * weight_casts(s, passage) for s in stages)),
+        Part("hidden states at the ends of stages", crossing),
+    )
+    return tuple(part for part in parts if part.num_bytes)

@@ -1,0 +1,119 @@
+"""What is a model made of, as far as spreading it over ranks must know?
+
+Units in the order they run, each with its weights, how those split along the tensor axis, and its share of the work.
+Nothing is built: shapes come from ``facts`` or from a module on the meta device. Invariant: every parameter stands in
+the unit that owns it; a tied one stands again in the unit that borrows it, under its first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+Rule = tuple[str, int | None, bool]
+"""Pattern of names, the dim that splits along the tensor axis, and whether a replicated one sees a share of the
+sequence; as ``core.protocols.ShardingRule``, the first match counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    """The tensor dim that is split; None: every tensor rank holds it whole."""
+    is_partial: bool = False
+    """Whether each tensor rank computes a part of its gradient's sum."""
+
+    def rows(self, tensor: int) -> int:
+        """Size of its first dim on one of ``tensor`` ranks; a scalar is one row."""
+        first = self.shape[0] if self.shape else 1
+        return -(-first // tensor) if self.dim == 0 else first
+
+    def numel(self, tensor: int) -> int:
+        whole = prod(self.shape)
+        if self.dim is None or tensor == 1:
+            return whole
+        size = self.shape[self.dim]
+        return whole // size * -(-size // tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of the model that no stage cuts through."""
+
+    name: str
+    weights: tuple[Weight, ...]
+    cost: float = 0.0
+    is_block: bool = False
+    """One of the repeated parts, which are gathered one by one; the rest of a stage is gathered as a whole."""
+
+    def numel(self, tensor: int = 1) -> int:
+        return sum(weight.numel(tensor) for weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    units: tuple[Unit, ...]
+
+    @property
+    def num_params(self) -> int:
+        return sum(prod(weight.shape) for weight in distinct(self.units))
+
+
+def distinct(units: Iterable[Unit]) -> tuple[Weight, ...]:
+    """The weights of these units, a tied one once."""
+    found: dict[str, Weight] = {}
+    for unit in units:
+        for weight in unit.weights:
+            found.setdefault(weight.name, weight)
+    return tuple(found.values())
+
+
+def anatomy(
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    units: Sequence[str] = (),
+    costs: Sequence[float] = (),
+    blocks: Iterable[str] = (),
+    rules: Sequence[Rule] = (),
+    ties: Mapping[str, str] | None = None,
+) -> Anatomy:
+    """The anatomy of a model from the names and shapes of its parameters.
+
+    ``units`` are names of modules; parameters outside all of them form a last unit of their own. ``ties`` maps further
+    names of a parameter to its first one.
+    """
+    owned: dict[str, list[Weight]] = {unit: [] for unit in (*units, "")}
+    weights = {name: _weight(name, shape, rules) for name, shape in shapes.items()}
+    weights |= {alias: weights[name] for alias, name in (ties or {}).items()}
+    prefixes = {f"{unit}.": unit for unit in units}
+    for name, weight in weights.items():
+        owned[_owner(name, prefixes)].append(weight)
+    if not owned[""]:
+        del owned[""]
+    priced = dict(zip(units, costs or [1.0] * len(units), strict=True))
+    chosen = set(blocks)
+    return Anatomy(
+        tuple(Unit(name, tuple(held), priced.get(name, 0.0), name in chosen) for name, held in owned.items())
+    )
+
+
+def _owner(name: str, prefixes: Mapping[str, str]) -> str:
+    """The unit whose name leads a parameter's: one look-up per dot, however many units there are."""
+    end = name.rfind(".")
+    while end > 0:
+        if name[: end + 1] in prefixes:
+            return prefixes[name[: end + 1]]
+        end = name.rfind(".", 0, end)
+    return ""
+
+
+def _weight(name: str, shape: tuple[int, ...], rules: Sequence[Rule]) -> Weight:
+    for pattern, dim, sees_share in rules:
+        if fnmatchcase(name, pattern):
+            return Weight(name, shape, dim, sees_share)
+    return Weight(name, shape)

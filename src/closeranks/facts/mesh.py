@@ -1,0 +1,66 @@
+"""Where does each rank stand in a layout, and with whom does it share an axis?
+
+Ranks are counted with the tensor axis fastest (its collectives are the most frequent, so they stay within a host), then
+the shard axis, then the replica axis, then the pipeline axis slowest. Invariant: ``place`` and ``rank_of`` are inverse,
+and the groups of each axis part all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from closeranks.facts.layout import Layout
+
+AXES = ("pipeline", "replica", "shard", "tensor")
+"""Slowest first. ``data`` is replica and shard together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's coordinate on every axis."""
+
+    pipeline: int
+    replica: int
+    shard: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The ranks of a layout as a grid."""
+
+    layout: Layout
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """In the order of ``AXES``; without ZeRO all data ranks are replicas."""
+        layout = self.layout
+        shard = (layout.shard or layout.data) if layout.zero else 1
+        return layout.pipeline, layout.data // shard, shard, layout.tensor
+
+    def place(self, rank: int) -> Place:
+        _, replicas, shards, tensors = self.sizes
+        rest, tensor = divmod(rank, tensors)
+        rest, shard = divmod(rest, shards)
+        pipeline, replica = divmod(rest, replicas)
+        return Place(pipeline, replica, shard, tensor)
+
+    def rank_of(self, place: Place) -> int:
+        _, replicas, shards, tensors = self.sizes
+        return ((place.pipeline * replicas + place.replica) * shards + place.shard) * tensors + place.tensor
+
+    def data_rank(self, rank: int) -> int:
+        place = self.place(rank)
+        return place.replica * self.sizes[2] + place.shard
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ on ``axes`` alone, in order of their first rank."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.layout.num_ranks):
+            place = self.place(rank)
+            found.setdefault(tuple(getattr(place, axis) for axis in AXES if axis not in axes), []).append(rank)
+        return tuple(tuple(ranks) for ranks in found.values())
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that ``rank`` shares ``axes`` with, itself included."""
+        return next(group for group in self.groups(*axes) if rank in group)

@@ -1,0 +1,71 @@
+"""Which legal layout is nearest to one that is not, for just as many ranks?
+
+An error that only refuses leaves the person with arithmetic to do; this does it for them. Invariant: what is found is
+legal, has exactly the ranks that were asked for, and is a pure function of layout, demands and their number; a legal
+layout of so many ranks is its own nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import log2
+
+from closeranks.facts.layout import SCHEDULES, Demands, Layout, divisors, legal_problems
+
+_PLAIN = "1f1b"
+
+
+def nearest_legal(layout: Layout, demands: Demands, num_ranks: int) -> Layout | None:
+    """The legal layout of ``num_ranks`` ranks that changes least; None where no layout of so many is legal.
+
+    Tensor and pipeline weigh most, by how often their size is doubled or halved; then the schedule, the ZeRO stage and
+    its shards; then the data axis. Context and expert are 1: this version trains the other axes.
+    """
+    found = [near for near in _candidates(layout, num_ranks) if not legal_problems(near, demands)]
+    return min(found, key=lambda near: _distance(near, layout), default=None)
+
+
+def advise(layout: Layout, demands: Demands, num_ranks: int) -> str:
+    """The sentence that ends a refusal."""
+    near = nearest_legal(layout, demands, num_ranks)
+    if near is None:
+        return f"No layout of {num_ranks} ranks is legal for this model and batch."
+    return f"The nearest legal layout is {near}."
+
+
+def _candidates(layout: Layout, num_ranks: int) -> Iterator[Layout]:
+    """Every way to part so many ranks, with ZeRO and schedule as they were wherever that means something."""
+    zero = min(max(layout.zero, 0), 3)
+    schedules = [_PLAIN] if layout.schedule not in SCHEDULES else dict.fromkeys((layout.schedule, _PLAIN))
+    for tensor in divisors(num_ranks):
+        for pipeline in divisors(num_ranks // tensor):
+            data = num_ranks // tensor // pipeline
+            shards = {0} if zero == 0 or layout.shard <= 0 else {0, *divisors(data)}
+            for schedule in schedules:
+                for shard in shards:
+                    yield Layout(data, zero, shard, tensor, pipeline, schedule=schedule)
+
+
+def _distance(near: Layout, layout: Layout) -> tuple[float, ...]:
+    tensor, pipeline = _ratio(near.tensor, layout.tensor), _ratio(near.pipeline, layout.pipeline)
+    return (
+        tensor + pipeline,
+        near.schedule != layout.schedule,
+        near.zero != layout.zero,
+        near.shard != layout.shard,
+        _ratio(_shards(near), _shards(layout)),
+        _ratio(near.data, layout.data),
+        # Nothing but the order of candidates is left to tell them apart: the least split wins.
+        near.pipeline,
+        near.tensor,
+        near.shard,
+    )
+
+
+def _ratio(size: int, wanted: int) -> float:
+    """Doublings or halvings between two sizes."""
+    return abs(log2(size / max(wanted, 1)))
+
+
+def _shards(layout: Layout) -> int:
+    return (layout.shard or layout.data) if layout.zero else 1

@@ -1,0 +1,151 @@
+"""What does each pipeline rank do, one instruction after the other, so that no order of sends can lock it up?
+
+A program is a schedule with its messages written out. Invariant: there is one order of all instructions of all ranks in
+which every send stands beside its receive, so that a program runs to its end even on a transport where both block; and
+``Program.parse(str(program)) == program``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import ClassVar, Literal, get_args
+
+from closeranks.core.errors import UserError
+from closeranks.facts.actions import KINDS, Action, Word
+from closeranks.facts.proof import first_problem
+from closeranks.facts.schedules import Schedule, schedule_for
+from closeranks.facts.timeline import spans_by_end, timeline
+
+InstructionKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+
+_DIRECTIONS = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
+"""From the stage of a message to the stage at its other end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One thing a rank does. ``1RECV_F0``: stage 1 receives what it reads in the forward of micro-batch 0."""
+
+    kind: InstructionKind
+    stage: int
+    """Of the rank that runs it: SEND_F goes to the next stage, SEND_B to the previous one, receives come from there."""
+    micro: int
+    peer: int | None = None
+    """Of a send or a receive: the rank at the other end, counted along the pipeline axis."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What each rank computes, sends and receives, in order; as text the schedule's name, then a line per rank."""
+
+    num_ranks: int
+    num_stages: int
+    num_micro: int
+    schedule: str
+    ranks: tuple[tuple[Instruction, ...], ...]
+    placement: tuple[tuple[int, ...], ...]
+    """The stages of each rank."""
+
+    is_lowered: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "\n".join([self.schedule, *(" ".join(map(str, row)) for row in self.ranks)])
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """Read what ``str`` wrote, or what somebody wrote by hand: a stage stands where its instructions do."""
+        name, *lines = text.splitlines() or [""]
+        rows = [[Word.parse(word) for word in line.split()] for line in lines]
+        placement = tuple(tuple(sorted({word.stage for word in row})) for row in rows)
+        home = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+        ranks = tuple(tuple(_instruction(word, home) for word in row) for row in rows)
+        num_micro = max((word.micro + 1 for word in chain(*rows)), default=0)
+        return cls(len(ranks), len(home), num_micro, name, ranks, placement)
+
+    @property
+    def compute(self) -> Schedule:
+        """The schedule that it carries out."""
+        rows = tuple(tuple(_actions(row)) for row in self.ranks)
+        return Schedule(self.schedule, self.num_micro, rows, self.placement)
+
+
+def _instruction(word: Word, home: dict[int, int]) -> Instruction:
+    for kind in get_args(InstructionKind):
+        if kind == word.kind:
+            peer = home.get(word.stage + _DIRECTIONS[kind]) if kind in _DIRECTIONS else None
+            return Instruction(kind, word.stage, word.micro, peer)
+    raise UserError(f"'{word}' is no instruction", f"Its kind is one of {', '.join(get_args(InstructionKind))}.")
+
+
+def _actions(row: Sequence[Instruction]) -> Iterator[Action]:
+    for instruction in row:
+        for kind in KINDS:
+            if kind == instruction.kind:
+                yield Action(instruction.stage, kind, instruction.micro)
+
+
+@cache
+def program_for(schedule: str, num_ranks: int, num_micro: int) -> Program:
+    """The proven program of a schedule by name."""
+    program = lower(schedule_for(schedule, num_ranks, num_micro))
+    validate(program)
+    return program
+
+
+def lower(schedule: Schedule) -> Program:
+    """A schedule with its messages.
+
+    Everything is laid out in time and told in the order in which it ends; a message is written down, at both its ends,
+    right after the action whose result it carries. So a receive stands before the action that its rank is busy with at
+    that moment, and whoever posts receives without waiting has the message come in behind that action's back. Between
+    two stages on one rank there is no message: the executor hands over what it holds.
+    """
+    validate(schedule)
+    home = {stage: rank for rank, stages in enumerate(schedule.placement) for stage in stages}
+    rows: list[list[Instruction]] = [[] for _ in schedule.ranks]
+    for span in spans_by_end(timeline(schedule)):
+        action, rank = span.action, home[span.action.stage]
+        rows[rank].append(Instruction(action.kind, action.stage, action.micro))
+        target = {"F": action.stage + 1, "W": None}.get(action.kind, action.stage - 1)
+        peer = None if target is None else home.get(target)
+        if target is not None and peer is not None and peer != rank:
+            send, receive = _message(action, target, rank, peer)
+            rows[rank].append(send)
+            rows[peer].append(receive)
+    ranks = tuple(map(tuple, rows))
+    return Program(len(ranks), len(home), schedule.num_micro, schedule.name, ranks, schedule.placement)
+
+
+def _message(action: Action, target: int, rank: int, peer: int) -> tuple[Instruction, Instruction]:
+    micro = action.micro
+    if action.kind == "F":
+        return Instruction("SEND_F", action.stage, micro, peer), Instruction("RECV_F", target, micro, rank)
+    return Instruction("SEND_B", action.stage, micro, peer), Instruction("RECV_B", target, micro, rank)
+
+
+def validate(plan: Schedule | Program) -> None:
+    """Prove that a schedule or program, made here or by hand, does everything once and cannot lock up; raises
+    UserError with the first thing wrong."""
+    problem = first_problem(plan)
+    if problem is None and isinstance(plan, Program):
+        problem = _wrong_peer(plan)
+    if problem is not None:
+        name = plan.schedule if isinstance(plan, Program) else plan.name
+        raise UserError(f"schedule {name} cannot run: {problem}", "Correct its order.")
+
+
+def _wrong_peer(program: Program) -> str | None:
+    home = {stage: rank for rank, stages in enumerate(program.placement) for stage in stages}
+    for rank, row in enumerate(program.ranks):
+        for instruction in row:
+            direction = _DIRECTIONS.get(instruction.kind)
+            peer = None if direction is None else home[instruction.stage + direction]
+            if instruction.peer != peer:
+                return f"rank {rank} has {instruction} with rank {instruction.peer}, but its other end is rank {peer}"
+    return None

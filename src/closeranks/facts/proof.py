@@ -1,0 +1,208 @@
+"""Can this schedule or program run to its end, and does it do everything once?
+
+The proof first counts, then runs the steps of all ranks in their order. In a program a send waits until its receive is
+reached and a receive until its send is, both in program order: the strictest way a transport can behave, so what passes
+here cannot lock up on a more lenient one. Invariant: nothing that would lock up, skip or repeat work passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from closeranks.facts.actions import Word
+
+
+class Step(Protocol):
+    """An action of a schedule or an instruction of a program."""
+
+    @property
+    def stage(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def micro(self) -> int: ...
+
+
+class Plan(Protocol):
+    """A schedule or a program."""
+
+    @property
+    def ranks(self) -> Sequence[Sequence[Step]]: ...
+    @property
+    def placement(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def num_micro(self) -> int: ...
+    @property
+    def is_lowered(self) -> bool: ...
+
+
+def first_problem(plan: Plan) -> str | None:
+    """The first thing wrong, in one sentence; None where there is nothing."""
+    misplaced = _misplaced(plan.placement)
+    if misplaced is not None:
+        return misplaced
+    case = _Case(
+        rows=tuple(tuple(Word(step.stage, step.kind, step.micro) for step in steps) for steps in plan.ranks),
+        stages=plan.placement,
+        home={stage: rank for rank, stages in enumerate(plan.placement) for stage in stages},
+        num_micro=plan.num_micro,
+        is_lowered=plan.is_lowered,
+    )
+    return next(_miscounted(case), None) or _blocked(case)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A plan as plain words, and the rank of each stage."""
+
+    rows: tuple[tuple[Word, ...], ...]
+    stages: tuple[tuple[int, ...], ...]
+    home: Mapping[int, int]
+    num_micro: int
+    is_lowered: bool
+
+    def sends(self, stage: int, other: int) -> bool:
+        """Whether what goes from one stage to the other is a message."""
+        return self.is_lowered and other in self.home and self.home[other] != self.home[stage]
+
+
+def _misplaced(placement: Sequence[Sequence[int]]) -> str | None:
+    for stage in range(max((stage for stages in placement for stage in stages), default=0) + 1):
+        owners = [rank for rank, stages in enumerate(placement) if stage in stages]
+        if len(owners) != 1:
+            return f"stage {stage} is on {f'the ranks {owners}' if owners else 'no rank'}, not on exactly one"
+    return None
+
+
+# Counting: every rank has exactly the steps that its stages ask for.
+
+
+def _miscounted(case: _Case) -> Iterator[str]:
+    for rank, row in enumerate(case.rows):
+        counted = Counter(row)
+        expected = dict.fromkeys(_expected(case, rank, counted))
+        for word, times in counted.items():
+            if word not in expected:
+                yield f"rank {rank} has {word}, but {_why_foreign(case, rank, word)}"
+            if times > 1:
+                yield f"rank {rank} has {word} {times} times"
+        yield from (f"rank {rank} lacks {word}" for word in expected if word not in counted)
+
+
+def _expected(case: _Case, rank: int, counted: Mapping[Word, int]) -> Iterator[Word]:
+    """A backward is expected whole, unless there is a part of one and no whole one."""
+    for stage in case.stages[rank]:
+        for micro in range(case.num_micro):
+            is_split = any(Word(stage, kind, micro) in counted for kind in "IW")
+            is_whole = Word(stage, "B", micro) in counted or not is_split
+            kinds = ["F", "B"] if is_whole else ["F", "I", "W"]
+            kinds += ["RECV_F", "SEND_B"] if case.sends(stage, stage - 1) else []
+            kinds += ["SEND_F", "RECV_B"] if case.sends(stage, stage + 1) else []
+            yield from (Word(stage, kind, micro) for kind in kinds)
+
+
+def _why_foreign(case: _Case, rank: int, word: Word) -> str:
+    if case.home.get(word.stage) != rank:
+        return f"stage {word.stage} is on rank {case.home.get(word.stage, 'none')}"
+    if word.micro >= case.num_micro:
+        return f"there are only {case.num_micro} micro-batches"
+    if word.kind in ("I", "W"):
+        return f"{word.stage}B{word.micro} is the whole backward already"
+    return "there is nothing to send"
+
+
+# Running: every step is reached.
+
+
+def _blocked(case: _Case) -> str | None:
+    """Run until nothing moves; what stands in the way if steps are left."""
+    run = _Run(case, [0] * len(case.rows), set())
+    moves = True
+    while moves:
+        moves = False
+        for rank in range(len(case.rows)):
+            while run.head(rank) is not None and run.awaited(rank) is None:
+                run.move(rank)
+                moves = True
+    return _why_stuck(run) if any(run.head(rank) is not None for rank in range(len(case.rows))) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    case: _Case
+    at: list[int]
+    """How many steps each rank has done."""
+    done: set[Word]
+
+    def head(self, rank: int) -> Word | None:
+        row = self.case.rows[rank]
+        return row[self.at[rank]] if self.at[rank] < len(row) else None
+
+    def awaited(self, rank: int) -> Word | None:
+        """What the next step of a rank waits for: work not done yet, or a message's other end not reached yet."""
+        word = self.head(rank)
+        if word is None:
+            return None
+        work = self._undone(word)
+        if work is not None:
+            return work
+        other = _other_end(word)
+        if other is None or (self.head(self.case.home[other.stage]) == other and self._undone(other) is None):
+            return None
+        return other
+
+    def _undone(self, word: Word) -> Word | None:
+        return next((need for need in _needs(self.case, word) if need not in self.done), None)
+
+    def move(self, rank: int) -> None:
+        """Past the next step of a rank and, of a message, past both its ends."""
+        word = self.case.rows[rank][self.at[rank]]
+        other = _other_end(word)
+        for end in (word,) if other is None else (word, other):
+            self.at[self.case.home[end.stage]] += 1
+            self.done.add(end)
+            if end.kind == "B":
+                self.done.update(Word(end.stage, part, end.micro) for part in "IW")
+
+
+def _needs(case: _Case, word: Word) -> Iterator[Word]:
+    """Everything is on the rank itself, but for what comes from another one in a schedule without messages."""
+    stage, micro = word.stage, word.micro
+    if word.kind in ("B", "I", "SEND_F"):
+        yield Word(stage, "F", micro)
+    if word.kind in ("W", "SEND_B"):
+        yield Word(stage, "I", micro)
+    if word.kind == "F" and stage - 1 in case.home:
+        yield Word(stage, "RECV_F", micro) if case.sends(stage, stage - 1) else Word(stage - 1, "F", micro)
+    if word.kind in ("B", "I") and stage + 1 in case.home:
+        yield Word(stage, "RECV_B", micro) if case.sends(stage, stage + 1) else Word(stage + 1, "I", micro)
+
+
+def _other_end(word: Word) -> Word | None:
+    match word.kind:
+        case "SEND_F":
+            return Word(word.stage + 1, "RECV_F", word.micro)
+        case "RECV_F":
+            return Word(word.stage - 1, "SEND_F", word.micro)
+        case "SEND_B":
+            return Word(word.stage - 1, "RECV_B", word.micro)
+        case "RECV_B":
+            return Word(word.stage + 1, "SEND_B", word.micro)
+    return None
+
+
+def _why_stuck(run: _Run) -> str:
+    """A step in front of what it needs on its own rank, or else ranks that wait for each other in a ring."""
+    waits = {rank: need for rank in range(len(run.at)) if (need := run.awaited(rank)) is not None}
+    for rank, need in waits.items():
+        if run.case.home[need.stage] == rank:
+            return f"rank {rank} has {run.head(rank)} before {need}, which it needs"
+    ring = [min(waits)]
+    while (following := run.case.home[waits[ring[-1]].stage]) not in ring:
+        ring.append(following)
+    ring = ring[ring.index(following) :]
+    links = (f"rank {rank} stands at {run.head(rank)} and needs {waits[rank]}" for rank in ring)
+    return f"ranks wait for each other: {', '.join(links)}"

@@ -1,0 +1,112 @@
+"""How long does a schedule take, where does it wait, and how much does it hold?
+
+Stages are taken to be equal and messages to take no time: what is left is what the order itself costs. Invariant: no
+action starts before its rank is free and before everything it needs has ended, and none starts later than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from closeranks.core.errors import UserError
+from closeranks.facts.actions import Action, Kind, gives, needs
+from closeranks.facts.filling import peak
+from closeranks.facts.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The time of one stage's work on one micro-batch, in any unit."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    """Both parts at once."""
+    input: float = 1.0
+    weight: float = 1.0
+
+    def of(self, kind: Kind) -> float:
+        return {"F": self.forward, "B": self.backward, "I": self.input, "W": self.weight}[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an action runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A schedule laid out in time."""
+
+    schedule: Schedule
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """How long each rank waits between the first start and the last end of all."""
+        return tuple(self.makespan - sum(span.end - span.start for span in spans) for spans in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time that is spent waiting."""
+        return sum(self.idle) / (self.makespan * len(self.ranks))
+
+
+def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Every action as early as the order allows; raises where the order allows no further action."""
+    prices, num_stages = costs or Costs(), schedule.num_stages
+    ends: dict[Action, float] = {}
+    rows: list[list[Span]] = [[] for _ in schedule.ranks]
+    while True:
+        num_before = len(ends)
+        for actions, row in zip(schedule.ranks, rows, strict=True):
+            for action in actions[len(row) :]:
+                required = needs(action, num_stages)
+                if not all(need in ends for need in required):
+                    break
+                start = max([ends[need] for need in required] + [row[-1].end if row else 0.0])
+                row.append(Span(action, start, start + prices.of(action.kind)))
+                ends.update(dict.fromkeys(gives(action), row[-1].end))
+        if len(ends) == num_before:
+            break
+    _refuse_stuck(schedule, rows)
+    return Timeline(schedule, tuple(map(tuple, rows)))
+
+
+def _refuse_stuck(schedule: Schedule, rows: list[list[Span]]) -> None:
+    for rank, (actions, row) in enumerate(zip(schedule.ranks, rows, strict=True)):
+        if len(row) < len(actions):
+            what = f"schedule {schedule.name} stops: rank {rank} waits forever for what {actions[len(row)]} needs"
+            raise UserError(what, "Correct its order; validate says what is wrong with it.")
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank the most (stage, micro-batch) pairs whose activations it holds at once.
+
+    They are held from the forward until the whole backward, or until the weight gradient where it is split.
+    """
+    return tuple(peak(actions) for actions in schedule.ranks)
+
+
+def ideal_bubble(num_ranks: int, num_micro: int) -> float:
+    """What GPipe and 1F1B wait: (P - 1) / (M + P - 1)."""
+    return (num_ranks - 1) / (num_micro + num_ranks - 1)
+
+
+def spans_by_end(laid_out: Timeline) -> Iterator[Span]:
+    """All spans as they end. Of those that end together, forwards run down the stages and backwards up them, so that
+    what one hands on is there before the next one of its row ends."""
+
+    def order(span: Span) -> tuple[float, bool, int]:
+        is_forward = span.action.kind == "F"
+        return span.end, not is_forward, span.action.stage if is_forward else -span.action.stage
+
+    yield from sorted((span for spans in laid_out.ranks for span in spans), key=order)

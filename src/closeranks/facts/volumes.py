@@ -1,0 +1,173 @@
+"""How many bytes does each axis carry in a step, and in how many calls?
+
+A row is one kind of collective on one axis, as one rank sees it. ``payload_bytes`` is the size of the whole tensor that
+a collective is about (what is reduced, what comes out of a gather, what goes into a scatter), summed over its calls,
+with padding; ``sent_bytes`` is what a rank sends of it in a ring. Invariant: rows are a pure function of model, layout
+and terms, and count what the reducers, crossings and stages of this package call, no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from closeranks.facts.activations import Keep, Recompute
+from closeranks.facts.layout import Layout
+from closeranks.facts.memory import Precision, Widths, widths
+from closeranks.facts.mesh import Mesh
+from closeranks.facts.rows import rows_of, sharded_units
+from closeranks.facts.spread import Share, Stage, Terms, hold_of
+
+Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "send"]
+
+_VOTES = 6
+_VOTE_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """One kind of traffic of one rank in one step."""
+
+    axis: Literal["data", "shard", "replica", "tensor", "pipeline", "world"]
+    """``data`` is shard and replica together."""
+    what: str
+    operation: Operation
+    num_ranks: int
+    calls: int
+    payload_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """A ring all-reduce sends every byte but a rank's own share twice, the others once."""
+        share = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}.get(self.operation)
+        if share is None:
+            return self.payload_bytes
+        return share * (self.num_ranks - 1) * self.payload_bytes // self.num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What a micro-batch of a Llama is to the tensor and pipeline axes."""
+
+    num_tokens: int
+    dim: int
+    precision: Precision = "float32"
+    recompute: Recompute = "none"
+    keep: Sequence[Keep] = ()
+
+    @property
+    def widths(self) -> Widths:
+        return widths(self.precision)
+
+    @property
+    def is_crossing_again(self) -> bool:
+        """Whether blocks are computed again in backward, with their collectives."""
+        return self.recompute == "full" or (self.recompute == "selective" and "collective" not in self.keep)
+
+
+def volumes(share: Share, layout: Layout, terms: Terms, flow: Flow | None = None) -> tuple[Volume, ...]:
+    """Everything that one rank with this share sends in a step; without a flow, what state alone causes."""
+    rows = [*_of_state(share, layout, terms), *_of_parts(share, layout, terms)]
+    if flow is not None:
+        rows += [*_of_tensor(share.stages, layout, terms, flow), *_of_pipeline(share.stages, layout, terms, flow)]
+    vote = (_VOTES + terms.num_metrics) * _VOTE_BYTES
+    rows.append(Volume("world", "the vote", "all-reduce", layout.num_ranks, 1, vote))
+    return tuple(row for row in rows if row.num_ranks > 1 and row.calls)
+
+
+def _of_state(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
+    """Gradients and weights on the data axis."""
+    if layout.zero == 3:
+        yield from _of_units(share.stages, layout, terms)
+        return
+    _, replicas, shards, _ = Mesh(layout).sizes
+    plan = share.buckets
+    num_bytes = sum(bucket.numel for bucket in plan) * widths(terms.precision).state
+    if layout.zero == 0:
+        yield Volume("data", "gradients", "all-reduce", layout.data, len(plan), num_bytes)
+        return
+    is_each = layout.zero == 2 and hold_of(terms.hold, layout) == "shards"
+    times = terms.num_micro if is_each else 1
+    yield Volume("shard", "gradients", "reduce-scatter", shards, times * len(plan), times * num_bytes)
+    yield Volume("replica", "slices of gradients", "all-reduce", replicas, len(plan), num_bytes // shards)
+    yield Volume("shard", "weights", "all-gather", shards, len(plan), num_bytes)
+
+
+def _of_units(stages: Sequence[Stage], layout: Layout, terms: Terms) -> Iterator[Volume]:
+    """ZeRO-3: units are gathered in forward and, where they were freed, again in backward. Replicas sum once."""
+    w, (_, replicas, shards, _) = widths(terms.precision), Mesh(layout).sizes
+    units = sharded_units([stage.units for stage in stages], layout)
+    is_step = hold_of(terms.hold, layout) == "step"
+    times = 1 if is_step else terms.num_micro
+    gathers = [times * (2 if unit.is_freed and not is_step else 1) for unit in units]
+    sizes = [unit.padded * (w.wire if unit.is_block else w.state) for unit in units]
+    gathered = sum(count * size for count, size in zip(gathers, sizes, strict=True))
+    whole = sum(unit.padded for unit in units) * w.state
+    yield Volume("shard", "weights", "all-gather", shards, sum(gathers), gathered)
+    yield Volume("shard", "gradients", "reduce-scatter", shards, times * len(units), times * whole)
+    yield Volume("replica", "rows of gradients", "all-reduce", replicas, len(units), whole // shards)
+
+
+def _of_parts(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
+    """Gradients that are sums over other axes too: one call per axis, of what the data axis left of them here."""
+    width = widths(terms.precision).state
+    for axis, what, num_ranks in (
+        ("tensor", "gradients of norms", layout.tensor),
+        ("pipeline", "gradients of tied weights", 2),
+    ):
+        size = _left_of(axis, share, layout)
+        if size:
+            yield Volume("tensor" if axis == "tensor" else "pipeline", what, "all-reduce", num_ranks, 1, size * width)
+
+
+def _left_of(axis: str, share: Share, layout: Layout) -> int:
+    """Elements of the gradients still to be summed over an axis, in the form the reducer keeps them."""
+    concerned = {item.name: item.numel for item in share.items if axis in item.sums}
+    if layout.zero == 3:
+        return sum(rows_of(weight, layout) for weight in share.weights if weight.name in concerned)
+    if not share.buckets:
+        return sum(concerned.values())
+    return sum(bucket.numel for bucket in share.buckets if axis in bucket.sums) // Mesh(layout).sizes[2]
+
+
+def _of_tensor(stages: Sequence[Stage], layout: Layout, terms: Terms, flow: Flow) -> Iterator[Volume]:
+    """Sequence parallel: what products read is gathered, what they write back is summed and scattered; in backward the
+    same crossings the other way round."""
+    w, size = flow.widths, flow.num_tokens * flow.dim
+    num_blocks = sum(unit.is_block for stage in stages for unit in stage.units)
+    num_firsts = sum(stage.number == 0 for stage in stages)
+    num_lasts = sum(stage.number == layout.num_stages - 1 for stage in stages)
+    again = flow.is_crossing_again
+    entries, exits = 2 * num_blocks, 2 * num_blocks
+    # Looked-up rows have the format of weights; a block that is computed again stops before its last scatter.
+    gathers = ((1 + again) * entries, w.stream), (exits, w.compute), (num_firsts, w.state), (num_lasts, w.stream)
+    scatters = (
+        (exits + again * num_blocks, w.compute),
+        (entries, w.stream),
+        (num_firsts, w.state),
+        (num_lasts, w.stream),
+    )
+    ways: tuple[tuple[Operation, tuple[tuple[int, int], ...]], ...] = (
+        ("all-gather", gathers),
+        ("reduce-scatter", scatters),
+    )
+    for operation, rows in ways:
+        calls = terms.num_micro * sum(count for count, _ in rows)
+        payload = terms.num_micro * size * sum(count * width for count, width in rows)
+        yield Volume("tensor", "hidden states", operation, layout.tensor, calls, payload)
+    loss = terms.num_micro * num_lasts
+    yield Volume("tensor", "the loss", "all-reduce", layout.tensor, 2 * loss, loss * 3 * flow.num_tokens * w.state)
+
+
+def _of_pipeline(stages: Sequence[Stage], layout: Layout, terms: Terms, flow: Flow) -> Iterator[Volume]:
+    """To the next stage forward, to the previous one backward, wherever that is another rank."""
+    if layout.pipeline == 1:
+        return
+    here = {stage.number for stage in stages}
+    num_down = sum(number + 1 not in here and number < layout.num_stages - 1 for number in here)
+    num_up = sum(number - 1 not in here and number > 0 for number in here)
+    hidden = flow.num_tokens // layout.tensor * flow.dim * flow.widths.stream
+    for what, count in (("hidden states", num_down), ("gradients of hidden states", num_up)):
+        calls = terms.num_micro * count
+        yield Volume("pipeline", what, "send", layout.pipeline, calls, calls * hidden)

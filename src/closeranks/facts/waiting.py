@@ -1,0 +1,70 @@
+"""How many micro-batches wait in each stage at worst, and how long do pipeline ranks wait for each other?
+
+For the two plain schedules both are closed forms; for the others the schedule itself is laid out. Invariant: the
+numbers are those of the schedule that runs; only beyond ``_LONG`` rounds of micro-batches are they carried on from a
+shorter one of the same kind, whose peak and whose waits no longer grow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from closeranks.facts.actions import Action
+from closeranks.facts.layout import Layout
+from closeranks.facts.schedules import schedule_for
+from closeranks.facts.timeline import ideal_bubble, timeline
+
+_LONG = 4
+_GROWING = frozenset({"gpipe", "looped-bfs"})
+"""Schedules that hold every micro-batch of the step, so that no shorter one can stand for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    in_flight: tuple[dict[int, int], ...]
+    """For each pipeline rank: its stages, and how many micro-batches each holds at the rank's fullest moment."""
+    bubble: float
+    """Share of all ranks' time that is spent waiting, stages taken to be equal and messages free."""
+
+
+@cache
+def waiting(pipeline: int, schedule: str, num_micro: int) -> Waiting:
+    """``num_micro`` is what one data rank works off in a step."""
+    if pipeline == 1:
+        return Waiting(({0: 1},), 0.0)
+    if schedule == "gpipe":
+        return Waiting(tuple({rank: num_micro} for rank in range(pipeline)), ideal_bubble(pipeline, num_micro))
+    if schedule == "1f1b":
+        rows = tuple({rank: min(num_micro, pipeline - rank)} for rank in range(pipeline))
+        return Waiting(rows, ideal_bubble(pipeline, num_micro))
+    return _laid_out(pipeline, schedule, num_micro)
+
+
+def waiting_in(layout: Layout, num_micro: int) -> Waiting:
+    return waiting(layout.pipeline, layout.schedule, num_micro)
+
+
+def _laid_out(pipeline: int, schedule: str, num_micro: int) -> Waiting:
+    rounds = num_micro // pipeline
+    is_short = rounds <= _LONG or schedule in _GROWING
+    shown = num_micro if is_short else _LONG * pipeline + num_micro % pipeline
+    made = schedule_for(schedule, pipeline, shown)
+    laid = timeline(made)
+    # Every further micro-batch adds work and no waiting, once the pipeline is full.
+    idle = sum(laid.idle)
+    busy = (laid.makespan * pipeline - idle) * num_micro / shown
+    return Waiting(tuple(map(fullest, made.ranks)), idle / (idle + busy))
+
+
+def fullest(actions: Sequence[Action]) -> dict[int, int]:
+    """Micro-batches held by each stage of one rank when their sum is largest: from forward to the end of backward."""
+    held: Counter[int] = Counter({action.stage: 0 for action in actions})
+    best = dict(held)
+    for action in actions:
+        held[action.stage] += (action.kind == "F") - (action.kind in "BW")
+        if sum(held.values()) > sum(best.values()):
+            best = dict(held)
+    return best

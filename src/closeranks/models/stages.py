@@ -1,0 +1,214 @@
+"""How does a user's module run as units in a row, with the user's own loss unchanged?
+
+``model.stages`` names the units. The loss is called with a stand-in for the module: on a pipeline's first stage it
+catches what the module is called with, on the last it answers with what the units gave, without a pipeline it runs them
+all. Invariant: the three see the same numbers, random ones included; a loss or module that does not fit this mould ends
+in one sentence.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+
+from closeranks.core.errors import ModelError
+from closeranks.core.protocols import Batch, Loss
+from closeranks.core.registry import did_you_mean
+from closeranks.models.losses import kind_of
+from closeranks.models.streams import enter_unit, unit_stream
+
+LossFunction = Callable[[Any, Batch], "Tensor | Loss"]
+Judge = Callable[["partial[Any]", Batch], Loss]
+"""Calls a loss on a batch, checks what it returned, and blames its mistakes on the user's line."""
+
+
+class UserChain:
+    """A user's modules in a row (``core.protocols.Chain``). ``units`` and ``costs`` are known once it is built."""
+
+    def __init__(self, stages: Sequence[str], loss: LossFunction, loss_name: str, judge: Judge) -> None:
+        self._stages = tuple(stages)
+        self._loss, self._loss_name, self._judge = loss, loss_name, judge
+        self._is_proven = False
+        self.units: tuple[str, ...] = ()
+        self.costs: tuple[float, ...] = ()
+
+    def resolve(self, module: nn.Module) -> None:
+        """Find the units in the module that was built; their parameters are their costs."""
+        self.units = expand(self._stages, [name for name, _ in module.named_modules() if name])
+        counts = [sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in self.units]
+        self.costs = tuple(float(max(count, 1)) for count in counts)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if not any(name.startswith(f"{unit}.") for unit in self.units):
+                what = f"parameter '{name}' {list(parameter.shape)} is in none of the modules that model.stages names"
+                raise ModelError(what, "Move it into one of them, or name the module that holds it.")
+
+    def enter(self, module: nn.Module, batch: Batch) -> Tensor:
+        try:
+            self._judge(partial(self._loss, StandIn(module, self._loss_name, _catch)), batch)
+        except _Caught as caught:
+            return caught.input
+        raise self._never_called()
+
+    def call(self, module: nn.Module, number: int, hidden: Tensor) -> Tensor:
+        with unit_stream(number):
+            output = module.get_submodule(self.units[number])(hidden)
+        if not isinstance(output, Tensor):
+            what = f"the stage '{self.units[number]}' returned {kind_of(output)}, but stages hand on one tensor"
+            raise ModelError(what, "Make each module of model.stages take and return one tensor.")
+        return output
+
+    def leave(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
+        return self._with_stand_in(module, lambda _: self._after_units(output), batch)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        """Enter, all units, leave: what a run without a pipeline calls."""
+        return self._with_stand_in(module, partial(self._in_a_row, module), batch)
+
+    def _with_stand_in(self, module: nn.Module, answer: Callable[[Tensor], Tensor], batch: Batch) -> Loss:
+        stand_in = StandIn(module, self._loss_name, answer)
+        loss = self._judge(partial(self._loss, stand_in), batch)
+        if not stand_in.is_called:
+            raise self._never_called()
+        return loss
+
+    def _in_a_row(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        """All units in place of the module's own forward; hooks on the module run as ever."""
+        if not self._is_proven:
+            self._prove(module, hidden)
+            self._is_proven = True
+        with _forward_replaced(module, partial(self._units, module)):
+            output: Tensor = module(hidden)
+        return self._after_units(output)
+
+    def _units(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        for number in range(len(self.units)):
+            hidden = self.call(module, number, hidden)
+        return hidden
+
+    def _after_units(self, output: Tensor) -> Tensor:
+        """What a loss draws after the module is the same, whether the units ran here or not."""
+        enter_unit(torch.default_generator.initial_seed(), len(self.units))
+        return output
+
+    def _prove(self, module: nn.Module, hidden: Tensor) -> None:
+        """Whether the units in a row are what the module's own forward computes.
+
+        Costs two forwards, once. Skipped where a rank holds shards only: each forward would be a collective more.
+        """
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            return
+        with _undisturbed(module):
+            own, ours = module(hidden), self._units(module, hidden)
+        if not isinstance(own, Tensor) or own.shape != ours.shape:
+            found = list(own.shape) if isinstance(own, Tensor) else kind_of(own)
+            self._refuse(f"gives {found} and the stages in a row {list(ours.shape)}")
+        elif not torch.allclose(own, ours, rtol=1e-3, atol=1e-3 * float(own.abs().max()), equal_nan=True):
+            self._refuse("and the stages in a row give different numbers")
+
+    def _refuse(self, what: str) -> Never:
+        fix = "Let model.stages name everything that forward does, in its order: what happens between belongs into one."
+        raise ModelError(f"the module's own forward {what}", fix)
+
+    def _never_called(self) -> ModelError:
+        what = f"{self._loss_name} never called the module, but with model.stages its output is what stages hand on"
+        return ModelError(what, "Call it once, as module(x), and compute the loss from what it returns.")
+
+
+def expand(stages: Sequence[str], modules: Sequence[str]) -> tuple[str, ...]:
+    """Module names, with patterns replaced by what they match, in the module's order; ``*`` stays within a dot."""
+    units: list[str] = []
+    for stage in stages:
+        found = [name for name in modules if _matches(name, stage)]
+        if not found:
+            raise ModelError(f"model.stages names '{stage}', and the model has no such module", _hint(stage, modules))
+        units.extend(found)
+    for unit in units:
+        around = next((other for other in units if unit.startswith(f"{other}.")), None)
+        if around is not None:
+            what = f"model.stages names '{unit}', which is a part of '{around}' that it names too"
+            raise ModelError(what, "Name modules that do not contain one another.")
+    return tuple(units)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _hint(stage: str, modules: Sequence[str]) -> str:
+    depth = stage.count(".")
+    near = [name for name in modules if name.count(".") == depth] or modules
+    return did_you_mean(stage, {re.sub(r"\b\d+\b", "*", name) for name in near} if "*" in stage else near)
+
+
+class _Caught(BaseException):
+    """Ends a loss at the moment it calls the module; no ``except Exception`` of the user's stops it."""
+
+    def __init__(self, input: Tensor) -> None:
+        self.input = input
+
+
+def _catch(input: Tensor) -> Never:
+    raise _Caught(input)
+
+
+class StandIn:
+    """What a loss is given for the module: one call with one tensor is answered, all else is the module's own."""
+
+    def __init__(self, module: nn.Module, loss_name: str, answer: Callable[[Tensor], Tensor]) -> None:
+        self._module, self._loss_name, self._answer = module, loss_name, answer
+        self.is_called = False
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        if self.is_called:
+            self._refuse("twice")
+        if len(arguments) != 1 or named or not isinstance(arguments[0], Tensor):
+            given = [kind_of(value) for value in arguments] + [f"{key}=" for key in named]
+            self._refuse(f"with ({', '.join(given)})")
+        self.is_called = True
+        return self._answer(arguments[0])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def _refuse(self, how: str) -> Never:
+        what = f"{self._loss_name} called the module {how}, but with model.stages it is called once with one tensor"
+        raise ModelError(what, "Call it as module(x), or remove model.stages and train without a pipeline.")
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """For one call: after training the module is the user's own again."""
+    before = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = before
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Evaluation without a trace: no graph, no compilation, no running statistics, no random numbers used up."""
+    modes = [(part, part.training) for part in module.modules()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    # Asking for eager would import the compiler, which takes seconds where nobody uses it.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), eager:
+            yield
+    finally:
+        for part, is_training in modes:
+            part.training = is_training

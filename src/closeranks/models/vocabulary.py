@@ -1,0 +1,75 @@
+"""What is the loss of logits whose vocabulary is split over ranks?
+
+Each rank holds the logits of its share of the vocabulary; three numbers per token (largest logit, sum of exponentials,
+the target's logit) cross the axis in two collectives, the logits themselves never do. Invariant: value and gradient are
+those of ``F.cross_entropy`` on the whole vocabulary, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from closeranks.models.axis import TensorAxis
+
+_ELSEWHERE = -100
+"""The local index of a target that another rank holds; what ``nll_loss`` passes over."""
+
+
+def split_cross_entropy(logits: Tensor, targets: Tensor, axis: TensorAxis) -> Tensor:
+    """Cross-entropy of each token [N], in float32 at least, from this rank's logits [N, vocabulary / size]."""
+    each: Tensor = _SplitCrossEntropy.apply(logits, targets, axis)  # type: ignore[no-untyped-call]
+    return each
+
+
+def held_index(ids: Tensor, width: int, axis: TensorAxis) -> Tensor:
+    """Where in this rank's share of ``width`` entries each id stands; ``_ELSEWHERE`` if another rank holds it.
+
+    An id outside the whole vocabulary stays outside the first or last share, whose lookup then fails as it would in one
+    process, without a check of its own (on an accelerator that would be a sync).
+    """
+    local = ids - axis.rank * width
+    below = local < 0 if axis.rank > 0 else torch.zeros_like(local, dtype=torch.bool)
+    above = local >= width if axis.rank < axis.size - 1 else torch.zeros_like(local, dtype=torch.bool)
+    return local.masked_fill(below | above, _ELSEWHERE)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Keeps the logits as they came and one number per token, not the float32 probabilities: backward makes them again,
+    which is one pass more and half the memory or less."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: TensorAxis) -> Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        peak = axis.max(wide.amax(dim=-1))
+        shifted = wide - peak.unsqueeze(-1)
+        local = held_index(targets, wide.shape[-1], axis)
+        target = -F.nll_loss(shifted, local, ignore_index=_ELSEWHERE, reduction="none")
+        total, target = axis.sum(torch.stack((shifted.exp().sum(dim=-1), target))).unbind()
+        log_total = total.log()
+        ctx.save_for_backward(logits, peak + log_total, local)
+        return log_total - target
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits, log_total, local = ctx.saved_tensors
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        shares = (wide - log_total.unsqueeze(-1)).exp()
+        shares = _less_one_at(shares, local)
+        return (shares * gradients[0].unsqueeze(-1)).to(logits.dtype), None, None
+
+
+def _less_one_at(shares: Tensor, local: Tensor) -> Tensor:
+    """``shares`` less one at each token's target, where it is here.
+
+    Compiled, a comparison fuses with its neighbours and nothing of a vocabulary's width is written; eager, it would be,
+    so there the few entries are changed in place.
+    """
+    if torch.compiler.is_compiling():
+        columns = torch.arange(shares.shape[-1], device=shares.device)
+        return shares - (columns == local.unsqueeze(-1)).to(shares.dtype)
+    here = (local != _ELSEWHERE).to(shares.dtype)
+    return shares.scatter_add_(-1, local.clamp(min=0).unsqueeze(-1), -here.unsqueeze(-1))

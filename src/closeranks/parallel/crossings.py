@@ -1,0 +1,173 @@
+"""What happens to activations and their gradients where they cross the tensor axis?
+
+Each crossing is an autograd function with one collective on one of its two ways. Invariant: backward is the transpose
+of forward over all ranks together, so a split model's gradients are those of the whole one.
+
+Sums are made in the tensor's own format, as everyone does: half-precision activations add up in half precision, which
+costs up to ``size`` roundings more than one product would; float32 and float64 are not rounded further. The collectives
+are torch's functional ones: the same calls run eagerly and inside a compiled block, where they can overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from closeranks.core.errors import ModelError
+from closeranks.parallel.group import Group
+
+SEQUENCE = 1
+"""The dim of activations [batch, positions, features] that ``gather`` and ``scatter`` join and part."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A tensor group as plain values: compiled code holds no process group, and a module that has it can be copied."""
+
+    rank: int
+    size: int
+    name: str
+    """Under which torch finds the process group."""
+
+    @classmethod
+    def of(cls, group: Group) -> Axis:
+        process_group = group.process_group or dist.group.WORLD
+        assert process_group is not None
+        return cls(group.rank, group.size, process_group.group_name)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return _all_reduce(tensor, "sum", self.name)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        return _all_reduce(tensor, "max", self.name)
+
+
+def copy(tensor: Tensor, axis: Axis) -> Tensor:
+    """What every rank reads whole; the gradient is a sum over ranks."""
+    return _crossed(_Copy, tensor, axis.name)
+
+
+def sum(tensor: Tensor, axis: Axis) -> Tensor:
+    """Partial sums to their total on every rank."""
+    return _crossed(_Sum, tensor, axis.name)
+
+
+def gather(tensor: Tensor, axis: Axis, dim: int = SEQUENCE) -> Tensor:
+    """Shares of a sequence to the whole on every rank; of the gradient's sum over ranks each gets its share."""
+    return _crossed(_Gather, tensor, dim, axis.size, axis.name)
+
+
+def scatter(tensor: Tensor, axis: Axis, dim: int = SEQUENCE) -> Tensor:
+    """Partial sums to their total, of which each rank gets its share of the sequence."""
+    if tensor.shape[dim] % axis.size:
+        what = f"{tensor.shape[dim]} positions of a sample do not split over {axis.size} tensor ranks"
+        raise ModelError(what, f"Set data.seq_len to a multiple of {axis.size}.")
+    return _crossed(_Scatter, tensor, dim, axis.size, axis.name)
+
+
+def whole(tensor: Tensor, axis: Axis) -> Tensor:
+    """Shares of the last dim to the whole on every rank, for what all ranks then compute alike."""
+    return _crossed(_Whole, tensor, axis.rank, axis.size, axis.name)
+
+
+CROSSINGS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
+    "copy": copy,
+    "sum": sum,
+    "gather": gather,
+    "scatter": scatter,
+    "whole": whole,
+}
+"""By the names of ``core.protocols.Crossing``."""
+
+
+def _crossed(function: Any, *arguments: Any) -> Tensor:
+    crossed: Tensor = function.apply(*arguments)
+    return crossed
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradients[0], "sum", ctx.name), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
+        return _all_reduce(tensor, "sum", name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
+        ctx.place = (dim, size, name)
+        return _all_gather(tensor, dim, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _reduce_scatter(gradients[0], *ctx.place), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
+        ctx.place = (dim, size, name)
+        return _reduce_scatter(tensor, dim, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_gather(gradients[0], *ctx.place), None, None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rank: int, size: int, name: str) -> Tensor:
+        ctx.place = (rank, size)
+        return _all_gather(tensor, tensor.ndim - 1, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        rank, size = ctx.place
+        width = gradients[0].shape[-1] // size
+        return gradients[0].narrow(-1, rank * width, width), None, None, None
+
+
+def _all_reduce(tensor: Tensor, operation: str, name: str) -> Tensor:
+    """Out of place: what comes in may be read by others (a gradient by several nodes of the graph)."""
+    return _arrived(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, name))
+
+
+def _all_gather(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
+    """The collective joins along dim 0; any other dim costs one copy, unless the dims before it have size 1."""
+    shares = _arrived(torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), size, name))
+    if dim == 0:
+        return shares
+    parted: Tensor = shares.unflatten(0, (size, tensor.shape[0]))
+    return parted.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _reduce_scatter(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
+    """The collective parts along dim 0; any other dim costs one copy, unless the dims before it have size 1."""
+    if dim:
+        tensor = tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0).flatten(0, 1)
+    return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", size, name))
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """The current stream waits, not the host (Gloo's host does)."""
+    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    return arrived

@@ -1,0 +1,216 @@
+"""How is each parameter of a model cut along the tensor axis, and what crosses the axis where?
+
+Decided from names, shapes and kinds of modules alone, before anything is touched. Invariant: a plan that is returned
+can be carried out and gives the whole model's result as far as its modules show; every obstacle is a sentence with the
+parameter's name and shape and what to do about it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from closeranks.core.errors import ModelError
+from closeranks.core.protocols import Crossing, ShardingRule
+from closeranks.core.registry import did_you_mean
+
+Kind = Literal["linear", "embedding", "own", "fixed"]
+"""What holds a parameter: a Linear, an Embedding, a class of the model's own that takes whatever share it is given, or
+a module of torch's that computes with the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A parameter under one of its names, as a plan sees it."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    label: str = ""
+    """The module's class, for a person."""
+    is_plain: bool = True
+    """Whether the module computes as torch wrote it, so that we may compute in its place."""
+    has_bias: bool = False
+    tied_to: str = ""
+    """The first name of a tied parameter; empty on that one."""
+
+    @property
+    def owner(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def is_weight(self) -> bool:
+        return self.name.rpartition(".")[2] == "weight"
+
+    def __str__(self) -> str:
+        return f"'{self.name}' {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``dim`` None: every rank has the whole. ``is_partial``: each rank's gradient is a summand of the true one."""
+
+    dim: int | None = None
+    is_partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``cuts`` by every name of a parameter, ``crossings`` by the name of a module."""
+
+    cuts: Mapping[str, Cut]
+    crossings: Mapping[str, Crossing]
+
+
+def plan(
+    listed: Sequence[Listed],
+    modules: Sequence[str],
+    rules: Sequence[ShardingRule],
+    crossings: Sequence[Crossing],
+    size: int,
+) -> Plan:
+    """``listed`` and ``modules`` in the order of the model; ``size`` is the number of tensor ranks."""
+    _check_used([rule.pattern for rule in rules], [one.name for one in listed])
+    _check_used([crossing.pattern for crossing in crossings], modules)
+    cuts = {one.name: _cut_of(one, rules) for one in listed}
+    for one in listed:
+        cut = _follow(one, cuts)
+        _check_cut(one, cut, size)
+        cuts[one.name] = cut
+    _check_ties(listed, cuts)
+    said = {name: crossing for name in modules if (crossing := _first(name, crossings)) is not None}
+    _check_met(listed, cuts, said)
+    everywhere = said | _derived(listed, cuts, said)
+    return Plan(_with_partial_biases(listed, cuts, everywhere), everywhere)
+
+
+def _cut_of(one: Listed, rules: Sequence[ShardingRule]) -> Cut:
+    rule = next((rule for rule in rules if fnmatchcase(one.name, rule.pattern)), None)
+    return Cut() if rule is None else Cut(rule.dim, rule.dim is None and rule.sequence)
+
+
+def _first(name: str, crossings: Sequence[Crossing]) -> Crossing | None:
+    return next((crossing for crossing in crossings if fnmatchcase(name, crossing.pattern)), None)
+
+
+def _follow(one: Listed, cuts: Mapping[str, Cut]) -> Cut:
+    """A bias is cut with the outputs of its Linear, whether a rule names it or not."""
+    own, weight = cuts[one.name], cuts.get(f"{one.owner}.weight" if one.owner else "weight")
+    if one.kind != "linear" or one.is_weight or weight is None:
+        return own
+    due = Cut(0) if weight.dim == 0 else Cut(is_partial=own.is_partial)
+    if own.dim is not None and own.dim != due.dim:
+        what = f"the bias {one} is to be split along dim {own.dim}, but its weight is not split so"
+        raise ModelError(what, "Leave the bias out of the tensor entries: it follows its weight.")
+    return due
+
+
+def _check_used(patterns: Sequence[str], names: Sequence[str]) -> None:
+    taken = {next((pattern for pattern in patterns if fnmatchcase(name, pattern)), "") for name in names}
+    for pattern in patterns:
+        if pattern in taken:
+            continue
+        if any(fnmatchcase(name, pattern) for name in names):
+            what = f"the tensor entry '{pattern}' matches only what an entry before it has taken"
+            raise ModelError(what, "Put the narrower pattern first, or remove one of them.")
+        raise ModelError(f"the tensor entry '{pattern}' matches nothing of the model", _nearest(pattern, names))
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    """Blocks are many and alike: they are offered as one pattern."""
+    return did_you_mean(pattern, {re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names if name})
+
+
+def _check_cut(one: Listed, cut: Cut, size: int) -> None:
+    if cut.dim is None:
+        return
+    if not 0 <= cut.dim < len(one.shape):
+        dims = ", ".join(str(dim) for dim in range(len(one.shape))) or "none"
+        raise ModelError(f"{one} has no dim {cut.dim} to split along", f"Its dims are {dims}.")
+    if one.kind == "fixed":
+        what = f"{one} belongs to a {one.label}, which cannot be split along the tensor axis"
+        raise ModelError(what, "Split nn.Linear and nn.Embedding weights; leave this one out of the tensor entries.")
+    if one.shape[cut.dim] % size:
+        what = f"dim {cut.dim} of {one} does not split into {size} equal shares"
+        raise ModelError(what, f"Use a layout.tensor that divides {one.shape[cut.dim]}, or change the model's width.")
+    ours_to_compute = (one.kind == "embedding" and cut.dim == 0) or (
+        one.kind == "linear" and cut.dim == 1 and one.has_bias
+    )
+    if ours_to_compute and not one.is_plain:
+        what = f"{one} belongs to a {one.label} with a forward of its own, which does not expect a share"
+        raise ModelError(what, "Split it along the other dim, or use the plain torch class.")
+
+
+def _check_ties(listed: Sequence[Listed], cuts: Mapping[str, Cut]) -> None:
+    for one in listed:
+        if one.tied_to and cuts[one.name].dim != cuts[one.tied_to].dim:
+            said = [f"'{name}' {_in_words(cuts[name])}" for name in (one.tied_to, one.name)]
+            what = f"one tensor {list(one.shape)} is split in two ways: {said[0]}, {said[1]}"
+            raise ModelError(what, "Its names are tied: give each a tensor entry with the same dim.")
+
+
+def _in_words(cut: Cut) -> str:
+    return "not at all" if cut.dim is None else f"along dim {cut.dim}"
+
+
+def _derived(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, Crossing]) -> dict[str, Crossing]:
+    """Crossings of split modules that have none, on themselves or around them."""
+    found: dict[str, Crossing] = {}
+    for one in listed:
+        dim = cuts[one.name].dim
+        if dim is None or not one.is_weight:
+            continue
+        around = _around(one.owner, said)
+        if around is None:
+            found[one.owner] = _needed(one, dim)
+        elif one.kind == "linear" and dim == 1 and one.has_bias and around != one.owner:
+            what = f"{one} is split along its inputs, and the bias beside it would be added once by every rank"
+            raise ModelError(what, f"Give '{one.owner}' a crossing of its own, or no bias.")
+    return {name: crossing for name, crossing in found.items() if crossing.enter or crossing.leave}
+
+
+def _needed(one: Listed, dim: int) -> Crossing:
+    if one.kind == "linear":
+        return Crossing(one.owner, enter="copy") if dim == 0 else Crossing(one.owner, leave="sum")
+    is_lookup_of_some = one.kind == "embedding" and dim == 0
+    return Crossing(one.owner, leave="sum" if is_lookup_of_some else "")
+
+
+def _around(module: str, said: Mapping[str, Crossing]) -> str | None:
+    """The module itself or the nearest one around it that has a crossing."""
+    while module not in said:
+        if not module:
+            return None
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _check_met(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, Crossing]) -> None:
+    """Outputs that are split must be read by inputs that are split: beside them, or later in the model."""
+    splits_outputs = {("linear", 0), ("embedding", 1)}
+    weights = [one for one in listed if one.is_weight]
+    ways = [(one.kind, cuts[one.name].dim) for one in weights]
+    readers = [place for place, way in enumerate(ways) if way == ("linear", 1)]
+    for place, one in enumerate(weights):
+        if ways[place] not in splits_outputs or _around(one.owner, said) is not None:
+            continue
+        parent = one.owner.rpartition(".")[0]
+        beside = any(weights[reader].owner.rpartition(".")[0] == parent for reader in readers)
+        if not beside and not any(reader > place for reader in readers):
+            what = f"{one} splits its outputs, and nothing after it is split along its inputs to read them"
+            raise ModelError(what, "Split the Linear that reads them with dim = 1, or add whole = true to this entry.")
+
+
+def _with_partial_biases(
+    listed: Sequence[Listed], cuts: Mapping[str, Cut], crossings: Mapping[str, Crossing]
+) -> dict[str, Cut]:
+    """A bias added to this rank's share of a sequence has a share of its gradient."""
+    found = dict(cuts)
+    for one in listed:
+        crossing = crossings.get(one.owner)
+        if one.kind == "linear" and not one.is_weight and crossing is not None and crossing.leave == "scatter":
+            found[one.name] = Cut(cuts[one.name].dim, is_partial=cuts[one.name].dim is None)
+    return found

@@ -1,0 +1,180 @@
+"""How do hidden states and their gradients travel between pipeline ranks?
+
+Messages of one boundary between stages come in the order they were sent. The first hidden state of a kind (the work's
+``signature``) is led by a header with its form; from then on both ends know it. The form also says whether a gradient
+is wanted back, so that both ends agree about what is not sent: an output that needs no gradient gets none.
+Invariant: a buffer lives until its message is through, and only so many are on their way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from closeranks.core.errors import ModelError
+from closeranks.parallel.group import Group
+
+Way = Literal["forward", "backward"]
+
+MOST_UNDERWAY = 8
+"""Sends that may be on their way before the oldest is waited for: enough to hide one, few enough to bound memory."""
+
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+_MOST_DIMS = 8
+_HEADER = 3 + _MOST_DIMS
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the hidden states of a boundary look like, and whether their sender wants a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_gradient: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def encode(self) -> list[int]:
+        if self.dtype not in _DTYPES or len(self.shape) > _MOST_DIMS:
+            what = f"a stage gave a {self.dtype} tensor of shape {list(self.shape)}, which cannot travel between stages"
+            raise ModelError(what, f"Use one of {', '.join(map(str, _DTYPES))} and at most {_MOST_DIMS} dims.")
+        dims = [*self.shape, *[0] * (_MOST_DIMS - len(self.shape))]
+        return [_DTYPES.index(self.dtype), int(self.wants_gradient), len(self.shape), *dims]
+
+    @classmethod
+    def decode(cls, numbers: list[int]) -> Form:
+        kind, wants_gradient, num_dims, *dims = numbers
+        return cls(tuple(dims[:num_dims]), _DTYPES[kind], bool(wants_gradient))
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """Which message: a hidden state from stage ``boundary`` to the next one, or its gradient on the way back."""
+
+    way: Way
+    boundary: int
+    micro: int
+
+    @property
+    def tag(self) -> int:
+        """Tells messages under way apart where a backend can (Gloo; NCCL goes by order alone). Headers' are smaller."""
+        return 1 << 30 | self.micro << 13 | self.boundary << 1 | (self.way == "backward")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was sent one way, headers aside."""
+
+    num_sent: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Parcel:
+    work: dist.Work
+    tensor: Tensor
+    wants_gradient: bool = False
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One rank's messages along the pipeline axis. ``peer`` is a rank of that axis.
+
+    Call sequence, by the executor. Forward: the sender ``announce``s the form of what it then ``send``s; the receiver
+    asks for the ``form``, ``post``s and later ``take``s. Backward: both know the form already. Then ``finish``.
+    """
+
+    group: Group
+    device: torch.device
+    sent: dict[Way, Traffic] = field(default_factory=lambda: {"forward": Traffic(), "backward": Traffic()})
+    num_headers: int = 0
+    _forms: dict[tuple[int, Hashable], Form] = field(default_factory=dict, init=False)
+    _underway: deque[_Parcel] = field(default_factory=deque, init=False)
+    _posted: dict[Letter, _Parcel] = field(default_factory=dict, init=False)
+
+    def open(self) -> None:
+        """A collective. NCCL sets a group up in the first call that all its ranks make together, not in a message."""
+        self.group.sum(torch.zeros(1, device=self.device))
+
+    @property
+    def num_sent(self) -> int:
+        return sum(traffic.num_sent for traffic in self.sent.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(traffic.sent_bytes for traffic in self.sent.values())
+
+    def announce(self, boundary: int, signature: Hashable, form: Form, peer: int) -> None:
+        """Tell the other end what comes, the first time; later it must look the same."""
+        known = self._forms.setdefault((boundary, signature), form)
+        if known is form:
+            header = torch.tensor(form.encode(), dtype=torch.int64, device=self.device)
+            self._track(self._start(dist.isend, header, peer, boundary))
+            self.num_headers += 1
+        elif known != form:
+            what = f"stage {boundary} gave {form} for a micro-batch like one that gave {known}"
+            fix = "A stage's output may depend on the shapes of its micro-batch alone; freeze before the first step."
+            raise ModelError(what, fix)
+
+    def form(self, boundary: int, signature: Hashable, peer: int) -> Form:
+        """What comes from the previous stage. Waits for a header the first time (on CUDA: the host does)."""
+        key = (boundary, signature)
+        if key not in self._forms:
+            parcel = self._start(dist.irecv, self._empty((_HEADER,), torch.int64), peer, boundary)
+            parcel.work.wait()
+            self._forms[key] = Form.decode(parcel.tensor.tolist())
+        return self._forms[key]
+
+    def send(self, letter: Letter, tensor: Tensor, peer: int) -> None:
+        parcel = self._start(dist.isend, tensor.detach().contiguous(), peer, letter.tag)
+        traffic = self.sent[letter.way]
+        traffic.num_sent += 1
+        traffic.sent_bytes += parcel.tensor.nbytes
+        self._track(parcel)
+
+    def post(self, letter: Letter, form: Form, peer: int) -> None:
+        """Begin to receive."""
+        parcel = self._start(dist.irecv, self._empty(form.shape, form.dtype), peer, letter.tag)
+        parcel.wants_gradient = form.wants_gradient
+        self._posted[letter] = parcel
+
+    def take(self, letter: Letter) -> Tensor:
+        """What was posted, as soon as it is here (on CUDA: the stream waits, not the host), as a leaf of autograd."""
+        parcel = self._posted.pop(letter)
+        parcel.work.wait()
+        return parcel.tensor.requires_grad_(parcel.wants_gradient)
+
+    def finish(self) -> None:
+        """Wait until everything is through."""
+        while self._underway:
+            self._underway.popleft().work.wait()
+
+    def _track(self, parcel: _Parcel) -> None:
+        self._underway.append(parcel)
+        while len(self._underway) > MOST_UNDERWAY:
+            self._underway.popleft().work.wait()
+
+    def _start(self, act: object, tensor: Tensor, peer: int, tag: int) -> _Parcel:
+        op = dist.P2POp(act, tensor, group=self.group.process_group, tag=tag, group_peer=peer)  # type: ignore[arg-type]
+        (work,) = dist.batch_isend_irecv([op])
+        return _Parcel(work, tensor)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)

@@ -1,0 +1,29 @@
+"""In which order do pipeline ranks take micro-batches through their stages when nothing comes back?
+
+In waves: in wave w every stage s has micro-batch w - s, and when all have computed, the messages go in the order of
+their stages. Invariant: all ranks follow one order of messages, so that none can lock up even where sends and receives
+wait for each other.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from closeranks.facts.programs import Instruction
+
+
+@cache
+def forward_program(placement: tuple[tuple[int, ...], ...], num_micro: int) -> tuple[tuple[Instruction, ...], ...]:
+    """The instructions of every rank; ``placement`` has the stages of each."""
+    home = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    rows: list[list[Instruction]] = [[] for _ in placement]
+    for wave in range(len(home) + num_micro - 1):
+        busy = [(stage, wave - stage) for stage in sorted(home) if 0 <= wave - stage < num_micro]
+        for stage, micro in busy:
+            rows[home[stage]].append(Instruction("F", stage, micro))
+        for stage, micro in busy:
+            sender, receiver = home[stage], home.get(stage + 1)
+            if receiver is not None and receiver != sender:
+                rows[sender].append(Instruction("SEND_F", stage, micro, receiver))
+                rows[receiver].append(Instruction("RECV_F", stage + 1, micro, sender))
+    return tuple(map(tuple, rows))

@@ -1,0 +1,310 @@
+"""How does a rank carry out its part of a pipeline program?
+
+Instruction by instruction, as ``facts.programs`` wrote and proved them: what runs is what was proven. Between ranks
+hidden states and gradients travel (``exchange``), between two stages of one rank they are handed over.
+Invariants: gradients are the sums that one process would have made, micro-batch by micro-batch in the same order; of a
+micro-batch a stage holds its activations from its forward to the end of its backward, and nothing longer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from closeranks.facts.layout import Layout
+from closeranks.facts.programs import Instruction, Program, program_for
+from closeranks.parallel.exchange import Exchange, Form, Letter
+from closeranks.parallel.forwards import forward_program
+from closeranks.parallel.group import Group
+from closeranks.parallel.quiet import gather, quietly, settle
+from closeranks.parallel.split_backward import Halves, Remainder, backward_input, backward_weight, plan_halves
+
+Place = tuple[int, int]
+"""A stage, counted over the whole pipeline, and a micro-batch."""
+
+
+class Work(Protocol):
+    """What a pipeline does with micro-batches: the step's or the evaluation's side of it.
+
+    Call sequence, by the executor, for every micro-batch and each stage of this rank: ``before_forward``, in the first
+    stage ``enter``, the stage, in the last one ``leave``, all inside ``context``. Later, outside of it, around every
+    backward that adds to gradients of a stage: ``begin_backward`` and ``end_backward``. Here stages are counted among
+    this rank's own.
+    """
+
+    num_micro: int
+
+    def signature(self, micro: int) -> Hashable:
+        """The same for micro-batches whose hidden states have the same shapes; every rank of the pipeline knows it."""
+        ...
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Autocast."""
+        ...
+
+    def before_forward(self, stage: int, micro: int) -> None:
+        """Key random streams, count."""
+        ...
+
+    def enter(self, module: nn.Module, micro: int) -> Tensor:
+        """What the first stage reads."""
+        ...
+
+    def leave(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
+        """The loss of what the last stage gave, scaled for its backward."""
+        ...
+
+    def begin_backward(self, stage: int, *, is_last: bool) -> None:
+        """``is_last``: no other backward of this step adds to gradients of the stage."""
+        ...
+
+    def end_backward(self, stage: int) -> None: ...
+
+
+class Pipeline:
+    """This rank's stages and the programs that drive them.
+
+    ``splits`` False: where a program takes a backward in two halves, the first is the whole and the second nothing; the
+    result is the same, and the other ranks wait longer. Right for recomputed blocks, which halves would compute twice.
+    Compiled blocks and functions written in Python degrade by themselves (``split_backward``).
+    """
+
+    def __init__(
+        self,
+        program_of: Callable[[int], Program],
+        stages: Mapping[int, nn.Module],
+        group: Group,
+        device: torch.device,
+        *,
+        splits: bool = True,
+    ) -> None:
+        self.program_of = program_of
+        self.stages = dict(sorted(stages.items()))
+        self.group = group
+        self.splits = splits
+        self.exchange = Exchange(group, device)
+        self.peak_in_flight: Counter[int] = Counter()
+        """For each stage the most micro-batches it has held activations of at once."""
+        self.most_held = 0
+        """The same over all stages of this rank: ``facts.timeline.peak_in_flight`` says what it is."""
+        self.exchange.open()
+
+    def run(self, work: Work) -> None:
+        """Forward and backward of all micro-batches of a step. All ranks of the pipeline call it together."""
+        program = self.program_of(work.num_micro)
+        _Run(self, work, program.num_stages).follow(program.ranks[self.group.rank])
+
+    def forward_only(self, work: Work) -> None:
+        """The losses alone, for evaluation: nothing is held, and stages take micro-batches as they come."""
+        program = self.program_of(1)  # for its placement, which is that of all of them
+        rows = forward_program(program.placement, work.num_micro)
+        with torch.no_grad():
+            _Run(self, work, program.num_stages).follow(rows[self.group.rank])
+
+
+def open_pipeline(
+    layout: Layout, stages: Mapping[int, nn.Module], group: Group, device: torch.device, *, splits: bool = True
+) -> Pipeline | None:
+    """None without a pipeline axis. A collective of the pipeline's ranks."""
+    if layout.pipeline == 1:
+        return None
+    return Pipeline(partial(program_for, layout.schedule, layout.pipeline), stages, group, device, splits=splits)
+
+
+def last_gradients(instructions: Sequence[Instruction], *, splits: bool = True) -> Mapping[int, Instruction]:
+    """For each stage of a rank the instruction that is the last of a step to add to its gradients."""
+    return {at.stage: at for at in instructions if at.kind in ("BW" if splits else "BI")}
+
+
+class _Door(torch.autograd.Function):
+    """The entrance under another name: a unit may work in place on what it reads, but nothing may on a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, entrance: Tensor) -> Tensor:
+        return entrance.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+@dataclass(slots=True)
+class _Held:
+    """What is kept of a micro-batch in a stage until its backward is done; the values of its output are not."""
+
+    entrance: Tensor | None
+    """Where the gradient for the previous stage gathers; None where it wants none."""
+    output: GradientEdge | None
+    """None where no gradient comes back: nothing in the stage or before it learns."""
+    form: Form
+    rest: Remainder | None = None
+
+    def gradient_of_entrance(self) -> Tensor | None:
+        """Handed over once. Zeros where the output does not depend on the entrance: the previous stage waits for it."""
+        entrance, self.entrance = self.entrance, None
+        if entrance is None:
+            return None
+        return torch.zeros_like(entrance) if entrance.grad is None else entrance.grad
+
+
+class _Run:
+    """One step, or one wave of an evaluation, in progress."""
+
+    def __init__(self, pipeline: Pipeline, work: Work, num_stages: int) -> None:
+        self._pipeline, self._work = pipeline, work
+        self._stages, self._exchange = pipeline.stages, pipeline.exchange
+        self._local = {stage: number for number, stage in enumerate(pipeline.stages)}
+        self._last_stage = num_stages - 1
+        self._last: Mapping[int, Instruction] = {}
+        self._held: dict[Place, _Held] = {}
+        self._outputs: dict[Place, Tensor] = {}
+        """By the stage that made them: to be sent, or to be read by the next stage of this rank."""
+        self._gradients: dict[Place, Tensor] = {}
+        """By the stage whose output they belong to: to be sent, or to be used by that stage of this rank."""
+        self._acts: dict[str, Callable[[Instruction], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_input if pipeline.splits else self._backward,
+            "W": self._backward_weight if pipeline.splits else _nothing,
+            "SEND_F": self._send_forward,
+            "RECV_F": self._receive_forward,
+            "SEND_B": self._send_backward,
+            "RECV_B": self._receive_backward,
+        }
+
+    def follow(self, instructions: Sequence[Instruction]) -> None:
+        self._last = last_gradients(instructions, splits=self._pipeline.splits)
+        for instruction in instructions:
+            self._acts[instruction.kind](instruction)
+        self._exchange.finish()
+
+    # Forward
+
+    def _forward(self, at: Instruction) -> None:
+        module, work = self._stages[at.stage], self._work
+        entrance = self._entrance(at)
+        with work.context():
+            work.before_forward(self._local[at.stage], at.micro)
+            output = module(work.enter(module, at.micro) if entrance is None else _opened(entrance))
+            if at.stage == self._last_stage:
+                output = work.leave(module, at.micro, output)
+        if at.stage != self._last_stage:
+            self._outputs[at.stage, at.micro] = output
+        if torch.is_grad_enabled():
+            self._hold(at, entrance, output)
+
+    def _entrance(self, at: Instruction) -> Tensor | None:
+        """What the stage reads, cut off from the graph that made it; None: the first stage fetches it itself."""
+        if at.stage == 0:
+            return None
+        if at.stage - 1 in self._stages:
+            given = self._outputs.pop((at.stage - 1, at.micro))
+            return given.detach().requires_grad_(given.requires_grad)
+        return self._exchange.take(Letter("forward", at.stage - 1, at.micro))
+
+    def _hold(self, at: Instruction, entrance: Tensor | None, output: Tensor) -> None:
+        wants_gradient = entrance is not None and entrance.requires_grad
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        self._held[at.stage, at.micro] = _Held(entrance if wants_gradient else None, edge, Form.of(output))
+        pipeline, num_held = self._pipeline, sum(stage == at.stage for stage, _ in self._held)
+        pipeline.peak_in_flight[at.stage] = max(pipeline.peak_in_flight[at.stage], num_held)
+        pipeline.most_held = max(pipeline.most_held, len(self._held))
+
+    # Backward
+
+    def _backward(self, at: Instruction) -> None:
+        held = self._held.pop((at.stage, at.micro))
+        gradient = self._gradient(at, held)
+        with self._reducing(at):
+            if held.output is not None:
+                torch.autograd.backward([held.output], [gradient])
+        self._hand_back(at, held)
+
+    def _backward_input(self, at: Instruction) -> None:
+        held, module = self._held[at.stage, at.micro], self._stages[at.stage]
+        gradient = self._gradient(at, held)
+        halves = Halves() if held.output is None else plan_halves(held.output, held.entrance)
+        held.rest = Remainder()
+        if held.output is not None:
+            with self._reducing(at) if halves.has_gradients_now else nullcontext(), quietly(module):
+                held.rest = backward_input(held.output, gradient, held.entrance, halves)
+        held.output = None
+        self._hand_back(at, held)
+
+    def _backward_weight(self, at: Instruction) -> None:
+        rest, module = self._held.pop((at.stage, at.micro)).rest, self._stages[at.stage]
+        assert rest is not None
+        with self._reducing(at):
+            if rest.whole is not None:  # FSDP2's own hooks fire, as in any backward
+                backward_weight(rest)
+                return
+            gather(module)
+            with quietly(module):
+                backward_weight(rest)
+            settle(module)
+
+    def _gradient(self, at: Instruction, held: _Held) -> Tensor | None:
+        """Of the stage's output; None: it is a loss, or nothing comes back."""
+        if at.stage == self._last_stage or not held.form.wants_gradient:
+            return None
+        if at.stage + 1 in self._stages:
+            return self._gradients.pop((at.stage, at.micro))
+        return self._exchange.take(Letter("backward", at.stage, at.micro))
+
+    def _hand_back(self, at: Instruction, held: _Held) -> None:
+        gradient = held.gradient_of_entrance()
+        if gradient is not None:
+            self._gradients[at.stage - 1, at.micro] = gradient
+
+    @contextmanager
+    def _reducing(self, at: Instruction) -> Iterator[None]:
+        """Around whatever adds to gradients of a stage."""
+        local = self._local[at.stage]
+        self._work.begin_backward(local, is_last=at == self._last[at.stage])
+        yield
+        self._work.end_backward(local)
+
+    # Messages; each boundary between stages goes by the number of the stage in front of it
+
+    def _send_forward(self, at: Instruction) -> None:
+        assert at.peer is not None
+        output = self._outputs.pop((at.stage, at.micro))
+        self._exchange.announce(at.stage, self._kind(at), Form.of(output), at.peer)
+        self._exchange.send(Letter("forward", at.stage, at.micro), output, at.peer)
+
+    def _receive_forward(self, at: Instruction) -> None:
+        assert at.peer is not None
+        form = self._exchange.form(at.stage - 1, self._kind(at), at.peer)
+        self._exchange.post(Letter("forward", at.stage - 1, at.micro), form, at.peer)
+
+    def _send_backward(self, at: Instruction) -> None:
+        assert at.peer is not None
+        gradient = self._gradients.pop((at.stage - 1, at.micro), None)
+        if gradient is not None:  # the previous stage knows too that it wants none
+            self._exchange.send(Letter("backward", at.stage - 1, at.micro), gradient, at.peer)
+
+    def _receive_backward(self, at: Instruction) -> None:
+        assert at.peer is not None
+        form = self._held[at.stage, at.micro].form
+        if form.wants_gradient:
+            self._exchange.post(Letter("backward", at.stage, at.micro), replace(form, wants_gradient=False), at.peer)
+
+    def _kind(self, at: Instruction) -> Hashable:
+        """Hidden states of one kind look alike. An evaluation wants no gradients, whatever training does."""
+        return self._work.signature(at.micro), torch.is_grad_enabled()
+
+
+def _opened(entrance: Tensor) -> Tensor:
+    return _Door.apply(entrance) if entrance.requires_grad else entrance  # type: ignore[no-untyped-call]
+
+
+def _nothing(at: Instruction) -> None:
+    """The second half of a backward that was not split."""

@@ -1,0 +1,207 @@
+"""How is a backward taken in two halves: what the previous stage waits for now, what the optimizer needs later?
+
+[Note: two halves] A stage's graph has a spine, the nodes on the way from its output to its input, and branches that
+leave the spine towards parameters. The first half runs the spine alone and notes the gradient that arrives at every
+node a branch leaves from; the second half starts at these nodes and runs the branches alone. Together they compute what
+one backward does, except for a weight that is used twice: the spine between its places runs again, with the noted
+gradients put back where it passes.
+
+The second half ends in ``AccumulateGrad``, so hooks on parameters fire as ever; torch.distributed.pipelining's own
+functions, which this follows, go around them, and stop where the branches of several weights meet. A node written in
+Python (``torch.autograd.Function``) computes all its gradients whatever is asked of it: what branches off there is
+taken along in the first half, at no cost. A compiled node allows one pass only: with one in the graph, the first half
+is all. Without a spine nobody waits for anything, and the second half is all.
+
+Invariant: gradients are those of a whole backward, each added to ``.grad`` once, in the first half or the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Branches:
+    """Parameters that are reached from the same nodes of the spine, and the gradients noted there."""
+
+    roots: list[Node]
+    leaves: list[Node]
+    noted: dict[Node, Gradients] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """What each half computes besides the spine."""
+
+    later: tuple[Branches, ...] = ()
+    now: tuple[Node, ...] = ()
+    """Parameters whose gradients the first half has anyhow."""
+    whole: Literal["", "first", "second"] = ""
+    """Which half is all of it, if one is."""
+
+    @property
+    def has_gradients_now(self) -> bool:
+        return self.whole == "first" or bool(self.now)
+
+
+@dataclass(slots=True)
+class Remainder:
+    """What the second half has to do. It holds the graph, and with it the stage's activations."""
+
+    branches: list[Branches] = field(default_factory=list)
+    whole: tuple[GradientEdge, Tensor | None] | None = None
+    """A backward that was put off as a whole."""
+
+    @property
+    def reruns_spine(self) -> bool:
+        return any(len(branch.roots) > 1 for branch in self.branches)
+
+
+def plan_halves(output: GradientEdge, entrance: Tensor | None) -> Halves:
+    """Tell the halves of a graph apart. Costs a walk over the graph on the host."""
+    if entrance is None:
+        return Halves(whole="second")
+    before = _reversed_edges(output.node)
+    if any(node.name().startswith("CompiledFunction") for node in before):
+        return Halves(whole="first")
+    spine = _closure(get_gradient_edge(entrance).node, before)
+    if output.node not in spine:
+        return Halves(whole="second")
+    groups = _grouped({root: leaves for root in spine if (leaves := _leaves(root, spine))})
+    later = tuple(group for group in groups if not any(map(_computes_all, group.roots)))
+    return Halves(later, tuple(leaf for group in groups if group not in later for leaf in group.leaves))
+
+
+def backward_input(output: GradientEdge, gradient: Tensor | None, entrance: Tensor | None, plan: Halves) -> Remainder:
+    """The first half; the gradient of ``entrance`` goes to its ``.grad``. A gradient of None is that of a loss: 1."""
+    if entrance is None or plan.whole == "second":
+        return Remainder(whole=(output, gradient))
+    if plan.whole == "first":
+        _backward({output: gradient})
+        return Remainder()
+    handles = [root.register_prehook(_noting(branch.noted, root)) for branch in plan.later for root in branch.roots]
+    try:
+        wanted = [get_gradient_edge(entrance), *(GradientEdge(leaf, 0) for leaf in plan.now)]
+        _backward({output: gradient}, wanted, retain_graph=bool(plan.later))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Remainder(list(plan.later))
+
+
+def backward_weight(remainder: Remainder) -> None:
+    """The second half. Each group of branches lets go of its part of the graph when it is done."""
+    if remainder.whole is not None:
+        output, gradient = remainder.whole
+        remainder.whole = None
+        _backward({output: gradient})
+    # Where the spine runs again, it passes nodes that later branches start from.
+    retain_graph = remainder.reruns_spine
+    while remainder.branches:
+        _run(remainder.branches.pop(0), retain_graph)
+
+
+def _run(branch: Branches, retain_graph: bool) -> None:
+    arrived: dict[GradientEdge, Tensor | None] = {
+        GradientEdge(root, number): gradient
+        for root, gradients in branch.noted.items()
+        for number, gradient in enumerate(gradients)
+        if gradient is not None
+    }
+    # Hooks on tensors run before these and have had their say in the first half.
+    handles = [root.register_prehook(_putting_back(gradients)) for root, gradients in branch.noted.items()]
+    try:
+        if arrived:
+            _backward(arrived, [GradientEdge(leaf, 0) for leaf in branch.leaves], retain_graph)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _backward(
+    gradients: Mapping[GradientEdge, Tensor | None],
+    wanted: list[GradientEdge] | None = None,
+    retain_graph: bool = False,
+) -> None:
+    edges, values = list(gradients), list(gradients.values())
+    torch.autograd.backward(edges, values, retain_graph=retain_graph, inputs=wanted)
+
+
+def _noting(noted: dict[Node, Gradients], root: Node) -> Callable[[Gradients], None]:
+    def note(gradients: Gradients) -> None:
+        noted[root] = gradients
+
+    return note
+
+
+def _putting_back(gradients: Gradients) -> Callable[[Gradients], Gradients]:
+    return lambda _: gradients
+
+
+def _reversed_edges(output: Node) -> dict[Node, list[Node]]:
+    """Every node of a graph with those that lead to it. Holding them keeps their identities."""
+    before: dict[Node, list[Node]] = {output: []}
+    waiting = [output]
+    while waiting:
+        node = waiting.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if below not in before:
+                before[below] = []
+                waiting.append(below)
+            before[below].append(node)
+    return before
+
+
+def _closure(start: Node, before: Mapping[Node, list[Node]]) -> dict[Node, None]:
+    """Nodes that lead to ``start``, itself included, in an order that the graph alone decides."""
+    found: dict[Node, None] = {start: None}
+    waiting = [start]
+    while waiting:
+        for above in before.get(waiting.pop(), ()):
+            if above not in found:
+                found[above] = None
+                waiting.append(above)
+    return found
+
+
+def _leaves(root: Node, spine: Mapping[Node, None]) -> dict[Node, None]:
+    """Parameters on the branches that leave the spine at ``root``."""
+    waiting = [below for below, _ in root.next_functions if below is not None and below not in spine]
+    seen, leaves = dict.fromkeys(waiting), dict[Node, None]()
+    while waiting:
+        node = waiting.pop()
+        if node.name().endswith("AccumulateGrad"):
+            leaves[node] = None
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen[below] = None
+                waiting.append(below)
+    return leaves
+
+
+def _grouped(leaves_of: Mapping[Node, Iterable[Node]]) -> list[Branches]:
+    """Roots that share a parameter belong together, directly or through others."""
+    group_of: dict[Node, Branches] = {}
+    for root, leaves in leaves_of.items():
+        group = Branches([root], list(leaves))
+        met = {id(group_of[leaf]): group_of[leaf] for leaf in leaves if leaf in group_of}
+        for other in met.values():
+            group.roots += other.roots
+            group.leaves += [leaf for leaf in other.leaves if leaf not in group.leaves]
+        group_of.update(dict.fromkeys(group.leaves, group))
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _computes_all(node: Node) -> bool:
+    return isinstance(node, BackwardCFunction)

@@ -1,0 +1,129 @@
+"""How does a whole model become the stages of one pipeline rank?
+
+A stage is the model's own skeleton with its own units in it and nothing where other stages' units stood, so that every
+parameter keeps its name. Units are moved, never copied: a skeleton is module objects alone, with no tensor of its own.
+Invariants: every parameter stands in some unit, hence in exactly one stage unless it is tied; a parameter tied within a
+rank stays one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from closeranks.core.errors import ModelError
+from closeranks.core.protocols import Chain
+from closeranks.facts.layout import Layout
+from closeranks.facts.stages import balance
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One parameter that several stages compute with: each has a part of its gradient."""
+
+    name: str
+    """Its first name in the whole model."""
+    aliases: tuple[str, ...]
+    """Its further names; none where a whole unit is shared."""
+    stages: tuple[int, ...]
+    """Ascending, two or more. Those of one rank hold the same object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """This rank's share of a model."""
+
+    stages: Mapping[int, nn.Module]
+    """By global stage, ascending."""
+    ties: tuple[Tie, ...]
+    """Of the whole model, on every rank alike: groups can be made of them."""
+
+
+def stage_ranges(costs: Sequence[float], layout: Layout) -> tuple[range, ...]:
+    """The units of every stage, so that the costliest stage is as cheap as can be."""
+    return tuple(range(first, last) for first, last in balance(costs, layout.num_stages))
+
+
+def cut_stages(module: nn.Module, chain: Chain, ranges: Sequence[range], mine: Sequence[int]) -> Cut:
+    """Stages ``mine`` of the ``ranges`` of units. The given module is left as it is: whoever built it drops it."""
+    _refuse_what_no_unit_holds(module, chain.units)
+    stages = {stage: _stage(module, chain, ranges[stage]) for stage in sorted(mine)}
+    return Cut(stages, ties_across(module, chain.units, ranges))
+
+
+def ties_across(module: nn.Module, units: Sequence[str], ranges: Sequence[range]) -> tuple[Tie, ...]:
+    """Parameters that stand in more than one stage, by their first names."""
+    stages = {unit: [s for s, own in enumerate(ranges) if unit in (units[n] for n in own)] for unit in units}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    ties: list[Tie] = []
+    for first, *aliases in names.values():
+        holders = {stage for name in (first, *aliases) for stage in stages[_unit_of(name, units) or ""]}
+        if len(holders) > 1:
+            ties.append(Tie(first, tuple(aliases), tuple(sorted(holders))))
+    return tuple(ties)
+
+
+def _unit_of(name: str, units: Sequence[str]) -> str | None:
+    return next((unit for unit in units if name.startswith(f"{unit}.")), None)
+
+
+def _refuse_what_no_unit_holds(module: nn.Module, units: Sequence[str]) -> None:
+    for unit in units:
+        around = next((other for other in units if unit.startswith(f"{other}.")), None)
+        if around is not None:
+            what = f"unit '{unit}' of the model's chain stands inside unit '{around}', so no stage can be cut between"
+            raise ModelError(what, "Name modules that do not contain one another.")
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        if _unit_of(name, units) is None:
+            what = f"parameter '{name}' belongs to no unit of the model's chain, so no pipeline stage would train it"
+            raise ModelError(what, "Move it into a module that the chain names, or use pipeline=1.")
+
+
+def _stage(module: nn.Module, chain: Chain, own: range) -> nn.Module:
+    kept = {chain.units[number] for number in own}
+    skeleton = _Skeleton(module, [unit for unit in dict.fromkeys(chain.units) if unit not in kept])
+    # An attribute of the instance: the class stays, and hooks on the stage (FSDP2's) still run around it.
+    skeleton.root.forward = partial(_run_units, chain, skeleton.root, own)
+    return skeleton.root
+
+
+def _run_units(chain: Chain, stage: nn.Module, own: range, hidden: Tensor) -> Tensor:
+    for number in own:
+        hidden = chain.call(stage, number, hidden)
+    return hidden
+
+
+class _Skeleton:
+    """The modules above the dropped units, each a new object with tables of its own; all else is shared."""
+
+    def __init__(self, module: nn.Module, dropped: Sequence[str]) -> None:
+        self._twins: dict[int, nn.Module] = {}
+        self.root = self._twin(module)
+        for unit in dropped:
+            above, _, last = unit.rpartition(".")
+            self._parent(module, above)._modules[last] = None
+
+    def _parent(self, module: nn.Module, path: str) -> nn.Module:
+        """The skeleton's own module at ``path``; ``module`` is the root it was taken from."""
+        parent = self.root
+        for part in path.split(".") if path else ():
+            module = module.get_submodule(part)
+            below = self._twin(module)
+            parent._modules[part] = below
+            parent = below
+        return parent
+
+    def _twin(self, module: nn.Module) -> nn.Module:
+        """One for a module that stands in two places. Children, hooks and buffers can change without the other's."""
+        if id(module) not in self._twins:
+            twin = module.__new__(type(module))
+            tables = {key: copy(value) for key, value in vars(module).items() if isinstance(value, dict | set)}
+            twin.__dict__ = {**vars(module), **tables}
+            self._twins[id(module)] = twin
+        return self._twins[id(module)]

@@ -1,0 +1,252 @@
+"""How does a module become one rank's share of itself along the tensor axis?
+
+``cuts`` decides; here each parameter is replaced by its share and hooks put the crossings around modules. Shares are
+ordinary parameters of smaller shapes, so nothing after this needs to know of the axis. Invariant: names stay, tied
+parameters stay tied, and all ranks together compute what the whole module computes.
+
+[Note: tensor_axis] A module that must know its place on the axis (a loss over a share of the vocabulary, dropout on a
+share of the sequence) has an attribute ``tensor_axis`` that is None; ``split`` puts a ``crossings.Axis`` there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from closeranks.core.blame import sentence
+from closeranks.core.errors import ModelError
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Crossing, ShardingRule
+from closeranks.parallel.crossings import CROSSINGS, Axis
+from closeranks.parallel.cuts import Cut, Kind, Listed, plan
+from closeranks.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank holds of a parameter."""
+
+    piece: Piece
+    is_spoken: bool = True
+    """False where tensor rank 0 holds the same values and speaks for them."""
+    is_partial: bool = False
+    """Whether its gradient is still a sum to be made over the tensor ranks."""
+
+
+def split(
+    module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[Crossing], group: Group
+) -> dict[str, Share]:
+    """Cut ``module`` in place, on the meta device or with its values, and say what became of each parameter.
+
+    Keys are the names of ``named_parameters``: a tied parameter is one of them, under its first name. All that can be
+    wrong is raised before anything is changed. A group of one changes nothing.
+    """
+    if group.size == 1:
+        return {name: Share(Piece.whole(name, tuple(p.shape))) for name, p in module.named_parameters()}
+    if not rules:
+        fix = "Use layout.tensor = 1, or say under [model] tensor which weights split along which dim."
+        raise ModelError("this model does not say how it splits along the tensor axis", fix)
+    listed = list_parameters(module)
+    planned = plan(listed, [name for name, _ in module.named_modules()], rules, crossings, group.size)
+    axis = Axis.of(group)
+    shares = {one.name: _share(one, planned.cuts[one.name], axis) for one in listed if not one.tied_to}
+    _replace(module, listed, planned.cuts, shares, axis)
+    for name, crossing in planned.crossings.items():
+        _install(module.get_submodule(name), crossing, axis)
+    for part in module.modules():
+        if getattr(part, "tensor_axis", axis) is None:  # [Note: tensor_axis]
+            part.tensor_axis = axis  # type: ignore[assignment]  # any attribute may be set on a module
+    return shares
+
+
+def list_parameters(module: nn.Module) -> list[Listed]:
+    """Every parameter under each of its names, in the order of the module."""
+    listed: list[Listed] = []
+    first: dict[Tensor, str] = {}
+    for place, owner in module.named_modules():
+        for attribute, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{place}.{attribute}" if place else attribute
+            first_name = first.setdefault(parameter, name)
+            kind, is_plain = _kind_of(owner)
+            one = Listed(
+                name=name,
+                shape=tuple(parameter.shape),
+                kind=kind,
+                label=type(owner).__name__,
+                is_plain=is_plain,
+                has_bias=getattr(owner, "bias", None) is not None,
+                tied_to="" if first_name == name else first_name,
+            )
+            listed.append(one)
+    return listed
+
+
+def _kind_of(owner: nn.Module) -> tuple[Kind, bool]:
+    """What holds a parameter, and whether it computes as torch wrote it."""
+    if isinstance(owner, nn.Linear):
+        return "linear", type(owner).forward is nn.Linear.forward
+    if isinstance(owner, nn.Embedding):
+        is_simple = owner.max_norm is None and not owner.scale_grad_by_freq and not owner.sparse
+        return "embedding" if is_simple else "fixed", type(owner).forward is nn.Embedding.forward
+    torchs_own = [kind for kind in type(owner).__mro__ if kind.__module__.startswith("torch.") and kind != nn.Module]
+    return "fixed" if torchs_own else "own", False
+
+
+def _share(one: Listed, cut: Cut, axis: Axis) -> Share:
+    piece = Piece.whole(one.name, one.shape)
+    if cut.dim is None:
+        return Share(piece, is_spoken=axis.rank == 0, is_partial=cut.is_partial)
+    return Share(piece.cut(cut.dim, axis.rank, axis.size))
+
+
+def _replace(
+    module: nn.Module, listed: Sequence[Listed], cuts: Mapping[str, Cut], shares: Mapping[str, Share], axis: Axis
+) -> None:
+    made: dict[str, nn.Parameter] = {}
+    for one in listed:
+        dim, first_name = cuts[one.name].dim, one.tied_to or one.name
+        if dim is None:
+            continue
+        owner, attribute = module.get_submodule(one.owner), one.name.rpartition(".")[2]
+        if first_name not in made:
+            made[first_name] = _local(owner.get_parameter(attribute), shares[first_name].piece, dim)
+        setattr(owner, attribute, made[first_name])
+        if one.is_weight and one.kind in _ADAPT:
+            _ADAPT[one.kind](owner, dim, axis)
+
+
+def _local(whole: nn.Parameter, piece: Piece, dim: int) -> nn.Parameter:
+    """A copy of its own, so that the whole can be freed; on the meta device there is nothing to copy."""
+    share = whole.detach().narrow(dim, piece.start[dim], piece.size[dim])
+    return nn.Parameter(share.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
+
+
+def _adapt_linear(owner: nn.Module, dim: int, axis: Axis) -> None:
+    assert isinstance(owner, nn.Linear)
+    owner.out_features, owner.in_features = owner.weight.shape
+    if dim == 1 and owner.bias is not None:
+        owner.__class__ = _RowLinear
+
+
+def _adapt_embedding(owner: nn.Module, dim: int, axis: Axis) -> None:
+    assert isinstance(owner, nn.Embedding)
+    owner.num_embeddings, owner.embedding_dim = owner.weight.shape
+    if dim == 0:
+        owner.__class__ = _VocabularyEmbedding
+        assert isinstance(owner, _VocabularyEmbedding)
+        owner.axis = axis
+        if owner.padding_idx is not None:
+            local = owner.padding_idx - axis.rank * owner.num_embeddings
+            owner.padding_idx = local if 0 <= local < owner.num_embeddings else None
+
+
+_ADAPT: dict[str, Callable[[nn.Module, int, Axis], None]] = {"linear": _adapt_linear, "embedding": _adapt_embedding}
+
+
+class _RowLinear(nn.Linear):
+    """A Linear whose inputs are split: partial sums cross the axis, then the bias is added once.
+
+    The class of an existing module is changed to this one, so that its hooks, its name and whoever refers to it stay.
+    """
+
+    leave: Callable[[Tensor, Axis], Tensor]
+    axis: Axis
+
+    def forward(self, input: Tensor) -> Tensor:
+        total = self.leave(F.linear(input, self.weight), self.axis)
+        return total + self.bias.to(total.dtype)
+
+
+class _VocabularyEmbedding(nn.Embedding):
+    """The lookup of a share of the rows; ids of other ranks give zeros, so that the sum over ranks is the lookup.
+
+    An id outside the whole vocabulary stays outside the first or last share, whose lookup then fails as it would in one
+    process, without a check of its own (on an accelerator that would be a sync).
+    """
+
+    axis: Axis
+
+    def forward(self, input: Tensor) -> Tensor:
+        local = input - self.axis.rank * self.num_embeddings
+        is_first, is_last = self.axis.rank == 0, self.axis.rank == self.axis.size - 1
+        elsewhere = local >= self.num_embeddings if is_first else local < 0
+        if not is_first and not is_last:
+            elsewhere = elsewhere | (local >= self.num_embeddings)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+def _install(module: nn.Module, crossing: Crossing, axis: Axis) -> None:
+    if crossing.enter:
+        module.register_forward_pre_hook(partial(_enter, CROSSINGS[crossing.enter], axis), with_kwargs=True)
+    if not crossing.leave:
+        return
+    if isinstance(module, _RowLinear):
+        module.leave, module.axis = CROSSINGS[crossing.leave], axis
+    else:
+        module.register_forward_hook(partial(_leave, CROSSINGS[crossing.leave], axis))
+
+
+def _enter(
+    cross: Callable[[Tensor, Axis], Tensor],
+    axis: Axis,
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first argument crosses; others (rotary tables, masks) are the same on every rank."""
+    if arguments:
+        return (cross(arguments[0], axis), *arguments[1:]), named
+    first = next(iter(named))
+    return arguments, {**named, first: cross(named[first], axis)}
+
+
+def _leave(
+    cross: Callable[[Tensor, Axis], Tensor], axis: Axis, module: nn.Module, arguments: tuple[Any, ...], output: Any
+) -> Any:
+    """The output crosses, or the first of several."""
+    if isinstance(output, tuple):
+        return (cross(output[0], axis), *output[1:])
+    return cross(output, axis)
+
+
+@contextmanager
+def shapes_explained(shares: Mapping[str, Share]) -> Iterator[None]:
+    """Around a forward of a split model: a shape that does not fit is told with the entry that likely caused it."""
+    try:
+        yield
+    except RuntimeError as error:
+        told = explain(error, shares)
+        if told is None:
+            raise
+        raise told from error
+
+
+_MISFIT = re.compile(r"shape|size of tensor|sizes of tensors|must match|broadcast|input of size", re.IGNORECASE)
+
+
+def explain(error: RuntimeError, shares: Mapping[str, Share]) -> ModelError | None:
+    """What a shape error in a split model most likely means; None where it is no such error."""
+    if not _MISFIT.search(str(error)):
+        return None
+    numbers = {int(number) for number in re.findall(r"\d+", str(error))}
+    for share in shares.values():
+        whole, held = share.piece.shape, share.piece.size
+        for dim, (all_of_it, here) in enumerate(zip(whole, held, strict=True)):
+            if all_of_it != here and numbers & {all_of_it, here}:
+                what = (
+                    f"{sentence(error)}; '{share.piece.name}' {list(whole)} is split along dim {dim} into {here} each"
+                )
+                fix = "What reads it must take a share (use -1 in view and reshape), or its entry needs whole = true."
+                return ModelError(what, fix)
+    return None

@@ -1,0 +1,232 @@
+"""Which layouts may a job have on so many ranks, and what follows from each?
+
+Every way to part the ranks over the axes is asked for its legality, and every legal one for the bytes its fullest rank
+holds and what its busiest rank sends. Pure arithmetic without torch. Invariant: nothing is left out silently: what is
+not legal is counted with its reason, and what is not enumerated is said in ``layouts_of``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from closeranks.core.errors import Problem
+from closeranks.facts.activations import Passage, activations
+from closeranks.facts.activations import Stage as LlamaStage
+from closeranks.facts.anatomy import Anatomy, Unit, distinct
+from closeranks.facts.layout import Demands, Layout, divisors, legal_problems
+from closeranks.facts.llama import LlamaShape
+from closeranks.facts.memory import Part
+from closeranks.facts.mesh import Mesh
+from closeranks.facts.spread import Holding, Share, Stage, Terms, holding, share_of, shared_names, stages_of
+from closeranks.facts.volumes import Flow, Volume, volumes
+from closeranks.facts.waiting import Waiting, waiting_in
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A job as planning sees it: everything but the layout."""
+
+    anatomy: Anatomy
+    demands: Demands
+    terms: Terms
+    llama: LlamaShape | None = None
+    """Where it is one: activations and what crosses the tensor and pipeline axes are known."""
+    passage: Passage | None = None
+    """One micro-batch, before any axis splits it."""
+
+    def num_micro(self, layout: Layout) -> int:
+        """Micro-batches of a step on the data rank that has the most."""
+        return -(-self.demands.num_micro // layout.data)
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """What the ranks at one pipeline coordinate hold and send; of them the first of the shard axis, which has most."""
+
+    pipeline: int
+    stages: tuple[Stage, ...]
+    state: Holding
+    activations: tuple[Part, ...]
+    volumes: tuple[Volume, ...]
+
+    @property
+    def activation_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.activations)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.state.total + self.activation_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(volume.sent_bytes for volume in self.volumes)
+
+    def sent_on(self, *axes: str) -> int:
+        return sum(volume.sent_bytes for volume in self.volumes if volume.axis in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What follows from one layout."""
+
+    layout: Layout
+    num_micro: int
+    waiting: Waiting
+    ranks: tuple[RankCost, ...]
+    """By pipeline coordinate."""
+
+    @property
+    def fullest(self) -> RankCost:
+        return max(self.ranks, key=lambda rank: rank.total_bytes)
+
+    @property
+    def busiest(self) -> RankCost:
+        return max(self.ranks, key=lambda rank: rank.sent_bytes)
+
+
+def layouts_of(num_ranks: int, *, schedule: str = "1f1b", with_hsdp: bool = False) -> Iterator[Layout]:
+    """Every way to part so many ranks over data, tensor and pipeline, with each ZeRO stage that means something.
+
+    Left out: context and expert (this version does not train them), ZeRO where there is one data rank (nothing to part
+    over), and, unless asked for, ZeRO over fewer than all data ranks.
+    """
+    for tensor in divisors(num_ranks):
+        for pipeline in divisors(num_ranks // tensor):
+            data = num_ranks // tensor // pipeline
+            plain = Layout(data, tensor=tensor, pipeline=pipeline, schedule=schedule if pipeline > 1 else "1f1b")
+            yield plain
+            for zero in (1, 2, 3) if data > 1 else ():
+                shards = [size for size in divisors(data) if 1 < size < data] if with_hsdp else []
+                yield from (replace(plain, zero=zero, shard=shard) for shard in (0, *shards))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """How many layouts one axis rules out, and a reason for example."""
+
+    axis: str
+    count: int
+    example: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    legal: tuple[Layout, ...]
+    refused: tuple[Refusals, ...]
+
+    @property
+    def num_refused(self) -> int:
+        return sum(refusal.count for refusal in self.refused)
+
+
+def sort_out(layouts: Iterable[Layout], demands: Demands) -> Sorted:
+    """Legal ones apart from the others, which are counted under their first obstacle."""
+    legal, refused = [], dict[str, list[Problem]]()
+    for layout in layouts:
+        problems = legal_problems(layout, demands)
+        if problems:
+            refused.setdefault(problems[0].place.removeprefix("layout."), []).append(problems[0])
+        else:
+            legal.append(layout)
+    ranked = sorted(refused.items(), key=lambda entry: -len(entry[1]))
+    return Sorted(tuple(legal), tuple(Refusals(axis, len(found), found[0]) for axis, found in ranked))
+
+
+def cost_of(subject: Subject, layout: Layout) -> Cost:
+    return Costing(subject).of(layout)
+
+
+class Costing:
+    """Costs of many layouts of one job. What layouts have in common is computed once, and so is what ranks have in
+    common: between its ends a pipeline has few kinds of them."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._cuts: dict[tuple[int, str], _Cut] = {}
+        self._shares: dict[Hashable, Share] = {}
+        self._passed: dict[Hashable, tuple[LlamaStage, ...]] = {}
+
+    def of(self, layout: Layout) -> Cost:
+        subject, cut = self._subject, self._cut(layout)
+        num_micro = subject.num_micro(layout)
+        terms = replace(subject.terms, num_micro=num_micro)
+        waits = waiting_in(layout, num_micro)
+        states: dict[Hashable, tuple[Holding, tuple[Volume, ...]]] = {}
+        ranks = []
+        for coordinate, (stages, kind) in enumerate(zip(cut.stages, cut.kinds, strict=True)):
+            if kind not in states:
+                share = self._share(stages, kind, cut.shared, layout)
+                states[kind] = holding(share, layout, terms), volumes(share, layout, terms, _flow(subject))
+            kept = self._activations(stages, kind, layout, waits.in_flight[coordinate])
+            ranks.append(RankCost(coordinate, stages, states[kind][0], kept, states[kind][1]))
+        return Cost(layout, num_micro, waits, tuple(ranks))
+
+    def _cut(self, layout: Layout) -> _Cut:
+        key = (layout.pipeline, layout.schedule)
+        if key not in self._cuts:
+            stages = stages_of(self._subject.anatomy, layout)
+            kinds = tuple(_kind(own, layout) for own in stages)
+            self._cuts[key] = _Cut(stages, kinds, shared_names(stages))
+        return self._cuts[key]
+
+    def _share(self, stages: tuple[Stage, ...], kind: Hashable, shared: Collection[str], layout: Layout) -> Share:
+        num_shards = Mesh(layout).sizes[2] if layout.zero else 0
+        key = (kind, layout.tensor, layout.zero == 3, layout.data == 1, num_shards)
+        if key not in self._shares:
+            self._shares[key] = share_of(stages, shared, layout, self._subject.terms)
+        return self._shares[key]
+
+    def _activations(
+        self, stages: Sequence[Stage], kind: Hashable, layout: Layout, in_flight: Mapping[int, int]
+    ) -> tuple[Part, ...]:
+        llama, passage = self._subject.llama, self._subject.passage
+        if llama is None or passage is None:
+            return ()
+        key = (kind, layout.tensor)
+        if key not in self._passed:
+            self._passed[key] = tuple(_llama_stage(stage, layout) for stage in stages)
+        passage = replace(passage, tensor=layout.tensor)
+        counts = (in_flight[stage.number] for stage in stages)
+        passed = [replace(stage, in_flight=count) for stage, count in zip(self._passed[key], counts, strict=True)]
+        return activations(llama, passage, passed, is_pipeline=layout.pipeline > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A pipeline's stages by rank, a key that equal ranks share, and the weights of which several hold a copy."""
+
+    stages: tuple[tuple[Stage, ...], ...]
+    kinds: tuple[Hashable, ...]
+    shared: frozenset[str]
+
+
+def _kind(stages: Sequence[Stage], layout: Layout) -> Hashable:
+    """Equal for ranks that hold and send the same. The two ends of the pipeline have neighbours on one side alone."""
+    ends = (0, layout.num_stages - 1)
+    return tuple((stage.number in ends, tuple(map(_signature, stage.units))) for stage in stages)
+
+
+def _signature(unit: Unit) -> Hashable:
+    return unit.is_block, tuple((weight.shape, weight.dim) for weight in unit.weights)
+
+
+def _flow(subject: Subject) -> Flow | None:
+    if subject.llama is None or subject.passage is None:
+        return None
+    passage = subject.passage
+    return Flow(passage.num_tokens, subject.llama.dim, passage.precision, passage.recompute, tuple(passage.keep))
+
+
+def _llama_stage(stage: Stage, layout: Layout) -> LlamaStage:
+    blocks = [unit for unit in stage.units if unit.is_block]
+    products = (weight for weight in distinct(blocks) if len(weight.shape) > 1)
+    head = next((unit for unit in stage.units if unit.name == "lm_head"), None)
+    return LlamaStage(
+        num_blocks=len(blocks),
+        is_first=stage.number == 0,
+        is_last=stage.number == layout.num_stages - 1,
+        in_flight=1,
+        num_block_params=sum(weight.numel(layout.tensor) for weight in products),
+        num_head_params=head.numel(layout.tensor) if head else 0,
+    )

@@ -1,0 +1,139 @@
+"""How is what follows from layouts put into columns and words?
+
+Pure: costs in, cells and sentences out; ``cli`` draws them. Invariant: one unit for all bytes of a listing, so that
+columns can be compared at a glance, and no column without a sentence that says what it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from closeranks.facts.layout import Layout
+from closeranks.facts.memory import Part
+from closeranks.plan.layouts import Cost, RankCost, Sorted
+
+DATA_AXES = ("data", "shard", "replica")
+COLUMNS = ("layout", "weights", "grads", "optim", "buffers", "activ.", "total", "bubble", "data", "tensor", "pipe")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNKNOWN = "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A unit for bytes."""
+
+    name: str
+    size: int
+
+    @classmethod
+    def fitting(cls, largest: int) -> Scale:
+        """The largest unit in which the largest number is still ten or more."""
+        power = 0
+        while power + 1 < len(_UNITS) and largest >= 10 * 1024 ** (power + 1):
+            power += 1
+        return cls(_UNITS[power], 1024**power)
+
+    def text(self, num_bytes: int) -> str:
+        """Three digits; a dash for nothing at all, a bound for what would round to it."""
+        if num_bytes == 0:
+            return "-"
+        value = num_bytes / self.size
+        if value < 0.005 and self.size > 1:
+            return "<.01"
+        return f"{value:,.0f}" if value >= 100 or self.size == 1 else f"{value:.{1 if value >= 10 else 2}f}"
+
+
+def scale_of(costs: Sequence[Cost]) -> Scale:
+    return Scale.fitting(max((cost.fullest.total_bytes for cost in costs), default=0))
+
+
+def plain(layout: Layout) -> Layout:
+    """The same layout without words that change nothing, so that equal ones are equal."""
+    zero = layout.zero if layout.data > 1 else 0
+    shard = layout.shard if zero and layout.shard != layout.data else 0
+    return replace(layout, zero=zero, shard=shard, schedule=layout.schedule if layout.pipeline > 1 else "1f1b")
+
+
+def cells(cost: Cost, scale: Scale, *, knows_activations: bool) -> tuple[str, ...]:
+    """One row, in the order of ``COLUMNS``."""
+    full, busy = cost.fullest, cost.busiest
+    state = full.state
+    kept = scale.text(full.activation_bytes) if knows_activations else _UNKNOWN
+    held = [*map(scale.text, (state.parameters, state.gradients, state.optimizer, state.buffer_bytes)), kept]
+    sent = [scale.text(busy.sent_on(*axes)) for axes in (DATA_AXES, ("tensor",), ("pipeline",))]
+    bubble = f"{100 * cost.waiting.bubble:.1f}%" if cost.layout.pipeline > 1 else "-"
+    return str(cost.layout), *held, scale.text(full.total_bytes), bubble, *sent
+
+
+def refusals(found: Sorted) -> str:
+    """``36 more are not legal: 24 by tensor (16 does not divide the model's 8 key-value heads), 12 by ...``"""
+    if not found.refused:
+        return "None was refused."
+    count = found.num_refused
+    why = "; ".join(f"{entry.count} by {entry.axis} ({entry.example.what})" for entry in found.refused)
+    return f"{count} more {'is' if count == 1 else 'are'} not legal for this model and batch: {why}."
+
+
+def meaning(*, knows_activations: bool) -> str:
+    """What the columns count."""
+    estimate = (
+        "activ. estimates what the micro-batches in flight keep for backward (eager, fused attention; an allocator "
+        "needs 10 to 25% on top)"
+        if knows_activations
+        else "activ. is not known for this model, so total is state alone"
+    )
+    return (
+        "Held by the fullest rank: weights, gradients, optimizer state; buffers are gathered weights and gradients on "
+        f"their way; {estimate}. bubble is the share of time that pipeline ranks wait for each other, stages taken as "
+        "equal. data, tensor and pipe are sent per step by the busiest rank, in rings."
+    )
+
+
+def as_json(cost: Cost, *, is_job: bool) -> dict[str, Any]:
+    """Everything about one layout, for machines; bytes and calls as whole numbers."""
+    return {
+        "layout": str(cost.layout),
+        "is_job": is_job,
+        "num_micro": cost.num_micro,
+        "bubble": cost.waiting.bubble,
+        "fullest": _rank_as_json(cost.fullest),
+        "busiest": _rank_as_json(cost.busiest),
+    }
+
+
+def ranks_as_json(cost: Cost) -> list[dict[str, Any]]:
+    return [
+        {**_rank_as_json(rank), "stages": {stage.number: [unit.name for unit in stage.units] for stage in rank.stages}}
+        for rank in cost.ranks
+    ]
+
+
+def _rank_as_json(rank: RankCost) -> dict[str, Any]:
+    state = rank.state
+    return {
+        "pipeline": rank.pipeline,
+        "weights_bytes": state.parameters,
+        "gradients_bytes": state.gradients,
+        "optimizer_bytes": state.optimizer,
+        "buffers": _parts_as_json(state.buffers),
+        "activations": _parts_as_json(rank.activations),
+        "total_bytes": rank.total_bytes,
+        "traffic": [
+            {
+                "axis": row.axis,
+                "what": row.what,
+                "operation": row.operation,
+                "num_ranks": row.num_ranks,
+                "calls": row.calls,
+                "payload_bytes": row.payload_bytes,
+                "sent_bytes": row.sent_bytes,
+            }
+            for row in rank.volumes
+        ],
+    }
+
+
+def _parts_as_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    return [{"name": part.name, "bytes": part.num_bytes} for part in parts]

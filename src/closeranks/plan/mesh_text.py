@@ -1,0 +1,121 @@
+"""Which rank stands where and holds what, as text?
+
+Invariant: a mesh that fits a screen is written out; of a larger one the first ranks are, and how many are left out is
+said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from closeranks.facts.anatomy import Unit
+from closeranks.facts.layout import Layout
+from closeranks.facts.mesh import Mesh, Place
+from closeranks.facts.spread import Stage
+from closeranks.plan.layouts import Cost
+from closeranks.plan.listing import Scale
+
+_MOST = 12
+_MOST_ROWS = 48
+"""Of all grids together."""
+
+
+def mesh_lines(cost: Cost) -> Iterator[str]:
+    """A grid for each pipeline rank: data ranks downwards, tensor ranks across."""
+    mesh = Mesh(cost.layout)
+    _, replicas, shards, tensors = mesh.sizes
+    width = max(len(str(cost.layout.num_ranks - 1)), len(f"tensor {tensors - 1}")) + 2
+    most = max(1, min(_MOST, _MOST_ROWS // len(cost.ranks)))
+    for rank in cost.ranks:
+        yield f"pipeline {rank.pipeline}   {'; '.join(map(stage_name, rank.stages))}"
+        shown = range(min(tensors, _MOST))
+        yield " " * 20 + "".join(f"{f'tensor {tensor}':>{width}}" for tensor in shown) + _more(tensors, "tensor ranks")
+        rows = [(replica, shard) for replica in range(replicas) for shard in range(shards)]
+        for replica, shard in rows[:most]:
+            numbers = (mesh.rank_of(Place(rank.pipeline, replica, shard, tensor)) for tensor in shown)
+            yield f"  {_row_name(mesh, replica, shard):<18}" + "".join(f"{number:>{width}}" for number in numbers)
+        if len(rows) > most:
+            yield f"  ... and {len(rows) - most} more data ranks"
+
+
+def _row_name(mesh: Mesh, replica: int, shard: int) -> str:
+    _, replicas, shards, _ = mesh.sizes
+    if replicas > 1 and shards > 1:
+        return f"replica {replica} shard {shard}"
+    return f"shard {shard}" if shards > 1 else f"data {replica}"
+
+
+def _more(count: int, noun: str) -> str:
+    return f"   ... of {count} {noun}" if count > _MOST else ""
+
+
+def group_lines(layout: Layout) -> Iterator[str]:
+    """Who meets whom on each axis."""
+    mesh = Mesh(layout)
+    for axis, size in zip(("pipeline", "replica", "shard", "tensor"), mesh.sizes, strict=True):
+        if size > 1:
+            groups = mesh.groups(axis)
+            shown = "  ".join(_ranks(group) for group in groups[:_MOST])
+            yield f"{axis:<9} {len(groups)} x {size:<4} {shown}{_more(len(groups), 'groups')}"
+
+
+def _ranks(group: Sequence[int]) -> str:
+    """``0-3``, ``0,4,8``; long ones as first, second, ..., last."""
+    if len(group) > 2 and list(group) == list(range(group[0], group[-1] + 1)):
+        return f"{group[0]}-{group[-1]}"
+    shown = [str(rank) for rank in group] if len(group) <= 8 else [*map(str, group[:3]), "...", str(group[-1])]
+    return ",".join(shown)
+
+
+def stage_name(stage: Stage) -> str:
+    return f"stage {stage.number}: {unit_names(stage.units)}"
+
+
+def unit_names(units: Sequence[Unit]) -> str:
+    """``model.embed_tokens, model.layers.0..3``: numbered neighbours together."""
+    runs: list[list[str]] = []
+    for unit in units:
+        if runs and _follows(runs[-1][-1], unit.name):
+            runs[-1].append(unit.name)
+        else:
+            runs.append([unit.name])
+    return ", ".join(_run_name(run) for run in runs)
+
+
+def _run_name(run: Sequence[str]) -> str:
+    if not run[0]:
+        return "what stands outside all units"
+    return run[0] if len(run) == 1 else f"{run[0]}..{run[-1].rpartition('.')[2]}"
+
+
+def _follows(before: str, name: str) -> bool:
+    (parent, _, last), (own, _, number) = before.rpartition("."), name.rpartition(".")
+    return parent == own and last.isdecimal() and number.isdecimal() and int(number) == int(last) + 1
+
+
+def byte_lines(cost: Cost, scale: Scale, *, knows_activations: bool) -> Iterator[str]:
+    """What each pipeline rank holds, then the named parts of the fullest."""
+    names = ("weights", "gradients", "optimizer", "buffers", "activations", "total")
+    yield f"{scale.name + ' a rank':<14}" + "".join(f"{name:>13}" for name in names)
+    for rank in cost.ranks:
+        state = rank.state
+        held = (state.parameters, state.gradients, state.optimizer, state.buffer_bytes)
+        kept = scale.text(rank.activation_bytes) if knows_activations else "?"
+        texts = (*map(scale.text, held), kept, scale.text(rank.total_bytes))
+        yield f"pipeline {rank.pipeline:<5}" + "".join(f"{text:>13}" for text in texts)
+    full = cost.fullest
+    parts = (*full.state.buffers, *full.activations)
+    if parts:
+        yield f"of which on pipeline {full.pipeline}, the fullest:"
+        width = max(len(part.name) for part in parts)
+        yield from (f"  {part.name:<{width}}  {scale.text(part.num_bytes):>8}" for part in parts)
+
+
+def traffic_lines(cost: Cost) -> Iterator[str]:
+    """What the busiest rank sends in a step, a line per kind of collective."""
+    busy = cost.busiest
+    scale = Scale.fitting(max((row.sent_bytes for row in busy.volumes), default=0))
+    yield f"sent per step by a rank of pipeline {busy.pipeline}, the busiest ({scale.name}):"
+    for row in busy.volumes:
+        what = f"{row.operation} of {row.what} over {row.num_ranks} {row.axis} ranks"
+        yield f"  {what:<58} {row.calls:>7,} calls {scale.text(row.sent_bytes):>9}"

@@ -1,0 +1,136 @@
+"""What does planning need to know of a job?
+
+Our own models follow from their shapes, without torch. A user's module is built on the meta device, which holds no
+weights; where that cannot be done the person is told what is missing. Invariant: nothing is trained, drawn or stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from closeranks.core.errors import ModelError
+from closeranks.core.registry import is_dotted
+from closeranks.facts import digits, pairs
+from closeranks.facts.activations import Passage
+from closeranks.facts.anatomy import Anatomy, anatomy
+from closeranks.facts.layout import Demands
+from closeranks.facts.llama import llama_anatomy
+from closeranks.facts.spread import Bucket, Item, Terms
+from closeranks.plan.layouts import Subject
+from closeranks.run.job import Job, demands, micro_batch_size
+from closeranks.sync.buckets import MIB, Member, plan_buckets
+from closeranks.sync.config import SyncConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from closeranks.core.protocols import ModelSpec
+    from closeranks.models.config import LlamaConfig
+
+ALIGN_BYTES = 64
+"""As ``sync.shards``, which imports torch, aligns the members of its buckets."""
+
+
+def subject_of(job: Job) -> Subject:
+    """The job without its layout, as ``plan`` takes it."""
+    needs = demands(job, micro_batch_size(job.train))
+    if is_dotted(job.model.name):
+        spec, found = _built_on_meta(job)
+        return Subject(found, needs, _terms(job, len(spec.metrics)))
+    if job.model.name == "llama":
+        return _llama(job, cast("LlamaConfig", job.model), needs)
+    small = _SMALL[job.model.name]
+    found = anatomy(small.shapes(job.model), units=small.units)
+    return Subject(found, needs, _terms(job, small.num_metrics))
+
+
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """A model of ours that is known by its parameters alone."""
+
+    shapes: Callable[[Any], dict[str, tuple[int, ...]]]
+    units: tuple[str, ...]
+    num_metrics: int
+
+
+_SMALL = {
+    "digits": _Small(lambda config: digits.parameter_shapes(config.shape()), digits.UNITS, num_metrics=1),
+    "pairs": _Small(lambda config: pairs.parameter_shapes(config.shape()), pairs.UNITS, num_metrics=2),
+}
+
+
+def _llama(job: Job, config: LlamaConfig, needs: Demands) -> Subject:
+    shape = config.shape()
+    passage = Passage(
+        num_tokens=needs.micro_batch * job.data.seq_len,
+        precision=job.train.precision,
+        recompute=job.train.recompute,
+        keep=job.train.recompute_keep,
+        dropout=config.dropout,
+    )
+    return Subject(llama_anatomy(shape, job.data.seq_len), needs, _terms(job), shape, passage)
+
+
+def _terms(job: Job, num_metrics: int = 0) -> Terms:
+    return Terms(
+        precision=job.train.precision,
+        optimizer=job.optim.name,
+        hold=job.layout.hold,
+        prefetch=job.sync.prefetch,
+        buckets=PlannedBuckets(job.sync),
+        num_metrics=num_metrics,
+    )
+
+
+def _built_on_meta(job: Job) -> tuple[ModelSpec, Anatomy]:
+    """A user's model. Torch is imported here and nowhere else in planning."""
+    import torch
+
+    from closeranks.models.build import spec_for
+
+    spec = spec_for(job.model, seq_len=job.data.seq_len)
+    try:
+        with torch.device("meta"):
+            module = spec.build()
+    except ModelError as error:
+        what = f"{error.what.rstrip('.')}, when built without memory (on the meta device) to count its parameters"
+        raise ModelError(what, "Let the factory make its tensors without reading their values.") from error
+    return spec, _anatomy_of(spec, module)
+
+
+def _anatomy_of(spec: ModelSpec, module: nn.Module) -> Anatomy:
+    owners: dict[nn.Parameter, str] = {}
+    ties = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if (first := owners.setdefault(parameter, name)) != name:
+            ties[name] = first
+    from closeranks.parallel.zero import choose_units, describe
+
+    chain = spec.chain
+    return anatomy(
+        {name: tuple(parameter.shape) for parameter, name in owners.items()},
+        units=chain.units if chain is not None else spec.blocks or choose_units(describe(module), ()),
+        costs=chain.costs if chain is not None else (),
+        blocks=spec.blocks,
+        rules=[(rule.pattern, rule.dim, rule.sequence) for rule in spec.sharding_rules],
+        ties=ties,
+    )
+
+
+class PlannedBuckets:
+    """The reducers' own bucket plan, for weights that exist as numbers alone (``facts.spread.BucketPlan``)."""
+
+    def __init__(self, sync: SyncConfig) -> None:
+        self._caps = {"cap_bytes": int(sync.bucket_mib * MIB), "first_cap_bytes": int(sync.first_bucket_mib * MIB)}
+
+    def __call__(self, items: Sequence[Item], *, num_shards: int, element_bytes: int) -> Sequence[Bucket]:
+        axes = list(dict.fromkeys(axis for item in items for axis in item.sums))
+        members = [
+            Member(item.name, item.numel, "", element_bytes, item.stage, partial_over=tuple(map(axes.index, item.sums)))
+            for item in items
+        ]
+        cuts = {"num_shards": num_shards, "align_bytes": ALIGN_BYTES} if num_shards else {}
+        plan = plan_buckets(members, **self._caps, **cuts)
+        return [Bucket(bucket.numel, tuple(axes[number] for number in bucket.partial_over)) for bucket in plan]

@@ -1,0 +1,145 @@
+"""Does a job train the same under another layout?
+
+A few steps are recorded on the workers (losses, the first step's gradients, the weights at the end, each rank its own
+pieces), once in one process and once under the layout, and compared tensor by tensor. Invariant: no process holds more
+than one whole tensor beside its own part of the model, and a missing or extra tensor is a difference.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from closeranks.agent.link import WorkerLink
+from closeranks.checkpoint.pieces import PieceReader, save_pieces
+from closeranks.core.events import StepDone
+from closeranks.core.pieces import Piece
+from closeranks.elastic.vote import Verdict
+from closeranks.run.hooks import Hook
+from closeranks.run.job import Job
+from closeranks.run.loop import train_job
+from closeranks.run.overseer import settle_in
+from closeranks.run.session import Session
+from closeranks.run.state import kept
+
+GRADIENTS, WEIGHTS = "gradients", "weights"
+_SUMMARY = "proof.json"
+
+
+class Record(Hook):
+    """Writes what a run came to into a folder that all ranks share."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._steps: list[StepDone] = []
+
+    def on_start(self, session: Session) -> None:
+        def keep_first(index: int, verdict: Verdict) -> None:
+            if index == 0:
+                self._write(session, GRADIENTS, _gradients(session, verdict.factor))
+
+        session.parts.watchers.append(keep_first)
+
+    def on_step(self, session: Session, step: StepDone) -> None:
+        self._steps.append(step)
+
+    def on_end(self, session: Session) -> None:
+        self._write(session, WEIGHTS, ((one.piece, one.tensor) for one in kept(session.parts) if one.is_spoken))
+        if session.world.is_lead:
+            rows = [{"loss": step.loss, "grad_norm": step.grad_norm, "metrics": step.metrics} for step in self._steps]
+            (self._folder / _SUMMARY).write_text(json.dumps(rows))
+
+    def _write(self, session: Session, section: str, pieces: Iterable[tuple[Piece, Tensor]]) -> None:
+        items = [(section, piece.name, piece, tensor) for piece, tensor in pieces]
+        save_pieces(self._folder / section, session.world.rank, session.world.size, items, tree={})
+
+
+def _gradients(session: Session, factor: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """As the optimizer takes them: divided by the weight of all ranks, and clipped."""
+    for leaf in session.parts.reducer.leaves():
+        if leaf.is_spoken and leaf.tensor.grad is not None:
+            yield leaf.piece, leaf.tensor.grad * factor.to(leaf.tensor.grad.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that two runs had differently, or had to have alike."""
+
+    kind: Literal["loss", "gradient", "weight"]
+    name: str
+    """The tensor, or the step of a loss."""
+    relative: float
+    """Size of the difference by size of the reference; infinite where one run lacks it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two records, quantity by quantity in the order of the model."""
+
+    differences: tuple[Difference, ...]
+
+    def largest(self, kind: str) -> float:
+        return max((one.relative for one in self.differences if one.kind == kind), default=math.inf)
+
+    def first_beyond(self, tolerances: Mapping[str, float]) -> Difference | None:
+        """The first that differs by more than its kind may; kinds that are not named may differ."""
+        beyond = (one for one in self.differences if not one.relative <= tolerances.get(one.kind, math.inf))
+        return next(beyond, None)
+
+
+def compare(record: Path, reference: Path) -> Comparison:
+    """Losses first, then gradients, then weights: what goes wrong first stands first."""
+    return Comparison(
+        (
+            *_compare_losses(record, reference),
+            *_compare_tensors("gradient", record / GRADIENTS, reference / GRADIENTS, GRADIENTS),
+            *_compare_tensors("weight", record / WEIGHTS, reference / WEIGHTS, WEIGHTS),
+        )
+    )
+
+
+def losses(record: Path) -> list[float]:
+    return [row["loss"] for row in json.loads((record / _SUMMARY).read_text())]
+
+
+def _compare_losses(record: Path, reference: Path) -> Iterator[Difference]:
+    for number, (ours, theirs) in enumerate(
+        zip_longest(losses(record), losses(reference), fillvalue=math.nan), start=1
+    ):
+        relative = abs(ours - theirs) / abs(theirs) if theirs else abs(ours)
+        yield Difference("loss", f"step {number}", math.inf if math.isnan(relative) else relative)
+
+
+def _compare_tensors(
+    kind: Literal["gradient", "weight"], record: Path, reference: Path, section: str
+) -> Iterator[Difference]:
+    ours, theirs = PieceReader(record), PieceReader(reference)
+    found, wanted = ours.shapes(section), theirs.shapes(section)
+    for name in (*wanted, *(name for name in found if name not in wanted)):
+        if found.get(name) != wanted.get(name):
+            yield Difference(kind, name, math.inf)
+            continue
+        whole = Piece.whole(name, wanted[name])
+        yield Difference(kind, name, relative_difference(*(side.read(section, name, whole) for side in (ours, theirs))))
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Of one tensor, by norms in float64; two zeros are equal, a value that is not finite is equal to nothing."""
+    distance, size = (ours.double() - theirs.double()).norm().item(), theirs.double().norm().item()
+    if not math.isfinite(distance):
+        return math.inf
+    return distance / size if size else (0.0 if distance == 0.0 else math.inf)
+
+
+def record_entry(payload: dict[str, Any], link: WorkerLink) -> int:
+    """A worker's part in a proof."""
+    settle_in(link=link)
+    train_job(Job.model_validate(payload["job"]), Path(payload["folder"]), [Record(Path(payload["record"]))])
+    return 0

@@ -1,0 +1,36 @@
+"""What do a rank's micro-batches add up to?
+
+Sums of loss, weight and metrics in float64 on the device, without a host sync. Invariant: only a rank that speaks
+reports them, so that in the vote every micro-batch is counted once, however many ranks worked on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from closeranks.core.protocols import Loss
+
+
+class Tally:
+    """Loss, weight and metrics of the micro-batches added so far."""
+
+    def __init__(self, metrics: Sequence[str], device: torch.device, *, speaks: bool = True) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._speaks = speaks
+        self.loss, self.weight = zero.clone(), zero.clone()
+        self.metrics = {name: zero.clone() for name in metrics}
+
+    def add(self, loss: Loss) -> None:
+        if not self._speaks:
+            return
+        self.loss += loss.total.detach()
+        self.weight += loss.weight
+        for name, value in loss.metrics.items():
+            self.metrics[name] += value.detach() if isinstance(value, Tensor) else value
+
+    def row(self) -> Tensor:
+        """Loss, weight, then the metrics, as one vector."""
+        return torch.stack([self.loss, self.weight, *self.metrics.values()])

@@ -1,0 +1,137 @@
+"""How does FSDP2 (zero=3) answer as a reducer?
+
+FSDP2's own hooks gather weights and reduce gradients while forward and backward run; here stand when it may do so, and
+what this rank's optimizer sees of it: each parameter's local rows as an ordinary tensor. ``hold`` as ``shards``: every
+micro-batch gathers and reduces. As ``step``: weights are gathered in the first forward of a step and kept, gradients
+are reduced in the last backward.
+
+Invariants: gradients are sums, never means; a parameter that no sample used has gradient zero; replicas (HSDP) are
+summed once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Held, Leaf
+from closeranks.sync.held import DataGroup
+from closeranks.sync.partial import Part, sum_parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A parameter and what this rank updates of it."""
+
+    held: Held
+    leaf: Leaf
+
+    def gradient(self) -> Tensor:
+        """The local rows' part of the gradient; zeros where no sample used the parameter."""
+        found = self.held.parameter.grad
+        if found is None:
+            return torch.zeros_like(self.leaf.tensor)
+        return local_of(found)
+
+
+class FullyShardedReducer:
+    """FSDP2 behind ``core.protocols.Reducer``; ``modules`` are this rank's stages, each made by ``fully_shard``."""
+
+    needs_equal_counts = True
+
+    def __init__(
+        self, held: Sequence[Held], modules: Sequence[nn.Module], shard: DataGroup, replica: DataGroup, *, hold: str
+    ) -> None:
+        self._modules = [module for module in modules if isinstance(module, FSDPModule)]
+        self._shard, self._replica = shard, replica
+        self._holds_step = hold == "step"
+        self._trained = [one for one in held if one.parameter.requires_grad]
+        self._shares = [share for one in self._trained if (share := self._share(one)).leaf.tensor.numel()]
+        self._gradients: list[Tensor] = []
+
+    def leaves(self) -> Sequence[Leaf]:
+        return tuple(share.leaf for share in self._shares)
+
+    def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
+        module = self._modules[stage]
+        module.set_is_last_backward(is_last)
+        if self._holds_step:
+            module.set_requires_gradient_sync(is_last)
+            module.set_reshard_after_backward(is_last)
+        elif self._replica.size > 1:
+            module.set_requires_all_reduce(is_last)
+
+    def end_backward(self, stage: int = 0) -> None:
+        """FSDP2 has sent everything by the end of a backward."""
+
+    def finish(self) -> None:
+        self._gradients = [share.gradient() for share in self._shares]
+        data = tuple(group.process_group for group in (self._shard, self._replica) if group.size > 1)
+        sum_parts(
+            [
+                Part(gradient, (*(() if _is_sharded(share.held) else data), *share.held.partial_over))
+                for share, gradient in zip(self._shares, self._gradients, strict=True)
+            ]
+        )
+        self._add_copies()
+        for share, gradient in zip(self._shares, self._gradients, strict=True):
+            share.leaf.tensor.grad = gradient
+
+    def gradients(self) -> Sequence[Tensor]:
+        return self._gradients
+
+    def spoken(self) -> Sequence[Tensor]:
+        """Each shard rank speaks for its rows, in the first replica."""
+        pairs = zip(self._shares, self._gradients, strict=True)
+        return [gradient for share, gradient in pairs if share.leaf.is_spoken]
+
+    def spread(self) -> None:
+        """Forget weights that were gathered before the update; the next use gathers them anew."""
+        for module in self._modules:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def release(self) -> None:
+        self._gradients = []
+        for share in self._shares:
+            share.leaf.tensor.grad = None
+        for one in self._trained:  # also those of which this rank has no row
+            one.parameter.grad = None
+
+    def _share(self, one: Held) -> _Share:
+        """FSDP2 cuts the first dim. What has no dims it leaves alone: every rank holds it, the first speaks."""
+        tensor = local_of(one.parameter).detach()
+        is_first = self._replica.rank == 0
+        if _is_sharded(one):
+            piece = one.piece.cut(0, self._shard.rank, self._shard.size)
+            return _Share(one, Leaf(tensor, piece, one.is_spoken and is_first))
+        return _Share(one, Leaf(tensor, one.piece, one.is_spoken and is_first and self._shard.rank == 0))
+
+    def _add_copies(self) -> None:
+        """A parameter that two stages of this rank share was sharded in each: both copies make the sum's update."""
+        copies: dict[Piece, list[int]] = {}
+        for number, share in enumerate(self._shares):
+            copies.setdefault(share.leaf.piece, []).append(number)
+        for numbers in copies.values():
+            total = self._gradients[numbers[0]]
+            for number in numbers[1:]:
+                total += self._gradients[number]
+            for number in numbers[1:]:
+                self._gradients[number].copy_(total)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has in memory of a tensor, sharing that memory."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_sharded(one: Held) -> bool:
+    return isinstance(one.parameter, DTensor)

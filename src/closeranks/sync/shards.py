@@ -1,0 +1,242 @@
+"""How do gradients and weights travel when the data ranks split the optimizer's state (zero=1 and 2)?
+
+[Note: shards] Parameters are views of flat buckets, and each rank of the shard group owns one slice of every bucket: it
+alone updates those elements. Gradients are moved into a bucket that exists only while it travels, and arrive summed as
+this rank's slice; ``spread`` gathers the updated slices into the buckets, so that the parameters hold the new values
+without being touched. With the timetable ``step`` gradients accumulate whole and travel in the last backward; with
+``backward`` they travel and are freed in each, so that a rank never holds more of them than its slices and what is
+under way.
+
+Invariants: the leaves of all shard ranks cover every trainable parameter once; replicas of a shard (HSDP) make the same
+update from the same bits; gaps in buckets hold zeros in weights and gradients.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import SEVERAL_STAGES, Held, Leaf
+from closeranks.sync.buckets import Bucket, plan_buckets
+from closeranks.sync.collectives import gather_flat, reduce_flat
+from closeranks.sync.departures import Departures
+from closeranks.sync.held import DataGroup, as_members, dense_strides, outer_dim, row_of, view_of
+from closeranks.sync.partial import Part, sum_parts
+
+ALIGN_BYTES = 64
+"""Where parameters may begin in a bucket: kernels on odd addresses are slower, and compiled ones copy first."""
+NUM_UNDER_WAY = 2
+"""Buckets that may travel at once where gradients are freed in every backward: one leaves while one arrives."""
+
+
+class _Bucket:
+    """One bucket of weights, this rank's slice of it, and the gradients of that slice."""
+
+    def __init__(self, bucket: Bucket, held: Sequence[Held], shard: DataGroup) -> None:
+        self.held = [held[number] for number in bucket.members]
+        self.stage, self.is_spoken = bucket.stage, bucket.is_spoken
+        self._offsets = bucket.offsets
+        self._strides = [dense_strides(one.parameter) for one in self.held]
+        first = self.held[0].parameter
+        share = bucket.numel // shard.size
+        self._first = share * shard.rank
+        self.weights = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        self.slice = self.weights[self._first : self._first + share]
+        self.gradient = torch.zeros_like(self.slice)
+        self.outgoing: Tensor | None = None
+        """Gradients on their way into the next sum."""
+        self.num_sums = 0
+        """Reductions of this step so far."""
+        self.is_summed = False
+        """Whether the sum over replicas is made or under way too."""
+        for place, one in enumerate(self.held):
+            view = self.member(self.weights, place)
+            view.copy_(one.parameter.detach())
+            one.parameter.data = view
+
+    def member(self, flat: Tensor, place: int) -> Tensor:
+        """A member's part of a flat tensor, with the strides of the parameter."""
+        return flat.as_strided(self.held[place].parameter.shape, self._strides[place], self._offsets[place])
+
+    def load(self, place: int) -> None:
+        """Move a gradient into the outgoing buffer; the parameter forgets it."""
+        if self.outgoing is None:
+            self.outgoing = torch.zeros_like(self.weights)
+        parameter = self.held[place].parameter
+        if parameter.grad is not None:
+            self.member(self.outgoing, place).copy_(parameter.grad)
+            parameter.grad = None
+
+    def leaves(self, is_speaker: bool) -> Iterator[tuple[Leaf, Tensor]]:
+        """Of each member that this rank has a share of: the share, and its gradient."""
+        last = self._first + self.slice.numel()
+        for offset, one in zip(self._offsets, self.held, strict=True):
+            begin, end = max(offset, self._first), min(offset + one.parameter.numel(), last)
+            if begin < end:
+                piece = _piece(one, begin - offset, end - offset)
+                weights = self.slice[begin - self._first : end - self._first]
+                gradient = self.gradient[begin - self._first : end - self._first]
+                if piece.flat is None:
+                    like = one.parameter.detach()[tuple(map(slice, piece.size))]
+                    weights, gradient = view_of(weights, 0, like), view_of(gradient, 0, like)
+                yield Leaf(weights, piece, one.is_spoken and is_speaker), gradient
+
+
+def _piece(one: Held, begin: int, end: int) -> Piece:
+    """Elements ``begin`` to ``end`` in memory: a range of the rows, or a box where memory has another order."""
+    row = row_of(one.parameter)
+    if row == 1:
+        return one.piece.flattened(begin, end)
+    return one.piece.narrow(outer_dim(one.parameter), begin // row, end // row)
+
+
+class _Journey(NamedTuple):
+    """A bucket's gradients on their way: where the sum arrives, and what must stay alive until then."""
+
+    bucket: _Bucket
+    arriving: Tensor
+    outgoing: Tensor
+    work: dist.Work | None
+    is_last: bool
+    """No other of this step follows for this bucket."""
+
+
+class ShardedReducer:
+    """Reduce-scatter of gradients, all-gather of weights; see ``core.protocols.Reducer`` for the call sequence.
+
+    ``shard`` are the ranks that split the state, ``replica`` those that hold the same slices (HSDP; else a group of
+    one). With zero=2, ``hold`` says what of the gradients a rank holds between micro-batches: their ``shards``, or all
+    of them until the ``step`` is done, as with zero=1, for less traffic.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        shard: DataGroup,
+        replica: DataGroup,
+        *,
+        zero: int,
+        hold: str,
+        bucket_bytes: int,
+        first_bucket_bytes: int,
+        overlap: bool = True,
+    ) -> None:
+        trained = [one for one in held if one.parameter.requires_grad]
+        self._shard, self._replica = shard, replica
+        self.needs_equal_counts = zero == 2 and hold == "shards"
+        self.plan = plan_buckets(
+            as_members(trained, keep_rows=True),
+            cap_bytes=bucket_bytes,
+            first_cap_bytes=first_bucket_bytes,
+            num_shards=shard.size,
+            align_bytes=ALIGN_BYTES,
+        )
+        self._buckets = [_Bucket(bucket, trained, shard) for bucket in self.plan]
+        shares = [share for bucket in self._buckets for share in bucket.leaves(replica.rank == 0)]
+        self._leaves = tuple(leaf for leaf, _ in shares)
+        self._leaf_gradients = tuple(gradient for _, gradient in shares)
+        self._last_of: set[int] = set()
+        """Stages in their last backward of this step."""
+        self._under_way: deque[_Journey] = deque()
+        self._works: list[dist.Work] = []
+        self._departures = Departures(
+            self.plan,
+            [one.parameter for one in trained],
+            load=lambda bucket, place: self._buckets[bucket].load(place),
+            send=lambda bucket: self._send(self._buckets[bucket]),
+            timetable="backward" if self.needs_equal_counts else "step",
+            overlap=overlap,
+        )
+
+    def leaves(self) -> Sequence[Leaf]:
+        return self._leaves
+
+    def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
+        if is_last:
+            self._last_of.add(stage)
+        self._departures.begin(stage, is_last=is_last)
+
+    def end_backward(self, stage: int = 0) -> None:
+        self._departures.end(stage)
+
+    def finish(self) -> None:
+        """Send what backward did not fill, then wait. On CUDA the wait orders streams and does not stop the host."""
+        self._departures.finish()
+        while self._under_way:
+            self._arrive()
+        for bucket in self._buckets:
+            if bucket.num_sums == 0:  # a step without any backward
+                bucket.gradient.zero_()
+            if not bucket.is_summed:
+                self._sum_over_replicas(bucket)
+        for work in self._works:
+            work.wait()
+        sum_parts([Part(b.gradient, groups) for b in self._buckets if (groups := b.held[0].partial_over)])
+        for leaf, gradient in zip(self._leaves, self._leaf_gradients, strict=True):
+            leaf.tensor.grad = gradient
+
+    def gradients(self) -> Sequence[Tensor]:
+        return [bucket.gradient for bucket in self._buckets]
+
+    def spoken(self) -> Sequence[Tensor]:
+        """Each shard rank speaks for its slices, in the first replica."""
+        return [bucket.gradient for bucket in self._buckets if bucket.is_spoken and self._replica.rank == 0]
+
+    def spread(self) -> None:
+        """Gather the slices of all shard ranks into the buckets that the parameters are views of, and wait.
+
+        Anybody may read a parameter from here on (a checkpoint, another module of a tied pair), so nothing is left
+        under way.
+        """
+        if self._shard.size == 1:
+            return
+        group = self._shard.process_group
+        works = [gather_flat(b.weights, b.slice, group=group, async_op=True) for b in self._buckets]
+        for work in works:
+            work.wait()
+
+    def release(self) -> None:
+        for leaf in self._leaves:
+            leaf.tensor.grad = None
+        for bucket in self._buckets:
+            bucket.num_sums, bucket.is_summed = 0, False
+            for one in bucket.held:
+                one.parameter.grad = None
+        self._works.clear()
+        self._last_of.clear()
+        self._departures.reset()
+
+    def _send(self, bucket: _Bucket) -> None:
+        outgoing, bucket.outgoing = bucket.outgoing, None
+        assert outgoing is not None
+        is_first = bucket.num_sums == 0
+        is_last = not self.needs_equal_counts or bucket.stage in self._last_of or bucket.stage == SEVERAL_STAGES
+        bucket.num_sums += 1
+        arriving, work = bucket.gradient if is_first else torch.empty_like(bucket.gradient), None
+        if self._shard.size > 1:
+            work = reduce_flat(arriving, outgoing, group=self._shard.process_group, async_op=True)
+        else:
+            arriving.copy_(outgoing)
+        self._under_way.append(_Journey(bucket, arriving, outgoing, work, is_last))
+        while self.needs_equal_counts and len(self._under_way) > NUM_UNDER_WAY:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        bucket, arriving, _, work, is_last = self._under_way.popleft()
+        if work is not None:
+            work.wait()
+        if arriving is not bucket.gradient:
+            bucket.gradient.add_(arriving)
+        if is_last:
+            self._sum_over_replicas(bucket)
+
+    def _sum_over_replicas(self, bucket: _Bucket) -> None:
+        bucket.is_summed = True
+        if self._replica.size > 1:
+            self._works.append(dist.all_reduce(bucket.gradient, group=self._replica.process_group, async_op=True))

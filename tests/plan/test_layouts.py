@@ -1,0 +1,103 @@
+"""Listing layouts: complete, honest about what is left out, and the same numbers as one by one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from closeranks.facts.layout import Layout, enumerate_layouts, legal_problems
+from closeranks.facts.mesh import Mesh
+from closeranks.plan.layouts import Costing, Subject, cost_of, layouts_of, sort_out
+from closeranks.run.describe import subject_of
+from closeranks.run.job import load_job
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "examples" / "tiny.toml"
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Subject:
+    return subject_of(load_job(TINY).value)
+
+
+@given(st.integers(1, 32))
+def test_every_way_to_part_the_ranks_is_there_once(num_ranks: int) -> None:
+    found = list(layouts_of(num_ranks))
+    assert len(set(found)) == len(found)
+    assert all(layout.num_ranks == num_ranks for layout in found)
+    powers = {layout for layout in enumerate_layouts(num_ranks) if layout.context == 1}
+    assert {layout for layout in powers if layout.data > 1 or layout.zero == 0} <= set(found)
+
+
+def test_hsdp_comes_when_asked_for() -> None:
+    more = set(layouts_of(8, with_hsdp=True)) - set(layouts_of(8))
+    assert {layout.shard for layout in more} == {2, 4}
+    assert all(layout.zero and layout.data % layout.shard == 0 for layout in more)
+    assert len({(*Mesh(layout).sizes, layout.zero) for layout in layouts_of(8, with_hsdp=True)}) == len(
+        list(layouts_of(8, with_hsdp=True))
+    )
+
+
+def test_illegal_ones_are_counted_with_a_reason(tiny: Subject) -> None:
+    demands = replace(tiny.demands, num_kv_heads=2)
+    found = sort_out(layouts_of(16), demands)
+    assert len(found.legal) + found.num_refused == len(list(layouts_of(16)))
+    assert all(not legal_problems(layout, demands) for layout in found.legal)
+    tensor = next(entry for entry in found.refused if entry.axis == "tensor")
+    assert "2 key-value heads" in tensor.example.what
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zbv"])
+def test_shared_work_changes_no_number(tiny: Subject, schedule: str) -> None:
+    costing = Costing(tiny)
+    for layout in sort_out(layouts_of(8, schedule=schedule, with_hsdp=True), tiny.demands).legal:
+        assert costing.of(layout) == cost_of(tiny, layout)
+
+
+def test_the_first_rank_of_a_plain_pipeline_is_the_fullest(tiny: Subject) -> None:
+    cost = cost_of(tiny, Layout(pipeline=4))
+    blocks = [rank.activations[0].num_bytes for rank in cost.ranks]
+    assert blocks == sorted(blocks, reverse=True)
+    assert blocks[0] == 4 * blocks[3] > blocks[3]
+    assert cost.fullest.pipeline == 0
+    assert [stage.number for rank in cost.ranks for stage in rank.stages] == [0, 1, 2, 3]
+    every = cost_of(tiny, Layout(pipeline=4, schedule="gpipe"))
+    assert every.ranks[3].activations[0].num_bytes == 8 * blocks[3], "GPipe holds all 8 micro-batches"
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(list(layouts_of(8))))
+def test_more_splitting_never_takes_more_state(layout: Layout) -> None:
+    tiny = subject_of(load_job(TINY).value)
+    whole = cost_of(tiny, Layout(8)).fullest.state
+    state = cost_of(tiny, layout).fullest.state
+    for part in ("parameters", "gradients", "optimizer"):
+        assert getattr(state, part) <= getattr(whole, part)
+
+
+def test_a_large_model_on_many_ranks_is_listed_quickly_and_without_torch() -> None:
+    """All of it in a fresh interpreter: imports, the job, 112 layouts of 405b on 1024 ranks. Processor time, since
+    others may share the machine."""
+    code = f"""
+import sys, time
+from pathlib import Path
+from closeranks.run.job import load_job
+from closeranks.run.describe import subject_of
+from closeranks.plan.layouts import Costing, layouts_of, sort_out
+sizes = ["model.preset=405b", "train.global_batch=2048", "train.micro_batch=1", "data.seq_len=8192"]
+subject = subject_of(load_job(Path({str(TINY)!r}), sizes).value)
+costing = Costing(subject)
+costs = [costing.of(layout) for layout in sort_out(layouts_of(1024), subject.demands).legal]
+assert len(costs) > 100
+assert not {{"torch", "numpy", "matplotlib"}} & set(sys.modules)
+print(time.process_time())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 2.0

@@ -1,0 +1,89 @@
+"""A job as planning sees it: our models without torch, a user's on the meta device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from closeranks.core.errors import ModelError
+from closeranks.facts.layout import Layout
+from closeranks.facts.spread import share_of, shared_names, stages_of
+from closeranks.plan.layouts import cost_of
+from closeranks.run.describe import ALIGN_BYTES, subject_of
+from closeranks.run.job import load_job
+from closeranks.sync import shards
+
+ROOT = Path(__file__).parents[2]
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.embed = nn.Embedding(10, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+def looks():
+    net = Net()
+    if net.head.weight.sum().item() > 0: pass
+    return net
+
+def data(): return []
+"""
+
+
+def own_job(folder: Path, factory: str) -> Path:
+    (folder / "own_planned.py").write_text(OWN)
+    job = folder / "job.toml"
+    job.write_text(f'[model]\nname = "own_planned:{factory}"\n[data]\nname = "own_planned:data"\n[train]\nsteps = 5\n')
+    return job
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_planned", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["tiny", "digits", "pairs"])
+def test_our_models_are_described_by_their_shapes(name: str) -> None:
+    subject = subject_of(load_job(ROOT / "examples" / f"{name}.toml").value)
+    assert subject.anatomy.num_params > 1000
+    cost = cost_of(subject, Layout(2, zero=3))
+    assert cost.fullest.state.total > 0
+    assert (subject.llama is not None) == (name == "tiny") == bool(cost.fullest.activations)
+
+
+def test_a_users_model_is_counted_without_memory(beside: Path) -> None:
+    subject = subject_of(load_job(own_job(beside, "Net"), ["model.args.width=16"]).value)
+    assert subject.anatomy.num_params == 10 * 16 + 3 * (16 * 16 + 16)
+    assert [unit.name for unit in subject.anatomy.units if unit.is_block] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert subject.llama is None
+    assert cost_of(subject, Layout(2)).fullest.activations == ()
+
+
+def test_what_cannot_be_built_without_memory_is_told_in_one_sentence(beside: Path) -> None:
+    with pytest.raises(ModelError, match=r"own_planned:looks raised .*on the meta device") as told:
+        subject_of(load_job(own_job(beside, "looks")).value)
+    assert "own_planned.py" in str(told.value)
+    assert str(told.value).count(". ") == 1
+
+
+def test_buckets_are_planned_as_the_reducers_plan_them() -> None:
+    assert shards.ALIGN_BYTES == ALIGN_BYTES
+    subject = subject_of(load_job(ROOT / "examples" / "tiny.toml", ["sync.bucket_mib=0.5"]).value)
+    for layout in (Layout(3), Layout(3, zero=1), Layout(2, zero=2, tensor=2)):
+        everywhere = stages_of(subject.anatomy, layout)
+        (share,) = (share_of(stages, shared_names(everywhere), layout, subject.terms) for stages in everywhere)
+        assert len(share.buckets) >= 5
+        assert sum(bucket.numel for bucket in share.buckets) >= share.numel
+        assert all(bucket.numel % (layout.data if layout.zero else 1) == 0 for bucket in share.buckets)
+        norms = sum(item.numel for item in share.items if item.sums)
+        assert (sum(bucket.numel for bucket in share.buckets if bucket.sums) >= norms > 0) == (layout.tensor > 1)
