@@ -46,6 +46,13 @@ def test_refused_layouts_are_counted(tmp_path: Path) -> None:
     assert "by tensor (4 does not divide the model's 2 key-value heads)" in done.out
 
 
+def test_a_job_that_no_layout_suits(tmp_path: Path) -> None:
+    done = closeranks("layout", "ls", TINY, "-n", 11, cwd=tmp_path)
+    assert done.code == 0
+    assert "no layout of 11 ranks is legal" in done.out
+    assert "11 data ranks share 8 micro-batches" in done.out
+
+
 def test_the_listing_as_json(tmp_path: Path) -> None:
     done = closeranks("layout", "ls", TINY, "-n", 4, "--json", "--hsdp", "--schedule", "zbv", cwd=tmp_path)
     read = json.loads(done.out)

@@ -6,15 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.anatomy import Weight, anatomy
-from closeranks.facts.layout import Layout
 from closeranks.facts.rows import rows_of, sharded_units
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 12), st.sampled_from([None, 0, 1]), st.integers(1, 3))
 def test_rows_are_cut_as_torch_chunks_them(rows: int, columns: int, shard: int, dim: int | None, tensor: int) -> None:
     weight = Weight("w", (rows * tensor, columns * tensor), dim)
-    layout = Layout(data=shard, zero=3, tensor=tensor)
-    kept = [rows_of(weight, layout, index) for index in range(shard)]
+    kept = [rows_of(weight, tensor, shard, index) for index in range(shard)]
     assert sum(kept) == weight.numel(tensor)
     assert kept == sorted(kept, reverse=True)
     local_rows = weight.rows(tensor)
@@ -24,5 +22,5 @@ def test_rows_are_cut_as_torch_chunks_them(rows: int, columns: int, shard: int, 
 def test_without_blocks_whatever_is_large_is_gathered_alone() -> None:
     shapes = {"large.weight": (60, 10), "tied.weight": (30, 10), "small.weight": (4,), "loose": (3,)}
     found = anatomy(shapes, units=("large", "tied", "small", "head"), ties={"head.weight": "tied.weight"})
-    units = sharded_units([found.units], Layout(2, zero=3))
+    units = sharded_units([found.units], tensor=1, num_shards=2)
     assert [(unit.padded, unit.is_freed) for unit in units] == [(600, False), (300 + 4 + 4, False)]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from closeranks.facts.layout import SCHEDULES, Layout, enumerate_layouts
 from closeranks.facts.llama import PRESETS, LlamaShape, llama_anatomy, num_params
 from closeranks.facts.mesh import Mesh
-from closeranks.facts.rows import sharded_units
 from closeranks.facts.spread import (
     Bucket,
     Holding,
@@ -146,7 +145,7 @@ def test_zero_2_holds_no_more_gradients_than_travel_at_once() -> None:
 def test_zero_3_gathers_the_unit_at_work_and_those_ahead() -> None:
     layout = Layout(2, zero=3)
     (share,) = shares(layout, Terms())
-    units = sharded_units([stage.units for stage in share.stages], layout)
+    units = share.units
     block = max(unit.padded for unit in units if unit.is_block)
     kept = 2 * TINY.vocab_size * TINY.dim + TINY.dim + block  # the last block's backward follows its forward at once
     for prefetch in (0, 1, 2):

@@ -162,6 +162,11 @@ def test_rows_have_partners_and_sizes(layout: Layout, num_micro: int) -> None:
             assert 0 < row.sent_bytes < 2 * row.payload_bytes
 
 
+def test_batch_norms_average_their_statistics_once_per_step() -> None:
+    found = counted(rows(Layout(2, zero=1), Terms(num_statistics=96)))
+    assert found["data", "all-reduce", "batch norm statistics"] == (1, 97 * 8)
+
+
 def test_metrics_make_the_vote_longer() -> None:
     (vote,) = rows(Layout(2), Terms(num_metrics=3, buckets=lambda items, num_shards, element_bytes: []))
     assert vote.payload_bytes == 9 * 8

@@ -77,7 +77,8 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Of the tensor, or of those that a wrapper (a DTensor, say) holds."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            yield from _storages(getattr(tensor, name))
+        for inner in (getattr(tensor, name) for name in names):
+            if isinstance(inner, Tensor):  # a DTensor names its mesh too
+                yield from _storages(inner)
     else:
         yield tensor.untyped_storage()

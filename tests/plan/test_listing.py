@@ -13,7 +13,7 @@ from closeranks.core.errors import Problem
 from closeranks.facts.layout import Layout
 from closeranks.plan import listing
 from closeranks.plan.layouts import Refusals, Sorted, Subject, cost_of
-from closeranks.plan.listing import COLUMNS, Scale
+from closeranks.plan.listing import BRIEF, COLUMNS, Scale
 from tests.plan.test_layouts import tiny
 
 __all__ = ["tiny"]
@@ -51,6 +51,16 @@ def test_a_row_has_a_cell_for_every_column(tiny: Subject) -> None:
     assert (piped["activ."], piped["bubble"], piped["data"]) == ("?", "11.1%", "-")
 
 
+def test_a_narrow_row_adds_columns_up(tiny: Subject) -> None:
+    cost = cost_of(tiny, Layout(2, tensor=2, pipeline=2))
+    row = listing.brief_cells(cost, Scale("B", 1), knows_activations=True)
+    brief = dict(zip(BRIEF, row, strict=True))
+    state = cost.fullest.state
+    assert brief["state"] == f"{state.parameters + state.gradients + state.optimizer:,}"
+    assert brief["sent"] == f"{cost.busiest.sent_bytes:,}"
+    assert (brief["total"], brief["bubble"]) == (f"{cost.fullest.total_bytes:,}", "20.0%")
+
+
 def test_every_column_is_explained() -> None:
     text = listing.meaning(knows_activations=True) + " layout"
     named = {"grads": "gradients", "optim": "optimizer state", "total": "Held by the fullest rank"}
@@ -60,12 +70,12 @@ def test_every_column_is_explained() -> None:
 
 def test_refusals_are_counted_in_words() -> None:
     why = Problem("layout.tensor", "16 does not divide the model's 8 heads")
-    found = Sorted((), (Refusals("tensor", 24, why), Refusals("data", 12, replace(why, what="too many"))))
+    found = Sorted((Layout(),), (Refusals("tensor", 24, why), Refusals("data", 12, replace(why, what="too many"))))
     assert listing.refusals(found) == (
         "36 more are not legal for this model and batch: 24 by tensor (16 does not divide the model's 8 heads); "
         "12 by data (too many)."
     )
-    assert "1 more is not legal" in listing.refusals(Sorted((), (Refusals("data", 1, why),)))
+    assert listing.refusals(Sorted((), (Refusals("data", 1, why),))).startswith("1 is not legal")
 
 
 def test_json_says_everything_and_adds_up(tiny: Subject) -> None:

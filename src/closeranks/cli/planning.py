@@ -21,7 +21,7 @@ from closeranks.core.errors import ConfigError, Problem, SetupError
 from closeranks.core.registry import did_you_mean, is_dotted
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.plan import listing, mesh_text
-from closeranks.plan.layouts import Cost, Costing, Sorted, Subject, cost_of, layouts_of, sort_out
+from closeranks.plan.layouts import Cost, Costing, Subject, cost_of, layouts_of, sort_out
 from closeranks.run.describe import subject_of
 from closeranks.run.job import Job, check_axes, check_workers, layout_for, load_job
 
@@ -58,14 +58,20 @@ def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: L
         print(json.dumps({"num_ranks": num_ranks, "layouts": rows, "refused": refused}, indent=1))
         return
     console = _console()
-    shown = fitting[: wish.limit] if wish.limit else fitting
+    if not costs:
+        console.print(f"{path.name}: no layout of {num_ranks} ranks is legal.\n\n{listing.refusals(found)}")
+        return
+    shown = fitting[: wish.limit or None]
     if not any(cost.layout == own for cost in shown):
         shown += [cost for cost in costs if cost.layout == own]
     scale = listing.scale_of(shown)
     count = f"{len(costs)} legal layout{'' if len(costs) == 1 else 's'}"
     console.print(f"{path.name} on {num_ranks} rank{'' if num_ranks == 1 else 's'}: {count}; sizes in {scale.name}\n")
-    console.print(_table(shown, scale, own, knows_activations=subject.llama is not None))
-    for sentence in _closing(subject, found, costs, fitting, shown, own, wish):
+    console.print(_table(shown, scale, own, console.width, knows_activations=subject.llama is not None))
+    is_brief = console.width < listing.NARROW
+    remarks = (_closing(costs, fitting, shown, own, wish), listing.refusals(found))
+    meaning = listing.meaning(knows_activations=subject.llama is not None, is_brief=is_brief)
+    for sentence in (*remarks, meaning):
         console.print(f"\n{sentence}", soft_wrap=not console.is_terminal)
 
 
@@ -102,27 +108,22 @@ def _order(cost: Cost, sort: str) -> tuple[int, int, str]:
     return (*(keys if sort == "bytes" else keys[::-1]), str(cost.layout))
 
 
-def _table(costs: Sequence[Cost], scale: listing.Scale, own: Layout, *, knows_activations: bool) -> Table:
+def _table(costs: Sequence[Cost], scale: listing.Scale, own: Layout, width: int, *, knows_activations: bool) -> Table:
+    is_narrow = width < listing.NARROW
+    make, names = (listing.brief_cells, listing.BRIEF) if is_narrow else (listing.cells, listing.COLUMNS)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
-    for number, name in enumerate(listing.COLUMNS):
-        table.add_column(name, justify="right" if number else "left", no_wrap=bool(number), overflow="fold")
+    for number, name in enumerate(names):
+        table.add_column(name, justify="right" if number else "left", no_wrap=bool(number))
     for cost in costs:
         is_own = cost.layout == own
-        row = listing.cells(cost, scale, knows_activations=knows_activations)
+        row = make(cost, scale, knows_activations=knows_activations)
         table.add_row("*" if is_own else "", *row, style="bold" if is_own else "")
     return table
 
 
-def _closing(
-    subject: Subject,
-    found: Sorted,
-    costs: Sequence[Cost],
-    fitting: Sequence[Cost],
-    shown: Sequence[Cost],
-    own: Layout,
-    wish: Listing,
-) -> list[str]:
+def _closing(costs: Sequence[Cost], fitting: Sequence[Cost], shown: Sequence[Cost], own: Layout, wish: Listing) -> str:
+    """How many there are and are shown, what would show more, and which is the job's."""
     order = "least bytes first" if wish.sort == "bytes" else "least traffic first"
     counted = [f"{len(shown)} of {len(costs)} shown, {order}"]
     if len(fitting) < len(costs):
@@ -131,11 +132,9 @@ def _closing(
         counted.append("--all shows every one")
     if not wish.with_hsdp:
         counted.append("--hsdp adds ZeRO over fewer than all data ranks")
-    mark = "* is the job's own layout." if any(cost.layout == own for cost in costs) else ""
-    if not mark:
-        mark = f"The job's own layout ({own}) is not among them."
-    sentences = [f"{'; '.join(counted)}. {mark}", listing.refusals(found)]
-    return [*sentences, listing.meaning(knows_activations=subject.llama is not None)]
+    is_there = any(cost.layout == own for cost in costs)
+    mark = "* is the job's own layout." if is_there else f"The job's own layout ({own}) is not among them."
+    return f"{'; '.join(counted)}. {mark}"
 
 
 def show_layout(path: Path, words: Sequence[str], num_workers: int, picture: Path | None, *, as_json: bool) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from closeranks.facts.anatomy import Unit, Weight, distinct
-from closeranks.facts.layout import Layout
-from closeranks.facts.mesh import Mesh
 
 SMALLEST_SHARE = 1 / 100
 """Of the weights of a stage without blocks: what is smaller is gathered with the rest of the stage, in one call."""
@@ -30,14 +28,18 @@ class ShardedUnit:
     and not the rest of a stage."""
 
 
-def sharded_units(stages: Sequence[Sequence[Unit]], layout: Layout) -> tuple[ShardedUnit, ...]:
+def sharded_units(stages: Sequence[Sequence[Unit]], *, tensor: int, num_shards: int) -> tuple[ShardedUnit, ...]:
     """Of the units of each stage those that are gathered alone, and the rest of the stage together."""
+
+    def padded(weights: Sequence[Weight]) -> int:
+        return num_shards * sum(rows_of(weight, tensor, num_shards) for weight in weights)
+
     found: list[ShardedUnit] = []
     for units in stages:
-        alone = _alone(units, layout.tensor)
+        alone = _alone(units, tensor)
         names = {unit.name for unit in alone}
-        found += [ShardedUnit(_padded(unit.weights, layout), unit.is_block, unit is not alone[-1]) for unit in alone]
-        rest = _padded(distinct(unit for unit in units if unit.name not in names), layout)
+        found += [ShardedUnit(padded(unit.weights), unit.is_block, unit is not alone[-1]) for unit in alone]
+        rest = padded(distinct(unit for unit in units if unit.name not in names))
         if rest:
             found.append(ShardedUnit(rest, False, False))
     return tuple(found)
@@ -57,12 +59,8 @@ def _alone(units: Sequence[Unit], tensor: int) -> list[Unit]:
     ]
 
 
-def _padded(weights: Sequence[Weight], layout: Layout) -> int:
-    return sum(rows_of(weight, layout) for weight in weights) * Mesh(layout).sizes[2]
-
-
-def rows_of(weight: Weight, layout: Layout, shard: int = 0) -> int:
+def rows_of(weight: Weight, tensor: int, num_shards: int, shard: int = 0) -> int:
     """Elements of a weight that a rank of the shard axis keeps: whole rows; the last ranks come short or empty."""
-    rows = weight.rows(layout.tensor)
-    share = -(-rows // Mesh(layout).sizes[2])
-    return max(0, min(share, rows - share * shard)) * (weight.numel(layout.tensor) // rows)
+    rows = weight.rows(tensor)
+    share = -(-rows // num_shards)
+    return max(0, min(share, rows - share * shard)) * (weight.numel(tensor) // rows)

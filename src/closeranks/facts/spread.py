@@ -81,6 +81,8 @@ class Terms:
     buckets: BucketPlan = one_bucket
     num_metrics: int = 0
     """Sums that the vote carries beside the loss."""
+    num_statistics: int = 0
+    """Running means and variances of batch norms that are averaged over the data ranks once per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,8 @@ class Share:
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
     """Of ZeRO 0 to 2; none where gradients stay where autograd put them."""
+    units: tuple[ShardedUnit, ...] = ()
+    """Of ZeRO 3: what is gathered in one call."""
 
     @property
     def numel(self) -> int:
@@ -139,9 +143,12 @@ def share_of(stages: tuple[Stage, ...], shared: Collection[str], layout: Layout,
     """``shared`` are the weights of which other pipeline ranks hold a copy (``shared_names``)."""
     items = _items(stages, shared, layout.tensor)
     weights = distinct(unit for stage in stages for unit in stage.units)
-    if layout.zero == 3 or (layout.data == 1 and layout.zero == 0):
-        return Share(stages, weights, items, ())
     num_shards = Mesh(layout).sizes[2] if layout.zero else 0
+    if layout.zero == 3:
+        units = sharded_units([stage.units for stage in stages], tensor=layout.tensor, num_shards=num_shards)
+        return Share(stages, weights, items, (), units)
+    if layout.data == 1 and layout.zero == 0:
+        return Share(stages, weights, items, ())
     plan = terms.buckets(items, num_shards=num_shards, element_bytes=widths(terms.precision).state)
     return Share(stages, weights, items, tuple(plan))
 
@@ -222,9 +229,10 @@ def _fully_sharded(share: Share, layout: Layout, terms: Terms, shard: int) -> Ho
     What was gathered is as wide as the weights; autocast narrows it for products, as in every layout.
     """
     width = widths(terms.precision).state
-    units = sharded_units([stage.units for stage in share.stages], layout)
+    units, num_shards = share.units, Mesh(layout).sizes[2]
+    # A tied weight of two stages is sharded in each of them.
     held = (weight for stage in share.stages for weight in distinct(stage.units))
-    own = sum(rows_of(weight, layout, shard) for weight in held)
+    own = sum(rows_of(weight, layout.tensor, num_shards, shard) for weight in held)
     buffers = list(_gathered(units, terms))
     if hold_of(terms.hold, layout) == "step":
         whole = sum(unit.padded for unit in units) * width

@@ -16,13 +16,14 @@ from closeranks.facts.activations import Keep, Recompute
 from closeranks.facts.layout import Layout
 from closeranks.facts.memory import Precision, Widths, widths
 from closeranks.facts.mesh import Mesh
-from closeranks.facts.rows import rows_of, sharded_units
+from closeranks.facts.rows import rows_of
 from closeranks.facts.spread import Share, Stage, Terms, hold_of
 
 Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "send"]
 
 _VOTES = 6
-_VOTE_BYTES = 8
+_FLOAT64 = 8
+"""What votes and statistics travel in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,10 @@ def volumes(share: Share, layout: Layout, terms: Terms, flow: Flow | None = None
     rows = [*_of_state(share, layout, terms), *_of_parts(share, layout, terms)]
     if flow is not None:
         rows += [*_of_tensor(share.stages, layout, terms, flow), *_of_pipeline(share.stages, layout, terms, flow)]
-    vote = (_VOTES + terms.num_metrics) * _VOTE_BYTES
+    if terms.num_statistics:  # and how many micro-batches they are of
+        size = (terms.num_statistics + 1) * _FLOAT64
+        rows.append(Volume("data", "batch norm statistics", "all-reduce", layout.data, 1, size))
+    vote = (_VOTES + terms.num_metrics) * _FLOAT64
     rows.append(Volume("world", "the vote", "all-reduce", layout.num_ranks, 1, vote))
     return tuple(row for row in rows if row.num_ranks > 1 and row.calls)
 
@@ -79,7 +83,7 @@ def volumes(share: Share, layout: Layout, terms: Terms, flow: Flow | None = None
 def _of_state(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
     """Gradients and weights on the data axis."""
     if layout.zero == 3:
-        yield from _of_units(share.stages, layout, terms)
+        yield from _of_units(share, layout, terms)
         return
     _, replicas, shards, _ = Mesh(layout).sizes
     plan = share.buckets
@@ -94,10 +98,10 @@ def _of_state(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
     yield Volume("shard", "weights", "all-gather", shards, len(plan), num_bytes)
 
 
-def _of_units(stages: Sequence[Stage], layout: Layout, terms: Terms) -> Iterator[Volume]:
+def _of_units(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
     """ZeRO-3: units are gathered in forward and, where they were freed, again in backward. Replicas sum once."""
     w, (_, replicas, shards, _) = widths(terms.precision), Mesh(layout).sizes
-    units = sharded_units([stage.units for stage in stages], layout)
+    units = share.units
     is_step = hold_of(terms.hold, layout) == "step"
     times = 1 if is_step else terms.num_micro
     gathers = [times * (2 if unit.is_freed and not is_step else 1) for unit in units]
@@ -125,7 +129,9 @@ def _left_of(axis: str, share: Share, layout: Layout) -> int:
     """Elements of the gradients still to be summed over an axis, in the form the reducer keeps them."""
     concerned = {item.name: item.numel for item in share.items if axis in item.sums}
     if layout.zero == 3:
-        return sum(rows_of(weight, layout) for weight in share.weights if weight.name in concerned)
+        num_shards = Mesh(layout).sizes[2]
+        parts = (weight for weight in share.weights if weight.name in concerned)
+        return sum(rows_of(weight, layout.tensor, num_shards) for weight in parts)
     if not share.buckets:
         return sum(concerned.values())
     return sum(bucket.numel for bucket in share.buckets if axis in bucket.sums) // Mesh(layout).sizes[2]

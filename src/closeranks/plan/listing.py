@@ -16,6 +16,10 @@ from closeranks.plan.layouts import Cost, RankCost, Sorted
 
 DATA_AXES = ("data", "shard", "replica")
 COLUMNS = ("layout", "weights", "grads", "optim", "buffers", "activ.", "total", "bubble", "data", "tensor", "pipe")
+BRIEF = ("layout", "state", "buffers", "activ.", "total", "bubble", "sent")
+"""For a narrow terminal: weights, gradients and optimizer state together, and all axes together."""
+NARROW = 112
+"""Columns of text that the full table needs."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNKNOWN = "?"
 
@@ -67,16 +71,25 @@ def cells(cost: Cost, scale: Scale, *, knows_activations: bool) -> tuple[str, ..
     return str(cost.layout), *held, scale.text(full.total_bytes), bubble, *sent
 
 
+def brief_cells(cost: Cost, scale: Scale, *, knows_activations: bool) -> tuple[str, ...]:
+    """One row, in the order of ``BRIEF``."""
+    name, *_, buffers, kept, total, bubble, _, _, _ = cells(cost, scale, knows_activations=knows_activations)
+    state = cost.fullest.state
+    held = scale.text(state.parameters + state.gradients + state.optimizer)
+    return name, held, buffers, kept, total, bubble, scale.text(cost.busiest.sent_bytes)
+
+
 def refusals(found: Sorted) -> str:
     """``36 more are not legal: 24 by tensor (16 does not divide the model's 8 key-value heads), 12 by ...``"""
     if not found.refused:
         return "None was refused."
     count = found.num_refused
     why = "; ".join(f"{entry.count} by {entry.axis} ({entry.example.what})" for entry in found.refused)
-    return f"{count} more {'is' if count == 1 else 'are'} not legal for this model and batch: {why}."
+    more = " more" if found.legal else ""
+    return f"{count}{more} {'is' if count == 1 else 'are'} not legal for this model and batch: {why}."
 
 
-def meaning(*, knows_activations: bool) -> str:
+def meaning(*, knows_activations: bool, is_brief: bool = False) -> str:
     """What the columns count."""
     estimate = (
         "activ. estimates what the micro-batches in flight keep for backward (eager, fused attention; an allocator "
@@ -87,8 +100,15 @@ def meaning(*, knows_activations: bool) -> str:
     return (
         "Held by the fullest rank: weights, gradients, optimizer state; buffers are gathered weights and gradients on "
         f"their way; {estimate}. bubble is the share of time that pipeline ranks wait for each other, stages taken as "
-        "equal. data, tensor and pipe are sent per step by the busiest rank, in rings."
+        f"equal. {_TRAFFIC[is_brief]}"
     )
+
+
+_TRAFFIC = (
+    "data, tensor and pipe are sent per step by the busiest rank, in rings.",
+    "sent is what the busiest rank sends per step on all axes, in rings; state is weights, gradients and optimizer "
+    "state together. A wider terminal shows them apart.",
+)
 
 
 def as_json(cost: Cost, *, is_job: bool) -> dict[str, Any]:

@@ -39,10 +39,12 @@ class Record(Hook):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._steps: list[StepDone] = []
+        self._has_gradients = False
 
     def on_start(self, session: Session) -> None:
         def keep_first(index: int, verdict: Verdict) -> None:
-            if index == 0:
+            if not self._has_gradients:
+                self._has_gradients = True
                 self._write(session, GRADIENTS, _gradients(session, verdict.factor))
 
         session.parts.watchers.append(keep_first)

@@ -1,0 +1,94 @@
+"""A run goes on under another layout: state is saved in pieces, read in others, and nothing is lost between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from closeranks import Session
+from closeranks.core.environment import set_world
+from closeranks.core.world import World
+from closeranks.facts.layout import Layout
+from closeranks.run.job import load_job
+from closeranks.run.loop import drive
+from closeranks.run.proof import Record, compare, losses
+from closeranks.run.sample import sample
+from closeranks.testing import run_world
+
+pytestmark = pytest.mark.world
+
+TABLES: dict[str, dict[str, Any]] = {
+    "model": {
+        "name": "llama",
+        "dim": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_dim": 64,
+        "dropout": 0.1,
+    },
+    "data": {"name": "text", "seq_len": 16, "max_bytes": 20_000},
+    "train": {"global_batch": 6, "micro_batch": 1, "eval_samples": 1},
+    "optim": {"lr": 1e-2, "schedule": {"name": "constant", "warmup": 0}},
+}
+
+
+def go(folder: Path, text: str, steps: int, resume: str = "", precision: str = "float64") -> None:
+    """Train to ``steps``; the record is in the folder beside the run."""
+    torch.set_num_threads(1)
+    layout = Layout.parse(text)
+    names = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
+    tables = {
+        **TABLES,
+        "train": {**TABLES["train"], "steps": steps, "precision": precision},
+        "layout": {name: getattr(layout, name) for name in names},
+        "checkpoint": {"resume": resume},
+        "run": {"deterministic": True},
+    }
+    job = load_job(None, extra=tables).value
+    drive(Session.from_job(job, folder / "run", [Record(folder)]))
+
+
+def world(folder: Path, text: str, steps: int, resume: str = "", precision: str = "float64") -> None:
+    run_world(go, Layout.parse(text).num_ranks, folder, text, steps, resume, precision, timeout_s=100)
+
+
+JOURNEYS = [
+    ("data=2 zero=3", "tensor=2 pipeline=2"),
+    ("tensor=2 pipeline=2", "data=3 zero=1"),
+    ("data=2 zero=2", "data=1"),
+    ("data=1", "data=2 zero=3 tensor=2"),
+    ("pipeline=2 schedule=zbv", "data=4 zero=3 shard=2"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), JOURNEYS)
+def test_a_run_goes_on_under_another_layout(tmp_path: Path, before: str, after: str) -> None:
+    set_world(World(launcher="testing"))
+    go(tmp_path / "through", "data=1", 6)
+    world(tmp_path / "first", before, 3)
+    world(tmp_path / "second", after, 6, str(tmp_path / "first" / "run"))
+    assert losses(tmp_path / "second") == pytest.approx(losses(tmp_path / "through")[3:], rel=1e-9)
+    weights = compare(tmp_path / "second", tmp_path / "through").largest("weight")
+    assert weights < 1e-9
+
+
+@pytest.mark.parametrize("layout", ["data=3 zero=3", "data=3 zero=1", "data=2 tensor=2"])
+def test_resumed_under_the_same_layout_is_bit_identical(tmp_path: Path, layout: str) -> None:
+    """And repeated: two runs of three steps save the same, and a third that goes on from one equals one of six."""
+    world(tmp_path / "through", layout, 6, precision="float32")
+    world(tmp_path / "first", layout, 3, precision="float32")
+    world(tmp_path / "second", layout, 6, str(tmp_path / "first" / "run"), precision="float32")
+    assert losses(tmp_path / "first") == losses(tmp_path / "through")[:3]
+    assert losses(tmp_path / "second") == losses(tmp_path / "through")[3:]
+    assert compare(tmp_path / "second", tmp_path / "through").largest("weight") == 0.0
+
+
+def test_a_model_saved_in_pieces_speaks(tmp_path: Path) -> None:
+    world(tmp_path, "data=2 zero=3", 2, precision="float32")
+    set_world(World(launcher="testing"))
+    text = b"".join(sample(tmp_path / "run", "import ", num_tokens=8, temperature=0.8, top_k=0, seed=1))
+    assert len(text) == 8

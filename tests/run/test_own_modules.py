@@ -1,0 +1,111 @@
+"""A module of the user's own under every axis: what they write beside it is a list of stages and a table of names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from closeranks import Session
+from closeranks.core.environment import set_world
+from closeranks.core.errors import ConfigError, ModelError
+from closeranks.core.world import World
+from closeranks.facts.layout import Layout
+from closeranks.run.job import check_workers, load_job
+from closeranks.run.loop import drive
+from closeranks.run.proof import Record, compare
+from closeranks.testing import run_world
+from closeranks.testing.world import WorldError
+
+STAGES = ["embed", "blocks.*", "head"]
+TABLE = [
+    {"pattern": "embed.weight", "dim": 0},
+    {"pattern": "blocks.*.up.weight", "dim": 0},
+    {"pattern": "blocks.*.down.weight", "dim": 1},
+    {"pattern": "head.weight", "dim": 0, "whole": True},
+]
+TIGHT = {"loss": 1e-9, "gradient": 1e-9, "weight": 1e-9}
+
+
+def tables_of(text: str, model: dict[str, Any]) -> dict[str, Any]:
+    layout = Layout.parse(text)
+    names = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
+    return {
+        "model": {"name": "tests.run.own_models:Net", "loss": "tests.run.own_models:loss", **model},
+        "data": {"name": "tests.run.own_models:dataset"},
+        "train": {"steps": 5, "global_batch": 9, "micro_batch": 2, "precision": "float64"},
+        "optim": {"lr": 1e-2, "clip": 0.5},
+        "layout": {name: getattr(layout, name) for name in names},
+    }
+
+
+def record(folder: Path, text: str, model: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    job = load_job(None, extra=tables_of(text, model)).value
+    drive(Session.from_job(job, folder / "run", [Record(folder)]))
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sharded, nothing beside it": ("data=2 zero=3", {}),
+    "flat shards, nothing beside it": ("data=3 zero=2", {}),
+    "stages": ("pipeline=2", {"stages": STAGES}),
+    "stages with dropout": ("data=2 pipeline=2", {"stages": STAGES, "args": {"dropout": 0.3}}),
+    "stages of a V": ("pipeline=2 schedule=zbv", {"stages": STAGES}),
+    "a table": ("tensor=2", {"tensor": TABLE}),
+    "a table, sharded": ("data=2 zero=3 tensor=2", {"tensor": TABLE}),
+    "both": ("tensor=2 pipeline=2", {"stages": STAGES, "tensor": TABLE}),
+}
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("case", CASES)
+def test_trains_the_same_model_as_one_process(tmp_path: Path, case: str) -> None:
+    text, model = CASES[case]
+    set_world(World(launcher="testing"))
+    record(tmp_path / "alone", "data=1", model)
+    run_world(record, Layout.parse(text).num_ranks, tmp_path / "spread", text, model, timeout_s=100)
+    assert compare(tmp_path / "spread", tmp_path / "alone").first_beyond(TIGHT) is None
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a dim that does not divide": (
+        "tensor=2",
+        {"tensor": TABLE, "args": {"hidden": 21}},
+        r"blocks\.0\.up\.weight.*\(?21, 12\)?",
+    ),
+    "a dim that is not there": (
+        "tensor=2",
+        {"tensor": [{"pattern": "blocks.*.up.weight", "dim": 2}]},
+        r"blocks\.0\.up\.weight.*\(?20, 12\)?",
+    ),
+    "a name that is not there": ("tensor=2", {"tensor": [{"pattern": "blocks.*.upp.weight", "dim": 0}]}, r"upp"),
+    "a parameter in no stage": (
+        "pipeline=2",
+        {"name": "tests.run.own_models:broken_stage", "stages": STAGES},
+        r"parameter 'extra' \[3\] is in none of the modules",
+    ),
+    "a stage that is not there": ("pipeline=2", {"stages": ["embed", "block.*", "head"]}, r"block\.\*"),
+}
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_table_is_refused_with_names_and_shapes(tmp_path: Path, case: str) -> None:
+    text, model, sentence = WRONG[case]
+    with pytest.raises(WorldError, match=sentence) as told:
+        run_world(record, 2, tmp_path, text, model)
+    assert ModelError.__name__ in str(told.value)
+
+
+@pytest.mark.parametrize(("text", "place"), [("tensor=2", "layout.tensor"), ("pipeline=2", "layout.pipeline")])
+def test_an_axis_that_the_model_says_nothing_about_is_refused_before_anything_starts(text: str, place: str) -> None:
+    problems = check_workers(load_job(None, extra=tables_of(text, {})).value, 2)
+    assert [problem.place for problem in problems] == [place]
+    assert problems[0].fix.endswith("The nearest legal layout is data=2.")
+
+
+def test_an_entry_of_the_table_says_one_thing() -> None:
+    with pytest.raises(ConfigError, match="either a dim, or partial"):
+        load_job(None, extra=tables_of("tensor=2", {"tensor": [{"pattern": "x"}]}))
