@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from closeranks.facts.digits import DigitsShape, flops_per_sample, num_params, parameter_shapes
+from closeranks.facts.digits import DigitsShape, flops_per_sample, num_params, num_statistics, parameter_shapes
 
 
 def test_counts_of_a_small_shape() -> None:
@@ -11,3 +11,4 @@ def test_counts_of_a_small_shape() -> None:
     assert parameter_shapes(shape)["hidden.weight"] == (3, 64)
     assert num_params(shape) == 18 + 4 + 72 + 8 + 195 + 40
     assert flops_per_sample(shape) == 4 * 18 * 64 + 6 * (72 * 64 + 192 + 30)
+    assert num_statistics(shape) == 2 * 2 + 2 * 4

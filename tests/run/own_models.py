@@ -35,6 +35,19 @@ class Net(nn.Module):
         return self.head(self.blocks(self.embed(tokens)))
 
 
+class Forgetful(Mixer):
+    """Drops within the hidden layer: where that is split, ranks draw masks of their own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.dropout(nn.functional.gelu(self.up(self.norm(hidden)))))
+
+
+def forgetful(dropout: float = 0.5) -> nn.Module:
+    net = Net()
+    net.blocks[1] = Forgetful(12, 20, dropout)
+    return net
+
+
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from closeranks.agent.agent import Agent
-from closeranks.agent.launch import LaunchPlan
 from closeranks.cli.launching import look_beside, modules_of, plan_for
+from closeranks.cli.planning import split_words, with_layout
 from closeranks.core.errors import ConfigError, RunFailed
 from closeranks.facts.layout import Layout
-from closeranks.run.job import Job, check_workers, layout_for, load_job
+from closeranks.run.job import Job, check_axes, check_workers, layout_for, load_job
 
 if TYPE_CHECKING:
     from closeranks.run.proof import Comparison, Difference
@@ -30,7 +30,7 @@ TOLERANCES: dict[str, dict[str, float]] = {
     # Adam divides a tiny gradient by its own size: rounding grows in float32 weights, and says nothing.
     "float32": {"loss": 1e-5, "gradient": 1e-5},
 }
-_KINDS = {"loss": "losses", "gradient": "gradients of step 1", "weight": "weights at the end"}
+_KINDS = {"loss": "losses", "gradient": "first gradients", "weight": "last weights"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Result:
     first: Difference | None
 
 
-def check(path: Path, layout_text: str, overrides: Sequence[str], precisions: Sequence[str], steps: int) -> None:
-    job = load_job(path, overrides).value
+def check(path: Path, words: Sequence[str], precisions: Sequence[str], steps: int) -> None:
+    text, overrides = split_words(words)
+    tried = with_layout(load_job(path, overrides).value, text)
     look_beside(path)
-    layout = Layout.parse(layout_text) if layout_text else layout_for(job, 1)
-    tried = with_layout(job, layout)
-    if problems := check_workers(tried, layout.num_ranks):
+    layout = layout_for(tried, 1)
+    if problems := [*check_axes(tried), *check_workers(tried, layout.num_ranks)]:
         raise ConfigError(problems)
     console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="closeranks-check-") as folder:
@@ -57,12 +57,6 @@ def check(path: Path, layout_text: str, overrides: Sequence[str], precisions: Se
         if result.first is not None:
             raise RunFailed(_in_words(layout, result))
     console.print(f"{layout} trains the same model as one process.")
-
-
-def with_layout(job: Job, layout: Layout) -> Job:
-    """The job with another layout; what is no axis stays as the job has it."""
-    axes = {name: getattr(layout, name) for name in ("data", "zero", "shard", "tensor", "pipeline", "schedule")}
-    return job.model_copy(update={"layout": job.layout.model_copy(update=axes)})
 
 
 def short_job(job: Job, precision: str, steps: int) -> Job:
@@ -98,7 +92,7 @@ def _prove(job: Job, layout: Layout, precision: str, steps: int, folder: Path, c
 
 def _record(job: Job, num_workers: int, record: Path) -> None:
     run = record / "run"
-    plan: LaunchPlan = plan_for(
+    plan = plan_for(
         entry="closeranks.run.proof:record_entry",
         payload={"job": job.model_dump(mode="json"), "folder": str(run), "record": str(record)},
         folder=run,
@@ -113,7 +107,7 @@ def _record(job: Job, num_workers: int, record: Path) -> None:
 def _table(results: Sequence[Result]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("relative difference", *_KINDS.values(), ""):
-        table.add_column(title, justify="right" if title in _KINDS.values() else "left")
+        table.add_column(title, justify="right" if title in _KINDS.values() else "left", no_wrap=True)
     for result in results:
         allowed = TOLERANCES[result.precision]
         cells = [f"{result.comparison.largest(kind):.1e}{'' if kind in allowed else ' *'}" for kind in _KINDS]

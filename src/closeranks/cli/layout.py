@@ -12,6 +12,7 @@ HELP = """How a job may be spread over workers, without starting any.
 \b
   closeranks layout ls job.toml -n 8                        every legal layout: bytes per rank, traffic, bubble
   closeranks layout show job.toml "tensor=2 pipeline=2"     which rank holds what, and the schedule
+  closeranks layout check job.toml "tensor=2 pipeline=2"    train a few steps, and prove it equal to one process
 """
 
 LS_HELP = """List the legal layouts of so many workers: what the fullest rank holds, what the busiest sends.
@@ -38,6 +39,18 @@ SHOW_HELP = """Show a layout: the mesh of ranks, which rank holds what, who talk
 A layout names the axes data, tensor and pipeline, and zero=0..3, shard and schedule. Axes that are left out are 1; with
 -n, data takes what the others leave. Without a layout it is the job's own. One that is not legal is refused, and the
 nearest legal one is named.
+"""
+
+CHECK_HELP = """Prove that a layout trains the same model as one process: your job, your model, your data.
+
+\b
+  closeranks layout check job.toml "tensor=2 pipeline=2"
+  closeranks layout check job.toml "data=2 zero=3" --steps 5 --precision float64
+  closeranks layout check job.toml "data=4 zero=3 shard=2" train.global_batch=16
+
+Trains a few steps in one process and under the layout, in float64 and float32, on workers of this machine, and compares
+losses, every gradient of the first step and every weight at the end. Says how far apart they are, or names the first
+tensor that differs. Exit status: 0 equal, 1 different, 2 something in the job or the layout needs your hand.
 """
 
 JobFile = Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")]
@@ -94,3 +107,20 @@ def show(
     from closeranks.cli import planning
 
     planning.show_layout(job, words or [], num_workers, picture, as_json=as_json)
+
+
+@layout.command("check", help=CHECK_HELP, short_help="Prove that a layout trains what one process trains.")
+def check(
+    job: JobFile,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="A layout, then values to change.", metavar="[LAYOUT] [TABLE.KEY=VALUE]..."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train and compare.")] = 3,
+    precision: Annotated[
+        Literal["both", "float64", "float32"], typer.Option(help="Compare in both, or in one of them alone.")
+    ] = "both",
+) -> None:
+    from closeranks.cli import checking
+
+    checking.check(job, words or [], ["float64", "float32"] if precision == "both" else [precision], steps)

@@ -45,6 +45,11 @@ def parameter_shapes(shape: DigitsShape) -> dict[str, tuple[int, ...]]:
     }
 
 
+def num_statistics(shape: DigitsShape) -> int:
+    """Running means and variances of its two batch norms."""
+    return 2 * 3 * shape.channels
+
+
 def num_params(shape: DigitsShape) -> int:
     return sum(prod(dims) for dims in parameter_shapes(shape).values())
 

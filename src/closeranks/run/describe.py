@@ -37,13 +37,13 @@ def subject_of(job: Job) -> Subject:
     """The job without its layout, as ``plan`` takes it."""
     needs = demands(job, micro_batch_size(job.train))
     if is_dotted(job.model.name):
-        spec, found = _built_on_meta(job)
-        return Subject(found, needs, _terms(job, len(spec.metrics)))
+        spec, module = _built_on_meta(job)
+        return Subject(_anatomy_of(spec, module), needs, _terms(job, len(spec.metrics), _num_statistics(module)))
     if job.model.name == "llama":
         return _llama(job, cast("LlamaConfig", job.model), needs)
     small = _SMALL[job.model.name]
     found = anatomy(small.shapes(job.model), units=small.units)
-    return Subject(found, needs, _terms(job, small.num_metrics))
+    return Subject(found, needs, _terms(job, small.num_metrics, small.num_statistics(job.model)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,16 @@ class _Small:
     shapes: Callable[[Any], dict[str, tuple[int, ...]]]
     units: tuple[str, ...]
     num_metrics: int
+    num_statistics: Callable[[Any], int] = lambda config: 0
 
 
 _SMALL = {
-    "digits": _Small(lambda config: digits.parameter_shapes(config.shape()), digits.UNITS, num_metrics=1),
+    "digits": _Small(
+        lambda config: digits.parameter_shapes(config.shape()),
+        digits.UNITS,
+        num_metrics=1,
+        num_statistics=lambda config: digits.num_statistics(config.shape()),
+    ),
     "pairs": _Small(lambda config: pairs.parameter_shapes(config.shape()), pairs.UNITS, num_metrics=2),
 }
 
@@ -73,7 +79,7 @@ def _llama(job: Job, config: LlamaConfig, needs: Demands) -> Subject:
     return Subject(llama_anatomy(shape, job.data.seq_len), needs, _terms(job), shape, passage)
 
 
-def _terms(job: Job, num_metrics: int = 0) -> Terms:
+def _terms(job: Job, num_metrics: int = 0, num_statistics: int = 0) -> Terms:
     return Terms(
         precision=job.train.precision,
         optimizer=job.optim.name,
@@ -81,10 +87,11 @@ def _terms(job: Job, num_metrics: int = 0) -> Terms:
         prefetch=job.sync.prefetch,
         buckets=PlannedBuckets(job.sync),
         num_metrics=num_metrics,
+        num_statistics=num_statistics,
     )
 
 
-def _built_on_meta(job: Job) -> tuple[ModelSpec, Anatomy]:
+def _built_on_meta(job: Job) -> tuple[ModelSpec, nn.Module]:
     """A user's model. Torch is imported here and nowhere else in planning."""
     import torch
 
@@ -93,21 +100,26 @@ def _built_on_meta(job: Job) -> tuple[ModelSpec, Anatomy]:
     spec = spec_for(job.model, seq_len=job.data.seq_len)
     try:
         with torch.device("meta"):
-            module = spec.build()
+            return spec, spec.build()
     except ModelError as error:
         what = f"{error.what.rstrip('.')}, when built without memory (on the meta device) to count its parameters"
         raise ModelError(what, "Let the factory make its tensors without reading their values.") from error
-    return spec, _anatomy_of(spec, module)
+
+
+def _num_statistics(module: nn.Module) -> int:
+    """Running means and variances of batch norms."""
+    kinds = ("running_mean", "running_var")
+    return sum(buffer.numel() for name, buffer in module.named_buffers() if name.rpartition(".")[2] in kinds)
 
 
 def _anatomy_of(spec: ModelSpec, module: nn.Module) -> Anatomy:
+    from closeranks.parallel.zero import choose_units, describe
+
     owners: dict[nn.Parameter, str] = {}
     ties = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if (first := owners.setdefault(parameter, name)) != name:
             ties[name] = first
-    from closeranks.parallel.zero import choose_units, describe
-
     chain = spec.chain
     return anatomy(
         {name: tuple(parameter.shape) for parameter, name in owners.items()},
