@@ -18,6 +18,10 @@ from torch import Tensor, nn
 class Linear(nn.Linear):
     """``nn.Linear`` without a bias; on CUDA under autocast its weight gradient leaves in float32."""
 
+    keeps_cast: bool = True
+    """Whether the narrow copy of the weight waits for backward. Off where weights are freed after forward (ZeRO-3): a
+    kept copy of each would be half the model again, and casting anew costs a pass over the weight."""
+
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
@@ -26,20 +30,21 @@ class Linear(nn.Linear):
             return super().forward(input)
         dtype = torch.get_autocast_dtype("cuda")
         with torch.autocast("cuda", enabled=False):
-            output: Tensor = _Product.apply(input.to(dtype), self.weight)  # type: ignore[no-untyped-call]
+            output: Tensor = _Product.apply(input.to(dtype), self.weight, self.keeps_cast)  # type: ignore[no-untyped-call]
             return output
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, keeps_cast: bool) -> Tensor:
         half = weight.to(input.dtype)
-        ctx.save_for_backward(input, half)
+        ctx.save_for_backward(input, half if keeps_cast else weight)
         return F.linear(input, half)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        input, half = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        input, weight = ctx.saved_tensors
+        half = weight.to(input.dtype)
         rows = gradients[0].reshape(-1, half.shape[0])
         in_float32: Tensor = torch.mm(rows.t(), input.reshape(-1, half.shape[1]), out_dtype=torch.float32)
-        return gradients[0] @ half, in_float32
+        return gradients[0] @ half, in_float32, None

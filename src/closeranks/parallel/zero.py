@@ -139,6 +139,10 @@ def shard_fully(
         frees = hold == "shards" and name != units[-1]
         fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=frees, ignored_params=whole)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+    if hold == "shards":
+        for layer in module.modules():
+            if getattr(layer, "keeps_cast", False):  # it narrows its weight for products
+                layer.keeps_cast = False  # type: ignore[assignment]  # any attribute may be set on a module
     parts = [_sharded(module, name) for name in ("", *units)]
     for name, part in zip(("", *units), parts, strict=True):
         _add_up(part)

@@ -1,7 +1,6 @@
 """How does a job's layout become a distributed model and a reducer for it?
 
-Translates the job's tables into what the rooms ``parallel`` and ``sync`` ask for. It decides nothing of its own but
-what ``auto`` means.
+Translates the job's tables into what the rooms ``parallel`` and ``sync`` ask for. It decides nothing of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from torch import nn
 
 from closeranks.core.protocols import Reducer
 from closeranks.facts.layout import Layout
+from closeranks.facts.spread import hold_of as facts_hold_of
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.groups import Assignment
 from closeranks.optim.optimizer import freeze
@@ -36,8 +36,8 @@ class Freezing:
 
 
 def hold_of(job: Job, layout: Layout) -> str:
-    """``auto``: a pipeline visits each stage once per micro-batch, so gathering every time would cost too much."""
-    return job.layout.hold if job.layout.hold != "auto" else "step" if layout.pipeline > 1 else "shards"
+    """What ``auto`` means for this layout."""
+    return facts_hold_of(job.layout.hold, layout)
 
 
 def wishes_of(job: Job, layout: Layout) -> Wishes:
