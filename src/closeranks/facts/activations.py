@@ -1,8 +1,9 @@
 """How many bytes does a Llama keep from a forward for its backward?
 
-Counted tensor by tensor from what ``models.decoder`` leaves in autograd's hands when it is not compiled and a fused
-kernel computes attention (queries, keys, values, output and a row of sums). It is an estimate all the same: allocators
-round up, kernels take workspace, compilers fuse norms and products away. Invariant: everything that grows with the
+Counted tensor by tensor from what ``models.decoder`` leaves in autograd's hands when a fused kernel computes attention
+(queries, keys, values, output and a row of sums). Compiled, norms and the loss keep what they read and nothing wide:
+they are computed again where backward needs them. It is an estimate all the same: allocators round up, kernels take
+workspace. Invariant: everything that grows with the
 micro-batch stands here, as what stays per micro-batch in flight (``saved``) or as what one backward needs on top
 (``working``).
 """
@@ -38,6 +39,7 @@ class Passage:
     keep: Collection[Keep] = KEEP_ALL
     """What selective recompute keeps."""
     dropout: float = 0.0
+    is_compiled: bool = False
 
     @property
     def share(self) -> int:
@@ -68,7 +70,8 @@ def _block_whole(shape: LlamaShape, passage: Passage) -> int:
     copies = _NUM_READERS if w.compute != w.stream else _NUM_NORMS
     read = copies * passage.num_tokens * shape.dim * w.compute
     heads = 2 * shape.dim + 2 * _kv_dim(shape)
-    within = passage.num_tokens * (heads + 4 * shape.ffn_dim) * w.compute // passage.tensor
+    num_wide = 3 if passage.is_compiled else 4  # gate, up, their product; eager, the activated gate too
+    within = passage.num_tokens * (heads + num_wide * shape.ffn_dim) * w.compute // passage.tensor
     # On the tensor axis each rank draws the mask of the whole sequence and keeps it as factors.
     mask = passage.num_tokens * shape.dim * (1 if passage.tensor == 1 else w.compute)
     masks = 2 * mask if passage.dropout else 0
@@ -80,8 +83,10 @@ def _block_chosen(shape: LlamaShape, passage: Passage) -> int:
     w, chosen = widths(passage.precision), 0
     if "matmul" in passage.keep:
         split = shape.dim + 2 * _kv_dim(shape) + 2 * shape.ffn_dim
-        # Sums over the tensor axis are still to be made of what goes back into the stream, so it is not split.
-        chosen += passage.num_tokens * (split // passage.tensor + 2 * shape.dim) * w.compute
+        # Sums over the tensor axis are still to be made of what goes back into the stream, so it is not split. The
+        # compiler sees that nobody reads the second of them.
+        num_back = 1 if passage.is_compiled else 2
+        chosen += passage.num_tokens * (split // passage.tensor + num_back * shape.dim) * w.compute
     if "attention" in passage.keep:
         chosen += passage.num_tokens * shape.dim * w.compute // passage.tensor + _row_sums(shape, passage)
     if "collective" in passage.keep and passage.tensor > 1:
@@ -91,7 +96,9 @@ def _block_chosen(shape: LlamaShape, passage: Passage) -> int:
 
 
 def _norm_saved(shape: LlamaShape, passage: Passage) -> int:
-    """A norm's input and its scaled copy, both wide, and one number per token."""
+    """A norm's input and its scaled copy, both wide, and one number per token; compiled, the input as it is."""
+    if passage.is_compiled:
+        return passage.share * shape.dim * widths(passage.precision).stream
     return passage.share * (2 * shape.dim + 1) * widths(passage.precision).state
 
 
@@ -111,21 +118,24 @@ def first_saved(passage: Passage) -> int:
 def last_saved(shape: LlamaShape, passage: Passage) -> int:
     """What the last norm, the output projection and the loss keep.
 
-    Of the whole vocabulary the loss keeps wide log-probabilities; of a share of it the logits as they came.
+    Of the whole vocabulary the loss keeps wide log-probabilities; of a share of it, or compiled, the logits as they
+    came.
     """
     w = widths(passage.precision)
     read = passage.num_tokens * shape.dim * w.compute
-    width = w.state if passage.tensor == 1 else w.compute
+    width = w.state if passage.tensor == 1 and not passage.is_compiled else w.compute
     logits = passage.num_tokens * shape.vocab_size * width // passage.tensor
     sums = passage.num_tokens * w.state if passage.tensor > 1 else 0
     return _norm_saved(shape, passage) + read + logits + sums + passage.num_tokens * _TOKEN_ID
 
 
 def last_working(shape: LlamaShape, passage: Passage) -> int:
-    """The logits before the loss, or their gradient after it: wide, and in half precision once more in half; a split
-    vocabulary's loss has one wide copy more on its way."""
+    """The gradient of the logits: wide, and in half precision once more in half, beside the logits themselves; a split
+    vocabulary's loss has one wide copy more on its way. Compiled, the gradient as it leaves and nothing else."""
     w = widths(passage.precision)
-    width = w.state * (1 if passage.tensor == 1 else 2) + (w.compute if w.is_half else 0)
+    if passage.is_compiled:
+        return passage.num_tokens * shape.vocab_size * w.compute // passage.tensor
+    width = w.state * (1 if passage.tensor == 1 else 2) + (2 * w.compute if w.is_half else 0)
     return passage.num_tokens * shape.vocab_size * width // passage.tensor
 
 
@@ -160,11 +170,14 @@ def activations(shape: LlamaShape, passage: Passage, stages: Sequence[Stage], *,
     hidden = passage.share * shape.dim * widths(passage.precision).stream
     # A stage keeps what it was sent until its gradient can be sent back, and what it gave until that gradient is here.
     crossing = sum(s.in_flight * (2 - s.is_first - s.is_last) for s in stages) * hidden if is_pipeline else 0
+    # A block is computed again when the logits are long gone: only the larger of the two is ever there.
+    logits = last_working(shape, passage) if any(s.is_last for s in stages) else 0
+    again = block_working(shape, passage) if any(s.num_blocks for s in stages) else 0
     parts = (
         Part("activations of blocks", blocks),
         Part("activations of embedding, head and loss", ends),
-        Part("logits and their gradient", last_working(shape, passage) if any(s.is_last for s in stages) else 0),
-        Part("one block computed again", block_working(shape, passage) if any(s.num_blocks for s in stages) else 0),
+        Part("logits and their gradient", logits if logits >= again else 0),
+        Part("one block computed again", again if again > logits else 0),
         Part("weights cast for products", sum(s.in_flight * weight_casts(s, passage) for s in stages)),
         Part("hidden states at the ends of stages", crossing),
     )

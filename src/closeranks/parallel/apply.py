@@ -5,8 +5,9 @@
     3. tensor         cuts parameters and puts collectives around modules: what comes after sees ordinary, smaller ones
     4. stages         drops what other pipeline ranks compute; after the cut, since a rule may name any part of it
     5. batch norm     replaces modules, so it comes before anything that captures them
-    6. recompute      wraps blocks; inside compile, so that the compiler sees what is forgotten, and inside FSDP, so
-                      that a block is gathered before it is computed a second time
+    6. recompute      wraps blocks; inside compile, so that the compiler sees what is forgotten (but for full, which
+                      goes around the compiled block), and inside FSDP, so that a block is gathered before it is
+                      computed a second time
     7. compile        per block: one graph serves all equal blocks, and start-up does not grow with depth; after every
                       transform that changes a block's forward, before anything that hooks its parameters
     8. shard          FSDP2 (zero=3), per block: its hooks are the outermost, and it takes hold of the final parameters
@@ -38,7 +39,7 @@ from closeranks.parallel.materialise import Built, Target, build, empty, fill
 from closeranks.parallel.mesh import Groups
 from closeranks.parallel.pipeline import Pipeline, open_pipeline
 from closeranks.parallel.precision import Precision
-from closeranks.parallel.recompute import recompute
+from closeranks.parallel.recompute import recompute, recompute_compiled
 from closeranks.parallel.stages import Cut, Tie, cut_stages, stage_ranges
 from closeranks.parallel.tensor import Share, split
 from closeranks.parallel.zero import shard_fully
@@ -173,10 +174,14 @@ def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Group
     blocks = tuple(_present(module, spec.blocks))
     if wishes.batch_norm == "sync" and groups.data.size > 1:
         synchronise(module, groups.data.process_group)
-    recompute(module, blocks, wishes.recompute, wishes.recompute_keep)
+    is_around = wishes.compiled and wishes.recompute == "full"
+    if not is_around:
+        recompute(module, blocks, wishes.recompute, wishes.recompute_keep)
     if wishes.compiled:
         for name in _present(module, spec.compile_units):
             module.get_submodule(name).compile()
+    if is_around:
+        recompute_compiled(module, [name for name in blocks if name in spec.compile_units])
     if wishes.layout.zero == 3:
         shard_fully(
             module,

@@ -74,6 +74,29 @@ def recompute(module: nn.Module, units: Iterable[str], mode: str, keep: tuple[st
         _wrap(name, module.get_submodule(name), kept if mode == "selective" else None)
 
 
+def recompute_compiled(module: nn.Module, units: Iterable[str]) -> None:
+    """``full`` for blocks that are compiled already: around the compiled call, of which only the inputs are kept.
+
+    A compiler that sees the request inside its graph still keeps what attention read and every narrow copy of a weight
+    (measured: more than ``selective`` does).
+    """
+    for name in units:
+        block = module.get_submodule(name)
+        block._compiled_call_impl = _repeated(name, block, block._compiled_call_impl)
+
+
+def _repeated(name: str, block: nn.Module, call: Any) -> Any:
+    norms = [part for part in block.modules() if isinstance(part, _NormBase) and part.track_running_stats]
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        with _unchanged(name, block, norms):
+            return checkpoint(call, *args, use_reentrant=False, context_fn=partial(_contexts, None, norms), **kwargs)
+
+    return recomputed
+
+
 def _wrap(name: str, block: nn.Module, kept: frozenset[str] | None) -> None:
     forward = block.forward
     select: Contexts | None = None

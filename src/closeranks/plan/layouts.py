@@ -49,6 +49,7 @@ class RankCost:
     state: Holding
     activations: tuple[Part, ...]
     volumes: tuple[Volume, ...]
+    num_micro: int
 
     @property
     def activation_bytes(self) -> int:
@@ -56,7 +57,9 @@ class RankCost:
 
     @property
     def total_bytes(self) -> int:
-        return self.state.total + self.activation_bytes
+        """At the fullest moment. In a step of one micro-batch gradients come as activations go: never both in full."""
+        never = min(self.state.gradients, self.activation_bytes) if self.num_micro == 1 else 0
+        return self.state.total + self.activation_bytes - never
 
     @property
     def sent_bytes(self) -> int:
@@ -159,7 +162,7 @@ class Costing:
                 share = self._share(stages, kind, cut.shared, layout)
                 states[kind] = holding(share, layout, terms), volumes(share, layout, terms, _flow(subject))
             kept = self._activations(stages, kind, layout, waits.in_flight[coordinate])
-            ranks.append(RankCost(coordinate, stages, states[kind][0], kept, states[kind][1]))
+            ranks.append(RankCost(coordinate, stages, states[kind][0], kept, states[kind][1], num_micro))
         return Cost(layout, num_micro, waits, tuple(ranks))
 
     def _cut(self, layout: Layout) -> _Cut:

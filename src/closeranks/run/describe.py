@@ -75,6 +75,7 @@ def _llama(job: Job, config: LlamaConfig, needs: Demands) -> Subject:
         recompute=job.train.recompute,
         keep=job.train.recompute_keep,
         dropout=config.dropout,
+        is_compiled=job.train.compile,
     )
     return Subject(llama_anatomy(shape, job.data.seq_len), needs, _terms(job), shape, passage)
 
