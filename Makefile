@@ -51,6 +51,8 @@ bench: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[peers]'
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/layouts.py
+	$(BIN)/python benchmarks/overlap.py
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

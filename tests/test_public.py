@@ -160,7 +160,7 @@ def test_the_session_does_no_arithmetic() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, arithmetic)
     ]
-    assert {text for text in done if not text.startswith("time.monotonic() - ") and " / FILE_NAME" not in text} == (
+    assert {text for text in done if not text.startswith("time.monotonic() - ") and " / state_name" not in text} == (
         counting
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,21 @@ def item(piece: Piece, whole: Tensor = WHOLE, section: str = "model", key: str =
     return section, key, piece, cut_out(whole, piece)
 
 
+_numbers = count()
+
+
+def one_name() -> Any:
+    """What ranks that are played one after another agree on."""
+    name = f"{next(_numbers):08x}"
+    return lambda: name
+
+
 def save_all(folder: Path, pieces: Sequence[Piece], whole: Tensor = WHOLE, tree: Any = None) -> list[int]:
     """One piece a rank."""
-    tree = TREE if tree is None else tree
-    return [save_pieces(folder, rank, len(pieces), [item(p, whole)], tree) for rank, p in enumerate(pieces)]
+    tree, name = TREE if tree is None else tree, one_name()
+    ranks = reversed(list(enumerate(pieces)))  # rank 0 removes what was there before once all have written
+    sizes = [save_pieces(folder, rank, len(pieces), [item(p, whole)], tree, draw_name=name) for rank, p in ranks]
+    return sizes[::-1]
 
 
 def rows(parts: int) -> list[Piece]:
@@ -81,18 +93,65 @@ def test_a_run_folder_leads_to_it_and_load_tree_makes_it_whole(tmp_path: Path) -
     assert tree["config"] == {"a": [1, None]}
 
 
-def test_the_later_of_a_whole_state_and_one_in_pieces_counts(tmp_path: Path) -> None:
+def test_only_one_form_stands_in_a_run_folder(tmp_path: Path) -> None:
     assert not is_pieces(tmp_path)
     save_tree({"model": {}}, tmp_path / FILE_NAME)
     assert not is_pieces(tmp_path)
     assert not is_pieces(tmp_path / FILE_NAME)
     save_all(tmp_path / FOLDER_NAME, rows(2))
+    assert os.listdir(tmp_path) == [FOLDER_NAME]
+    save_tree({"model": {}}, tmp_path / FILE_NAME)
+    assert os.listdir(tmp_path) == [FILE_NAME]
+
+
+def test_what_is_not_ours_or_not_beside_a_save_stays(tmp_path: Path) -> None:
+    save_tree({"model": {}}, tmp_path / FILE_NAME)
+    save_all(tmp_path / "copy", rows(2))
+    save_all(tmp_path / "other" / FOLDER_NAME, rows(2))
+    assert (tmp_path / FILE_NAME).exists()
+    (tmp_path / "other" / FOLDER_NAME / "notes.txt").write_text("mine")
+    save_tree({"model": {}}, tmp_path / "other" / "aside.safetensors")
+    assert len(os.listdir(tmp_path / "other" / FOLDER_NAME)) == 3
+    save_tree({"model": {}}, tmp_path / "other" / FILE_NAME)
+    assert os.listdir(tmp_path / "other" / FOLDER_NAME) == ["notes.txt"]
+    assert len(os.listdir(tmp_path / "copy")) == 2
+
+
+def test_where_both_forms_stand_the_later_that_is_complete_counts(tmp_path: Path) -> None:
+    save_all(tmp_path / FOLDER_NAME, rows(2))
+    save_tree({"model": {}}, tmp_path / "elsewhere" / FILE_NAME)
+    (tmp_path / "elsewhere" / FILE_NAME).rename(tmp_path / FILE_NAME)
     os.utime(tmp_path / FILE_NAME, ns=(1, 1))
     assert is_pieces(tmp_path)
-    os.utime(tmp_path / FILE_NAME)
-    for path in (tmp_path / FOLDER_NAME).iterdir():
-        os.utime(path, ns=(1, 1))
+    files = sorted((tmp_path / FOLDER_NAME).iterdir())
+    for path in files:
+        os.utime(path, ns=(0, 0))
     assert not is_pieces(tmp_path)
+    os.utime(files[0])
+    files[1].unlink()
+    assert not is_pieces(tmp_path), "a part of a save is none"
+
+
+def test_a_save_that_rank_0_cannot_see_whole_removes_nothing(tmp_path: Path) -> None:
+    save_all(tmp_path, rows(2))
+    later = {**TREE, "progress": {"step": 4}}
+    for rank in (1, 0):  # each under a name of its own
+        save_pieces(tmp_path, rank, 2, [item(rows(2)[rank], WHOLE + 1)], later)
+    assert PieceReader(tmp_path).tree["progress"] == {"step": 3}
+    assert torch.equal(load_tree(tmp_path)["model"]["a.weight"], WHOLE)
+
+
+def test_a_second_save_of_the_same_step_writes_over_nothing(tmp_path: Path) -> None:
+    save_pieces(tmp_path, 0, 1, [item(rows(1)[0])], TREE)
+    before = os.listdir(tmp_path)
+    torch.manual_seed(0)
+    with pytest.raises(SetupError, match="another worker"):
+        save_pieces(tmp_path, 0, 1, [item(rows(1)[0], WHOLE + 1)], TREE, everywhere=lambda is_well: False)
+    assert len(os.listdir(tmp_path)) == 2
+    save_pieces(tmp_path, 0, 1, [item(rows(1)[0], WHOLE + 2)], TREE)
+    assert len(os.listdir(tmp_path)) == 1
+    assert os.listdir(tmp_path) != before
+    assert torch.equal(load_tree(tmp_path)["model"]["a.weight"], WHOLE + 2)
 
 
 def test_counters_that_share_memory_and_slices_of_one_buffer_are_saved(tmp_path: Path) -> None:
@@ -139,11 +198,11 @@ def test_a_torn_save_is_refused(tmp_path: Path) -> None:
 
 def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path) -> None:
     save_all(tmp_path, rows(3))
-    later = {**TREE, "progress": {"step": 4}}
+    later, name = {**TREE, "progress": {"step": 4}}, one_name()
     for rank in (1, 2):
-        save_pieces(tmp_path, rank, 3, [item(rows(3)[rank], WHOLE + 1)], later)
+        save_pieces(tmp_path, rank, 3, [item(rows(3)[rank], WHOLE + 1)], later, draw_name=name)
     assert PieceReader(tmp_path).tree["progress"] == {"step": 3}
-    save_pieces(tmp_path, 0, 3, [item(rows(3)[0], WHOLE + 1)], later)
+    save_pieces(tmp_path, 0, 3, [item(rows(3)[0], WHOLE + 1)], later, draw_name=name)
     assert PieceReader(tmp_path).tree["progress"] == {"step": 4}
     assert torch.equal(load_tree(tmp_path)["model"]["a.weight"], WHOLE + 1)
     assert len(os.listdir(tmp_path)) == 3, "the earlier files are gone"
@@ -197,3 +256,21 @@ def test_where_one_rank_fails_all_say_so_and_the_state_before_still_counts(tmp_p
     assert all("another worker could not save" in words[rank] for rank in (0, 2))
     assert PieceReader(tmp_path).tree["progress"] == {"step": 3}
     assert torch.equal(load_tree(tmp_path)["model"]["a.weight"], WHOLE)
+
+
+def save_with_words_of_their_own(folder: Path) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in (3, 3):
+        tree = {"progress": {"step": step}, "config": {"host": f"worker {rank}"}}
+        save_pieces(folder, rank, size, [item(rows(size)[rank], WHOLE + step)], tree)
+
+
+@pytest.mark.world
+def test_ranks_whose_jobs_differ_write_one_save_and_rank_0_says_what_counts(tmp_path: Path) -> None:
+    save_tree({"model": {}}, tmp_path / FILE_NAME)
+    run_world(save_with_words_of_their_own, 2, tmp_path / FOLDER_NAME)
+    assert len(os.listdir(tmp_path / FOLDER_NAME)) == 2
+    tree = load_tree(tmp_path)
+    assert torch.equal(tree["model"]["a.weight"], WHOLE + 3)
+    assert tree["config"] == {"host": "worker 0"}
+    assert not (tmp_path / FILE_NAME).exists()

@@ -122,6 +122,9 @@ def test_a_mistake_gets_one_answer(tmp_path: Path, arguments: list[object], word
 def test_a_mistake_in_ls_too(tmp_path: Path) -> None:
     refused(closeranks("layout", "ls", TINY, "-n", 8, "--schedule", "zbw", cwd=tmp_path), "--schedule", "'zbv'")
     refused(closeranks("layout", "ls", "none.toml", "-n", 8, cwd=tmp_path), "none.toml")
+    negative = closeranks("layout", "ls", TINY, "-n", 8, "--fits", -1, cwd=tmp_path)
+    assert (negative.code, negative.out) == (2, "")
+    assert "'--fits'" in negative.err
 
 
 def test_layout_words_and_overrides_are_told_apart() -> None:

@@ -157,6 +157,15 @@ def test_one_sentence_names_everything_that_does_not_divide() -> None:
     assert problem.fix == "Use one of [1, 2, 4]."
 
 
+def test_one_is_spoken_of_as_one() -> None:
+    (shard,) = legal_problems(Layout(1, zero=1, shard=2), DEMANDS)
+    assert shard.what == "2 does not divide the 1 data rank"
+    (data,) = legal_problems(Layout(2), replace(DEMANDS, global_batch=4, micro_batch=4))
+    assert "2 data ranks share 1 micro-batch a step" in data.what
+    (pipeline,) = legal_problems(Layout(pipeline=2), replace(DEMANDS, num_layers=1))
+    assert pipeline.what == "the model's 1 layer does not fill 2 stages"
+
+
 def test_all_obstacles_come_at_once() -> None:
     layout = Layout(data=16, zero=1, shard=3, tensor=3, pipeline=9, context=5, expert=2)
     assert set(places(layout)) == {

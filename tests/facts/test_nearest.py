@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from closeranks.facts.layout import SCHEDULES, Demands, Layout, legal_problems
@@ -37,6 +37,7 @@ def test_what_is_found_is_legal_and_of_that_size(layout: Layout, num_ranks: int,
 
 
 @given(layouts)
+@example(Layout(shard=1, schedule="gpipe"))
 def test_a_legal_layout_is_its_own_nearest(layout: Layout) -> None:
     if not legal_problems(layout, DEMANDS):
         assert nearest_legal(layout, DEMANDS, layout.num_ranks) == layout
@@ -67,3 +68,16 @@ def test_tensor_and_pipeline_are_kept_where_they_can_be(text: str, num_ranks: in
 def test_the_advice_is_a_sentence() -> None:
     assert advise(Layout(2, tensor=3), DEMANDS, 8) == "The nearest legal layout is data=2 tensor=4."
     assert "No layout of 9 ranks is legal" in advise(Layout(9), DIGITS, 9)
+    impossible = replace(DIGITS, global_batch=0)
+    assert "No layout of 1 rank is legal" in advise(Layout(), impossible, 1)
+
+
+def test_a_schedule_that_was_exchanged_is_named() -> None:
+    zbv, plain = Layout(pipeline=8, schedule="zbv"), Layout(pipeline=9)
+    assert advise(zbv, DEMANDS, 8) == "The nearest legal layout is pipeline=8 schedule=1f1b."
+    assert advise(replace(zbv, schedule="1f1"), DEMANDS, 8) == "The nearest legal layout is pipeline=8 schedule=1f1b."
+    assert "schedule" not in advise(plain, DEMANDS, 9)
+
+
+def test_nothing_is_near_to_no_ranks_at_all() -> None:
+    assert advise(Layout(tensor=0), DEMANDS, 0) == ""

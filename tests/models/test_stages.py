@@ -197,6 +197,50 @@ def test_a_loss_that_does_not_fit_is_refused_on_every_stage(function: Callable[.
             spec.chain.enter(module, batch())
 
 
+def penalty(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    return module(batch["x"]).mean() + sum(p.square().sum() for p in module.parameters())
+
+
+def stated(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    return module(batch["x"]).mean() + module.state_dict()["head.weight"].sum()
+
+
+def of_a_unit(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    return module(batch["x"]).mean() + module.embed.weight.square().sum()
+
+
+def of_some_units(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    return module(batch["x"]).mean() + sum(p.square().sum() for p in module.blocks.parameters())
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(penalty, "parameters"), (stated, "state_dict"), (of_a_unit, "embed"), (of_some_units, "blocks")],
+)
+def test_a_loss_that_reads_what_a_stage_does_not_hold_is_refused(function: Callable[..., Any], name: str) -> None:
+    spec, module = made(function=function)
+    spec.metrics = ()
+    assert spec.chain is not None
+    whole = spec.loss(module, batch())
+    assert whole.total.requires_grad
+    module.embed = module.blocks[0] = None  # type: ignore[assignment, index]  # as a last stage stands there
+    with pytest.raises(ModelError, match=f"the loss mine read '{name}' of the module, of which") as told:
+        spec.chain.leave(module, torch.zeros(5, 1, requires_grad=True), batch())
+    assert "optim.weight_decay, or use pipeline=1" in str(told.value)
+
+
+def test_a_loss_may_read_a_unit_that_its_stage_holds() -> None:
+    def of_the_head(module: Any, batch: dict[str, Tensor]) -> Tensor:
+        return module(batch["x"]).mean() + module.head.weight.square().sum() * module.scale
+
+    spec, module = made(function=of_the_head)
+    spec.metrics = ()
+    assert spec.chain is not None
+    module.embed = None  # type: ignore[assignment]  # as a last stage stands there
+    loss = spec.chain.leave(module, torch.zeros(5, 1, requires_grad=True), batch())
+    assert torch.equal(loss.total, 5 * module.head.weight.square().sum() * 0.5)
+
+
 def test_an_except_of_the_users_does_not_stop_the_first_stage() -> None:
     def careful(module: Any, batch: dict[str, Tensor]) -> Tensor:
         try:

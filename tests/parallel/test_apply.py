@@ -1,3 +1,5 @@
+"""The order of transforms, as it stands in the one file that has it."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -9,9 +11,10 @@ from torch import Tensor, nn
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig
 from closeranks.parallel import apply as module_under_test
-from closeranks.parallel.apply import Applied, apply
-from closeranks.parallel.config import LayoutConfig
+from closeranks.facts.layout import Layout
+from closeranks.parallel.apply import Applied, Wishes, apply
 from closeranks.parallel.group import Group
+from closeranks.parallel.mesh import open_groups
 from closeranks.parallel.precision import Precision
 
 LLAMA = spec_for(LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64), seq_len=16)
@@ -21,17 +24,24 @@ DIGITS = spec_for(DigitsConfig(), seq_len=0)
 ONE = Group(0, 1)
 
 
-def applied(spec: Any, *, group: Group = ONE, batch_norm: str = "micro", compiled: bool = False) -> Applied:
-    return apply(
-        spec,
-        layout=LayoutConfig(batch_norm=batch_norm),  # type: ignore[arg-type]
-        group=group,
-        device=torch.device("cpu"),
+def applied(
+    spec: Any, *, group: Group = ONE, batch_norm: str = "micro", compiled: bool = False, recompute: str = "none"
+) -> Applied:
+    layout, device = Layout(data=group.size), torch.device("cpu")
+    wishes = Wishes(
+        layout=layout,
+        hold="shards",
+        batch_norm=batch_norm,
+        prefetch=1,
+        overlap=True,
         precision=Precision("float32"),
         seed=3,
         micro_batch=4,
         compiled=compiled,
+        recompute=recompute,
+        recompute_keep=(),
     )
+    return apply(spec, wishes, open_groups(group, layout, device, 60.0), device, prepare=lambda module: None)
 
 
 @pytest.fixture
@@ -48,20 +58,32 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module_under_test, name, noted)
 
-    for name in ("materialise", "synchronise", "BatchStatistics"):
+    for name in (
+        "build",
+        "split",
+        "synchronise",
+        "recompute",
+        "recompute_compiled",
+        "empty",
+        "fill",
+        "BatchStatistics",
+    ):
         note(name)
     monkeypatch.setattr(nn.Module, "compile", lambda self: made.append(f"compile {type(self).__name__}"))
     return made
 
 
-def test_weights_then_batch_norm_then_compile(calls: list[str]) -> None:
+def test_built_cut_replaced_wrapped_compiled_then_filled(calls: list[str]) -> None:
     DIGITS.compile_units = ("stem", "body")
     try:
         # A group of two as far as this process knows: nothing travels, as a spec on meta needs no broadcast.
         result = applied(DIGITS, group=Group(0, 2), batch_norm="sync", compiled=True)
     finally:
         DIGITS.compile_units = ()
-    assert calls == ["materialise", "synchronise", "BatchStatistics", "compile ConvBlock", "compile ConvBlock"]
+    assert calls[:3] == ["build", "split", "synchronise"]
+    assert (
+        calls.index("synchronise") < calls.index("recompute") < calls.index("compile ConvBlock") < calls.index("fill")
+    )
     assert type(result.module.stem.norm).__name__ == "SyncBatchNorm"
 
 
@@ -70,7 +92,13 @@ def test_each_unit_of_the_spec_is_compiled_and_nothing_else(calls: list[str]) ->
     assert len([call for call in calls if call.startswith("compile")]) == len(LLAMA.compile_units) > 0
     calls.clear()
     applied(LLAMA)
-    assert calls == ["materialise", "BatchStatistics"]
+    assert calls == ["build", "split", "recompute", "empty", "fill", "BatchStatistics"]
+
+
+def test_full_recompute_goes_around_what_is_compiled(calls: list[str]) -> None:
+    applied(LLAMA, compiled=True, recompute="full")
+    assert "recompute" not in calls
+    assert calls.index("compile Block") < calls.index("recompute_compiled") < calls.index("empty")
 
 
 def test_one_rank_has_nobody_to_synchronise_with(calls: list[str]) -> None:

@@ -114,6 +114,26 @@ def test_functions_in_python_are_not_run_twice() -> None:
     assert Product.num_calls == 2 + 2
 
 
+class Named(Product):
+    """Notes something under the name of the node's own method, as a user's Function may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.name = "product"
+        return Product.forward(ctx, x, weight)
+
+
+def test_a_function_may_note_a_name() -> None:
+    first, second, third = weights = parameters(3)
+    model: Model = lambda x: Named.apply(torch.tanh(Named.apply(torch.tanh(x @ first), second)), third)  # noqa: E731
+    compare(model, weights, expect_now=2)
+
+
+def test_a_function_on_a_branch_may_note_a_name() -> None:
+    first, second = weights = parameters(2)
+    compare(lambda x: torch.tanh(x @ Named.apply(first[None], second)[0]), weights)
+
+
 def test_recomputed_blocks_come_out_right() -> None:
     first, second = weights = parameters(2)
     block: Model = lambda x: torch.tanh(torch.tanh(x @ first) @ second)  # noqa: E731

@@ -322,7 +322,7 @@ class Bare(nn.Module):
 def misfit() -> str:
     module = Bare()
     shares = split_here(module, (ShardingRule("up.weight", 0), ShardingRule("down.weight", 1)))
-    with pytest.raises(ModelError) as caught, shapes_explained(shares):
+    with pytest.raises(ModelError) as caught, shapes_explained(share.piece for share in shares.values()):
         module(torch.zeros(3, 6))
     return str(caught.value)
 
@@ -335,10 +335,12 @@ def test_a_shape_that_forgets_the_split_is_told_with_its_entry() -> None:
 
 
 def test_errors_that_are_no_misfit_pass_untouched() -> None:
-    shares = {"w": Share(Piece("w", (8, 4), (0, 0), (4, 4)))}
-    assert explain(RuntimeError("connection reset by peer 8"), shares) is None
-    assert explain(RuntimeError("shape '[2, 3]' is invalid for input of size 7"), shares) is None
-    with pytest.raises(RuntimeError, match="reset"), shapes_explained(shares):
+    pieces = [Piece("w", (8, 4), (0, 0), (4, 4))]
+    assert explain(RuntimeError("connection reset by peer 8"), pieces) is None
+    assert explain(RuntimeError("shape '[2, 3]' is invalid for input of size 7"), pieces) is None
+    assert explain(RuntimeError("shape '[3, 2, 2]' is invalid for input of size 7"), pieces) is None
+    assert explain(RuntimeError("shape '[3, 2, 2, 2]' is invalid for input of size 12"), pieces) is not None
+    with pytest.raises(RuntimeError, match="reset"), shapes_explained(pieces):
         raise RuntimeError("connection reset by peer 8")
 
 

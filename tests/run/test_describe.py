@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.core.errors import ModelError
-from closeranks.facts.layout import Layout
+from closeranks.cli.planning import show_layout
+from closeranks.core.errors import ConfigError, ModelError
+from closeranks.facts.layout import Layout, legal_problems
 from closeranks.facts.spread import share_of, shared_names, stages_of
 from closeranks.plan.layouts import cost_of
 from closeranks.run.describe import ALIGN_BYTES, subject_of
@@ -67,6 +68,20 @@ def test_a_users_model_is_counted_without_memory(beside: Path) -> None:
     assert [unit.name for unit in subject.anatomy.units if unit.is_block] == ["blocks.0", "blocks.1", "blocks.2"]
     assert subject.llama is None
     assert cost_of(subject, Layout(2)).fullest.activations == ()
+
+
+def test_patterns_are_counted_once_the_model_is_built(beside: Path) -> None:
+    job = own_job(beside, "Net")
+    stages = 'model.stages=["embed", "blocks.*", "head"]'
+    subject = subject_of(load_job(job, [stages, "model.loss=own_planned:data"]).value)
+    assert subject.demands.num_layers == 5
+    assert not legal_problems(Layout(pipeline=5), subject.demands)
+    (problem,) = legal_problems(Layout(pipeline=6), subject.demands)
+    assert "5 layers do not fill 6 stages" in problem.what
+    with pytest.raises(
+        ConfigError, match=r"5 layers do not fill 6 stages.*The nearest legal layout is data=2 pipeline=3"
+    ):
+        show_layout(job, ["pipeline=6", stages, "model.loss=own_planned:data"], 0, None, as_json=False)
 
 
 def test_what_cannot_be_built_without_memory_is_told_in_one_sentence(beside: Path) -> None:

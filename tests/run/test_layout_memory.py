@@ -125,7 +125,7 @@ def build(text: str) -> Built:
     torch.set_num_threads(1)
     job, layout, device = job_of(text), Layout.parse(text), torch.device("cpu")
     spec = spec_for(job.model, seq_len=job.data.seq_len)
-    groups = open_groups(Group(dist.get_rank(), dist.get_world_size()), layout, device)
+    groups = open_groups(Group(dist.get_rank(), dist.get_world_size()), layout, device, timeout_s=60.0)
     with LiveBytes() as live:
         applied = apply(spec, wishes_of(job, layout), groups, device, lambda module: freeze(module, job.optim))
         sizes = {name: torch.Size(shape).numel() * 4 for name, shape in applied.shapes.items()}

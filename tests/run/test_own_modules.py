@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a table": ("tensor=2", {"tensor": TABLE}),
     "a table, sharded": ("data=2 zero=3 tensor=2", {"tensor": TABLE}),
     "both": ("tensor=2 pipeline=2", {"stages": STAGES, "tensor": TABLE}),
+    "both, zero bubble": ("tensor=2 pipeline=2 schedule=zbv", {"stages": STAGES, "tensor": TABLE}),
 }
 
 
@@ -109,3 +110,27 @@ def test_an_axis_that_the_model_says_nothing_about_is_refused_before_anything_st
 def test_an_entry_of_the_table_says_one_thing() -> None:
     with pytest.raises(ConfigError, match="either a dim, or partial"):
         load_job(None, extra=tables_of("tensor=2", {"tensor": [{"pattern": "x"}]}))
+
+
+@pytest.mark.world
+def test_python_hands_stages_and_table_over_beside_the_model(tmp_path: Path) -> None:
+    losses = run_world(train_in_python, 4, tmp_path)
+    set_world(World(launcher="testing"))
+    assert losses == pytest.approx([train_in_python(tmp_path / "alone", 1, 1)] * 4, rel=1e-9)
+
+
+def train_in_python(folder: Path, tensor: int = 2, pipeline: int = 2) -> float:
+    from closeranks import train
+    from tests.run.own_models import Net, dataset, loss
+
+    result = train(
+        Net,
+        dataset(),
+        loss,
+        stages=STAGES,
+        tensor=TABLE,
+        train={"steps": 3, "global_batch": 4, "micro_batch": 1, "precision": "float64"},
+        layout={"tensor": tensor, "pipeline": pipeline},
+        run={"folder": str(folder / "python")},
+    )
+    return result.loss

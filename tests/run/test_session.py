@@ -197,6 +197,15 @@ def test_a_second_backward_is_told(tmp_path: Path) -> None:
         learn(open_session(tmp_path), twice)
 
 
+def test_a_step_is_worked_off_once(tmp_path: Path) -> None:
+    with open_session(tmp_path) as session:
+        step = next(iter(session))
+        step.run()
+        for again in (step.run, lambda: list(step)):
+            with pytest.raises(UserError, match="micro-batches of this step are taken already"):
+                again()
+
+
 def test_a_loss_that_is_no_tensor_is_told(tmp_path: Path) -> None:
     def as_number(session: Session, step: Step, batch: Batch) -> None:
         step.backward(session.loss(batch).total.item())  # type: ignore[arg-type]

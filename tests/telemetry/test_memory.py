@@ -31,15 +31,17 @@ def test_the_message_says_what_took_the_memory_and_what_to_change() -> None:
         "To fit, most effective first:",
         "  - halve train.micro_batch: activations halve with it, while train.global_batch and the learning rate stay",
         '  - train.precision = "bf16": activations take about half',
+        '  - train.recompute = "full": a block keeps its inputs alone, and is computed twice',
         "  - shorten data.seq_len: activations shrink with it",
-        "  - choose a smaller model.preset: parameters, gradients and optimizer state all shrink with it",
+        "  - layout.zero = 3 on several workers: each keeps its share of parameters, gradients and optimizer state",
     ]
 
 
-def test_a_model_that_is_too_large_is_told_to_shrink_first() -> None:
+def test_a_model_that_is_too_large_is_told_to_spread_or_to_shrink_first() -> None:
     changes = advice(replace(USE, in_use_bytes=25 * GIB, is_float32=False))
-    assert changes[0].startswith("choose a smaller model.preset")
-    assert changes[1].startswith('optim.name = "sgd"')
+    assert changes[0].startswith("layout.zero = 3 on several workers")
+    assert changes[1].startswith("choose a smaller model.preset")
+    assert changes[2].startswith('optim.name = "sgd"')
     assert not any("bf16" in change for change in changes)
 
 

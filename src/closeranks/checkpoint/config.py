@@ -11,4 +11,4 @@ class CheckpointConfig(Table):
     save: bool = True
     """Save the whole state at the end, and when the run is asked to stop early."""
     resume: str = ""
-    """Continue from this run folder or state file; empty: start anew."""
+    """Continue from this run folder, or from the state file or folder in it, under any layout; empty: start anew."""

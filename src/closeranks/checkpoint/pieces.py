@@ -1,18 +1,19 @@
 """How is a state that is spread over the ranks saved without gathering it, and read back under any other layout?
 
 Every rank writes one file with its own pieces; rank 0's also holds what is no tensor of the model. All files of a save
-carry one name, which follows from the tree (so from the job and the step), and old ones go only when all new ones are
-there. Invariants: a save counts when all of its files are there, and else the one before it does; what a reader gives
-was checked against its digest and is whole, or is refused by name.
+carry one name, which rank 0 draws anew each time: no file is ever written over, and ranks whose jobs differ in a word
+still write one save. Old files go only when all new ones are there. Invariants: a save counts when all of its files are
+there, and else the one before it does; what a reader gives was checked against its digest and is whole, or is refused
+by name.
 """
 
 from __future__ import annotations
 
-import json
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def everywhere(is_well: bool) -> bool:
     return all(said)
 
 
+def draw_name() -> str:
+    """A name for a save: rank 0's draw, on all ranks of torch's default group; each of them must ask.
+
+    From the system's randomness: the generators are seeded alike in every run.
+    """
+    drawn = torch.tensor([secrets.randbits(32)])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(drawn, src=0)
+    return f"{int(drawn):08x}"
+
+
 def save_pieces(
     folder: Path,
     rank: int,
@@ -60,19 +72,18 @@ def save_pieces(
     items: Iterable[Item],
     tree: Tree,
     *,
+    draw_name: Callable[[], str] = draw_name,
     everywhere: Callable[[bool], bool] = everywhere,
 ) -> int:
-    """Write this rank's file; every rank calls it with the same ``tree``, and returns when all files are there.
+    """Write this rank's file; every rank calls it, and returns when all files are there. Rank 0's ``tree`` is kept.
 
     Returns the size of the own file in bytes. Where one rank fails, all raise, and what was saved before still counts.
     """
-    bones = skeleton(tree)
-    save = blake2b(f"{json.dumps(bones)} {num_ranks}".encode(), digest_size=4).hexdigest()
-    name = _FileName(save, rank, num_ranks)
+    name = _FileName(draw_name(), rank, num_ranks)
     failure: Exception | None = None
     num_bytes = 0
     try:
-        num_bytes = _write(folder, name, items, bones if rank == 0 else None, tree)
+        num_bytes = _write(folder, name, items, tree if rank == 0 else None)
     except Exception as error:  # raised below, once the others know
         failure = error
     is_complete = everywhere(failure is None)
@@ -81,15 +92,39 @@ def save_pieces(
     if not is_complete:
         raise SetupError(f"another worker could not save its part of the state to {folder}", "Look for its own words.")
     if rank == 0:
-        for path in _files(folder):
-            if path.save != save:
-                (folder / str(path)).unlink(missing_ok=True)
+        _drop_replaced(folder, name.save, num_ranks)
     return num_bytes
 
 
-def _write(folder: Path, file: _FileName, items: Iterable[Item], bones: Mapping[str, Any] | None, tree: Tree) -> int:
+def _drop_replaced(folder: Path, save: str, num_ranks: int) -> None:
+    """Remove what stood here before a save, a whole state beside it included, if the save can be seen to be whole.
+
+    Where that fails, more than one stands and the later counts: no reason to fail a run that has saved its state.
+    """
+    with suppress(OSError):
+        found = _files(folder)
+        if sum((name.save, name.num_ranks) == (save, num_ranks) for name in found) < num_ranks:
+            return
+        for name in found:
+            if name.save != save:
+                (folder / str(name)).unlink(missing_ok=True)
+        if folder.name == FOLDER_NAME:
+            (folder.parent / FILE_NAME).unlink(missing_ok=True)
+
+
+def remove_pieces(folder: Path) -> None:
+    """Remove the pieces of a folder, since a whole state has replaced them; whatever else lies there stays."""
+    with suppress(OSError):  # the later counts where both stand
+        for name in _files(folder):
+            (folder / str(name)).unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _write(folder: Path, file: _FileName, items: Iterable[Item], tree: Tree | None) -> int:
     entries: dict[str, Any] = {}
-    held = {f"tree/{name}": tensor for name, tensor in tensors(tree)} if bones is not None else {}
+    bones = None if tree is None else skeleton(tree)
+    held = {f"tree/{name}": tensor for name, tensor in tensors(tree or {})}
     for section, key, piece, tensor in items:
         if tuple(tensor.shape) != piece.local_shape:
             raise ValueError(f"{section}/{key}: a piece of {piece.local_shape}, but a tensor of {tuple(tensor.shape)}")
@@ -100,13 +135,15 @@ def _write(folder: Path, file: _FileName, items: Iterable[Item], bones: Mapping[
 
 
 def is_pieces(path: Path) -> bool:
-    """Whether the state at a path (a run's folder, or what it was saved to) is one in pieces: the later counts."""
+    """Whether the state at a path (a run's folder, or what it was saved to) is one in pieces.
+
+    A save leaves one form alone; where its end was cut off and both stand, the later one that is complete counts.
+    """
     folder = _folder(path)
     single = path / FILE_NAME
     if folder is None or not single.exists():
         return folder is not None
-    newest = max((folder / str(name)).stat().st_mtime_ns for name in _files(folder))
-    return newest > single.stat().st_mtime_ns
+    return any(_time_ns(folder, names) > single.stat().st_mtime_ns for names in _complete(_files(folder)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +261,29 @@ def _files(folder: Path) -> list[_FileName]:
     return [_FileName(match[1], int(match[2]), int(match[3])) for match in found if match]
 
 
+def _saves(files: Iterable[_FileName]) -> list[list[_FileName]]:
+    saves: dict[tuple[str, int], list[_FileName]] = {}
+    for name in files:
+        saves.setdefault((name.save, name.num_ranks), []).append(name)
+    return list(saves.values())
+
+
+def _complete(files: Iterable[_FileName]) -> list[list[_FileName]]:
+    return [names for names in _saves(files) if len(names) == names[0].num_ranks]
+
+
+def _time_ns(folder: Path, names: Iterable[_FileName]) -> int:
+    """When a save was done."""
+    return max((folder / str(name)).stat().st_mtime_ns for name in names)
+
+
 def _latest(folder: Path) -> list[_FileName]:
     """The files of the latest complete save, by rank."""
-    saves: dict[tuple[str, int], list[_FileName]] = {}
-    for name in _files(folder):
-        saves.setdefault((name.save, name.num_ranks), []).append(name)
-    complete = [names for (_, num_ranks), names in saves.items() if len(names) == num_ranks]
+    files = _files(folder)
+    complete = _complete(files)
     if not complete:
-        names = max(saves.values(), key=len)
+        names = max(_saves(files), key=len)
         lacking = sorted(set(range(names[0].num_ranks)) - {name.rank for name in names})
         what = f"{folder} is not whole: the part of rank {lacking[0]} of {names[0].num_ranks} is missing"
         raise CheckpointError(what, "Use an earlier one.")
-    return max(complete, key=lambda names: max((folder / str(name)).stat().st_mtime_ns for name in names))
+    return max(complete, key=lambda names: _time_ns(folder, names))

@@ -11,7 +11,7 @@ from typing import Any
 
 from closeranks.checkpoint.files import FILE_NAME as FILE_NAME
 from closeranks.checkpoint.files import StateFile, write_file
-from closeranks.checkpoint.pieces import PieceReader, is_pieces
+from closeranks.checkpoint.pieces import FOLDER_NAME, PieceReader, is_pieces, remove_pieces
 from closeranks.checkpoint.trees import Tree, rebuild, skeleton, tensors
 from closeranks.core.errors import CheckpointError
 
@@ -19,8 +19,11 @@ _FORMAT = "closeranks-state-1"
 
 
 def save_tree(tree: Tree, path: Path) -> int:
-    """Write the tree; returns its size in bytes."""
-    return write_file(path, _FORMAT, skeleton(tree), dict(tensors(tree)))
+    """Write the tree; returns its size in bytes. A state in pieces beside it, in the same run folder, is replaced."""
+    num_bytes = write_file(path, _FORMAT, skeleton(tree), dict(tensors(tree)))
+    if path.name == FILE_NAME:
+        remove_pieces(path.parent / FOLDER_NAME)
+    return num_bytes
 
 
 def load_tree(path: Path) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def ls(
     ] = None,
     hsdp: Annotated[bool, typer.Option("--hsdp", help="Also ZeRO over fewer than all data ranks.")] = False,
     sort: Annotated[Literal["bytes", "traffic"], typer.Option(help="What comes first: least of these.")] = "bytes",
-    fits: Annotated[float, typer.Option(help="Leave out what needs more than so many GiB a rank.")] = 0.0,
+    fits: Annotated[float, typer.Option(min=0, help="Leave out what needs more than so many GiB a rank.")] = 0.0,
     limit: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 24,
     show_all: Annotated[bool, typer.Option("--all", help="Show every row.")] = False,
     as_json: AsJson = False,

@@ -144,6 +144,8 @@ def show_layout(path: Path, words: Sequence[str], num_workers: int, picture: Pat
     if problems := [*check_axes(job), *check_workers(job, num_ranks)]:
         raise ConfigError(problems)
     subject = subject_of(job)
+    if problems := check_workers(job, num_ranks, subject.demands):  # a model of the user's own is known only now
+        raise ConfigError(problems)
     cost = cost_of(subject, layout_for(job, num_ranks))
     if picture is not None:
         _draw(cost, picture)

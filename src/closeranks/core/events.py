@@ -28,6 +28,8 @@ class RunStarted(Event):
     generation: int = 0
     first_step: int = 0
     last_step: int = 0
+    layout: str = ""
+    """How the model is spread, where it is: ``data=2 zero=3``."""
     device: str = "cpu"
     precision: str = "float32"
     num_params: int = 0

@@ -135,7 +135,7 @@ def _range_problems(layout: Layout) -> Iterator[Problem]:
 def _data_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
     if demands.num_micro < layout.data:
         what = (
-            f"{layout.data} data ranks share {demands.num_micro} micro-batches a step "
+            f"{counted(layout.data, 'data rank')} share {counted(demands.num_micro, 'micro-batch', 'es')} a step "
             f"(global_batch {demands.global_batch} / micro_batch {demands.micro_batch}), so some would have none"
         )
         fix = f"Use data={demands.num_micro} or fewer, a smaller train.micro_batch, or a larger train.global_batch."
@@ -147,7 +147,7 @@ def _shard_problems(layout: Layout) -> Iterator[Problem]:
         what = f"with zero=0 there is nothing to split over {layout.shard} ranks"
         yield Problem("layout.shard", what, "Set zero to 1, 2 or 3, or leave shard out.")
     if layout.shard and layout.data % layout.shard:
-        what = f"{layout.shard} does not divide the {layout.data} data ranks"
+        what = f"{layout.shard} does not divide the {counted(layout.data, 'data rank')}"
         yield Problem("layout.shard", what, f"Use one of {divisors(layout.data)}.")
 
 
@@ -161,7 +161,11 @@ def _tensor_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
         "vocabulary entries": demands.vocab_size,
     }
     if not all(split.values()):
-        yield Problem("layout.tensor", "this model has no heads and feed-forward columns to split", "Use tensor=1.")
+        yield Problem(
+            "layout.tensor",
+            "this model does not say how it splits",
+            "Use tensor=1; a model of your own says it in model.tensor.",
+        )
         return
     # Between the blocks each tensor rank holds its share of the positions: norms and residuals are split too.
     split["positions of a sample"] = demands.seq_len
@@ -176,10 +180,15 @@ def _pipeline_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
     if layout.pipeline == 1:
         return
     if demands.num_layers == 0:
-        yield Problem("layout.pipeline", "this model has no repeated layers to cut into stages", "Use pipeline=1.")
+        yield Problem(
+            "layout.pipeline",
+            "this model has no layers to cut into stages",
+            "Use pipeline=1; a model of your own names them in model.stages.",
+        )
     elif layout.num_stages > demands.num_layers:
         per_rank = SCHEDULES[layout.schedule]
-        what = f"the model's {demands.num_layers} layers do not fill {layout.num_stages} stages"
+        verb = "does" if demands.num_layers == 1 else "do"
+        what = f"the model's {counted(demands.num_layers, 'layer')} {verb} not fill {layout.num_stages} stages"
         most = max(demands.num_layers // per_rank, 1)
         yield Problem("layout.pipeline", what, f"Schedule {layout.schedule} allows up to pipeline={most} here.")
 
@@ -197,6 +206,11 @@ def _context_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
 def _expert_problems(layout: Layout) -> Iterator[Problem]:
     if layout.expert != 1:
         yield Problem("layout.expert", "a dense model has no experts to spread", "Use expert=1.")
+
+
+def counted(count: int, noun: str, ending: str = "s") -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

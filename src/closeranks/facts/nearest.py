@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import log2
 
-from closeranks.facts.layout import SCHEDULES, Demands, Layout, divisors, legal_problems
+from closeranks.facts.layout import SCHEDULES, Demands, Layout, counted, divisors, legal_problems
 
 _PLAIN = "1f1b"
 
@@ -26,11 +26,15 @@ def nearest_legal(layout: Layout, demands: Demands, num_ranks: int) -> Layout | 
 
 
 def advise(layout: Layout, demands: Demands, num_ranks: int) -> str:
-    """The sentence that ends a refusal."""
+    """The sentence that ends a refusal; none where an axis of size 0 leaves nothing to be near to."""
+    if num_ranks < 1:
+        return ""
     near = nearest_legal(layout, demands, num_ranks)
     if near is None:
-        return f"No layout of {num_ranks} ranks is legal for this model and batch."
-    return f"The nearest legal layout is {near}."
+        return f"No layout of {counted(num_ranks, 'rank')} is legal for this model and batch."
+    # A layout's text leaves defaults out: a schedule that took the place of another must be said all the same.
+    is_changed = near.schedule != layout.schedule and near.schedule == _PLAIN
+    return f"The nearest legal layout is {near}{f' schedule={_PLAIN}' if is_changed else ''}."
 
 
 def _candidates(layout: Layout, num_ranks: int) -> Iterator[Layout]:
@@ -40,7 +44,7 @@ def _candidates(layout: Layout, num_ranks: int) -> Iterator[Layout]:
     for tensor in divisors(num_ranks):
         for pipeline in divisors(num_ranks // tensor):
             data = num_ranks // tensor // pipeline
-            shards = {0} if zero == 0 or layout.shard <= 0 else {0, *divisors(data)}
+            shards = {0} if layout.shard <= 0 else {0, *divisors(data)}
             for schedule in schedules:
                 for shard in shards:
                     yield Layout(data, zero, shard, tensor, pipeline, schedule=schedule)

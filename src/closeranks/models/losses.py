@@ -45,5 +45,8 @@ def _mean_as_sum(place: str, result: Any, num_samples: int) -> Loss:
 
 
 def _check_scalar(place: str, total: Tensor) -> None:
+    if hasattr(total, "to_local"):  # a DTensor: its backward would leave out what the other ranks hold
+        what = f"{place} was computed from the module's parameters themselves, of which each rank holds a shard alone"
+        raise ModelError(what, "Put a term on weights into optim.weight_decay, or use layout.zero = 2 or less.")
     if total.ndim:
         raise ModelError(f"{place} returned a tensor of shape {list(total.shape)}, not one number", "Take its mean.")

@@ -52,7 +52,7 @@ class UserChain:
 
     def enter(self, module: nn.Module, batch: Batch) -> Tensor:
         try:
-            self._judge(partial(self._loss, StandIn(module, self._loss_name, _catch)), batch)
+            self._judge(partial(self._loss, StandIn(module, self._loss_name, _catch, cut=self.units)), batch)
         except _Caught as caught:
             return caught.input
         raise self._never_called()
@@ -66,14 +66,14 @@ class UserChain:
         return output
 
     def leave(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
-        return self._with_stand_in(module, lambda _: self._after_units(output), batch)
+        stand_in = StandIn(module, self._loss_name, lambda _: self._after_units(output), cut=self.units)
+        return self._through(stand_in, batch)
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """Enter, all units, leave: what a run without a pipeline calls."""
-        return self._with_stand_in(module, partial(self._in_a_row, module), batch)
+        return self._through(StandIn(module, self._loss_name, partial(self._in_a_row, module)), batch)
 
-    def _with_stand_in(self, module: nn.Module, answer: Callable[[Tensor], Tensor], batch: Batch) -> Loss:
-        stand_in = StandIn(module, self._loss_name, answer)
+    def _through(self, stand_in: StandIn, batch: Batch) -> Loss:
         loss = self._judge(partial(self._loss, stand_in), batch)
         if not stand_in.is_called:
             raise self._never_called()
@@ -160,11 +160,35 @@ def _catch(input: Tensor) -> Never:
     raise _Caught(input)
 
 
-class StandIn:
-    """What a loss is given for the module: one call with one tensor is answered, all else is the module's own."""
+_OF_THE_WHOLE = frozenset(
+    {
+        *("parameters", "named_parameters", "get_parameter", "buffers", "named_buffers", "state_dict"),
+        *("modules", "named_modules", "get_submodule", "children", "named_children", "apply"),
+    }
+)
+"""Methods of a module that a stage would answer for its own units alone."""
 
-    def __init__(self, module: nn.Module, loss_name: str, answer: Callable[[Tensor], Tensor]) -> None:
-        self._module, self._loss_name, self._answer = module, loss_name, answer
+
+def _is_held(stage: nn.Module, unit: str) -> bool:
+    """Where another stage's unit stood, there is None."""
+    part: nn.Module | None = stage
+    for name in unit.split("."):
+        part = part._modules.get(name) if part is not None else None
+    return part is not None
+
+
+class StandIn:
+    """What a loss is given for the module: one call with one tensor is answered, all else is the module's own.
+
+    ``cut``: the units of the whole, where ``module`` is a stage. A term over the weights that a stage happens to hold
+    would train another model without a word, so reading them is refused. Not noticed: a method of the module that reads
+    its own parameters; and on the tensor axis, where shares are plain parameters, a loss that reads them.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss_name: str, answer: Callable[[Tensor], Tensor], *, cut: Sequence[str] = ()
+    ) -> None:
+        self._module, self._loss_name, self._answer, self._cut = module, loss_name, answer, cut
         self.is_called = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
@@ -177,6 +201,10 @@ class StandIn:
         return self._answer(arguments[0])
 
     def __getattr__(self, name: str) -> Any:
+        below = [unit for unit in self._cut if unit.partition(".")[0] == name]
+        if (self._cut and name in _OF_THE_WHOLE) or not all(_is_held(self._module, unit) for unit in below):
+            what = f"{self._loss_name} read '{name}' of the module, of which a pipeline stage holds a part alone"
+            raise ModelError(what, "Put a term on weights into optim.weight_decay, or use pipeline=1.")
         return getattr(self._module, name)
 
     def _refuse(self, how: str) -> Never:

@@ -20,7 +20,7 @@ holds more than its own pieces and one whole parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,8 +98,9 @@ def apply(
     names = _Names.of(whole)
     shares = split(whole, spec.sharding_rules, spec.crossings, groups.tensor)
     cut = _cut(spec, whole, wishes.layout, groups)
+    wrapped: set[nn.Module] = set()
     for module in cut.stages.values():
-        _transform(spec, module, wishes, groups)
+        _transform(spec, module, wishes, groups, wrapped)
     stages = nn.ModuleList(cut.stages.values())  # as one, so that what two of them share stays shared
     if built.is_meta:
         empty(stages, device)
@@ -117,7 +118,7 @@ def apply(
         trainable=names.trainable,
         num_params=names.num_params,
         num_trainable=names.num_trainable,
-        warnings=tuple(text for text in (hint, built.warning) if text),
+        warnings=tuple(text for text in (hint, built.warning, _idle_recompute(spec, wishes)) if text),
     )
 
 
@@ -167,21 +168,47 @@ def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: Groups) -> C
         what = f"the model's {len(spec.chain.units)} units do not fill {layout.num_stages} stages"
         raise ModelError(what, "Use a smaller pipeline, or name more modules in model.stages.")
     ranges = stage_ranges(spec.chain.costs, layout)
-    return cut_stages(whole, spec.chain, ranges, placement(layout.schedule, layout.pipeline)[groups.pipeline.rank])
+    places = placement(layout.schedule, layout.pipeline)
+    cut = cut_stages(whole, spec.chain, ranges, places[groups.pipeline.rank])
+    if layout.zero == 3:
+        _refuse_shared(whole, spec.chain.units, ranges, places)
+    return cut
 
 
-def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Groups) -> None:
-    blocks = tuple(_present(module, spec.blocks))
+def _refuse_shared(
+    whole: nn.Module, units: Sequence[str], ranges: Sequence[range], places: Iterable[Sequence[int]]
+) -> None:
+    """FSDP2 shards a module under one root, and every stage is one. Looks at all ranks' stages: all refuse alike."""
+    for own in places:
+        found: dict[nn.Module, tuple[str, int]] = {}
+        held = [(stage, units[number]) for stage in own for number in ranges[stage]]
+        for stage, unit in held:
+            for module in whole.get_submodule(unit).modules():
+                first, before = found.setdefault(module, (unit, stage))
+                if before != stage and next(module.parameters(), None) is not None:
+                    what = f"stages {before} and {stage} of one rank both hold the module of '{unit}'"
+                    what += "" if first == unit else f" (it is that of '{first}' too)"
+                    raise ModelError(
+                        f"{what}, which zero=3 cannot shard twice",
+                        "Use zero=2, or a schedule with one stage per rank (1f1b).",
+                    )
+
+
+def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Groups, wrapped: set[nn.Module]) -> None:
+    """``wrapped``: modules that an earlier stage of this rank has too, and has wrapped."""
+    blocks = tuple(_unwrapped(module, spec.blocks, wrapped))
+    units = tuple(_unwrapped(module, spec.compile_units, wrapped))
+    wrapped.update(module.modules())
     if wishes.batch_norm == "sync" and groups.data.size > 1:
         synchronise(module, groups.data.process_group)
     is_around = wishes.compiled and wishes.recompute == "full"
     if not is_around:
         recompute(module, blocks, wishes.recompute, wishes.recompute_keep)
     if wishes.compiled:
-        for name in _present(module, spec.compile_units):
+        for name in units:
             module.get_submodule(name).compile()
     if is_around:
-        recompute_compiled(module, [name for name in blocks if name in spec.compile_units])
+        recompute_compiled(module, [name for name in blocks if name in units])
     if wishes.layout.zero == 3:
         shard_fully(
             module,
@@ -194,9 +221,16 @@ def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Group
         )
 
 
-def _present(module: nn.Module, names: Iterable[str]) -> Iterator[str]:
-    """Those of the modules that this stage has."""
-    here = {name for name, _ in module.named_modules()}
+def _idle_recompute(spec: ModelSpec, wishes: Wishes) -> str:
+    if wishes.recompute == "none" or spec.blocks:
+        return ""
+    what = f'train.recompute = "{wishes.recompute}" does nothing: {spec.name} has no list or sequence of blocks'
+    return f"{what}. Put its repeated parts into an nn.ModuleList or nn.Sequential."
+
+
+def _unwrapped(module: nn.Module, names: Iterable[str], wrapped: Collection[nn.Module]) -> Iterator[str]:
+    """Those of the modules that this stage has and no earlier one had; each once, by its first name."""
+    here = {name for name, part in module.named_modules() if part not in wrapped}
     return (name for name in names if name in here)
 
 

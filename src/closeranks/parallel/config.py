@@ -23,9 +23,9 @@ class LayoutConfig(Table):
     pipeline: int = Field(default=1, ge=1)
     """Stages the blocks are cut into."""
     context: int = Field(default=1, ge=1)
-    """Ways each sequence is split."""
+    """Ways each sequence is split; this version trains with 1 alone."""
     expert: int = Field(default=1, ge=1)
-    """Ways the experts are spread."""
+    """Ways the experts are spread; this version trains with 1 alone."""
     schedule: str = "1f1b"
     """Order in which a pipeline works its micro-batches off: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
     interleaved-zero-bubble, zbv or dualpipev."""

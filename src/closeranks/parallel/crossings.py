@@ -93,12 +93,12 @@ def _crossed(function: Any, *arguments: Any) -> Tensor:
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
-        ctx.name = name
+        ctx.axis = name  # not ``name``: that is the node's own method
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(gradients[0], "sum", ctx.name), None
+        return _all_reduce(gradients[0], "sum", ctx.axis), None
 
 
 class _Sum(torch.autograd.Function):

@@ -8,7 +8,7 @@ nothing listens beyond loopback unless the job says so; world size 1 takes the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -56,10 +56,15 @@ class OpenedGroup:
 
     group: Group
     is_ours: bool
+    closers: list[Callable[[], None]] = field(default_factory=list)
+    """What was opened within it since: a group that stays would keep it all."""
 
     def close(self) -> None:
-        if self.is_ours:
+        if self.is_ours:  # and with it every group within
             dist.destroy_process_group()
+            return
+        while self.closers:
+            self.closers.pop()()
 
 
 def open_group(world: World, device: torch.device, make_store: StoreMaker, timeout_s: float) -> OpenedGroup:

@@ -11,10 +11,11 @@ share of the sequence) has an attribute ``tensor_axis`` that is None; ``split`` 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -221,32 +222,46 @@ def _leave(
 
 
 @contextmanager
-def shapes_explained(shares: Mapping[str, Share]) -> Iterator[None]:
-    """Around a forward of a split model: a shape that does not fit is told with the entry that likely caused it."""
+def shapes_explained(pieces: Iterable[Piece]) -> Iterator[None]:
+    """Around forwards of a split model: a shape that does not fit is told with the entry that likely caused it.
+
+    ``pieces`` are what this rank holds; they are looked at in an error alone.
+    """
     try:
         yield
     except RuntimeError as error:
-        told = explain(error, shares)
+        told = explain(error, pieces)
         if told is None:
             raise
         raise told from error
 
 
-_MISFIT = re.compile(r"shape|size of tensor|sizes of tensors|must match|broadcast|input of size", re.IGNORECASE)
+# Words of torch's about tensors; none that a broken collective would use, from which a run recovers.
+_MISFIT = re.compile(r"shape|size of tensor|sizes of tensors|must match|input of size", re.IGNORECASE)
 
 
-def explain(error: RuntimeError, shares: Mapping[str, Share]) -> ModelError | None:
+def explain(error: RuntimeError, pieces: Iterable[Piece]) -> ModelError | None:
     """What a shape error in a split model most likely means; None where it is no such error."""
     if not _MISFIT.search(str(error)):
         return None
     numbers = {int(number) for number in re.findall(r"\d+", str(error))}
-    for share in shares.values():
-        whole, held = share.piece.shape, share.piece.size
+    for piece in pieces:
+        whole, held = piece.shape, piece.size
         for dim, (all_of_it, here) in enumerate(zip(whole, held, strict=True)):
-            if all_of_it != here and numbers & {all_of_it, here}:
-                what = (
-                    f"{sentence(error)}; '{share.piece.name}' {list(whole)} is split along dim {dim} into {here} each"
-                )
+            if all_of_it != here and (numbers & {all_of_it, here} or _is_viewed_whole(str(error), all_of_it, here)):
+                what = f"{sentence(error)}; '{piece.name}' {list(whole)} is split along dim {dim} into {here} each"
                 fix = "What reads it must take a share (use -1 in view and reshape), or its entry needs whole = true."
                 return ModelError(what, fix)
     return None
+
+
+_VIEW = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)")
+
+
+def _is_viewed_whole(message: str, all_of_it: int, here: int) -> bool:
+    """Whether a view was to have all columns of what has a share of them: its own numbers may be factors of either."""
+    found = _VIEW.search(message)
+    if found is None:
+        return False
+    wanted, size = prod(map(int, found[1].split(","))), int(found[2])
+    return wanted * here == size * all_of_it and size % here == 0

@@ -7,7 +7,7 @@ weights; where that cannot be done the person is told what is missing. Invariant
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from closeranks.core.errors import ModelError
@@ -38,6 +38,8 @@ def subject_of(job: Job) -> Subject:
     needs = demands(job, micro_batch_size(job.train))
     if is_dotted(job.model.name):
         spec, module = _built_on_meta(job)
+        if spec.chain is not None:  # the table may name them by patterns: how many they are is known only now
+            needs = replace(needs, num_layers=len(spec.chain.units))
         return Subject(_anatomy_of(spec, module), needs, _terms(job, len(spec.metrics), _num_statistics(module)))
     if job.model.name == "llama":
         return _llama(job, cast("LlamaConfig", job.model), needs)

@@ -25,8 +25,6 @@ from closeranks.run.step import seed_streams
 from closeranks.run.tally import Tally
 from closeranks.run.work import PipelineWork
 
-_WAVE = 8  # micro-batches that a pipeline takes in before the next are read
-
 
 def evaluate(parts: Parts, step: int) -> Evaluated:
     if parts.eval_source is None:
@@ -65,8 +63,9 @@ def _sums(parts: Parts, source: Source) -> Tensor:
     with torch.no_grad():
         share = list(_share(parts, len(source)))
         if parts.pipeline is not None:
-            for first in range(0, len(share), _WAVE):
-                wave = [_read(parts, source, micro_batch) for micro_batch in share[first : first + _WAVE]]
+            size = wave_size(parts.layout.num_stages)
+            for first in range(0, len(share), size):
+                wave = [_read(parts, source, micro_batch) for micro_batch in share[first : first + size]]
                 parts.pipeline.forward_only(PipelineWork(parts, wave, key, count))
             return tally.row()
         for micro_batch in share:
@@ -75,6 +74,11 @@ def _sums(parts: Parts, source: Source) -> Tensor:
             with parts.precision.context(parts.device):
                 count(micro_batch, parts.spec.loss(parts.module, parts.precision.cast(loaded.batch)))
     return tally.row()
+
+
+def wave_size(num_stages: int) -> int:
+    """Micro-batches that a pipeline takes in before the next are read: many a stage, or it mostly fills and drains."""
+    return max(8, 4 * num_stages)
 
 
 def _share(parts: Parts, num_samples: int) -> Iterator[MicroBatch]:

@@ -41,7 +41,7 @@ def choose_folder(job: Job, stem: str) -> Path:
 
 def free_folder(wanted: Path) -> Path:
     """``wanted`` itself while no run stands in it, else the first free of ``wanted-2``, ``wanted-3``, ..."""
-    if not any((wanted / name).exists() for name in ("metrics", "logs", "job.toml", "state.safetensors")):
+    if not any((wanted / name).exists() for name in ("metrics", "logs", "job.toml", "state.safetensors", "state")):
         return wanted
     return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
 

@@ -44,9 +44,10 @@ def from_job(job: Job) -> Described:
 def from_python(
     model: Any, data: Any, loss: Any, eval_data: Any, metrics: Sequence[str], tables: Mapping[str, Any]
 ) -> Described:
+    beside = {key: tables[key] for key in ("stages", "tensor") if key in tables}
     extra = {
-        **tables,
-        "model": {"name": _name_of(model), "metrics": tuple(metrics), **tables.get("model", {})},
+        **{name: table for name, table in tables.items() if name not in beside},
+        "model": {"name": _name_of(model), "metrics": tuple(metrics), **beside},
         "data": {"name": _name_of(data), **tables.get("data", {})},
     }
     job = load_job(None, extra=extra).value

@@ -16,7 +16,7 @@ from closeranks.core.config.load import Loaded, load
 from closeranks.core.config.table import Table
 from closeranks.core.errors import Problem
 from closeranks.data.config import DataConfig
-from closeranks.facts.layout import Demands, Layout, legal_problems
+from closeranks.facts.layout import Demands, Layout, counted, legal_problems
 from closeranks.facts.nearest import advise
 from closeranks.models.config import ModelConfig
 from closeranks.optim.config import OptimConfig
@@ -82,7 +82,7 @@ def layout_for(job: Job, num_workers: int) -> Layout:
     table = job.layout
     others = table.tensor * table.pipeline * table.context
     return Layout(
-        data=table.data or max(1, num_workers // others),
+        data=table.data or max(1, num_workers // max(1, others)),
         zero=table.zero,
         shard=table.shard,
         tensor=table.tensor,
@@ -93,18 +93,20 @@ def layout_for(job: Job, num_workers: int) -> Layout:
     )
 
 
-def check_workers(job: Job, num_workers: int) -> list[Problem]:
-    """Everything wrong with running this job on so many workers."""
+def check_workers(job: Job, num_workers: int, needs: Demands | None = None) -> list[Problem]:
+    """Everything wrong with running this job on so many workers. ``needs``: what is known of a model that is built."""
     layout = layout_for(job, num_workers)
     problems: list[Problem] = []
-    if layout.num_ranks != num_workers:
-        what = f"the layout takes {layout.num_ranks} workers, but {num_workers} were asked for"
+    if layout.num_ranks not in (0, num_workers):  # 0: an axis is out of range, and that is what is told
+        verb = "was" if num_workers == 1 else "were"
+        what = f"the layout takes {counted(layout.num_ranks, 'worker')}, but {num_workers} {verb} asked for"
         problems.append(Problem("layout", what, f"Start with -n {layout.num_ranks}, or change the layout."))
     micro = micro_batch_size(job.train)
-    problems += legal_problems(layout, demands(job, micro))
+    needs = needs or demands(job, micro)
+    problems += legal_problems(layout, needs)
     if problems:
-        advice = advise(layout, demands(job, micro), num_workers)
-        problems[-1] = replace(problems[-1], fix=f"{problems[-1].fix} {advice}")
+        advice = advise(layout, needs, num_workers)
+        problems[-1] = replace(problems[-1], fix=f"{problems[-1].fix} {advice}".rstrip())
     if job.layout.batch_norm == "sync" and -(-job.train.global_batch // micro) % layout.data:
         what = f"synchronised batch norm needs micro-batches that divide evenly among {layout.data} data ranks"
         problems.append(Problem("layout.batch_norm", what, "Change train.global_batch or train.micro_batch."))

@@ -54,6 +54,7 @@ def started_event(parts: Parts, first_step: int, folder: Path) -> RunStarted:
         generation=parts.world.generation,
         first_step=first_step,
         last_step=parts.schedule.num_steps,
+        layout=str(parts.layout) if parts.is_spread else "",
         device=name,
         precision=parts.precision.name,
         num_params=parts.applied.num_params,

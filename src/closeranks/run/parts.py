@@ -149,7 +149,8 @@ def _build(
     spec, precision = ingredients.spec, Precision(job.train.precision)
     # All ranks of a host measure at once, as they will compute; before the model takes memory.
     measured_flops = measure_matmul_flops(device, precision.compute)
-    groups = open_groups(opened.group, layout, device)
+    groups = open_groups(opened.group, layout, device, job.run.timeout_s)
+    opened.closers.append(groups.close)
     frozen = Freezing(job.optim)
     applied = apply(spec, wishes_of(job, layout), groups, device, prepare=frozen.decide)
     reducer = make_reducer(job, layout, groups, applied)

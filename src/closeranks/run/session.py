@@ -33,6 +33,7 @@ from closeranks.run.parts import Parts, assemble
 from closeranks.run.result import Result
 from closeranks.run.state import open_saved, restore_state, save_state, state_name
 from closeranks.run.step import Step
+from closeranks.run.work import loss_here
 from closeranks.telemetry.profiler import StepProfiler
 from closeranks.telemetry.recorder import Recorder
 from closeranks.telemetry.window import NO_STEPS, parse_window
@@ -107,7 +108,7 @@ class Session:
 
     def loss(self, batch: Batch) -> Loss:
         """The job's own loss of one micro-batch."""
-        return self.parts.spec.loss(self.parts.module, batch)
+        return loss_here(self.parts, batch)
 
     def stop(self, reason: str) -> None:
         """Ask for an early end: all ranks stop together at the end of a following step, and the state is saved."""

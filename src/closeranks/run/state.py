@@ -8,7 +8,7 @@ pieces, and never gathered. Both are read back piece by piece, so that any layou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,9 @@ from closeranks.checkpoint.pieces import FOLDER_NAME, PieceReader, is_pieces, sa
 from closeranks.checkpoint.single import FILE_NAME, load_tree, save_tree
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
+from closeranks.facts.stages import placement
 from closeranks.parallel.apply import local_part
+from closeranks.parallel.stages import stage_ranges
 from closeranks.run.parts import Parts
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -44,11 +46,43 @@ def kept(parts: Parts) -> Iterator[Kept]:
         tensor, piece = local_part(held, groups.shard)
         speaks = groups.replica.rank == 0 if parts.layout.zero == 3 else is_first
         yield Kept(piece, tensor, held.is_spoken and speaks)
-    for stage in parts.applied.stages.values():
-        buffers = {name for name, _ in stage.named_buffers()}
-        for name, tensor in stage.state_dict().items():
-            if name in buffers:
-                yield Kept(Piece.whole(name, tuple(tensor.shape)), tensor, is_first and groups.tensor.rank == 0)
+    speaks_here = is_first and groups.tensor.rank == 0
+    names: set[str] = set()
+    for name, tensor in _buffers(parts.applied.stages.values()):
+        speaks = speaks_here and name not in names and _speaker_of(name, parts) == groups.pipeline.rank
+        names.add(name)
+        yield Kept(Piece.whole(name, tuple(tensor.shape)), tensor, speaks)
+
+
+def _buffers(stages: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Each persistent buffer object once. Two stages may share one, or have one each of the same name."""
+    seen: set[int] = set()
+    for stage in stages:
+        persistent = stage.state_dict().keys()
+        for name, tensor in stage.named_buffers():
+            if name in persistent and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def _speaker_of(name: str, parts: Parts) -> int:
+    chain, layout = parts.spec.chain, parts.layout
+    if chain is None or layout.pipeline == 1:
+        return 0
+    ranges = stage_ranges(chain.costs, layout)
+    return buffer_speaker(name, chain.units, ranges, placement(layout.schedule, layout.pipeline))
+
+
+def buffer_speaker(name: str, units: Sequence[str], ranges: Sequence[range], placed: Sequence[Sequence[int]]) -> int:
+    """The pipeline rank that saves a buffer: that of its unit's first stage; rank 0 where all have it, in no unit.
+
+    ``ranges``: the units of each stage; ``placed``: the stages of each rank.
+    """
+    number = next((number for number, unit in enumerate(units) if name.startswith(f"{unit}.")), None)
+    if number is None:
+        return 0
+    stage = next(stage for stage, own in enumerate(ranges) if number in own)
+    return next(rank for rank, stages in enumerate(placed) if stage in stages)
 
 
 def state_name(parts: Parts) -> str:
@@ -71,7 +105,8 @@ def save_state(parts: Parts, step: int, path: Path) -> int:
         model = {one.piece.name: one.tensor for one in kept(parts)}
         return save_tree({MODEL: model, OPTIMIZER: parts.optimizer.state(), **tree}, path)
     tree["algorithm"] = parts.job.optim.name
-    return save_pieces(path, parts.world.rank, parts.world.size, _items(parts), tree)
+    own = save_pieces(path, parts.world.rank, parts.world.size, _items(parts), tree)
+    return int(parts.groups.world.sum(torch.tensor([own])))
 
 
 def _items(parts: Parts) -> Iterator[tuple[str, str, Piece, Tensor]]:

@@ -7,7 +7,7 @@ accumulation are exact; randomness is keyed by (seed, step, micro-batch), never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from closeranks.core.errors import UserError
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
 from closeranks.data.order import MicroBatch
+from closeranks.data.reader import Loaded
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.models.losses import as_loss
 from closeranks.optim.norms import norm_squared
 from closeranks.run.parts import Parts
 from closeranks.run.tally import Tally
-from closeranks.run.work import PipelineWork
+from closeranks.run.work import PipelineWork, misfits_explained
 
 
 class Step:
@@ -33,7 +34,7 @@ class Step:
         """Number of steps finished before this one."""
         self._assigned = parts.assigned(index)
         self._num_taken = self._num_done = 0
-        self._is_committed = False
+        self._is_taken = self._is_committed = False
         self._scale = parts.loss_scale.scale / parts.loss_divisor
         self._tally = Tally(parts.spec.metrics, parts.device, speaks=parts.speaks)
         for statistics in parts.statistics:
@@ -42,16 +43,16 @@ class Step:
     def run(self) -> None:
         """Work off all micro-batches by the job's own loss: one after the other, or as the pipeline's schedule says."""
         parts = self._parts
-        if parts.pipeline is None:
-            for batch in self:
-                self.backward(parts.spec.loss(parts.module, batch))
-            return
-        self._num_taken = len(self._assigned)
-        if self._assigned:  # a short last step may leave a replica without work
-            parts.pipeline.run(PipelineWork(parts, parts.loader.take(self.index), self._open, self._weighed))
-        else:
-            parts.loader.take(self.index)
-        self._num_done = self._num_taken
+        with misfits_explained(parts):
+            if parts.pipeline is None:
+                for batch in self:
+                    self.backward(parts.spec.loss(parts.module, batch))
+                return
+            loaded = self._take()
+            self._num_taken = len(loaded)
+            if loaded:  # a short last step may leave a replica without work
+                parts.pipeline.run(PipelineWork(parts, loaded, self._open, self._weighed))
+            self._num_done = self._num_taken
 
     def __iter__(self) -> Iterator[Batch]:
         """This rank's micro-batches. Autocast and the keyed random stream hold while the caller uses each one."""
@@ -59,7 +60,7 @@ class Step:
         if parts.pipeline is not None:
             what = "a pipeline works its micro-batches off by its schedule, not one after the other"
             raise UserError(what, "Call step.run() instead of iterating over the step.", step=self.index + 1)
-        for number, loaded in enumerate(parts.loader.take(self.index), start=1):
+        for number, loaded in enumerate(self._take(), start=1):
             self._open(loaded.micro_batch)
             self._num_taken = number
             with parts.precision.context(parts.device):
@@ -104,6 +105,14 @@ class Step:
     def is_underway(self) -> bool:
         """Whether batches have run whose gradients are not applied yet."""
         return self._num_taken > 0 and not self._is_committed
+
+    def _take(self) -> Sequence[Loaded]:
+        """This rank's micro-batches, once."""
+        if self._is_taken:
+            what = "the micro-batches of this step are taken already: it was run or iterated before"
+            raise UserError(what, "Call step.run() once, or iterate over the step once.", step=self.index + 1)
+        self._is_taken = True
+        return self._parts.loader.take(self.index)
 
     def _open(self, micro_batch: MicroBatch, stage: int = 0) -> None:
         """Before a micro-batch's forward in one of this rank's stages."""

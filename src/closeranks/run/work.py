@@ -6,18 +6,35 @@ The executor knows stages and order; here stand the data, the loss, random strea
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from closeranks.core.errors import UserError
 from closeranks.core.protocols import Batch, Chain, Loss
 from closeranks.data.order import MicroBatch
 from closeranks.data.reader import Loaded, map_tensors
+from closeranks.parallel.tensor import shapes_explained
 from closeranks.run.parts import Parts
 
 Open = Callable[[MicroBatch, int], None]
 Weigh = Callable[[MicroBatch, Loss], Tensor]
+
+
+def loss_here(parts: Parts, batch: Batch) -> Loss:
+    """The job's own loss of a batch that somebody else's loop holds."""
+    if parts.pipeline is not None:
+        what = "session.loss(batch) needs the whole model, but in a pipeline each rank holds some stages of it alone"
+        raise UserError(what, "Call step.run() to train, session.evaluate() to judge, or use pipeline=1.")
+    return parts.spec.loss(parts.module, batch)
+
+
+def misfits_explained(parts: Parts) -> AbstractContextManager[None]:
+    """Around the job's own forwards: nothing at all, unless the tensor axis has split what they compute with."""
+    if parts.layout.tensor == 1:
+        return nullcontext()
+    return shapes_explained(held.piece for held in parts.applied.held)
 
 
 class PipelineWork:

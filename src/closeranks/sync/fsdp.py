@@ -72,14 +72,18 @@ class FullyShardedReducer:
 
     def finish(self) -> None:
         self._gradients = [share.gradient() for share in self._shares]
+        copies = self._add_copies()
         data = tuple(group.process_group for group in (self._shard, self._replica) if group.size > 1)
+        pairs = enumerate(zip(self._shares, self._gradients, strict=True))
         sum_parts(
             [
                 Part(gradient, (*(() if _is_sharded(share.held) else data), *share.held.partial_over))
-                for share, gradient in zip(self._shares, self._gradients, strict=True)
+                for number, (share, gradient) in pairs
+                if number not in copies
             ]
         )
-        self._add_copies()
+        for number, first in copies.items():
+            self._gradients[number].copy_(self._gradients[first])
         for share, gradient in zip(self._shares, self._gradients, strict=True):
             share.leaf.tensor.grad = gradient
 
@@ -114,17 +118,17 @@ class FullyShardedReducer:
             return _Share(one, Leaf(tensor, piece, one.is_spoken and is_first))
         return _Share(one, Leaf(tensor, one.piece, one.is_spoken and is_first and self._shard.rank == 0))
 
-    def _add_copies(self) -> None:
-        """A parameter that two stages of this rank share was sharded in each: both copies make the sum's update."""
-        copies: dict[Piece, list[int]] = {}
+    def _add_copies(self) -> dict[int, int]:
+        """A parameter that two stages of this rank share was sharded in each: the first copy takes the sum, and alone
+        travels on; by number of each other copy, that of its first."""
+        first: dict[Piece, int] = {}
+        copies: dict[int, int] = {}
         for number, share in enumerate(self._shares):
-            copies.setdefault(share.leaf.piece, []).append(number)
-        for numbers in copies.values():
-            total = self._gradients[numbers[0]]
-            for number in numbers[1:]:
-                total += self._gradients[number]
-            for number in numbers[1:]:
-                self._gradients[number].copy_(total)
+            owner = first.setdefault(share.leaf.piece, number)
+            if owner != number:
+                self._gradients[owner] += self._gradients[number]
+                copies[number] = owner
+        return copies
 
 
 def local_of(tensor: Tensor) -> Tensor:

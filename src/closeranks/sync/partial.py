@@ -3,8 +3,10 @@
 Norms that work on a share of the sequence, and the two ends of a pipeline that share a tied weight, have gradients that
 are still parts of a sum. One flat all-reduce per group carries all of them, once per step, after the data reduction.
 
-Invariant: a gradient is summed over its groups in the order its ``partial_over`` names them, which is the same on every
-rank: group by group all ranks add the same stage of the sum.
+Invariants: a gradient is summed over its groups in the order its ``partial_over`` names them, which is the same on
+every rank: group by group all ranks add the same stage of the sum. Groups take their turn by name, which all members
+know: two ties may cross stages in opposite order (a decoder mirrors its encoder), so that ranks hold them in different
+order and would wait for each other.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ def sum_parts(parts: Sequence[Part]) -> None:
     """In place. Blocks on the CPU; on CUDA it orders streams and does not stop the host."""
     for turn in range(max((len(part.groups) for part in parts), default=0)):
         waiting = [part for part in parts if len(part.groups) > turn]
-        for group in dict.fromkeys(part.groups[turn] for part in waiting):
+        for group in sorted({part.groups[turn] for part in waiting}, key=_name):
             mine = [part.gradient for part in waiting if part.groups[turn] is group]
-            for dtype in dict.fromkeys(gradient.dtype for gradient in mine):
+            for dtype in sorted({gradient.dtype for gradient in mine}, key=str):
                 _sum([gradient for gradient in mine if gradient.dtype == dtype], group)
+
+
+def _name(group: dist.ProcessGroup | None) -> str:
+    return "" if group is None else group.group_name
 
 
 def _sum(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -5,6 +5,7 @@
     RUN/metrics/rank-00000.jsonl    events of each rank, one JSON line each
     RUN/logs/rank-00000.log         what each worker printed
     RUN/state.safetensors           the state after the last step
+    RUN/state/                      or its pieces, where no rank held it whole
     RUN/curve.png, RUN/report.md    what people look at
     RUN/traces/rank-00000.json.gz   profiler traces
     RUN/tensorboard/                scalars for TensorBoard

@@ -102,7 +102,8 @@ def started_line(started: RunStarted) -> str:
     workers = wording.count(started.world_size, "worker")
     steps = f"steps {started.first_step + 1} to {started.last_step}"
     again = f"generation {started.generation}: " if started.generation else ""
-    text = f"{again}{parameters(started)} on {workers} ({started.device}, {started.precision}), {steps}"
+    spread = f"{started.layout}, " if started.layout else ""
+    text = f"{again}{parameters(started)} on {workers} ({spread}{started.device}, {started.precision}), {steps}"
     return f"{text}; {why}" if (why := _why_no_mfu(started)) and not started.generation else text
 
 

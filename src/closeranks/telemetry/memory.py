@@ -74,9 +74,11 @@ def advice(use: MemoryUse) -> Sequence[str]:
         "shorten data.seq_len: activations shrink with it",
     ]
     precision = ['train.precision = "bf16": activations take about half'] if use.is_float32 else []
-    state = ["choose a smaller model.preset: parameters, gradients and optimizer state all shrink with it"]
+    batch.insert(1, 'train.recompute = "full": a block keeps its inputs alone, and is computed twice')
+    spread = ["layout.zero = 3 on several workers: each keeps its share of parameters, gradients and optimizer state"]
+    state = [*spread, "choose a smaller model.preset: parameters, gradients and optimizer state all shrink with it"]
     if use.optimizer_bytes > use.parameters_bytes:
         state.append('optim.name = "sgd": half of the optimizer state that adamw keeps')
     if use.rest_bytes >= use.state_bytes:
-        return [batch[0], *precision, batch[1], state[0]]
+        return [batch[0], *precision, *batch[1:], state[0]]
     return [*state, *precision, *batch]

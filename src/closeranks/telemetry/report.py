@@ -138,7 +138,7 @@ def _figures(run: RunFolder, history: History, settings: Settings) -> tuple[Figu
     started = history.started
     if started is None:
         return ()
-    devices = f"{started.world_size} × {started.device}, {started.precision}"
+    devices = ", ".join(filter(None, (f"{started.world_size} × {started.device}", started.layout, started.precision)))
     return (
         Figure("model", ", ".join(filter(None, (_model_name(settings), parameters(started)))).replace("|", "/")),
         Figure("workers", devices.replace("|", "/")),

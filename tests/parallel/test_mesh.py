@@ -1,0 +1,83 @@
+"""Groups of every axis: who is in them, how long they wait, and that they go."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from closeranks.facts.layout import Layout
+from closeranks.facts.mesh import AXES
+from closeranks.parallel.group import Group
+from closeranks.parallel.mesh import Groups, open_groups
+from closeranks.testing import run_world
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 17.0
+
+
+def opened(text: str) -> Groups:
+    return open_groups(Group(dist.get_rank(), dist.get_world_size()), Layout.parse(text), CPU, TIMEOUT_S)
+
+
+def num_standing() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    timeout: timedelta = group._get_backend(CPU).options._timeout
+    return timeout
+
+
+def timeouts(text: str) -> dict[str, timedelta]:
+    groups = opened(text)
+    found = {axis: getattr(groups, axis).process_group for axis in (*AXES, "data")}
+    found["mesh"] = groups.sharding_mesh().get_group("shard")
+    found["ties"] = groups.across_stages(range(groups.pipeline.size))
+    return {axis: timeout_of(group) for axis, group in found.items()}
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("text", ["data=2 zero=1 pipeline=2", "data=4 zero=3 shard=2", "tensor=2 pipeline=2"])
+def test_every_group_waits_as_long_as_the_job_says(text: str) -> None:
+    for found in run_world(timeouts, 4, text):
+        assert set(found.values()) == {timedelta(seconds=TIMEOUT_S)}, found
+
+
+def members(text: str) -> dict[str, list[int]]:
+    groups = opened(text)
+    sizes = {axis: groups.device_mesh[axis].mesh.tolist() for axis in AXES} if groups.device_mesh else {}
+    for axis in AXES:
+        group = getattr(groups, axis)
+        assert dist.get_process_group_ranks(group.process_group) == sizes[axis]
+        assert group.size == len(sizes[axis])
+        assert group.sum(torch.tensor(dist.get_rank())).item() == sum(sizes[axis]), axis
+    return {"data": dist.get_process_group_ranks(groups.data.process_group), **sizes}
+
+
+@pytest.mark.world
+def test_torchs_grid_has_the_groups_that_the_axes_have() -> None:
+    zero, *_, last = run_world(members, 4, "data=4 zero=3 shard=2")
+    assert zero == {"data": [0, 1, 2, 3], "pipeline": [0], "replica": [0, 2], "shard": [0, 1], "tensor": [0]}
+    assert last == {"data": [0, 1, 2, 3], "pipeline": [3], "replica": [1, 3], "shard": [2, 3], "tensor": [3]}
+
+
+def standing(text: str) -> tuple[int, int, int]:
+    before = num_standing()
+    groups = opened(text)
+    groups.across_stages([0, 1])
+    during = num_standing()
+    groups.close()
+    groups.close()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2, "the world's group stays"
+    return before, during, num_standing()
+
+
+@pytest.mark.world
+def test_closing_gives_back_every_group_but_the_worlds() -> None:
+    for before, during, after in run_world(standing, 2, "pipeline=2"):
+        assert during > before == after == 1
