@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from closeranks.facts.layout import Layout
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig
 from closeranks.parallel import apply as module_under_test
-from closeranks.facts.layout import Layout
 from closeranks.parallel.apply import Applied, Wishes, apply
 from closeranks.parallel.group import Group
 from closeranks.parallel.mesh import open_groups

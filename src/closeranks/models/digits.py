@@ -11,6 +11,7 @@ from math import prod, sqrt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from closeranks.core.protocols import Batch, Chain, Crossing, Loss, ShardingRule
 from closeranks.facts.digits import DigitsShape, flops_per_sample
@@ -81,7 +82,7 @@ class DigitsSpec:
 
     def init_buffers(self, module: nn.Module) -> None:
         for part in module.modules():
-            if isinstance(part, nn.BatchNorm2d):
+            if isinstance(part, _BatchNorm):  # one that spans ranks may have taken its place
                 part.reset_running_stats()
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
