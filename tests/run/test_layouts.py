@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from closeranks import Session
+from closeranks import Hook, Session
 from closeranks.core.environment import set_world
+from closeranks.core.events import StepDone
 from closeranks.core.world import World
 from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import SCHEDULES, Layout
@@ -186,3 +187,29 @@ def prove_roughly(folder: Path, layout: str, precision: str) -> Comparison:
     record(folder / "alone", "data=1", (precision,), {})
     run_world(record, Layout.parse(layout).num_ranks, folder / "spread", layout, (precision,), {}, timeout_s=110)
     return compare(folder / "spread" / precision, folder / "alone" / precision)
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=3 tensor=2", "tensor=2 pipeline=2", "data=2 zero=2 pipeline=2"])
+def test_an_overflow_is_skipped_by_all_ranks_together(tmp_path: Path, layout: str) -> None:
+    """A loss scale far too large for fp16: whichever stage or share sees it first, nobody takes the step."""
+    ranks = run_world(overflow, Layout.parse(layout).num_ranks, tmp_path, layout, timeout_s=100)
+    assert all(rank == ranks[0] for rank in ranks)
+    taken = [was_taken for was_taken, _ in ranks[0]]
+    scales = [scale for _, scale in ranks[0]]
+    assert not taken[0]
+    assert taken[-1]
+    for before, after, was_taken in zip(scales, scales[1:], taken, strict=False):
+        assert after == (before if was_taken else before / 2)
+
+
+def overflow(folder: Path, text: str) -> list[tuple[bool, float]]:
+    torch.set_num_threads(1)
+    steps: list[tuple[bool, float]] = []
+
+    class Note(Hook):
+        def on_step(self, session: Session, step: StepDone) -> None:
+            steps.append((step.taken, step.loss_scale))
+
+    changes = {"optim": {"loss_scale": {"init": 2.0**18}}}
+    drive(Session.from_job(job_of(Layout.parse(text), "fp16", changes), folder / "run", [Note()]))
+    return steps
