@@ -45,6 +45,7 @@ def test_nothing_tried_is_nothing_shown() -> None:
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_it_runs_on_the_cpu() -> None:
     two = [name for name, layout in LAYOUTS.items() if num_ranks(layout) == 2]
     closing = run_script("gpu_gloo.py", "--device", "cpu", "--ranks", "2", "--timeout-s", "45", "--layouts", *two)

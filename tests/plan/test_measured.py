@@ -15,7 +15,8 @@ from closeranks.testing import run_world
 from tests.cli.commands import TINY
 from tests.plan.measured import Counts, step_counts, step_peak
 
-pytestmark = pytest.mark.world
+# The table of run/test_layout_bytes.py is the daily one; these are further layouts, and peaks of memory.
+pytestmark = [pytest.mark.world, pytest.mark.slow]
 
 SMALL = ["model.num_layers=4", "data.seq_len=32", "train.global_batch=8", "train.micro_batch=1"]
 FUSED = ["train.precision=bf16", "model.attention=flash"]
