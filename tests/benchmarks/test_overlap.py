@@ -128,6 +128,7 @@ def test_a_benchmark_that_is_ended_removes_its_hosts() -> None:
 
 @pytest.mark.hosts
 @needs_root
+@pytest.mark.slow
 def test_every_variant_trains_the_same_on_two_hosts() -> None:
     closing = run_script("overlap.py", "--quick", "--rate-mbit", "1000")
     figures = closing["figures"]

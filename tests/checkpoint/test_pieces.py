@@ -274,3 +274,16 @@ def test_ranks_whose_jobs_differ_write_one_save_and_rank_0_says_what_counts(tmp_
     assert torch.equal(tree["model"]["a.weight"], WHOLE + 3)
     assert tree["config"] == {"host": "worker 0"}
     assert not (tmp_path / FILE_NAME).exists()
+
+
+def test_a_single_number_cut_out_of_a_column_is_saved(tmp_path: Path) -> None:
+    """It counts as contiguous, with a stride that is not 1."""
+    column = torch.arange(4, dtype=torch.bfloat16).view(2, 2)[:, 1:]
+    pieces = [Piece("x", (2, 2), (0, 1), (2, 1), (first, first + 1)) for first in (0, 1)]
+    values = [column.reshape(-1)[first : first + 1].as_strided((1,), (2,)) for first in (0, 1)]
+    left = Piece("x", (2, 2), (0, 0), (2, 1))
+    items = [("model", "x", left, torch.tensor([[0.0], [2.0]], dtype=torch.bfloat16))]
+    items += [("model", "x", piece, value) for piece, value in zip(pieces, values, strict=True)]
+    save_pieces(tmp_path, 0, 1, items, tree={})
+    whole = PieceReader(tmp_path).read("model", "x", Piece.whole("x", (2, 2)))
+    assert whole.tolist() == [[0.0, 1.0], [2.0, 3.0]]

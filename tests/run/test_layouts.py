@@ -6,6 +6,8 @@ step of the run is short; gradients are clipped. docs/layouts.md shows this tabl
 
 from __future__ import annotations
 
+import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,13 +94,25 @@ def prove(
     precisions: tuple[str, ...] = ("float64", "float32"),
     changes: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Comparison]:
-    """Record the layout and one process, and compare; evaluations must agree too."""
-    set_world(World(launcher="testing"))
-    alone = record(folder / "alone", "data=1", precisions, changes or {})
+    """Record the layout, and compare with one process; evaluations must agree too."""
+    reference, alone = alone_with(folder.parent, precisions, changes or {})
     size = Layout.parse(text).num_ranks
     spread = run_world(record, size, folder / "spread", text, precisions, changes or {}, timeout_s=110)
     assert spread == pytest.approx([alone] * size, rel=1e-5)
-    return {name: compare(folder / "spread" / name, folder / "alone" / name) for name in precisions}
+    return {name: compare(folder / "spread" / name, reference / name) for name in precisions}
+
+
+_ALONE: dict[str, tuple[Path, float]] = {}
+
+
+def alone_with(place: Path, precisions: tuple[str, ...], changes: dict[str, dict[str, Any]]) -> tuple[Path, float]:
+    """What one process makes of the job, recorded once for all layouts that are compared with it."""
+    key = json.dumps([precisions, {name: table for name, table in changes.items() if name not in ("layout", "sync")}])
+    if key not in _ALONE:
+        set_world(World(launcher="testing"))
+        folder = Path(tempfile.mkdtemp(prefix="alone-", dir=place))
+        _ALONE[key] = folder, record(folder, "data=1", precisions, changes)
+    return _ALONE[key]
 
 
 def judge(found: dict[str, Comparison]) -> None:

@@ -95,7 +95,11 @@ class StateFile:
 
 
 def digest(tensor: Tensor) -> int:
-    return crc32c.crc32c(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
+    if not tensor.numel():
+        return 0
+    # A single element counts as contiguous whatever its stride, and cannot be seen as bytes with another than 1.
+    flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
+    return crc32c.crc32c(flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 
 def _as_saved(tensor: Tensor) -> Tensor:
