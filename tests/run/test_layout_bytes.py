@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ AXES = {"data": ("replica", "shard"), "world": ("pipeline", "replica", "shard", 
 
 def job_of(text: str, changes: dict[str, dict[str, Any]]) -> Job:
     layout = Layout.parse(text)
-    names = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
-    tables = {**TABLES, "layout": {name: getattr(layout, name) for name in names}}
+    tables = {**TABLES, "layout": asdict(layout)}
     for name, table in changes.items():
         tables[name] = {**tables.get(name, {}), **table}
     return load_job(None, extra=tables).value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ TABLES: dict[str, dict[str, Any]] = {
 
 def job_of(text: str) -> Job:
     layout = Layout.parse(text)
-    names = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
-    return load_job(None, extra={**TABLES, "layout": {name: getattr(layout, name) for name in names}}).value
+    return load_job(None, extra={**TABLES, "layout": asdict(layout)}).value
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,10 @@ def go(folder: Path, text: str, steps: int, resume: str = "", precision: str = "
     """Train to ``steps``; the record is in the folder beside the run."""
     torch.set_num_threads(1)
     layout = Layout.parse(text)
-    names = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
     tables = {
         **TABLES,
         "train": {**TABLES["train"], "steps": steps, "precision": precision},
-        "layout": {name: getattr(layout, name) for name in names},
+        "layout": asdict(layout),
         "checkpoint": {"resume": resume},
         # Process-wide, and one process is this one: only where bits are compared, which happens in worlds.
         "run": {"deterministic": precision == "float32"},

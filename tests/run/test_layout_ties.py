@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ STAGES = {"Autoencoder": ["e1", "e2", "d2", "d1"], "Loop": ["blocks.0", "blocks.
 def record(folder: Path, name: str, text: str, train: dict[str, Any], *hooks: Hook) -> None:
     torch.set_num_threads(1)
     layout = Layout.parse(text)
-    axes = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
     tables = {
         "run": {"timeout_s": 30},
         "model": {
@@ -40,7 +40,7 @@ def record(folder: Path, name: str, text: str, train: dict[str, Any], *hooks: Ho
         "data": {"name": "tests.run.tied_models:dataset"},
         "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "precision": "float64", **train},
         "optim": {"lr": 1e-2, "clip": 0.5},
-        "layout": {axis: getattr(layout, axis) for axis in axes},
+        "layout": asdict(layout),
     }
     drive(Session.from_job(load_job(None, extra=tables).value, folder / "run", [Record(folder), *hooks]))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,7 @@ EIGHT = [
 
 
 def job_of(layout: Layout, precision: str, changes: dict[str, dict[str, Any]]) -> Job:
-    names = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
-    tables = {**TABLES, "layout": {name: getattr(layout, name) for name in names}}
+    tables = {**TABLES, "layout": asdict(layout)}
     for name, table in changes.items():
         tables[name] = {**tables.get(name, {}), **table}
     tables["train"] = {**tables["train"], "precision": precision, "epochs": SAMPLES / num_samples()}
@@ -99,7 +99,10 @@ def prove(
     size = Layout.parse(text).num_ranks
     spread = run_world(record, size, folder / "spread", text, precisions, changes or {}, timeout_s=110)
     assert spread == pytest.approx([alone] * size, rel=1e-5)
-    return {name: compare(folder / "spread" / name, reference / name) for name in precisions}
+    found = {name: compare(folder / "spread" / name, reference / name) for name in precisions}
+    for name, comparison in found.items():  # with -s, the rows of docs/layouts.md
+        print(text, name, *(f"{kind} {comparison.largest(kind):.1e}" for kind in ("loss", "gradient", "weight")))
+    return found
 
 
 _ALONE: dict[str, tuple[Path, float]] = {}

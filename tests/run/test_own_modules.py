@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,12 @@ TIGHT = {"loss": 1e-9, "gradient": 1e-9, "weight": 1e-9}
 
 def tables_of(text: str, model: dict[str, Any]) -> dict[str, Any]:
     layout = Layout.parse(text)
-    names = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
     return {
         "model": {"name": "tests.run.own_models:Net", "loss": "tests.run.own_models:loss", **model},
         "data": {"name": "tests.run.own_models:dataset"},
         "train": {"steps": 5, "global_batch": 9, "micro_batch": 2, "precision": "float64"},
         "optim": {"lr": 1e-2, "clip": 0.5},
-        "layout": {name: getattr(layout, name) for name in names},
+        "layout": asdict(layout),
     }
 
 

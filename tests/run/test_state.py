@@ -11,7 +11,8 @@ from torch import nn
 
 from closeranks.checkpoint.single import load_tree, save_tree
 from closeranks.core.errors import CheckpointError
-from closeranks.run.state import load_model, whole_tensors
+from closeranks.parallel.apply import whole_tensors
+from closeranks.run.state import load_model
 from tests.run.small import dataset, net, open_session, train
 
 pytestmark = pytest.mark.usefixtures("alone")

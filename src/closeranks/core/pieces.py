@@ -36,10 +36,6 @@ class Piece:
         return prod(self.size) if self.flat is None else self.flat[1] - self.flat[0]
 
     @property
-    def numel_of_box(self) -> int:
-        return prod(self.size)
-
-    @property
     def local_shape(self) -> tuple[int, ...]:
         return self.size if self.flat is None else (self.numel,)
 

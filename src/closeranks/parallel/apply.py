@@ -141,7 +141,7 @@ class _Names:
         first = {name: owners.setdefault(parameter, name) for name, parameter in named}
         return cls(
             first=first,
-            shapes={name: tuple(tensor.shape) for name, tensor in _tensors(module)},
+            shapes={name: tuple(tensor.shape) for name, tensor in whole_tensors(module)},
             trainable=frozenset(name for parameter, name in owners.items() if parameter.requires_grad),
             num_params=sum(parameter.numel() for parameter in owners),
             num_trainable=sum(parameter.numel() for parameter in owners if parameter.requires_grad),
@@ -151,8 +151,8 @@ class _Names:
         return tuple(name for name, owner in self.first.items() if owner == first and name != first)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter under its first name, and every persistent buffer."""
+def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a whole module keeps: each parameter under its first name, and every persistent buffer."""
     yield from module.named_parameters()
     buffers = {name for name, _ in module.named_buffers()}
     yield from ((name, tensor) for name, tensor in module.state_dict().items() if name in buffers)

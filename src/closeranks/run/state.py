@@ -22,7 +22,7 @@ from closeranks.checkpoint.single import FILE_NAME, load_tree, save_tree
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.facts.stages import placement
-from closeranks.parallel.apply import local_part
+from closeranks.parallel.apply import local_part, whole_tensors
 from closeranks.parallel.stages import stage_ranges
 from closeranks.run.parts import Parts
 
@@ -231,13 +231,6 @@ def check_alike(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple
         if shape != found[name]:
             what = f"'{name}' has shape {shape} here and {found[name]} in the saved state"
             raise CheckpointError(what, "Resume with the model the state was saved from.")
-
-
-def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter once (tied ones under their first name) and every persistent buffer."""
-    yield from module.named_parameters()
-    buffers = {name for name, _ in module.named_buffers()}
-    yield from ((name, tensor) for name, tensor in module.state_dict().items() if name in buffers)
 
 
 def _identity(parts: Parts) -> dict[str, Any]:

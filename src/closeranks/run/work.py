@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from closeranks.core.errors import UserError
 from closeranks.core.protocols import Batch, Chain, Loss
 from closeranks.data.order import MicroBatch
-from closeranks.data.reader import Loaded, map_tensors
+from closeranks.data.reader import Loaded
 from closeranks.parallel.tensor import shapes_explained
 from closeranks.run.parts import Parts
 
@@ -50,9 +51,8 @@ class PipelineWork:
 
     def signature(self, micro: int) -> Hashable:
         """Equal for micro-batches of equal shapes, on all stages alike."""
-        shapes: list[tuple[int, ...]] = []
-        map_tensors(self._loaded[micro].batch, lambda tensor: shapes.append(tuple(tensor.shape)) or tensor)  # type: ignore[func-returns-value]
-        return tuple(shapes)
+        leaves = tree_leaves(self._loaded[micro].batch)
+        return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
     def context(self) -> AbstractContextManager[Any]:
         return self._parts.precision.context(self._parts.device)
