@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install demo test test-slow lint format bench servers clean
+.PHONY: help install demo test test-slow matrix lint format bench servers clean
 
 help:
 	@echo "make demo       train a small Llama on two workers, draw its curve, let it speak (under a minute)"
 	@echo "make test       lint, types, import contract and all tests but the slow ones"
 	@echo "make test-slow  the tests that take minutes (torch.compile, long runs)"
+	@echo "make matrix     resume every layout from every other: 64 pairs on up to 8 processes (about 10 minutes)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      every benchmark that runs here; each ends with one line of JSON"
 	@echo "make install    only make .venv"
@@ -47,12 +48,16 @@ test: lint servers
 test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"
 
+matrix: install
+	$(PYTEST) tests/run/test_matrix.py
+
 bench: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[peers]'
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -75,7 +75,7 @@ def test_ctrl_c_saves_and_ends_everything_within_two_seconds(tmp_path: Path) -> 
         assert time.monotonic() - asked_at < 2.0
     run = tmp_path / "run"
     assert last_step(run, 0) == last_step(run, 1), "all ranks stopped at the same step"
-    assert (run / "state.safetensors").exists()
+    assert (run / "checkpoints" / "latest").exists()
     more = [f"train.steps={last_step(run, 0) + 2}", "model.num_layers=2", "train.eval_every=0", "run.folder=run"]
     done = closeranks("train", TINY, "-n", 2, *more, "checkpoint.resume=run", "telemetry.report=false", cwd=tmp_path)
     assert done.code == 0, done.err
@@ -105,7 +105,22 @@ def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
         assert "checkpoint.resume=run" in err
         assert gone_within(name, 1.0)
     assert "saved step" in out
-    assert (tmp_path / "run" / "state.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+def test_sigusr1_saves_the_same_step_of_all_ranks_and_goes_on(tmp_path: Path) -> None:
+    with started("train", TINY, "-n", 2, *LONG, "run.folder=run", "checkpoint.every=0", cwd=tmp_path) as (process, _):
+        wait_for_line(process, "step     5/")
+        process.send_signal(signal.SIGUSR1)
+        line = wait_for_line(process, "saved step")
+        wait_for_line(process, "step ")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        assert process.returncode == 143
+    saved = int(re.findall(r"saved step (\d+)", line)[0])
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert names == [f"step-{saved:08d}", f"step-{last_step(tmp_path / 'run', 0):08d}"]
+    assert len(list((tmp_path / "run" / "checkpoints" / names[0]).glob("data-*"))) == 2, "both ranks wrote a share"
 
 
 def test_a_killed_agent_takes_its_workers_with_it(tmp_path: Path) -> None:

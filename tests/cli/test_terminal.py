@@ -135,7 +135,7 @@ def test_ctrl_c_on_a_terminal_ends_everything_and_says_how_to_go_on(tmp_path: Pa
     assert text.rindex(SHOW) > text.rindex(HIDE)
     assert "Traceback" not in text
     assert "checkpoint.resume=run" in shown(text)
-    assert (tmp_path / "run" / "state.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
 def test_a_run_that_fails_gives_the_terminal_back(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_schema_knows_every_table(tmp_path: Path) -> None:
 
 @pytest.mark.world
 def test_a_run_leaves_everything_in_its_folder(run: Path) -> None:
-    for name in ("job.toml", "config.json", "curve.png", "report.md", "state.safetensors"):
+    for name in ("job.toml", "config.json", "curve.png", "report.md", "checkpoints/latest"):
         assert (run / name).stat().st_size > 0, name
     for rank in range(2):
         assert (run / "metrics" / f"rank-{rank:05d}.jsonl").exists()
@@ -93,4 +93,4 @@ def test_a_refused_resume_leaves_the_run_as_it_was(run: Path) -> None:
 def test_a_second_run_gets_a_folder_of_its_own(run: Path) -> None:
     done = closeranks("train", TINY, *FAST, "run.folder=run", cwd=run.parent)
     assert done.code == 0, done.err
-    assert (run.parent / "run-2" / "state.safetensors").exists()
+    assert (run.parent / "run-2" / "checkpoints" / "latest").exists()

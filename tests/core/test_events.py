@@ -39,6 +39,7 @@ def _values(annotation: str) -> st.SearchStrategy[Any]:
         "str": st.text(max_size=5),
         "float | None": st.none() | number,
         "int | None": st.none() | st.integers(),
+        "list[str]": st.lists(st.text(max_size=3), max_size=3),
         "dict[str, float]": st.dictionaries(st.text(max_size=3), number, max_size=2),
         "dict[str, str]": st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
     }

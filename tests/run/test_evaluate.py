@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from closeranks.checkpoint.single import load_tree
 from closeranks.core.events import Evaluated, StepDone
 from closeranks.testing import run_world
+from tests.run.saved import tensors
 from tests.run.small import counted, dataset, of_kind, open_session, train
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -33,7 +33,7 @@ def test_evaluating_leaves_training_bit_identical(tmp_path: Path) -> None:
     told = [[done.loss for done in of_kind(tmp_path / name, StepDone)] for name in ("with", "without")]
     assert told[0] == told[1]
     assert len(of_kind(tmp_path / "with", Evaluated)) == 6
-    left, right = (load_tree(tmp_path / name)["model"] for name in ("with", "without"))
+    left, right = (tensors(tmp_path / name, "model") for name in ("with", "without"))
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert with_it.eval is not None
     assert with_it.eval.weight == 30

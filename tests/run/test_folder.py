@@ -58,7 +58,7 @@ def test_a_gap_in_the_numbers_is_not_filled_over_something_else(tmp_path: Path) 
     assert free_folder(tmp_path / "run") == tmp_path / "run-4"
 
 
-@pytest.mark.parametrize("tail", ["", "state.safetensors"])
+@pytest.mark.parametrize("tail", ["", "checkpoints", "checkpoints/step-00000004"])
 @pytest.mark.parametrize("name", ["run", "run-2", "run-13"])
 def test_a_resumed_run_stays_where_it_was(tmp_path: Path, name: str, tail: str) -> None:
     """Also where it had taken a numbered folder: its own advice is to resume from there."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from closeranks import Session
-from closeranks.checkpoint.pieces import PieceReader
+from closeranks.checkpoint.reader import open_newest
 from closeranks.core.environment import set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
@@ -72,7 +72,7 @@ def test_buffers_outlive_a_pipeline_and_come_back_in_one_process_and_in_stages(t
     spoken = world(tmp_path / "first", layout, 3)
     assert Counter(name for names in spoken for name in names) == Counter(BUFFERS)
     state = tmp_path / "first" / "run"
-    assert PieceReader(state).shapes("model").keys() >= BUFFERS
+    assert open_newest(str(state)).shapes("model").keys() >= BUFFERS
     go(tmp_path / "alone", "data=1", 6, str(state))
     world(tmp_path / "again", layout, 6, str(state))
     for after in ("alone", "again"):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from closeranks.agent.link import Requests
 from closeranks.core.events import Event, Warned, encode
 from closeranks.run.overseer import Alone
 
@@ -29,12 +30,18 @@ def test_nobody_asks_for_anything_at_first(overseer: Alone) -> None:
     assert not overseer.poll().drain
 
 
-@pytest.mark.parametrize("number", HEARD)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_asks_for_a_drain_and_a_save(overseer: Alone, number: signal.Signals) -> None:
     signal.raise_signal(number)
     asked = overseer.poll()
     assert (asked.drain, asked.save) == (True, True)
     assert overseer.is_interrupted == (number == signal.SIGINT)
+
+
+def test_sigusr1_asks_for_a_save_once_and_for_nothing_else(overseer: Alone) -> None:
+    signal.raise_signal(signal.SIGUSR1)
+    assert overseer.poll() == Requests(drain=False, save=True)
+    assert overseer.poll() == Requests()
 
 
 def test_sigterm_may_come_twice(overseer: Alone) -> None:

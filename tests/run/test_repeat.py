@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from closeranks.testing import run_world
+from tests.run.saved import spoil_optimizer
 from tests.run.trajectories import Trajectory, trajectory
 
 pytestmark = pytest.mark.world
@@ -47,7 +48,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, precision: str
     for name, tensor in whole.weights.items():
         assert torch.equal(tensor, rest.weights[name]), name
     control = shutil.copytree(tmp_path / "half", tmp_path / "control")
-    spoil_optimizer(control / "state.safetensors")
+    spoil_optimizer(control)
     other = run_world(trajectory, 3, tmp_path / "other", {**changes, "checkpoint": {"resume": str(control)}})[0]
     assert other.losses[1:] != whole.losses[4:], "without its optimizer state a run must diverge"
 
@@ -63,19 +64,3 @@ def stopped_after_three(folder: Path, changes: dict[str, Any]) -> None:
 
     result = trajectory(folder, changes, [Stop()])
     assert len(result.losses) == 3
-
-
-def spoil_optimizer(path: Path) -> None:
-    from closeranks.checkpoint.single import load_tree, save_tree
-
-    tree = load_tree(path)
-
-    def zero(branch: dict[str, Any]) -> None:
-        for value in branch.values():
-            if isinstance(value, dict):
-                zero(value)
-            elif isinstance(value, torch.Tensor):
-                value.zero_()
-
-    zero(tree["optimizer"])
-    save_tree(tree, path)

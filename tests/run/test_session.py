@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from closeranks import Hook, Session, Step, UserError
-from closeranks.checkpoint.single import load_tree
 from closeranks.core.errors import CheckpointError, ConfigError, DataError, ModelError
 from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, StepDone
 from closeranks.core.protocols import Batch
 from closeranks.telemetry.profiler import StepProfiler
+from tests.run.saved import tensors, tree
 from tests.run.small import counted, dataset, events, loss, net, of_kind, open_session, train
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -118,13 +118,12 @@ def test_the_session_saves_where_it_is_told(tmp_path: Path, kind: type) -> None:
     session = open_session(tmp_path / "run", checkpoint={"save": False})
     for step in session:
         if step.index == 3:
-            path = session.save(kind(tmp_path / "mine.safetensors"))
-            assert path == tmp_path / "mine.safetensors"
+            assert session.save(kind(tmp_path / "mine")) == str(tmp_path / "mine" / "step-00000003")
         for batch in step:
             step.backward(session.loss(batch))
-    assert load_tree(tmp_path / "mine.safetensors")["progress"] == {"step": 3, "position": 24}
-    assert not (tmp_path / "run" / "state.safetensors").exists(), "checkpoint.save = false"
-    rest = train(tmp_path / "rest", checkpoint={"resume": str(tmp_path / "mine.safetensors")})
+    assert tree(tmp_path / "mine")["progress"] == {"step": 3, "position": 24}
+    assert not (tmp_path / "run" / "checkpoints").exists(), "checkpoint.save = false"
+    rest = train(tmp_path / "rest", checkpoint={"resume": str(tmp_path / "mine")})
     assert rest.steps == 4
     assert rest.loss == session.result.loss
 
@@ -293,7 +292,7 @@ def test_everything_is_given_back_whatever_fails_to_close(tmp_path: Path, monkey
 def test_a_second_session_in_the_same_process_starts_from_nothing(tmp_path: Path) -> None:
     first, second = (train(tmp_path / name) for name in ("first", "second"))
     assert first.loss == second.loss
-    left, right = (load_tree(tmp_path / name)["model"] for name in ("first", "second"))
+    left, right = (tensors(tmp_path / name, "model") for name in ("first", "second"))
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 

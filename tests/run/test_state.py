@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from closeranks.checkpoint.single import load_tree, save_tree
+from closeranks.checkpoint.reader import CheckpointReader, open_newest
 from closeranks.core.errors import CheckpointError
 from closeranks.parallel.apply import whole_tensors
 from closeranks.run.state import load_model
+from tests.run.saved import tensors, tree, write
 from tests.run.small import dataset, net, open_session, train
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -64,16 +65,21 @@ def test_what_may_change_between_runs_is_let_pass(saved: Path, tmp_path: Path) -
 
 
 def test_the_tree_holds_all_that_a_resumed_run_needs(saved: Path) -> None:
-    tree = load_tree(saved)
-    assert set(tree) == {"model", "optimizer", "loss_scale", "progress", "identity", "config", "versions"}
-    assert tree["progress"] == {"step": 4, "position": 32}
-    assert tree["identity"]["seed"] == 0
-    assert tree["config"]["optim"]["lr"] == 1e-2
-    assert set(tree["model"]) == set(net().state_dict())
+    held = tree(saved)
+    plain = {"progress", "schedule", "random", "identity", "algorithm", "config", "versions", "rhythm"}
+    assert set(held) == plain
+    assert held["progress"] == {"step": 4, "position": 32}
+    assert held["identity"]["seed"] == held["random"]["seed"] == 0
+    assert held["config"]["optim"]["lr"] == 1e-2
+    assert held["versions"]["torch"] == torch.__version__
+    names = set(net().state_dict())
+    assert set(tensors(saved, "model")) == names
+    assert set(tensors(saved, "optimizer")) == {
+        f"{name}/{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")
+    }
 
 
 def test_a_file_of_another_kind_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
-    save_tree({"model": {}}, tmp_path / "other")
     (tmp_path / "noise").write_bytes(b"not a state")
     with pytest.raises(CheckpointError, match="noise"):
         open_session(tmp_path / "new", checkpoint={"resume": str(tmp_path / "noise")})
@@ -97,15 +103,21 @@ def test_tied_weights_are_kept_once_and_buffers_with_them(tmp_path: Path) -> Non
         *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
     }
     other = Buffers()
-    load_model(other, {name: tensor + 1 for name, tensor in whole_tensors(module)})
+    load_model(other, held({name: tensor + 1 for name, tensor in whole_tensors(module)}, tmp_path))
     assert torch.equal(other.head.weight, module.embed.weight + 1)
     assert other.head.weight is other.embed.weight
     assert int(other.norm.num_batches_tracked) == 1
 
 
-def test_loading_writes_into_the_tensors_the_optimizer_holds() -> None:
+def test_loading_writes_into_the_tensors_the_optimizer_holds(tmp_path: Path) -> None:
     module = net()
-    held = module[0].weight
-    load_model(module, {name: torch.zeros_like(tensor) for name, tensor in module.state_dict().items()})
-    assert module[0].weight is held
-    assert not held.any()
+    weight = module[0].weight
+    load_model(module, held({name: torch.zeros_like(one) for name, one in module.state_dict().items()}, tmp_path))
+    assert module[0].weight is weight
+    assert not weight.any()
+
+
+def held(tensors: dict[str, Tensor], place: Path) -> CheckpointReader:
+    """These weights, through a checkpoint."""
+    write(place, {"model": tensors}, {}, 0)
+    return open_newest(str(place))

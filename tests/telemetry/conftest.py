@@ -52,8 +52,8 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             if number % 20 == 0:
                 recorder.emit(Evaluated(step=number, loss=1.6, metrics={"accuracy": 0.9612}, seconds=0.5))
         if reason == "finished":
-            state = folder / "state.safetensors"
-            state.write_bytes(b"state")
+            state = folder / "checkpoints" / f"step-{num_steps:08d}"
+            state.mkdir(parents=True)
             recorder.emit(Saved(step=num_steps, path=str(state), bytes=5, seconds=0.1))
         if reason:
             recorder.emit(RunEnded(step=num_steps, reason=reason, seconds=31.2))

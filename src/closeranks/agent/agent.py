@@ -47,7 +47,7 @@ class Agent:
         worker that died or raised anything else.
         """
         _make_folder(self._plan)
-        with Loop() as loop, heard_by(loop, self._on_stop), Nursery(self._plan, loop, self._listener) as nursery:
+        with Loop() as loop, heard_by(loop, self._on_signal), Nursery(self._plan, loop, self._listener) as nursery:
             while not (nursery.is_ready or nursery.error or self._stop):
                 loop.turn()
             if nursery.error:
@@ -77,6 +77,15 @@ class Agent:
             stop=self._stop,
             fenced_at=crew.fenced_at,
         )
+
+    def _on_signal(self, signum: int) -> None:
+        if signum != signal.SIGUSR1:
+            self._on_stop(signum)
+        elif self._crew is None or self._stop is not None:
+            self._listener.on_note("SIGUSR1: there is nothing to save now.")
+        else:
+            self._listener.on_note("SIGUSR1: all ranks save after the same step, and go on.")
+            self._crew.request(drain=False, save=True)
 
     def _on_stop(self, signum: int) -> None:
         """Each signal is answered with a note; the first also reaches the workers."""

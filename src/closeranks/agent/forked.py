@@ -18,11 +18,11 @@ from types import FrameType
 from typing import NoReturn
 
 from closeranks.agent.link import WorkerLink
-from closeranks.agent.linux import die_with_parent
 from closeranks.agent.progress import ProgressWord
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.environment import set_world
 from closeranks.core.errors import CloseranksError
+from closeranks.core.linux import die_with_parent
 from closeranks.core.registry import load_object
 
 

@@ -1,4 +1,4 @@
-"""How do Ctrl-C and SIGTERM reach a loop that never blocks outside its selector?
+"""How do Ctrl-C, SIGTERM and SIGUSR1 reach a loop that never blocks outside its selector?
 
 The interpreter's C handler writes the signal's number into a pipe that the loop watches; the Python handlers do
 nothing. Invariant: handlers and wake-up descriptor are put back as they were found. Outside the main thread Python
@@ -20,7 +20,7 @@ from closeranks.agent.loop import Loop
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_HEARD = (signal.SIGINT, signal.SIGTERM)
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
@@ -28,8 +28,8 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def heard_by(loop: Loop, on_stop: Callable[[int], None]) -> Iterator[None]:
-    """For the duration, each SIGINT or SIGTERM becomes one call of ``on_stop`` from within the loop."""
+def heard_by(loop: Loop, on_signal: Callable[[int], None]) -> Iterator[None]:
+    """For the duration, each SIGINT, SIGTERM or SIGUSR1 becomes one call of ``on_signal`` from within the loop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -38,7 +38,7 @@ def heard_by(loop: Loop, on_stop: Callable[[int], None]) -> Iterator[None]:
     def read() -> None:
         for signum in os.read(reader, 64):
             if signum in _HEARD:
-                on_stop(signum)
+                on_signal(signum)
 
     loop.watch(reader, read)
     last_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

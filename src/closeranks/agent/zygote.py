@@ -24,9 +24,9 @@ from typing import Any
 from closeranks.agent.exits import status_of
 from closeranks.agent.failure import own_place, plain_message
 from closeranks.agent.forked import live
-from closeranks.agent.linux import die_with_parent, num_threads
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.errors import UserError, encode
+from closeranks.core.linux import die_with_parent, num_threads
 
 _PACKET_BYTES = 1 << 17
 
@@ -121,7 +121,7 @@ def main() -> None:
     die_with_parent(agent)
     del sys.argv[1:]
     # A scheduler signals every process of a job; only the agent decides what that means.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     setup = json.loads(control.recv(_PACKET_BYTES))

@@ -188,7 +188,7 @@ class _Screen:
 
 
 def _whereabouts(folder: Path) -> str:
-    if any((folder / name).exists() for name in ("state.safetensors", "state")):
+    if (folder / "checkpoints" / "latest").exists():
         return f"continue with checkpoint.resume={folder}"
     return f"the run folder is {folder}, but there was no time to save the state."
 

@@ -12,6 +12,7 @@ import typer
 
 from closeranks import __version__
 from closeranks.cli import config, layout, report, run, sample, train
+from closeranks.cli.ckpt import front as ckpt
 from closeranks.core.errors import CloseranksError
 
 _TOUR = """Train PyTorch models on one process or on many.
@@ -23,10 +24,11 @@ A first tour, in the order people take it:
   closeranks train job.toml train.steps=200    change any value of the job
   closeranks config job.toml --explain         every value, its origin, its meaning
   closeranks layout ls job.toml -n 8           every way to spread it over eight workers, and what each costs
+  closeranks ckpt ls runs/tiny                 what it saved, and how to carry it elsewhere
   closeranks sample runs/tiny "import "        talk to the model you trained
   closeranks run -n 2 my_script.py             your own loop on two workers
 
-Every run writes a folder: report.md (one page), curve.png, metrics/ (JSON lines), logs/ and the trained state.
+Every run writes a folder: report.md (one page), curve.png, metrics/ (JSON lines), logs/ and checkpoints/.
 """
 
 app = typer.Typer(
@@ -37,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, run, sample, config, layout, report):
+for verb in (train, run, sample, config, layout, ckpt, report):
     verb.register(app)
 
 

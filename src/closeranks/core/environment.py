@@ -142,3 +142,12 @@ def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
 def gpus_are_per_task(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether Slurm gave each task devices of its own (``--gpus-per-task``)."""
     return bool(environ.get("SLURM_GPUS_PER_TASK"))
+
+
+def wanted_death(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """``CLOSERANKS_KILL_AT=label[:n]``: a test wants this process and its children dead at that point."""
+    text = environ.get("CLOSERANKS_KILL_AT", "")
+    if not text:
+        return None
+    label, _, count = text.partition(":")
+    return label, int(count or 1)

@@ -85,11 +85,39 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, slots=True)
 class Saved(Event):
+    """A checkpoint counts: it is durable, and was read back."""
+
     name: ClassVar[str] = "saved"
     step: int = 0
     path: str = ""
     bytes: int = 0
+    """Of the whole state, what lies in an earlier checkpoint included."""
     seconds: float = 0.0
+    """From the moment the state was taken until it counted."""
+    stall_s: float = 0.0
+    """How long training stood still for it on rank 0."""
+    tier: str = "primary"
+    """``primary``, or ``remote``: the second, durable place."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed(Event):
+    """A save came to nothing. Training goes on, what was saved before still counts, and it is tried again."""
+
+    name: ClassVar[str] = "save_failed"
+    step: int = 0
+    what: str = ""
+    rank: int = 0
+    tier: str = "primary"
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned(Event):
+    """Checkpoints that retention removed."""
+
+    name: ClassVar[str] = "pruned"
+    step: int = 0
+    names: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +148,7 @@ class RunEnded(Event):
 
 
 _EVENTS: dict[str, type[Event]] = {
-    kind.name: kind for kind in (RunStarted, StepDone, Evaluated, Saved, Resumed, Warned, RunEnded)
+    kind.name: kind for kind in (RunStarted, StepDone, Evaluated, Saved, SaveFailed, Pruned, Resumed, Warned, RunEnded)
 }
 
 

@@ -277,6 +277,11 @@ def _fill(built: Built, stages: nn.ModuleList, held: Iterable[Held], groups: Gro
         built.source.fill_buffers(stage)
 
 
+def is_sharded(held: Held) -> bool:
+    """Whether FSDP2 has spread the parameter over the shard group."""
+    return isinstance(held.parameter, DTensor)
+
+
 def local_part(held: Held, shard: Group) -> tuple[Tensor, Piece]:
     """What this rank has in memory of a parameter: all it holds, or its rows of it under FSDP2."""
     if not isinstance(held.parameter, DTensor):

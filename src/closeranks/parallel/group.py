@@ -49,6 +49,18 @@ class Group:
         dist.broadcast_object_list(box, group=self.process_group, group_src=0)
         return box[0]
 
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's text, on every rank (never in a step)."""
+        if self.size == 1:
+            return [text]
+        box: list[str] = [""] * self.size
+        dist.all_gather_object(box, text, group=self.process_group)
+        return box
+
+    def all_agree(self, is_well: bool) -> bool:
+        """Whether every rank says so (never in a step)."""
+        return all(self.gather_text("yes" if is_well else "")) if self.size > 1 else is_well
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedGroup:

@@ -35,13 +35,15 @@ def agree_on_folder(job: Job, world: World, share_text: Callable[[str], str]) ->
 def choose_folder(job: Job, stem: str) -> Path:
     """The job's folder, or the next free numbered one beside it; a resumed run stays where it was."""
     wanted = Path(job.run.folder or Path("runs") / (job.run.name or stem)).expanduser()
+    if job.checkpoint.resume == "auto":
+        return wanted
     resumed = Path(job.checkpoint.resume) if job.checkpoint.resume else None
     return (resumed and _continued(wanted, resumed)) or free_folder(wanted)
 
 
 def free_folder(wanted: Path) -> Path:
     """``wanted`` itself while no run stands in it, else the first free of ``wanted-2``, ``wanted-3``, ..."""
-    if not any((wanted / name).exists() for name in ("metrics", "logs", "job.toml", "state.safetensors", "state")):
+    if not any((wanted / name).exists() for name in ("metrics", "logs", "job.toml", "checkpoints")):
         return wanted
     return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
 
@@ -81,7 +83,7 @@ def _write(job: Job, folder: Path, *, over: bool) -> None:
 
 def _continued(wanted: Path, resumed: Path) -> Path | None:
     """The folder of the run that is resumed, if it is one of this job's: ``wanted`` or a numbered one beside it."""
-    for folder in (resumed, resumed.parent):
+    for folder in (resumed, *list(resumed.parents)[:2]):  # the run, its checkpoints folder, or one of them
         place = folder.resolve()
         number = place.name.removeprefix(wanted.resolve().name)
         if place.parent == wanted.resolve().parent and re.fullmatch(r"(-\d+)?", number):

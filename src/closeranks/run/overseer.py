@@ -33,23 +33,24 @@ class Alone:
     """Nobody started us but a shell or a scheduler: all we hear is signals, once ``listen`` was called."""
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
-        self._drain = False
+        self._drain = self._save = False
         self.is_interrupted = False
         """Whether it was Ctrl-C that asked, not a scheduler."""
         self._on_event = on_event
 
     def listen(self) -> None:
-        """From now on SIGTERM, SIGUSR1 and a first SIGINT ask for a drain.
+        """From now on SIGTERM and a first SIGINT ask for a drain, and SIGUSR1 for a save.
 
         Called when training is about to begin: before that there is nothing to save and a signal should end us at
         once, even while torch waits for other ranks, which no Python handler can interrupt.
         """
-        for number in _DRAINS:
+        for number in _HEARD:
             signal.signal(number, self._on_signal)
         os.register_at_fork(after_in_child=_be_ordinary)
 
     def poll(self) -> Requests:
-        return Requests(drain=self._drain, save=self._drain)
+        save, self._save = self._save, False
+        return Requests(drain=self._drain, save=self._drain or save)
 
     def progress(self, step: int, phase: int) -> None:
         return None
@@ -60,18 +61,21 @@ class Alone:
             self._on_event(known)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._save = True
+            return
         self._drain = True
         if number == signal.SIGINT:  # whoever presses Ctrl-C again means it
             self.is_interrupted = True
             signal.signal(number, signal.default_int_handler)
 
 
-_DRAINS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def _be_ordinary() -> None:
     """A process that a worker forks ends by a signal as it would anywhere."""
-    for number in _DRAINS:
+    for number in _HEARD:
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -18,7 +18,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from closeranks.agent.link import WorkerLink
-from closeranks.checkpoint.pieces import PieceReader, save_pieces
+from closeranks.checkpoint.capture import Item
+from closeranks.checkpoint.config import CheckpointConfig
+from closeranks.checkpoint.order import Settings
+from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.saver import Saver
+from closeranks.core.errors import SetupError
 from closeranks.core.events import StepDone
 from closeranks.core.pieces import Piece
 from closeranks.elastic.vote import Verdict
@@ -59,8 +64,14 @@ class Record(Hook):
             (self._folder / _SUMMARY).write_text(json.dumps(rows))
 
     def _write(self, session: Session, section: str, pieces: Iterable[tuple[Piece, Tensor]]) -> None:
-        items = [(section, piece.name, piece, tensor) for piece, tensor in pieces]
-        save_pieces(self._folder / section, session.world.rank, session.world.size, items, tree={})
+        world, config = session.world, CheckpointConfig(read_back=False)
+        settings = Settings.from_config(config, str(self._folder / section))
+        saver = Saver(world.rank, world.size, section, 1, str(session.parts.layout), settings, config)
+        items = [Item(section, piece.name, piece, tensor) for piece, tensor in pieces]
+        reports = saver.save_now(len(self._steps), items, {} if world.is_lead else None, None)
+        for report in reports:
+            if report.kind == "failed":
+                raise SetupError(report.what, "Choose another folder.")
 
 
 def _gradients(session: Session, factor: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -122,7 +133,7 @@ def _compare_losses(record: Path, reference: Path) -> Iterator[Difference]:
 def _compare_tensors(
     kind: Literal["gradient", "weight"], record: Path, reference: Path, section: str
 ) -> Iterator[Difference]:
-    ours, theirs = PieceReader(record), PieceReader(reference)
+    ours, theirs = open_newest(str(record)), open_newest(str(reference))
     found, wanted = ours.shapes(section), theirs.shapes(section)
     for name in (*wanted, *(name for name in found if name not in wanted)):
         if found.get(name) != wanted.get(name):

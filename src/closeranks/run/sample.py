@@ -1,4 +1,4 @@
-"""What does a trained model say? Loads a run's final state and lets it continue a prompt."""
+"""What does a trained model say? Loads a run's newest sound checkpoint and lets it continue a prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from closeranks.checkpoint.single import load_tree
+from closeranks.checkpoint.reader import open_newest
 from closeranks.core.errors import ModelError
 from closeranks.models.build import spec_for
 from closeranks.models.generate import generate
@@ -18,8 +18,8 @@ from closeranks.run.state import load_model
 
 def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[bytes]:
     """The continuation, byte by byte, as the model draws it."""
-    tree = load_tree(folder)
-    job = Job.model_validate(tree["config"])
+    saved = open_newest(str(folder))
+    job = Job.model_validate(saved.tree["config"])
     if job.data.name != "text":
         raise ModelError(
             f"{folder} holds a model of '{job.data.name}' data, not of text", "Name a run trained on text."
@@ -28,7 +28,7 @@ def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, to
     dtype = torch.float64 if job.train.precision == "float64" else torch.float32
     device = torch.device("cpu")
     module = materialise(spec, seed=job.run.seed, device=device, dtype=dtype, broadcast=lambda tensor: tensor)
-    load_model(module, tree["model"])
+    load_model(module, saved)
     module.eval()
     tokens = generate(
         module,

@@ -17,7 +17,7 @@ from torch import nn
 from closeranks.agent.progress import Phase
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, UserError
-from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, Saved, StepDone, Warned, encode
+from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, StepDone, Warned, encode
 from closeranks.core.protocols import Batch, Loss
 from closeranks.run.collector import CollectorPause
 from closeranks.run.evaluate import evaluate
@@ -31,7 +31,8 @@ from closeranks.run.opening import prepare_process, started_event
 from closeranks.run.overseer import current_overseer
 from closeranks.run.parts import Parts, assemble
 from closeranks.run.result import Result
-from closeranks.run.state import open_saved, restore_state, save_state, state_name
+from closeranks.run.resuming import restore
+from closeranks.run.saving import Saving
 from closeranks.run.step import Step
 from closeranks.run.work import loss_here
 from closeranks.telemetry.profiler import StepProfiler
@@ -78,26 +79,28 @@ class Session:
             opened.callback(self.recorder.close)
             self._furnish(hooks)
             self._opened = opened.pop_all()
-        for close in (self._profiler.close, self.parts.loader.close, self._collector.release, self._emit_end):
+        ends = (self._profiler.close, self.parts.loader.close, self._collector.release, self._emit_end)
+        for close in (*ends, self._saving.close, self._end_hooks):
             self._opened.callback(close)
-        self._opened.callback(self._end_hooks)
 
     def _furnish(self, hooks: Sequence[Hook]) -> None:
         self._overseer = current_overseer() or narrate(self.folder, self.job.telemetry, self.world)
-        self.recorder.add_sink(self._tell_overseer)
+        if self.world.is_lead:
+            self.recorder.add_sink(lambda event: self._overseer.send_event(encode(event)))
         self._hooks = Hooks([*hooks, *hooks_of(self.job)])
         window = parse_window(self.job.telemetry.profile) or NO_STEPS
         self._profiler = StepProfiler(window, self.folder, self.world.rank)
         self._collector = CollectorPause(self.job.train.gc_every)
         self._stop_reason, self._ending, self._detail = "", "", ""
-        self._is_begun, self._is_entered = False, False
+        self._is_begun = self._is_entered = False
         self._step: Step | None = None
         self._last: StepDone | None = None
         self._eval: Evaluated | None = None
         self._opened_at = time.monotonic()
-        resumed = self.job.checkpoint.resume
-        self.num_done = restore_state(self.parts, open_saved(Path(resumed))) if resumed else 0
+        self._origin = restore(self.parts, self.folder)
+        self.num_done = self._origin.step
         """Steps finished so far, those before a resume included."""
+        self._saving = Saving(self.parts, self.folder, self._emit, self._origin.tree.get("rhythm"))
         self._ledger = Ledger(self.parts)
 
     # What a user's loop needs
@@ -120,19 +123,16 @@ class Session:
         self._eval = evaluate(self.parts, self.num_done)
         self._emit(self._eval)
         self._hooks.on_eval(self, self._eval)
+        self._saving.evaluated(self._eval)
         self._ledger.restart_clock()
         return self._eval
 
-    def save(self, path: Path | str | None = None) -> Path:
-        """Write the whole state; every rank must call it. A model spread over ranks becomes a folder of pieces."""
+    def save(self, place: Path | str | None = None) -> str:
+        """Write a checkpoint, in ``place`` or among the run's own, and wait until it counts; every rank calls it."""
         self._pause(Phase.SAVE)
-        place = Path(path or self.folder / state_name(self.parts))
-        started_at = time.monotonic()
-        num_bytes = save_state(self.parts, self.num_done, place)
-        if self.world.is_lead:
-            self._emit(Saved(self.num_done, str(place), num_bytes, time.monotonic() - started_at))
+        path = self._saving.save_now(self.num_done, place, is_hurried=self._ending == "drained")
         self._ledger.restart_clock()
-        return place
+        return path
 
     @property
     def result(self) -> Result:
@@ -169,8 +169,8 @@ class Session:
             record_job(self.job, self.folder)
         self._emit(started_event(self.parts, self.num_done, self.folder))
         if self.num_done:
-            self._emit(Resumed(self.num_done, self.job.checkpoint.resume))
-        for text in self.parts.warnings if self.world.is_lead else ():
+            self._emit(Resumed(self.num_done, self._origin.path))
+        for text in (*self._origin.notes, *self.parts.warnings) if self.world.is_lead else ():
             self._emit(Warned(text))
         self.parts.module.train()
         self._hooks.on_start(self)
@@ -181,7 +181,8 @@ class Session:
     def _commit(self, step: Step) -> None:
         self._overseer.progress(self.num_done + 1, Phase.REDUCE)
         asked = self._overseer.poll()
-        verdict = step.commit(drain=asked.drain or bool(self._stop_reason), save=asked.save)
+        save = self._saving.asks(self.num_done + 1) or asked.save
+        verdict = step.commit(drain=asked.drain or bool(self._stop_reason), save=save)
         self.num_done += 1
         self._note(self._ledger.push(step.index, verdict))
         self._collector.at_boundary(self.num_done)
@@ -201,9 +202,13 @@ class Session:
             self._last = entry.done
             self._emit(entry.done)
             self._hooks.on_step(self, entry.done)
-            if entry.drain and self.num_done < self.parts.schedule.num_steps:
+            if self.num_done >= self.parts.schedule.num_steps:
+                continue  # the end is here anyway, and saves
+            if entry.drain:
                 # Whoever asks from outside asks for a save too; a hook may have stopped the run on another rank alone.
                 self._ending, self._detail = "drained" if entry.save else "stopped", self._stop_reason
+            elif entry.save:
+                self._saving.begin(self.num_done)
 
     def _conclude(self) -> None:
         self._note(self._ledger.flush())
@@ -242,7 +247,3 @@ class Session:
 
     def _emit(self, event: Event) -> None:
         self.recorder.emit(event)
-
-    def _tell_overseer(self, event: Event) -> None:
-        if self.world.is_lead:
-            self._overseer.send_event(encode(event))

@@ -1,32 +1,32 @@
-"""What must survive a run? The state, gathered from the parts and given back to them.
+"""What must survive a run? The state, named piece by piece, and put back into the parts.
 
-Invariant: everything a resumed run needs to repeat an uninterrupted one bit for bit is in it: weights and buffers,
+Invariants: everything a resumed run needs to repeat an uninterrupted one bit for bit is in it: weights and buffers,
 optimizer, loss scale, the cursor into the sample order, the seed that keys all randomness, and the identity of the
-data. A model that every rank holds whole is saved by rank 0 as one tree; one that is spread is saved by all ranks in
-pieces, and never gathered. Both are read back piece by piece, so that any layout resumes from any other.
+data. Each value is named by every rank that holds it, with how many others do, so that a save can share the writing
+out; nothing is ever gathered, and any layout resumes from any other.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from closeranks import __version__
-from closeranks.checkpoint.pieces import FOLDER_NAME, PieceReader, is_pieces, save_pieces
-from closeranks.checkpoint.single import FILE_NAME, load_tree, save_tree
+from closeranks.checkpoint.capture import Item
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.facts.stages import placement
-from closeranks.parallel.apply import local_part, whole_tensors
+from closeranks.parallel.apply import is_sharded, local_part, whole_tensors
+from closeranks.parallel.group import Group
 from closeranks.parallel.stages import stage_ranges
 from closeranks.run.parts import Parts
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, OTHER = "model", "optimizer", "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +35,33 @@ class Kept:
 
     piece: Piece
     tensor: Tensor
-    is_spoken: bool
-    """Whether this rank saves it: each value has one speaker."""
+    is_ours: bool
+    """False where a rank off the data axis holds the same and saves it."""
+    holders: Group | None
+    """Who holds the same values along the data axis; None: this rank alone counts."""
+    is_steady: bool
+    """Whether nothing but the optimizer changes it."""
+
+    @property
+    def is_spoken(self) -> bool:
+        """Whether this rank speaks for it: each value has one speaker."""
+        return self.is_ours and (self.holders is None or self.holders.rank == 0)
 
 
 def kept(parts: Parts) -> Iterator[Kept]:
     """Every parameter and persistent buffer of this rank; a tied one under its first name."""
-    groups, is_first = parts.groups, parts.groups.data.rank == 0
+    groups = parts.groups
     for held in parts.applied.held:
         tensor, piece = local_part(held, groups.shard)
-        speaks = groups.replica.rank == 0 if parts.layout.zero == 3 else is_first
-        yield Kept(piece, tensor, held.is_spoken and speaks)
-    speaks_here = is_first and groups.tensor.rank == 0
+        holders = groups.replica if is_sharded(held) else groups.data
+        yield Kept(piece, tensor, held.is_spoken, holders, is_steady=True)
+    speaks_here = groups.data.rank == 0 and groups.tensor.rank == 0
     names: set[str] = set()
     for name, tensor in _buffers(parts.applied.stages.values()):
         speaks = speaks_here and name not in names and _speaker_of(name, parts) == groups.pipeline.rank
         names.add(name)
-        yield Kept(Piece.whole(name, tuple(tensor.shape)), tensor, speaks)
+        # Any forward may change a buffer.
+        yield Kept(Piece.whole(name, tuple(tensor.shape)), tensor, speaks, None, is_steady=False)
 
 
 def _buffers(stages: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -85,91 +95,94 @@ def buffer_speaker(name: str, units: Sequence[str], ranges: Sequence[range], pla
     return next(rank for rank, stages in enumerate(placed) if stage in stages)
 
 
-def state_name(parts: Parts) -> str:
-    """What the state is called in a run folder: one file, or a folder of pieces."""
-    return FOLDER_NAME if parts.is_spread else FILE_NAME
+def items(parts: Parts) -> list[Item]:
+    """All that this rank has of the state's tensors, to be saved by it or by another that holds the same."""
+    found = [_item(MODEL, one.piece, one.tensor, one.holders, one.is_steady) for one in kept(parts) if one.is_ours]
+    memories = (memory for memory in _memories(parts) if memory.is_ours)
+    found += [_item(OPTIMIZER, one.piece, one.tensor, one.holders, is_steady=True) for one in memories]
+    if parts.world.is_lead:
+        scale = ((Piece.whole(f"loss_scale/{key}", ()), tensor) for key, tensor in parts.loss_scale.state().items())
+        found += [_item(OTHER, piece, tensor, None, is_steady=False) for piece, tensor in scale]
+    # Two stages of a rank may each hold a tied parameter: the same values, saved once.
+    return list({(item.section, item.piece): item for item in reversed(found)}.values())[::-1]
 
 
-def save_state(parts: Parts, step: int, path: Path) -> int:
-    """Write the state; every rank calls it. ``path`` is a file, or a folder where the model is spread. Its bytes."""
-    tree: dict[str, Any] = {
-        "loss_scale": parts.loss_scale.state(),
-        "progress": {"step": step, "position": parts.schedule.position(step)},
-        "identity": _identity(parts),
-        "config": parts.job.model_dump(mode="json"),
-        "versions": {"closeranks": __version__, "torch": torch.__version__},
-    }
-    if not parts.is_spread:
-        if not parts.world.is_lead:
-            return 0
-        model = {one.piece.name: one.tensor for one in kept(parts)}
-        return save_tree({MODEL: model, OPTIMIZER: parts.optimizer.state(), **tree}, path)
-    tree["algorithm"] = parts.job.optim.name
-    own = save_pieces(path, parts.world.rank, parts.world.size, _items(parts), tree)
-    return int(parts.groups.world.sum(torch.tensor([own])))
+def _item(section: str, piece: Piece, tensor: Tensor, holders: Group | None, is_steady: bool) -> Item:
+    rank, size = (holders.rank, holders.size) if holders else (0, 1)
+    return Item(section, piece.name, piece, tensor, holder=rank, num_holders=size, is_steady=is_steady)
 
 
-def _items(parts: Parts) -> Iterator[tuple[str, str, Piece, Tensor]]:
-    for one in kept(parts):
-        if one.is_spoken:
-            yield MODEL, one.piece.name, one.piece, one.tensor
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Something the optimizer remembers of a leaf."""
+
+    piece: Piece
+    """By its key in the state: ``parameter/exp_avg``."""
+    tensor: Tensor
+    is_ours: bool
+    holders: Group
+
+
+def _memories(parts: Parts) -> Iterator[_Memory]:
+    groups = parts.groups
+    spoken = {held.piece.name for held in parts.applied.held if held.is_spoken}
+    cut = {held.piece.name for held in parts.applied.held if is_sharded(held)}
     for leaf, key, tensor in parts.optimizer.memory():
-        if leaf.is_spoken:
-            yield OPTIMIZER, f"{leaf.piece.name}/{key}", _memory_piece(leaf.piece, key, tensor), tensor
+        is_cut = leaf.piece.flat is not None or leaf.piece.name in cut
+        piece, is_ours = replace(leaf.piece, name=f"{leaf.piece.name}/{key}"), leaf.piece.name in spoken
+        if tensor.ndim == 0:  # a counter has no dims whatever the parameter has: who holds the first element has it
+            is_ours, piece = is_ours and _holds_first(leaf.piece), Piece.whole(piece.name, ())
+        yield _Memory(piece, tensor, is_ours, groups.replica if is_cut else groups.data)
 
 
-def _memory_piece(piece: Piece, key: str, tensor: Tensor) -> Piece:
-    """A counter has no dims, whatever the parameter has."""
-    return Piece.whole(f"{piece.name}/{key}", ()) if tensor.ndim == 0 else piece
+def _holds_first(piece: Piece) -> bool:
+    return piece.numel > 0 and not any(piece.start) and (piece.flat is None or piece.flat[0] == 0)
+
+
+def tree_of(parts: Parts, step: int) -> dict[str, Any]:
+    """Everything of the state that is no tensor."""
+    return {
+        "progress": {"step": step, "position": parts.schedule.position(step)},
+        "schedule": {"lr": parts.optimizer.lr(step), "num_steps": parts.schedule.num_steps},
+        "random": {"seed": parts.job.run.seed, "keyed_by": ["seed", "step", "micro_batch"]},
+        "identity": _identity(parts),
+        "algorithm": parts.job.optim.name,
+        "config": parts.job.model_dump(mode="json"),
+        "versions": {"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
 
 
 class Saved(Protocol):
-    """A saved state, read piece by piece."""
+    """A saved state, read piece by piece: ``checkpoint.reader.CheckpointReader`` is one."""
 
     @property
     def tree(self) -> Mapping[str, Any]:
-        """Everything but the tensors of model and optimizer."""
+        """Everything but the tensors."""
+        ...
 
     def shapes(self, section: str) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes of what a section holds, by key."""
         ...
 
-    def read(self, section: str, key: str, piece: Piece) -> Tensor: ...
+    def read(self, section: str, key: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor: ...
+
+    def read_into(self, section: str, key: str, piece: Piece, out: Tensor) -> None:
+        """Into memory that is there."""
+        ...
 
 
-class SavedTree:
-    """A state that was saved whole."""
+def check_fits(parts: Parts, saved: Saved) -> int:
+    """Refuse a state that this job cannot go on from, before any of it is read; returns the number of finished steps.
 
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        self.tree = {**tree, "algorithm": tree[OPTIMIZER].get("algorithm")}
-        memory = tree[OPTIMIZER]["parameters"].items()
-        self._sections: dict[str, dict[str, Tensor]] = {
-            MODEL: dict(tree[MODEL]),
-            OPTIMIZER: {f"{name}/{key}": value for name, entry in memory for key, value in entry.items()},
-        }
-
-    def shapes(self, section: str) -> Mapping[str, tuple[int, ...]]:
-        return {key: tuple(tensor.shape) for key, tensor in self._sections[section].items()}
-
-    def read(self, section: str, key: str, piece: Piece) -> Tensor:
-        box = self._sections[section][key]
-        for dim, (start, size) in enumerate(zip(piece.start, piece.size, strict=True)):
-            box = box.narrow(dim, start, size)
-        return box if piece.flat is None else box.reshape(-1)[slice(*piece.flat)]
-
-
-def open_saved(path: Path) -> Saved:
-    """The state of a run folder, or of the file or folder it was saved to."""
-    return PieceReader(path) if is_pieces(path) else SavedTree(load_tree(path))
-
-
-def restore_state(parts: Parts, saved: Saved) -> int:
-    """Put a saved state back into the parts; returns the number of finished steps."""
+    What is refused here is the job's to mend; what fails later, while tensors are read, is damage.
+    """
     tree = saved.tree
+    if tree.get("progress") is None or tree.get("identity") is None:
+        what = "the checkpoint holds weights alone, not the state of a run"
+        raise CheckpointError(what, "Name it as checkpoint.weights to start from it.")
     _refuse_foreign(parts, tree["identity"])
-    _load_model(parts, saved)
-    _load_optimizer(parts, saved)
-    parts.loss_scale.load_state(tree["loss_scale"])
+    check_alike(parts.applied.shapes, saved.shapes(MODEL))
+    _check_optimizer(parts, saved)
     step: int = tree["progress"]["step"]
     if tree["progress"]["position"] != parts.schedule.position(step):
         what = f"the saved run ended inside a step, at sample {tree['progress']['position']}: going on would skip some"
@@ -180,20 +193,26 @@ def restore_state(parts: Parts, saved: Saved) -> int:
     return step
 
 
-def _load_model(parts: Parts, saved: Saved) -> None:
-    check_alike(parts.applied.shapes, saved.shapes(MODEL))
-    with torch.no_grad():
-        for one in kept(parts):
-            one.tensor.copy_(saved.read(MODEL, one.piece.name, one.piece))
+def restore_state(parts: Parts, saved: Saved) -> None:
+    """Put a saved state that fits back into the parts. Where it raises, the parts hold some of it and some not."""
+    for one in kept(parts):
+        saved.read_into(MODEL, one.piece.name, one.piece, one.tensor)
+    for memory in _memories(parts):
+        saved.read_into(OPTIMIZER, memory.piece.name, memory.piece, memory.tensor)
+    scale = saved.shapes(OTHER)
+    names = [key for key in scale if key.startswith("loss_scale/")]
+    parts.loss_scale.load_state(
+        {key.removeprefix("loss_scale/"): saved.read(OTHER, key, Piece.whole(key, scale[key])) for key in names}
+    )
 
 
-def _load_optimizer(parts: Parts, saved: Saved) -> None:
+def _check_optimizer(parts: Parts, saved: Saved) -> None:
     algorithm = saved.tree.get("algorithm")
     if algorithm != parts.job.optim.name:
         what = f"the saved optimizer is '{algorithm}', the job's is '{parts.job.optim.name}'"
         raise CheckpointError(what, "Set optim.name back, or start a new run from the weights alone.")
     found = saved.shapes(OPTIMIZER)
-    wanted = {f"{leaf.piece.name}/{key}" for leaf, key, _ in parts.optimizer.memory()}
+    wanted = {memory.piece.name for memory in _memories(parts)}
     trained = {key.rpartition("/")[0] for key in found}
     odd = sorted({key.rpartition("/")[0] for key in wanted} - trained) or sorted(trained - parts.applied.trainable)
     if odd:
@@ -204,19 +223,14 @@ def _load_optimizer(parts: Parts, saved: Saved) -> None:
         raise CheckpointError(
             f"the saved optimizer has no {missing[0]}", "Use the optimizer settings of the saved run."
         )
-    with torch.no_grad():
-        for leaf, key, tensor in parts.optimizer.memory():
-            tensor.copy_(saved.read(OPTIMIZER, f"{leaf.piece.name}/{key}", _memory_piece(leaf.piece, key, tensor)))
 
 
-def load_model(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Copy saved weights and buffers into a whole module of the same shape."""
+def load_model(module: nn.Module, saved: Saved) -> None:
+    """Copy saved weights and buffers into a whole module of the same shape, one tensor at a time."""
     own = dict(whole_tensors(module))
-    shapes = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, saved))
-    check_alike(*shapes)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
+    check_alike({name: tuple(tensor.shape) for name, tensor in own.items()}, saved.shapes(MODEL))
+    for name, tensor in own.items():
+        saved.read_into(MODEL, name, Piece.whole(name, tuple(tensor.shape)), tensor)
 
 
 def check_alike(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:

@@ -4,8 +4,7 @@
     RUN/config.json                 the same for machines
     RUN/metrics/rank-00000.jsonl    events of each rank, one JSON line each
     RUN/logs/rank-00000.log         what each worker printed
-    RUN/state.safetensors           the state after the last step
-    RUN/state/                      or its pieces, where no rank held it whole
+    RUN/checkpoints/step-00000400/  the state after that step; RUN/checkpoints/latest names the newest
     RUN/curve.png, RUN/report.md    what people look at
     RUN/traces/rank-00000.json.gz   profiler traces
     RUN/tensorboard/                scalars for TensorBoard
@@ -35,8 +34,8 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
-    def state(self) -> Path:
-        return self.path / "state.safetensors"
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def picture(self) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Saved, StepDone, Warned
+from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Saved, SaveFailed, StepDone, Warned
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.recorder import parse_line, read_events
 
@@ -135,7 +135,7 @@ class _Fold:
             case Saved():
                 self.saves.pop(event.step, None)  # the latest save stands last, whatever its step
                 self.saves[event.step] = event
-                self.saves_s += event.seconds
+                self.saves_s += event.stall_s
             case Resumed():
                 self.resumed.append(event)
             case RunEnded():
@@ -170,7 +170,7 @@ def fold(lines: Iterable[tuple[dict[str, Any], Event | None]], others: Iterable[
     warned: list[dict[str, Any]] = []
     for fields, event in lines:
         state.add(event, float(fields.get("at", 0.0)))
-        if isinstance(event, Warned):
+        if isinstance(event, Warned | SaveFailed):
             warned.append(fields)
     return state.history(_gather([*warned, *others]))
 
@@ -179,7 +179,7 @@ def _gather(warned: Iterable[dict[str, Any]]) -> tuple[Caution, ...]:
     """Equal texts become one warning, in the order they were first said."""
     said: dict[str, list[dict[str, Any]]] = {}
     for fields in warned:
-        said.setdefault(str(fields.get("what", "")), []).append(fields)
+        said.setdefault(_words(fields), []).append(fields)
     return tuple(
         Caution(
             what=what,
@@ -189,6 +189,11 @@ def _gather(warned: Iterable[dict[str, Any]]) -> tuple[Caution, ...]:
         )
         for what, times in said.items()
     )
+
+
+def _words(fields: dict[str, Any]) -> str:
+    what = str(fields.get("what", ""))
+    return f"a save failed: {what}" if fields.get("event") == SaveFailed.name else what
 
 
 def load_history(folder: Path) -> History:
@@ -203,5 +208,8 @@ def _warnings_in(path: Path) -> Iterable[dict[str, Any]]:
     """Only lines that look like a warning are parsed: the rest are another account of the same steps."""
     with path.open("rb") as lines:
         for line in lines:
-            if b'"event": "warning"' in line and (fields := parse_line(line)) is not None:
+            if any(kind in line for kind in _ALARMS) and (fields := parse_line(line)) is not None:
                 yield fields
+
+
+_ALARMS = (b'"event": "warning"', b'"event": "save_failed"')

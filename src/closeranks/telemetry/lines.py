@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, StepDone, Warned
+from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, SaveFailed, StepDone, Warned
 from closeranks.telemetry import wording
 from closeranks.telemetry.meter import Reading
 
@@ -138,7 +138,14 @@ def evaluated_line(event: Evaluated) -> str:
 
 
 def saved_line(event: Saved) -> str:
-    return f"saved step {event.step}: {event.path} ({wording.size(event.bytes)}, {wording.span(event.seconds)})"
+    stall = f", training stood {wording.span(event.stall_s)}" if event.stall_s else ""
+    took = f"{wording.size(event.bytes)}, {wording.span(event.seconds)}{stall}"
+    return f"saved step {event.step}: {event.path} ({took})"
+
+
+def save_failed_line(event: SaveFailed) -> str:
+    where = " to the second place" if event.tier == "remote" else ""
+    return f"step {event.step} could not be saved{where}: {event.what}. Training goes on; it is tried again."
 
 
 def resumed_line(event: Resumed) -> str:

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Saved, StepDone, Warned
+from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Saved, SaveFailed, StepDone, Warned
 from closeranks.telemetry import lines
 from closeranks.telemetry.meter import Meter, Reading
 
@@ -64,8 +64,11 @@ class Progress:
                 self.note(lines.evaluated_line(event))
             case Saved():
                 self._show_latest()
-                self._meter.pause(event.seconds)
+                self._meter.pause(event.stall_s)
                 self.note(lines.saved_line(event), style="dim")
+            case SaveFailed():
+                self._show_latest()
+                self.note(lines.save_failed_line(event), style="bold red")
             case Resumed():
                 self.note(lines.resumed_line(event))
             case Warned():

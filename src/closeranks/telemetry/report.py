@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from closeranks.core.events import Evaluated, RunStarted, StepDone
+from closeranks.core.events import Evaluated, RunStarted, Saved, StepDone
 from closeranks.telemetry import wording
 from closeranks.telemetry.folder import RunFolder, Settings
 from closeranks.telemetry.history import Caution, History, load_history
@@ -245,17 +245,16 @@ def _data_wait(history: History) -> str:
 
 
 def _checkpoint(run: RunFolder, history: History) -> str:
-    state = latest_state(run, history)
-    if state is None:
+    saved = latest_save(run, history)
+    if saved is None:
         return "none was written"
-    written = next((event.bytes for event in history.saves if Path(event.path) == state), 0)
-    return f"`{state.name}`, {wording.size(written or state.stat().st_size)}"
+    return f"`{saved.path.rstrip('/').rpartition('/')[2]}`, {wording.size(saved.bytes)}"
 
 
-def latest_state(run: RunFolder, history: History) -> Path | None:
-    """The state to go on from: the latest that was saved and is still there."""
-    saved = [Path(event.path) for event in reversed(history.saves) if event.path]
-    return next((path for path in (*saved, run.state) if path.exists()), None)
+def latest_save(run: RunFolder, history: History) -> Saved | None:
+    """The checkpoint to go on from: the latest that is still there; one in a store is taken at its word."""
+    saves = reversed(history.saves)
+    return next((event for event in saves if "://" in event.path or Path(event.path).exists()), None)
 
 
 def _warning_section(warnings: Sequence[Caution]) -> str:
@@ -278,7 +277,8 @@ def _warning(caution: Caution) -> str:
 
 
 def _next_section(run: RunFolder, history: History, command: Command) -> str:
-    started, state = history.started, latest_state(run, history)
+    started = history.started
+    state = _resumable(run, latest_save(run, history))
     if command.is_script:
         return _next_in_python(started, state)
     if started is None or state is None:
@@ -296,7 +296,15 @@ def _next_section(run: RunFolder, history: History, command: Command) -> str:
     return "\n".join(["## Go on", "", "```bash", *rows, "```"])
 
 
-def _next_in_python(started: RunStarted | None, state: Path | None) -> str:
+def _resumable(run: RunFolder, saved: Saved | None) -> str | None:
+    """The run itself where it keeps its checkpoints: should the newest be damaged, the one before it is taken."""
+    if saved is None:
+        return None
+    is_inside = run.checkpoints.resolve() in Path(saved.path).resolve().parents
+    return str(run.path) if is_inside else saved.path
+
+
+def _next_in_python(started: RunStarted | None, state: str | None) -> str:
     if started is None or state is None:
         return ""
     tables = f'train={{"steps": {2 * started.last_step}, ...}}, checkpoint={{"resume": "{state}"}}'

@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from closeranks.agent.exits import in_words
 from closeranks.agent.failure import is_consequence
-from closeranks.agent.linux import die_with_parent
 from closeranks.core.environment import child_environment, set_world
+from closeranks.core.linux import die_with_parent
 from closeranks.core.world import World
 
 GRACE_S = 1.0
@@ -153,7 +153,9 @@ def _server() -> ForkServerContext:
     """Forks ranks from a process that has imported what most of them need; each would take a second or more for it."""
     context = get_context("forkserver")
     runner = ["pytest"] if "pytest" in sys.modules else []
-    context.set_forkserver_preload([*runner, "torch._dynamo", "torch.distributed.fsdp", __name__])
+    context.set_forkserver_preload(
+        [*runner, "torch._dynamo", "torch.distributed.fsdp", "numpy.random", "numpy.ma", "closeranks.run.worker"]
+    )
     return context
 
 

@@ -1,0 +1,54 @@
+"""Who does what training must not wait for? One thread of this process, one job after the other.
+
+[Note: one thread for life]
+The kernel takes the thread that started a process for its parent: a writer that dies with its parent dies with that
+thread. So the thread that starts writers lives as long as its owner, however few jobs there are. Invariants: jobs are
+done in the order they were given; a job that raises is logged and the next one is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+Job = Callable[[], object]
+_log = logging.getLogger(__name__)
+
+
+class Background:
+    """Call sequence: ``do`` from any thread; ``close`` when nothing more comes."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        # A daemon: a process that ends in the middle of a save must not wait for it.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_started = False
+
+    def do(self, job: Job) -> None:
+        """Returns at once; the thread starts with the first job."""
+        if not self._is_started:
+            self._thread.start()
+            self._is_started = True
+        self._jobs.put(job)
+
+    def drain(self) -> None:
+        """Wait until the jobs given so far are done."""
+        is_done = threading.Event()
+        self.do(is_done.set)
+        is_done.wait()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """When the jobs given so far are done, or the time is up."""
+        if self._is_started:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                _log.exception("a job in the background of a checkpoint failed")
+            del job  # it may hold tensors

@@ -1,0 +1,202 @@
+"""Which checkpoints lie at a place, and in which order should a run try to go on from them?
+
+Looks at the folders and manifests themselves; ``latest`` only says which comes first. Invariants: a checkpoint counts
+by its sealed manifest alone, so that a missing, damaged or stale ``latest`` costs nothing; everything that does not
+count is said with its reason, never left out in silence. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from closeranks.checkpoint.digests import blake3_hex
+from closeranks.checkpoint.manifest import LATEST, MANIFEST, Latest, Manifest, decode_latest, parse_folder
+from closeranks.checkpoint.soundness import read_document, sound_manifest
+from closeranks.checkpoint.storage.open import open_storage
+from closeranks.checkpoint.storage.protocol import MissingError, Storage, StorageError
+from closeranks.core.errors import CheckpointError
+
+FOLDER = "checkpoints"
+"""In a run's folder."""
+
+State = Literal["certified", "suspect", "damaged", "unfinished", "serving"]
+"""``suspect``: sealed, but not what ``latest`` was written for; ``serving``: no checkpoint of its own any more, its
+files are needed by others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint's folder."""
+
+    storage: Storage
+    """Where it lies: the root that holds the checkpoints."""
+    name: str
+    step: int
+    part: int
+    manifest: Manifest | None
+    problem: str
+    """Why it does not count, or should be tried last; empty: nothing is known against it."""
+    is_latest: bool
+    state: State
+    blake3: str = ""
+    """Of the manifest's bytes."""
+
+    @property
+    def path(self) -> str:
+        return f"{self.storage.url}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Oddity:
+    """Something about a place that a person should know."""
+
+    what: str
+    is_damage: bool
+    """Else nothing was lost: a save cut short, files that are not ours."""
+    name: str = ""
+    """Of the checkpoint it is about; its own ``problem`` says it too."""
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    place: str
+    found: tuple[Found, ...]
+    """Newest first: by part of the run, then by step."""
+    problems: tuple[Oddity, ...]
+    """Of the place itself: a damaged ``latest``, one that names what is not there, a folder that is not ours."""
+
+    def __iter__(self) -> Iterator[Found]:
+        return iter(self.found)
+
+    @property
+    def latest(self) -> Found | None:
+        """What ``latest`` names, if it is what ``latest`` was written for; the newest such of several places."""
+        return next((found for found in self.found if found.is_latest and found.state == "certified"), None)
+
+    def candidates(self) -> tuple[Found, ...]:
+        """Those to try in turn: what ``latest`` names, then newest to oldest, and last what is suspect.
+
+        Damaged ones are among them: whoever tries them passes them over with the reason, and a place with damaged
+        checkpoints alone is never taken for one without any.
+        """
+        worth = [found for found in self.found if found.state in ("certified", "damaged")]
+        first = [found for found in worth if found.is_latest][:1]
+        rest = [found for found in worth if found not in first]
+        return (*first, *rest, *(found for found in self.found if found.state == "suspect"))
+
+
+def find(place: str, also: Sequence[str] = ()) -> Catalogue:
+    """``place``: a run's folder, a folder of checkpoints, one checkpoint, or a URL of those; ``also``: more of them,
+    the second tier of a run. Of two copies of one checkpoint the first place's comes first."""
+    found: list[Found] = []
+    problems: list[Oddity] = []
+    for one in (place, *also):
+        there = _at(one)
+        found += there.found
+        problems += there.problems
+    found.sort(key=lambda one: (one.part, one.step), reverse=True)  # stable, so places keep their order
+    return Catalogue(place, tuple(found), tuple(problems))
+
+
+def _at(place: str) -> Catalogue:
+    storage = open_storage(place)
+    try:
+        names = storage.names()
+        if _is_checkpoint(storage.url, names):
+            parent, _, name = storage.url.rstrip("/").rpartition("/")
+            return _looked(open_storage(parent or "/"), [f"{name}/"], is_all=False)
+        if f"{FOLDER}/" in names and not _folders(names):
+            storage = open_storage(f"{storage.url.rstrip('/')}/{FOLDER}")
+            names = storage.names()
+        return _looked(storage, names, is_all=True)
+    except StorageError as error:
+        raise CheckpointError(f"{place} cannot be looked at: {error}", "Name a place that can be read.") from error
+
+
+def _is_checkpoint(url: str, names: Sequence[str]) -> bool:
+    is_named_so = parse_folder(url.rstrip("/").rpartition("/")[2]) is not None
+    return MANIFEST in names or (is_named_so and bool(names) and not _folders(names))
+
+
+def _folders(names: Sequence[str]) -> list[str]:
+    return [name.rstrip("/") for name in names if name.endswith("/") and parse_folder(name) is not None]
+
+
+def _looked(storage: Storage, names: Sequence[str], *, is_all: bool) -> Catalogue:
+    """``is_all``: the names are those of a whole root, else of one folder somebody asked for."""
+    folders = _folders(names) if is_all else [name.rstrip("/") for name in names]
+    found = [_examine(storage, name) for name in folders]
+    latest, odd = _read_latest(storage)
+    if latest is not None:
+        found = [_judged(one, latest) for one in found]
+        odd += [
+            Oddity(f"{storage.url}/{LATEST} names {one.name}: {one.problem}", True, one.name)
+            for one in found
+            if one.is_latest and one.problem
+        ]
+        if not any(one.is_latest for one in found):
+            odd.append(Oddity(f"{storage.url}/{LATEST} names {latest.name}, which is not there", True))
+    elif not odd and any(one.manifest for one in found):
+        odd.append(Oddity(f"{storage.url}/{LATEST} is missing; the manifests themselves were looked at", False))
+    strange = [name for name in names if name != LATEST and name.rstrip("/") not in folders]
+    odd += [Oddity(f"{storage.url}/{name} is not of this program and was left alone", False) for name in strange]
+    return Catalogue(storage.url, tuple(_serving(found)), tuple(odd) if is_all else ())
+
+
+def _read_latest(storage: Storage) -> tuple[Latest | None, list[Oddity]]:
+    survived = "the manifests themselves were looked at"
+    try:
+        return decode_latest(read_document(storage, LATEST), f"{storage.url}/{LATEST}"), []
+    except MissingError:
+        return None, []
+    except CheckpointError as error:
+        return None, [Oddity(f"{error.what}; {survived}", True)]
+    except StorageError as error:
+        return None, [Oddity(f"{storage.url}/{LATEST} cannot be read: {error}; {survived}", True)]
+
+
+def _examine(storage: Storage, name: str) -> Found:
+    step, part = parse_folder(name) or (0, 1)
+    path = f"{storage.url}/{name}"
+    manifest, problem, digest = None, "", ""
+    state: State = "certified"
+    try:
+        data = read_document(storage, f"{name}/{MANIFEST}")
+        manifest, digest = sound_manifest(data, path), blake3_hex(data)
+        step, part = parse_folder(manifest.name) or (step, part)
+    except MissingError:
+        state, problem = "unfinished", f"it has no {MANIFEST}: the save was cut short, or still goes on"
+    except CheckpointError as error:
+        state, problem = "damaged", error.what
+    except StorageError as error:
+        state, problem = "damaged", f"its {MANIFEST} cannot be read: {error}"
+    return Found(storage, name, step, part, manifest, problem, False, state, digest)
+
+
+def _judged(found: Found, latest: Latest) -> Found:
+    """A folder in the light of ``latest``."""
+    if found.name != latest.name:
+        return found
+    if found.state == "certified" and found.blake3 != latest.blake3:
+        problem = f"its {MANIFEST} is not the one that {LATEST} was written for"
+        return replace(found, is_latest=True, state="suspect", problem=problem)
+    return replace(found, is_latest=True)
+
+
+def _serving(found: Sequence[Found]) -> list[Found]:
+    """Folders that lost their manifest to retention, and keep files that others refer to."""
+    needed: dict[str, str] = {}
+    for one in reversed(found):
+        for file in one.manifest.referred() if one.manifest else ():
+            needed[file.partition("/")[0]] = one.name
+    return [
+        replace(one, state="serving", problem=f"it was removed; {needed[one.name]} still needs its files")
+        if one.state == "unfinished" and one.name in needed
+        else one
+        for one in found
+    ]

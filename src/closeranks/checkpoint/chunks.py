@@ -1,0 +1,109 @@
+"""How do the bytes of a saved chunk come back, and are they the ones that were saved?
+
+Fetches chunks from where the manifest says they lie, into memory of the caller's where that saves a copy. Invariant:
+bytes that leave here match the CRC32C that was taken from the memory of training, and lie in a file that has the size
+and, where it is this checkpoint's own, the header it was saved with. May be called from several threads; reading and
+checking run without the interpreter's lock. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from threading import Lock
+
+from closeranks.checkpoint.digests import crc32c
+from closeranks.checkpoint.manifest import DataFile, Entry, Manifest
+from closeranks.checkpoint.soundness import FIX
+from closeranks.checkpoint.storage.protocol import MissingError, Storage, StorageError
+from closeranks.core.errors import CheckpointError
+
+
+class Chunks:
+    """The files of one checkpoint, and those of others that it refers to."""
+
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest) -> None:
+        self.path = f"{storage.url}/{folder}"
+        self._storage, self._folder = storage, folder
+        self._own = {file.name: file for file in manifest.files}
+        self._sizes: dict[str, int] = {}
+        self._lock = Lock()
+
+    def place(self, file: str) -> str:
+        """Of a file of this checkpoint, or of one it refers to, in the storage."""
+        return file if "/" in file else f"{self._folder}/{file}"
+
+    def check_file(self, file: str) -> int:
+        """Its size; looked at once, with the header of an own one."""
+        with self._lock:
+            if file not in self._sizes:
+                self._sizes[file] = self._look(file)
+            return self._sizes[file]
+
+    def check_room(self, entry: Entry) -> None:
+        """Whether the chunk's file is there and reaches as far as the chunk does."""
+        num_bytes = self.check_file(entry.file)
+        if entry.offset + entry.chunk.num_bytes > num_bytes:
+            place = f"'{entry.chunk.section}/{entry.chunk.key}' lies beyond the {num_bytes} bytes"
+            raise self._damaged(f"{place} of {self.place(entry.file)}")
+
+    def read(self, entry: Entry) -> bytes:
+        """All bytes of a chunk."""
+        self.check_room(entry)
+        try:
+            data = self._storage.read(self.place(entry.file), entry.offset, entry.chunk.num_bytes)
+        except StorageError as error:
+            raise self._unreadable(entry.file, error) from error
+        self._check(entry, memoryview(data))
+        return data
+
+    def read_into(self, entry: Entry, memory: memoryview) -> None:
+        """All bytes of a chunk, into memory of just its size: from a disk without any copy of ours between."""
+        if not self._storage.is_local:
+            memory[:] = self.read(entry)
+            return
+        self.check_room(entry)
+        try:
+            with open(Path(self._storage.url) / self.place(entry.file), "rb", buffering=0) as file:
+                _fill(file.fileno(), memory, entry.offset)
+        except OSError as error:
+            raise self._unreadable(entry.file, error) from error
+        self._check(entry, memory)
+
+    def _check(self, entry: Entry, data: memoryview) -> None:
+        if data.nbytes != entry.chunk.num_bytes or crc32c(data) != entry.chunk.crc32c:
+            what = f"'{entry.chunk.section}/{entry.chunk.key}' does not match its digest"
+            raise self._damaged(f"{what} in {self.place(entry.file)}, from byte {entry.offset} on")
+
+    def _look(self, file: str) -> int:
+        try:
+            num_bytes = self._storage.size(self.place(file))
+            own = self._own.get(file)
+            if own is not None:
+                self._check_own(own, num_bytes)
+        except MissingError as error:
+            raise self._damaged(f"its file {self.place(file)} is missing") from error
+        except StorageError as error:
+            raise self._unreadable(file, error) from error
+        return num_bytes
+
+    def _check_own(self, file: DataFile, num_bytes: int) -> None:
+        if num_bytes != file.num_bytes:
+            raise self._damaged(f"{file.name} has {num_bytes} bytes and was saved with {file.num_bytes}")
+        if crc32c(self._storage.read(self.place(file.name), 0, file.header_bytes)) != file.header_crc32c:
+            raise self._damaged(f"the header of {file.name} does not match its digest")
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"checkpoint {self.path} is damaged: {what}", FIX)
+
+    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"checkpoint {self.path}: {self.place(file)} cannot be read: {error}", FIX)
+
+
+def _fill(fd: int, memory: memoryview, offset: int) -> None:
+    done = 0
+    while done < memory.nbytes:
+        count = os.preadv(fd, [memory[done:]], offset + done)
+        if not count:
+            raise OSError(f"it ends {memory.nbytes - done} bytes early")
+        done += count

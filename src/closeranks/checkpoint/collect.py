@@ -1,0 +1,192 @@
+"""Which checkpoints go, and how do they go without taking anything along that is still needed?
+
+Only rank 0's writer collects, between its own saves, and ``closeranks ckpt prune``; both hold the storage's lock, as
+every save does. Invariants: the newest two certified checkpoints stay, and the one ``latest`` names; so does every file
+that a checkpoint which stays refers to, and every folder that a save may be working in. Manifests go first: a kill on
+the way leaves files that nobody needs, never a checkpoint without its files. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isfinite
+from typing import Protocol, TypeGuard
+
+from closeranks.checkpoint.manifest import LATEST, MANIFEST, decode_latest, decode_manifest, parse_folder
+from closeranks.checkpoint.storage.protocol import DeniedError, MissingError, Storage
+from closeranks.core.errors import CheckpointError
+from closeranks.core.faults import declare, point
+
+MANIFEST_REMOVED = declare("collect.manifest_removed", "a checkpoint counts no more; its files are still there")
+FILE_REMOVED = declare("collect.file_removed", "a file that nobody refers to is gone")
+FOLDER_REMOVED = declare("collect.folder_removed", "all of a checkpoint is gone")
+COLLECTED = declare("collect.done", "everything that retention lets go is gone")
+
+_OURS = re.compile(r"(data|part|failure)-\d+-of-\d+\.(safetensors|json)")
+
+
+class Dated(Protocol):
+    """A checkpoint as retention sees it; a ``Manifest`` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def metric(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What retention lets stay beside what must."""
+
+    last: int
+    every: int = 0
+    best: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a manifest says about files."""
+
+    name: str
+    step: int
+    metric: float | None
+    own: frozenset[str]
+    referred: frozenset[str]
+
+    def needs(self) -> Iterable[str]:
+        return self.referred | {f"{self.name}/{file}" for file in self.own}
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One checkpoint's folder as it lies there."""
+
+    name: str
+    files: tuple[str, ...]
+    holding: Holding | None
+    """None where it has no manifest, or one that cannot be read."""
+
+    @property
+    def is_damaged(self) -> bool:
+        return self.holding is None and MANIFEST in self.files
+
+    @property
+    def age(self) -> tuple[int, int]:
+        return age(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What goes, in this order. Names are relative to the storage."""
+
+    checkpoints: tuple[str, ...]
+    """Whose manifests go first."""
+    files: tuple[str, ...]
+    folders: tuple[str, ...]
+    """In which nothing is left that anybody needs."""
+
+
+def age(name: str) -> tuple[int, int]:
+    """Grows with time: a run's later parts began later, whatever step they began at."""
+    step, part = parse_folder(name) or (-1, -1)
+    return part, step
+
+
+def doomed(manifests: Sequence[Dated], keep_last: int, keep_every: int, keep_best: int) -> tuple[str, ...]:
+    """Names of those that retention lets go, oldest first."""
+    newest = sorted(manifests, key=lambda manifest: age(manifest.name), reverse=True)
+    kept = {manifest.name for manifest in newest[: max(keep_last, 2)]}
+    if keep_every:
+        kept |= {manifest.name for manifest in newest if manifest.step % keep_every == 0}
+    rated = [
+        (manifest.metric, place, manifest.name) for place, manifest in enumerate(newest) if manifest.metric is not None
+    ]
+    kept |= {name for _, _, name in sorted(row for row in rated if isfinite(row[0]))[:keep_best]}
+    return tuple(manifest.name for manifest in reversed(newest) if manifest.name not in kept)
+
+
+def _is_rated(metric: float | None) -> TypeGuard[float]:
+    return metric is not None and isfinite(metric)
+
+
+def removal(folders: Sequence[Folder], keep: Keep | None, before: str, spare: Collection[str] = ()) -> Removal:
+    """``before``: folders without a manifest go where they are older than this one; ``spare`` stay, whatever retention
+    says. Without ``keep`` every checkpoint stays. A damaged manifest is left alone: a person may want to look at it."""
+    holdings = [folder.holding for folder in folders if folder.holding is not None]
+    going = set(doomed(holdings, keep.last, keep.every, keep.best) if keep else ()) - set(spare)
+    needed = {file for holding in holdings if holding.name not in going for file in holding.needs()}
+    files: list[str] = []
+    whole: list[str] = []
+    for folder in folders:
+        is_unfinished = MANIFEST not in folder.files and folder.age < age(before) and folder.name not in spare
+        paths = [f"{folder.name}/{file}" for file in folder.files]
+        if (folder.name in going or is_unfinished) and not needed.intersection(paths):
+            whole.append(folder.name)
+        elif folder.name in going or is_unfinished or (folder.holding is not None and folder.name not in spare):
+            # Of one that stays, what a killed commit or another layout's try left behind.
+            files += [path for path in paths if path not in needed and _OURS.fullmatch(path.rpartition("/")[2])]
+    checkpoints = tuple(sorted(going, key=age))
+    return Removal(checkpoints, tuple(sorted(files)), tuple(sorted(whole, key=age)))
+
+
+def survey(storage: Storage, *, only_if_unfinished: bool = False) -> tuple[Folder, ...]:
+    """All checkpoints' folders. Reads every manifest, unless it is only asked about folders without one and there are
+    none. A manifest that cannot be read for the storage's sake raises: nothing may be decided without it."""
+    names = [name.rstrip("/") for name in storage.names() if name.endswith("/") and parse_folder(name)]
+    found = {name: tuple(storage.names(name)) for name in names}
+    if only_if_unfinished and all(MANIFEST in files for files in found.values()):
+        return ()
+    return tuple(Folder(name, files, _holding(storage, name, files)) for name, files in found.items())
+
+
+def _holding(storage: Storage, name: str, files: tuple[str, ...]) -> Holding | None:
+    path = f"{name}/{MANIFEST}"
+    if MANIFEST not in files:
+        return None
+    try:
+        manifest = decode_manifest(storage.read(path), path)
+    except (CheckpointError, MissingError):
+        return None
+    own = frozenset(file.name for file in manifest.files)
+    return Holding(name, manifest.step, manifest.metric, own, manifest.referred())
+
+
+def named_by_latest(storage: Storage) -> tuple[str, ...]:
+    try:
+        return (decode_latest(storage.read(LATEST), LATEST).name,)
+    except (MissingError, CheckpointError):
+        return ()
+
+
+def remove(storage: Storage, what: Removal) -> None:
+    """Carry it out; the caller holds the lock."""
+    for name in what.checkpoints:
+        storage.remove(f"{name}/{MANIFEST}")
+        point(MANIFEST_REMOVED)
+    for file in what.files:
+        storage.remove(file)
+        point(FILE_REMOVED)
+    for name in what.folders:
+        storage.remove_folder(name)
+        point(FOLDER_REMOVED)
+
+
+def collect(storage: Storage, keep: Keep, committed: str, spare: Collection[str] = ()) -> tuple[str, ...]:
+    """Retention after a commit; the caller holds the lock. Names of the checkpoints that went."""
+    what = removal(survey(storage), keep, committed, (*spare, *named_by_latest(storage)))
+    remove(storage, what)
+    with suppress(DeniedError):  # a store may keep the list of its uploads to itself
+        storage.sweep()
+    point(COLLECTED)
+    return what.checkpoints
+
+
+def clear_unfinished(storage: Storage, saving: str, spare: Collection[str] = ()) -> None:
+    """Make room before a save: what failed or killed ones left. The caller holds the lock and saves ``saving``."""
+    folders = survey(storage, only_if_unfinished=True)
+    remove(storage, removal(folders, None, saving, (*spare, saving)))

@@ -1,0 +1,200 @@
+"""When do the files of all ranks become a checkpoint that counts?
+
+Rank 0's writer waits for what every rank says it wrote, checks that it makes up the whole state, and publishes the
+manifest; ``latest`` moves after it. Invariants: a manifest stands only when every tensor is covered exactly once by
+bytes that are there; a kill at any moment leaves the checkpoint uncommitted or committed, never between; committing the
+same save again changes nothing. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite, prod
+
+from blake3 import blake3
+
+from closeranks.checkpoint.datafile import SaveError
+from closeranks.checkpoint.documents import seal, unseal
+from closeranks.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    Entry,
+    Latest,
+    Manifest,
+    Part,
+    decode_manifest,
+    decode_part,
+    encode_latest,
+    encode_manifest,
+    part_name,
+)
+from closeranks.checkpoint.order import Order
+from closeranks.checkpoint.overlaps import plan
+from closeranks.checkpoint.references import absent
+from closeranks.checkpoint.storage.protocol import ExistsError, MissingError, Storage
+from closeranks.core.errors import CheckpointError
+from closeranks.core.faults import declare, point
+from closeranks.core.pieces import Piece
+
+PARTS_GATHERED = declare("commit.parts_gathered", "the parts of all ranks are there and make up the whole state")
+MANIFEST_PUBLISHED = declare("commit.manifest_published", "the checkpoint counts; latest names the one before")
+PARTS_REMOVED = declare("commit.parts_removed", "the checkpoint counts and its part documents are gone")
+LATEST_PUBLISHED = declare("commit.latest_published", "latest names the new checkpoint; nothing was collected yet")
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """How often a place is asked again: at first often, as most ranks are done at the same time."""
+
+    first_s: float
+    most_s: float
+
+
+LOCAL, REMOTE = Rhythm(0.01, 0.25), Rhythm(0.5, 2.0)
+
+
+def committed(storage: Storage, folder: str) -> Manifest | None:
+    """The manifest that stands in a folder."""
+    path = f"{folder}/{MANIFEST}"
+    try:
+        return decode_manifest(storage.read(path), path)
+    except MissingError:
+        return None
+
+
+def gather(
+    storage: Storage, order: Order, own: Part, timeout_s: float, breathe: Callable[[], None]
+) -> tuple[Part, ...]:
+    """The parts of this save, by rank; waits for those of the others. ``breathe`` may raise to give up."""
+    rhythm = LOCAL if storage.is_local else REMOTE
+    found, until, pause_s = {own.rank: own}, time.monotonic() + timeout_s, rhythm.first_s
+    while True:
+        missing = [rank for rank in range(order.num_ranks) if rank not in found]
+        names = set(storage.names(order.folder)) if missing else set()
+        for rank in missing:
+            part = _part(storage, order, rank, names)
+            if part is not None:
+                found[rank] = part
+        missing = [rank for rank in missing if rank not in found]
+        if not missing:
+            return tuple(found[rank] for rank in range(order.num_ranks))
+        if time.monotonic() >= until:
+            ranks = ", ".join(map(str, missing[:8])) + (" and more" if len(missing) > 8 else "")
+            raise SaveError(f"no word from rank {ranks} in {timeout_s:g} s, so {order.folder} stays unfinished")
+        breathe()
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, rhythm.most_s)
+
+
+def _part(storage: Storage, order: Order, rank: int, names: set[str]) -> Part | None:
+    """What a rank has to say about this save; what is left of another one says nothing."""
+    failure, name = failure_name(rank, order.num_ranks), part_name(rank, order.num_ranks)
+    if failure in names:
+        body = unseal("failure", storage.read(f"{order.folder}/{failure}"), failure)
+        if body["save"] == order.save:
+            raise SaveError(f"rank {rank} could not save: {body['what']}")
+    if name not in names:
+        return None
+    try:
+        part = decode_part(storage.read(f"{order.folder}/{name}"), f"{order.folder}/{name}")
+    except MissingError:  # its writer begins anew
+        return None
+    return part if part.save == order.save else None
+
+
+def failure_name(rank: int, num_ranks: int) -> str:
+    return part_name(rank, num_ranks).replace("part-", "failure-")
+
+
+def encode_failure(order: Order, what: str) -> bytes:
+    """What a rank leaves behind that cannot save, so that rank 0 need not wait for it."""
+    return seal("failure", {"save": order.save, "rank": order.rank, "what": what})
+
+
+def problem(parts: Sequence[Part]) -> str:
+    """Why the parts do not make up a state, each tensor covered exactly once; empty where they do."""
+    tensors: dict[tuple[str, str], list[Entry]] = {}
+    for part in parts:
+        for entry in part.entries:
+            tensors.setdefault((entry.chunk.section, entry.chunk.key), []).append(entry)
+    for (section, key), entries in tensors.items():
+        what = _tensor_problem(entries)
+        if what:
+            return f"{section}/{key} {what}"
+    return ""
+
+
+def _tensor_problem(entries: Sequence[Entry]) -> str:
+    first = entries[0].chunk
+    if any((entry.chunk.dtype, entry.chunk.piece.shape) != (first.dtype, first.piece.shape) for entry in entries):
+        return "was saved in two types or shapes"
+    whole = prod(first.piece.shape)
+    num_elements = sum(entry.chunk.piece.numel for entry in entries)
+    num_bytes = sum(entry.chunk.num_bytes for entry in entries)
+    if whole and any(entry.chunk.num_bytes * num_elements != num_bytes * entry.chunk.piece.numel for entry in entries):
+        return "has chunks whose sizes do not fit their elements"
+    # In the order of their memory, so that what remains to be covered stays one box or two.
+    pieces = sorted((entry.chunk.piece for entry in entries), key=lambda piece: (piece.start, piece.flat or (0, 0)))
+    if plan(Piece.whole(first.key, first.piece.shape), pieces).missing:
+        return f"is not all there: the ranks hold {num_elements} of its {whole} elements"
+    if num_elements != whole:  # all is covered and there is more: something is there twice
+        return f"was saved more than once in part: {num_elements} elements for {whole}"
+    return ""
+
+
+def check_bytes(storage: Storage, folder: str, parts: Iterable[Part]) -> None:
+    """Every file that the manifest will name is there and as long as it should be."""
+    for part in parts:
+        for file in part.files:
+            if storage.size(f"{folder}/{file.name}") != file.num_bytes:
+                raise SaveError(f"{storage.url}/{folder}/{file.name} has not the size that rank {part.rank} wrote")
+        for name in absent(part.entries, storage.size):
+            raise SaveError(f"{storage.url}/{name}, which rank {part.rank} refers to, is gone or cut short")
+
+
+def commit(storage: Storage, order: Order, parts: Sequence[Part]) -> Manifest:
+    """Make it count. Whatever raises before the manifest stands leaves nothing that counts."""
+    what = problem(parts)
+    if what:
+        raise SaveError(f"the ranks' parts of {order.folder} do not fit: {what}")
+    check_bytes(storage, order.folder, parts)
+    point(PARTS_GATHERED)
+    manifest = _manifest(order, parts)
+    data = encode_manifest(manifest)
+    path = f"{order.folder}/{MANIFEST}"
+    try:
+        storage.publish(path, data)
+    except ExistsError:
+        data = storage.read(path)
+        manifest = decode_manifest(data, path)
+        if manifest.save != order.save:
+            raise SaveError(f"{storage.url}/{order.folder} is a checkpoint already, of another save") from None
+    point(MANIFEST_PUBLISHED)
+    for rank in range(order.num_ranks):
+        storage.remove(f"{order.folder}/{part_name(rank, order.num_ranks)}")
+    point(PARTS_REMOVED)
+    latest = Latest(order.folder, blake3(data).hexdigest())
+    storage.publish(LATEST, encode_latest(latest), replace=True)
+    point(LATEST_PUBLISHED)
+    return manifest
+
+
+def _manifest(order: Order, parts: Sequence[Part]) -> Manifest:
+    if order.tree is None:
+        raise CheckpointError(f"the order to save step {order.step} came without the state's tree")
+    entries = tuple(entry for part in parts for entry in part.entries)
+    return Manifest(
+        name=order.folder,
+        step=order.step,
+        save=order.save,
+        num_ranks=order.num_ranks,
+        layout=order.layout,
+        created=time.time(),
+        is_full=not any("/" in entry.file for entry in entries),
+        metric=order.metric if order.metric is not None and isfinite(order.metric) else None,
+        tree=order.tree,
+        files=tuple(file for part in parts for file in part.files),
+        entries=entries,
+    )

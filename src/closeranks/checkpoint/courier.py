@@ -1,0 +1,202 @@
+"""How does a trainer hand a save to its writer, and hear what became of it?
+
+    courier = Courier(settings)
+    courier.start()                      the process is there 0.2 s later; nothing waits for it
+    courier.send(order, fd)              returns at once
+    courier.poll() -> [Report, ...]      what was heard since; never blocks
+    courier.close(wait_s=...)            lets what is in flight finish for so long, else gives it up
+
+Invariants: nothing here raises for what happens to the writer: one that died, or that gave no sign of life for longer
+than it may, becomes ``failed`` and ``released`` reports of all it had in hand, and the next order starts another;
+the writer never outlives its trainer. ``start`` and ``send`` belong on a thread that lives as long as the run: the
+kernel ties the writer to the thread that started it. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from closeranks.checkpoint import wire
+from closeranks.checkpoint.order import Order, Report, Settings, Tier, decode_report, encode_order, encode_settings
+from closeranks.core.environment import child_environment
+
+_SEND_S = 10.0
+"""A writer that does not take an order for so long takes none any more."""
+_DEATH_S = 1.0
+_GRACE_S = 60.0
+"""Beyond the time that a save may wait for other ranks: for one fsync, one retry, one lock."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Flight:
+    """An order that the writer has."""
+
+    order: Order
+    heard_at: float
+    is_released: bool = False
+    ended: tuple[Tier, ...] = ()
+    """Tiers that it was committed to or failed on."""
+
+
+class Courier:
+    def __init__(self, settings: Settings, patience_s: float | None = None) -> None:
+        """``patience_s``: without a sign of life for so long, a writer counts as stuck."""
+        self._settings = settings
+        self._patience_s = settings.timeout_s + _GRACE_S if patience_s is None else patience_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._flights: dict[str, Flight] = {}
+        self._unheard: list[Report] = []
+        self._ended: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Begin before the first order, so that it need not wait; one that cannot start is told of by ``send``."""
+        try:
+            self._start()
+        except OSError as error:
+            self._lose(f"the writer could not be started: {error}")
+
+    def _start(self) -> socket.socket:
+        if self._connection is not None:
+            return self._connection
+        mine, theirs = socket.socketpair()
+        words = ["-P", "-m", "closeranks.checkpoint.writer", str(theirs.fileno()), str(os.getpid())]
+        self._connection = mine
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *words],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=child_environment(1),
+                process_group=0,  # a signal to the trainer's group is not for its writer, which may not listen yet
+            )
+        mine.settimeout(_SEND_S)
+        wire.send(mine, encode_settings(self._settings))
+        return mine
+
+    def send(self, order: Order, fd: int | None) -> None:
+        """``fd``: of the buffer; stays the caller's, who leaves its bytes alone until ``released``."""
+        self._listen()  # a writer that died since is replaced, not written to
+        self._flights[order.save] = Flight(order, time.monotonic())
+        try:
+            wire.send(self._start(), encode_order(order), fd)
+        except OSError as error:
+            self._lose(f"the writer could not be reached: {error}")
+
+    def poll(self) -> list[Report]:
+        self._listen()
+        heard, self._unheard = self._unheard, []
+        return heard
+
+    def _listen(self) -> None:
+        while self._connection is not None and self._has_word(0.0):
+            try:
+                self._hear(wire.receive(self._connection))
+            except (EOFError, OSError):
+                self._lose(self._last_words())
+        now = time.monotonic()
+        silent = [flight for flight in self._flights.values() if now - flight.heard_at > self._patience_s]
+        if silent:
+            self._lose(f"the writer gave no sign of life for {self._patience_s:g} s, so the place may be stuck")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any order is not done with, on any tier, as far as ``poll`` has heard."""
+        return bool(self._flights)
+
+    def wait(self, timeout_s: float) -> list[Report]:
+        """What is heard until nothing is in flight, or the time is up."""
+        until, heard = time.monotonic() + timeout_s, self.poll()
+        while self._flights and time.monotonic() < until:
+            left_s = min(until - time.monotonic(), self._patience_s, 1.0)
+            self._has_word(max(0.0, left_s))
+            heard += self.poll()
+        return heard
+
+    def close(self, wait_s: float = 0.0) -> list[Report]:
+        """The reports heard on the way; what is still in flight after ``wait_s`` is given up and reported so."""
+        heard = self.wait(wait_s) if wait_s else self.poll()
+        self._lose("the run ended before it was done")
+        unheard, self._unheard = self._unheard, []
+        return heard + unheard
+
+    def _has_word(self, wait_s: float) -> bool:
+        if self._connection is None:
+            return False
+        waiting = select.poll()  # not select.select: a trainer may have more than a thousand descriptors
+        waiting.register(self._connection, select.POLLIN)
+        return bool(waiting.poll(wait_s * 1000))
+
+    def _hear(self, message: wire.Message) -> None:
+        body, now = message.body, time.monotonic()
+        if "report" in body:
+            report = decode_report(body["report"])
+            self._unheard.append(report)
+            flight = self._flights.get(report.save)
+            if flight is not None:
+                flight.is_released |= report.kind == "released"
+                flight.ended += (report.tier,) if report.kind in ("committed", "failed") else ()
+        elif "done" in body:
+            self._flights.pop(body["done"], None)
+        for flight in self._flights.values():  # those in the queue wait for the one at work
+            flight.heard_at = now
+
+    def _lose(self, why: str) -> None:
+        """Give up the writer and all it had in hand."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            self._process.kill()
+            self._ended.append(self._process)
+            self._process = None
+        self._reap(_DEATH_S)
+        flights, self._flights = list(self._flights.values()), {}
+        for flight in flights:
+            self._unheard += _given_up(flight, self._settings, why)
+
+    def _reap(self, wait_s: float) -> None:
+        """A writer in a dead disk's grip cannot be ended yet, only left to itself until it can."""
+        for process in list(self._ended):
+            try:
+                process.wait(wait_s)
+                self._ended.remove(process)
+            except subprocess.TimeoutExpired:
+                _log.warning("the writer, process %d, cannot be ended yet", process.pid)
+
+    def _last_words(self) -> str:
+        """How the writer ended; it has hung up, so that it is gone or about to be."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "the writer hung up"
+        if code < 0:
+            return f"the writer was killed by {signal.Signals(-code).name}"
+        return f"the writer ended with exit status {code}"
+
+
+def _given_up(flight: Flight, settings: Settings, why: str) -> list[Report]:
+    order = flight.order
+    tiers: list[tuple[Tier, str]] = [("primary", settings.place)]
+    if settings.remote and order.to_remote:
+        tiers.append(("remote", settings.remote))
+    found = [
+        Report("failed", order.save, order.step, tier, what=f"step {order.step} was not saved to {place}: {why}")
+        for tier, place in tiers
+        if tier not in flight.ended
+    ]
+    return found if flight.is_released else [*found, Report("released", order.save, order.step)]

@@ -1,0 +1,186 @@
+"""How do the bytes of a rank become a file whose every byte is accounted for?
+
+One valid safetensors file, front to back: the header (all sizes are known beforehand), then the chunks, no gaps. Two
+threads share the work, both outside the GIL: one writes, one takes digests and compares the memory with the checksum
+from the source, at most ``_LAG`` chunks behind. Invariants: ``write`` returns only when the file is durable and all of
+its bytes were what the source had; ``read_back`` saw every byte again on the medium. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+
+from closeranks.checkpoint.digests import blake3_hex, crc32c, spread_digest
+from closeranks.checkpoint.manifest import Chunk, DataFile
+from closeranks.checkpoint.storage.protocol import Storage
+from closeranks.core.faults import declare, point
+
+FIRST_BYTES = declare("save.first_bytes", "the header and the first chunk of a data file were handed to the medium")
+HALF_WAY = declare("save.half_way", "half of a data file's chunks were handed to the medium")
+DATA_WRITTEN = declare("save.data_written", "all of a data file was handed to the medium, nothing of it made durable")
+DATA_DURABLE = declare("save.data_durable", "a data file is durable")
+
+_ALIGNMENT = 4096
+"""The first tensor begins on a page: files can be mapped, and written around the page cache."""
+_LAG = 8
+"""Chunks that may wait for their digests: what a source that copies (from a device, from a store) holds at most."""
+_READ_BYTES = 4 << 20
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+
+Source = Callable[[int], memoryview]
+"""The bytes of the n-th chunk of an order; called from one thread."""
+
+
+class SaveError(Exception):
+    """This save cannot count; ``str`` is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    blake3: str
+    share: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A data file before it is written."""
+
+    header: bytes
+    """The eight bytes of length and the JSON, padded with spaces."""
+    offsets: tuple[int, ...]
+    """Of each chunk, from the file's first byte."""
+    num_bytes: int
+
+
+def outline(chunks: Sequence[Chunk]) -> Outline:
+    """Types that safetensors has no word for go as plain bytes: the manifest knows what they are."""
+    ends = list(accumulate((chunk.num_bytes for chunk in chunks), initial=0))
+    rows: dict[str, object] = {}
+    seen: Counter[tuple[str, str]] = Counter()
+    for chunk, begin, end in zip(chunks, ends, ends[1:], strict=False):
+        name = f"{chunk.section}/{chunk.key}#{seen[chunk.section, chunk.key]}"
+        seen[chunk.section, chunk.key] += 1
+        is_known = chunk.dtype in _NAMES
+        shape = list(chunk.piece.local_shape) if is_known else [chunk.num_bytes]
+        rows[name] = {"dtype": _NAMES.get(chunk.dtype, "U8"), "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return Outline(header, tuple(len(header) + begin for begin in ends[:-1]), len(header) + ends[-1])
+
+
+def digests_of(chunk: Chunk, data: memoryview) -> Digests:
+    """All that is kept of a chunk's bytes, once they are known to be those the source had."""
+    check(chunk, data)
+    return Digests(blake3_hex(data), spread_digest(data, chunk.dtype, chunk.piece))
+
+
+def check(chunk: Chunk, data: memoryview) -> None:
+    if data.nbytes != chunk.num_bytes or crc32c(data) != chunk.crc32c:
+        raise SaveError(f"memory changed between copy and write: {chunk.section}/{chunk.key} is not what it was")
+
+
+def write(
+    storage: Storage,
+    path: str,
+    chunks: Mapping[int, Chunk],
+    source: Source,
+    known: Mapping[int, Digests],
+    breathe: Callable[[], None],
+) -> tuple[DataFile, Outline, dict[int, Digests]]:
+    """Write the chunks, by their numbers in the order; ``breathe`` runs between them and may raise to give up.
+
+    Chunks with ``known`` digests are compared with their checksum only.
+    """
+    plan = outline(tuple(chunks.values()))
+    sink = storage.create(path, plan.num_bytes)
+    hasher = ThreadPoolExecutor(1, "digests")
+    try:
+        sink.write(plan.header)
+        digests = _stream(sink.write, chunks, source, known, breathe, hasher)
+        point(DATA_WRITTEN)
+        sink.close()
+        found = {number: future.result() for number, future in digests.items()}
+    except BaseException:
+        hasher.shutdown(wait=True, cancel_futures=True)  # it reads memory that is about to be given back
+        sink.abort()
+        raise
+    hasher.shutdown(wait=True)
+    point(DATA_DURABLE)
+    file = DataFile(path.rpartition("/")[2], plan.num_bytes, len(plan.header), crc32c(plan.header))
+    return file, plan, {**found, **{number: known[number] for number in chunks if number in known}}
+
+
+def _stream(
+    put: Callable[[memoryview], None],
+    chunks: Mapping[int, Chunk],
+    source: Source,
+    known: Mapping[int, Digests],
+    breathe: Callable[[], None],
+    hasher: ThreadPoolExecutor,
+) -> dict[int, Future[Digests]]:
+    digests: dict[int, Future[Digests]] = {}
+    behind: deque[Future[Digests]] = deque()
+    for place, (number, chunk) in enumerate(chunks.items()):
+        data = source(number)
+        if number in known:
+            check(chunk, data)
+        else:
+            digests[number] = hasher.submit(digests_of, chunk, data)
+            behind.append(digests[number])
+        put(data)
+        del data
+        point(FIRST_BYTES)
+        if place == len(chunks) // 2:
+            point(HALF_WAY)
+        while len(behind) > _LAG or (behind and behind[0].done()):
+            behind.popleft().result()  # a mismatch ends the save here, not after the last byte
+        breathe()
+    return digests
+
+
+def read_back(
+    storage: Storage, path: str, file: DataFile, chunks: Iterable[Chunk], breathe: Callable[[], None]
+) -> None:
+    """Compare what lies on the medium with what the source had, byte for byte by checksum."""
+    wanted = [(file.header_bytes, file.header_crc32c, "its header")]
+    wanted += [(chunk.num_bytes, chunk.crc32c, f"{chunk.section}/{chunk.key}") for chunk in chunks]
+    pieces = storage.read_fresh(path, _READ_BYTES)
+    rest: memoryview = memoryview(b"")
+    for num_bytes, expected, what in wanted:
+        value, left = 0, num_bytes
+        while left:
+            if not rest:
+                rest = memoryview(next(pieces, b""))
+                breathe()
+                if not rest:
+                    raise SaveError(f"{storage.url}/{path} came back {left} bytes short of {what}")
+            value = crc32c(rest[:left], value)
+            rest, left = rest[left:], left - min(left, len(rest))
+        if value != expected:
+            raise SaveError(f"{storage.url}/{path} came back from the medium with other bytes in {what}")
+    if rest or any(pieces):
+        raise SaveError(f"{storage.url}/{path} came back longer than it was written")

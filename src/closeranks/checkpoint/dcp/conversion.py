@@ -1,0 +1,58 @@
+"""Which reader and which writer does a conversion take?
+
+Invariants: a conversion carries weights alone, unless a checkpoint of ours goes to DCP; a checkpoint is taken that is
+sound as far as its documents, sizes and headers tell, and its chunks are checked as they pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from closeranks.checkpoint.dcp import export
+from closeranks.checkpoint.dcp.names import Names
+from closeranks.checkpoint.dcp.outgoing import Outgoing, of_checkpoint, of_weights
+from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.weights.open import OURS, kind_of, open_weights
+from closeranks.core.errors import CheckpointError
+
+FORMATS = ("closeranks", "dcp", "torch", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    source: str
+    num_tensors: int
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+def convert(
+    source: str, out: Path, to: str, on_total: Callable[[int], None], on_bytes: Callable[[int], None]
+) -> Converted:
+    """``on_total`` hears once how many bytes of tensors there are, ``on_bytes`` how many more are done."""
+    if to not in FORMATS:
+        raise CheckpointError(f"'{to}' is no format", f"Write one of {', '.join(FORMATS)}.")
+    if "://" in str(out) or ":/" in str(out):
+        raise CheckpointError(f"{out} is no path on this machine", "Convert to a folder here, and copy it from there.")
+    export.refuse_existing(out)
+    outgoing, path, notes = _opened(source, to)
+    on_total(outgoing.num_bytes)
+    if to == "closeranks":
+        export.to_closeranks(outgoing, out, path, on_bytes)
+    elif to == "dcp":
+        export.to_dcp(outgoing, out, on_bytes)
+    elif to == "torch":
+        export.to_torch(outgoing, out, on_bytes)
+    else:
+        export.to_safetensors(outgoing, out, on_bytes)
+    return Converted(path, len(outgoing.tensors), outgoing.num_bytes, notes)
+
+
+def _opened(source: str, to: str) -> tuple[Outgoing, str, tuple[str, ...]]:
+    if to == "dcp" and kind_of(source) == OURS:
+        reader = open_newest(source)
+        return of_checkpoint(reader), reader.path, ()
+    weights = open_weights(source)
+    return of_weights(weights, Names()), weights.path, weights.notes

@@ -1,0 +1,165 @@
+"""How are weights written in another format, whatever they are read from?
+
+Formats: a checkpoint of ours with weights alone, a folder of torch DCP, a file of ``torch.save``, a safetensors file.
+Invariants: what is written appears under its name whole and durable, or not at all; nothing that is there is replaced;
+all but ``torch.save``, which takes everything at once, hold one band of a tensor in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from closeranks.checkpoint.dcp.outgoing import Outgoing, Tensorlike
+from closeranks.checkpoint.dcp.planner import LazyPlanner
+from closeranks.checkpoint.dcp.storage_writer import CheckpointStorageWriter
+from closeranks.checkpoint.storage.disk import fsync_folder
+from closeranks.checkpoint.weights.protocol import bands
+from closeranks.checkpoint.weights.safetensors_file import FORMAT_NAMES
+from closeranks.core.errors import CheckpointError, SetupError
+from closeranks.core.pieces import Piece
+
+OnBytes = Callable[[int], None]
+_FILE = "__0_0.distcp"
+
+
+def to_closeranks(outgoing: Outgoing, out: Path, source: str, on_bytes: OnBytes) -> None:
+    """A checkpoint of step 0 that holds weights alone, and says so in its tree."""
+    with _appearing(out) as aside:
+        tree = {"weights_only": True, "source": source}
+        # It is read twice: once for the checksums, once to be written.
+        _save(CheckpointStorageWriter(aside, 0, tree=tree), outgoing, lambda num_bytes: on_bytes(num_bytes // 2))
+
+
+def to_dcp(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
+    """A folder that ``torch.distributed.checkpoint.load`` reads."""
+    with _appearing(out) as aside:
+        aside.mkdir()
+        _save(_OneByOne(aside), outgoing, on_bytes)
+        fsync_folder(aside)
+
+
+def to_torch(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
+    """A file for ``torch.load(weights_only=True)``: tensors by their names in the model. Holds all of it in memory."""
+    found = {}
+    for tensor in outgoing.tensors:
+        found[key_of(tensor)] = tensor.read(Piece.whole(tensor.name, tensor.shape))
+        on_bytes(tensor.num_bytes)
+    with _appearing(out) as aside, aside.open("wb") as file:
+        _torch_save(found, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def to_safetensors(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
+    """One safetensors file: tensors by their names in the model."""
+    # Elements of more bytes first, so that all are aligned.
+    tensors = sorted(outgoing.tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    with _appearing(out) as aside, aside.open("wb") as file:
+        file.write(_header(tensors))
+        for tensor in tensors:
+            for band in bands(Piece.whole(tensor.name, tensor.shape), tensor.dtype.itemsize):
+                data = tensor.read(band.piece).contiguous().view(-1).view(torch.uint8).numpy()
+                file.write(data.data)
+                on_bytes(data.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def key_of(tensor: Tensorlike) -> str:
+    """Its name in the model, which is the last part of its path."""
+    return str(tensor.path[-1])
+
+
+def _header(tensors: list[Tensorlike]) -> bytes:
+    rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in tensors:
+        if tensor.dtype not in FORMAT_NAMES:
+            what = f"'{key_of(tensor)}' is of {tensor.dtype}, which safetensors has no word for"
+            raise CheckpointError(what, "Convert to another format.")
+        end = begin + tensor.num_bytes
+        row = {"dtype": FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        rows[key_of(tensor)] = row
+        begin = end
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _save(writer: StorageWriter, outgoing: Outgoing, on_bytes: OnBytes) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+        try:
+            save({}, storage_writer=writer, planner=LazyPlanner(outgoing, on_bytes), no_dist=True)
+        except CheckpointException as error:
+            raise next(failure for failure, _ in error.failures.values()) from error
+
+
+def _torch_save(value: object, file: BinaryIO) -> None:
+    """``torch.save``, which says by a ``RuntimeError`` that a disk is full."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        raise OSError(str(error).splitlines()[0]) from error
+
+
+class _OneByOne(FileSystemWriter):
+    """torch's own writer keeps every tensor of a file in memory until the file is done."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        with (Path(self.path) / _FILE).open("wb") as file:
+            for item in plan.items:
+                data, offset = planner.resolve_data(item), file.tell()
+                if isinstance(data, torch.Tensor):
+                    _torch_save(data, file)
+                else:
+                    file.write(data.getbuffer())
+                num_bytes = file.tell() - offset
+                results.append(WriteResult(item.index, num_bytes, _StorageInfo(_FILE, offset, num_bytes)))
+            file.flush()
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A path beside ``out`` to write to, which becomes ``out`` at the end; what is left of a failure is removed."""
+    refuse_existing(out)
+    aside = out.parent / f".{out.name}.{secrets.token_hex(4)}.aside"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield aside
+        refuse_existing(out)  # somebody else's, meanwhile
+        aside.rename(out)
+        fsync_folder(out.parent)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise SetupError(f"{out} cannot be written: {why}", "Check the path and the space left.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if aside.is_file():
+            aside.unlink()
+
+
+def refuse_existing(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise CheckpointError(f"{out} is there already", "Name another place, or remove it first.")

@@ -1,0 +1,148 @@
+"""Which tensors and values does a torch DCP folder hold, and where do they lie in its files?
+
+Invariants: everything is of the type it claims; a file is one beside the metadata, never elsewhere; the chunks of a
+tensor lie within it and are as many elements as it has. What does not fit is refused by name. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from closeranks.checkpoint.dcp.metadata import DTYPES, Record
+from closeranks.checkpoint.dcp.names import Path
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A stretch of a file: what ``torch.save`` wrote of one chunk or one value."""
+
+    file: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in chunks."""
+
+    name: str
+    path: Path
+    """Where it lay in the state dict that was saved; the name alone where that was not kept."""
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Piece, Slot], ...]
+    """None of them empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    tensors: Mapping[str, Stored]
+    values: Mapping[str, Slot]
+    """What is no tensor, by name: pickled, and left alone."""
+
+
+class _Misfit(Exception):
+    pass
+
+
+def index_of(metadata: Record, name: str) -> Index:
+    """``name``: the metadata's file, for errors."""
+    try:
+        return _index(metadata)
+    except _Misfit as error:
+        what = f"{name} is damaged or foreign: {error}"
+        raise CheckpointError(what, "Copy the folder again from where it was saved.") from None
+
+
+def _index(metadata: Record) -> Index:
+    slots = _slots(_of(dict, metadata.get("storage_data"), "storage data"))
+    paths = metadata.get("planner_data")
+    paths = paths if isinstance(paths, dict) else {}
+    tensors: dict[str, Stored] = {}
+    values: dict[str, Slot] = {}
+    for name, row in _of(dict, metadata.get("state_dict_metadata"), "list of names").items():
+        what = _of(str, name, "name")
+        record = _of(Record, row, f"entry of '{what}'")
+        if record.kind == "TensorStorageMetadata":
+            tensors[what] = _stored(what, record, _path(paths.get(what), what), slots)
+        elif record.kind == "BytesStorageMetadata":
+            values[what] = _slot(slots, what, None)
+        else:
+            raise _Misfit(f"'{what}' is neither a tensor nor a value")
+    return Index(tensors, values)
+
+
+def _slots(rows: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Slot]:
+    found: dict[tuple[str, tuple[int, ...] | None], Slot] = {}
+    for key, row in rows.items():
+        index, info = _of(Record, key, "index"), _of(Record, row, "place in a file")
+        name, offset = _of(str, index.get("fqn"), "name"), index.get("offset")
+        file = _of(str, info.get("relative_path"), "file name")
+        if "/" in file or "\\" in file or file in ("", ".", ".."):
+            raise _Misfit(f"'{name}' is said to lie in '{file}', which is no file beside the metadata")
+        if info.get("transform_descriptors"):
+            raise _Misfit(f"'{name}' was saved through an extension ({info.get('transform_descriptors')})")
+        slot = Slot(file, _count(info.get("offset"), "offset"), _count(info.get("length"), "length"))
+        if found.setdefault((name, None if offset is None else _size(offset)), slot) != slot:
+            raise _Misfit(f"'{name}' is said to lie in two places")
+    return found
+
+
+def _slot(slots: Mapping[Any, Slot], name: str, offset: tuple[int, ...] | None) -> Slot:
+    slot = slots.get((name, offset))
+    if slot is None:
+        raise _Misfit(f"nothing says where '{name}' lies")
+    return slot
+
+
+def _stored(name: str, record: Record, path: Path, slots: Mapping[Any, Slot]) -> Stored:
+    properties = _of(Record, record.get("properties"), f"type of '{name}'")
+    state = properties.__dict__.get("state")
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if dtype not in DTYPES:
+        raise _Misfit(f"the type of '{name}' is not known")
+    shape = _size(record.get("size"))
+    chunks = []
+    for row in _of(list, record.get("chunks"), f"chunks of '{name}'"):
+        chunk = _of(Record, row, f"chunk of '{name}'")
+        start, size = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+        if len(start) != len(shape) or len(size) != len(shape):
+            raise _Misfit(f"a chunk of '{name}' has another number of dims")
+        if any(begin + extent > whole for begin, extent, whole in zip(start, size, shape, strict=True)):
+            raise _Misfit(f"a chunk of '{name}' reaches out of it")
+        if prod(size):
+            chunks.append((Piece(name, shape, start, size), _slot(slots, name, start)))
+    if sum(piece.numel for piece, _ in chunks) != prod(shape):
+        raise _Misfit(f"the chunks of '{name}' do not add up to it")
+    return Stored(name, path, dtype, shape, tuple(chunks))
+
+
+def _path(value: Any, name: str) -> Path:
+    if isinstance(value, tuple) and value and all(isinstance(one, str | int) for one in value):
+        return value
+    return (name,)
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """Of a ``torch.Size``: a record of one tuple."""
+    record = _of(Record, value, "size")
+    arguments = record.__dict__.get("arguments", ())
+    inner = arguments[0] if record.kind == "Size" and len(arguments) == 1 else None
+    return tuple(_count(one, "size") for one in _of(tuple, inner, "size"))
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise _Misfit(f"a {what} is not a number of elements or bytes")
+    return value
+
+
+def _of(kind: type[Any], value: Any, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise _Misfit(f"the {what} is of type {type(value).__name__}, not {kind.__name__}")
+    return value

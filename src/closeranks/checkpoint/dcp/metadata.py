@@ -1,0 +1,92 @@
+"""What does the pickled ``.metadata`` of a torch DCP folder say, without running what it asks for?
+
+A pickle is a program that names classes and functions to call. Here every name is looked up in a list of what the
+metadata of torch 2.4 to 2.13 needs, and each stands for an inert record that keeps what it was given; anything else is
+refused by name before anything happens. Not even the named classes are used: a pickle may also set attributes, of a
+class too, and what it could reach would stay changed in this process. Records are made anew for each file. Invariant:
+reading a hostile file calls nothing but the constructors of records, and changes nothing that
+outlives it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+from closeranks.core.errors import CheckpointError
+
+DTYPES = frozenset(
+    (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+)
+_METADATA = "torch.distributed.checkpoint.metadata"
+ALLOWED = (
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    # Where the folder lay when it was saved.
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+    # Some Pythons pickle a member of an enumeration as getattr(class, name). Here it is a record of the two.
+    ("builtins", "getattr"),
+)
+
+
+class Record:
+    """What a pickled object was made of."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field; ``default`` where it has none, as a field that an earlier torch did not write."""
+        state = self.__dict__.get("state", {})
+        return state.get(key, default) if isinstance(state, dict) else default
+
+
+def read_metadata(data: bytes, name: str) -> Record:
+    """The record of the ``Metadata`` object; ``name``: the file, for errors."""
+    try:
+        found = _Unpickler(data, name).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a damaged pickle raises is not listed anywhere
+        what = f"{name} is damaged: it is no metadata of torch DCP ({type(error).__name__})"
+        raise CheckpointError(what, "Copy the folder again from where it was saved.") from error
+    if not isinstance(found, Record) or found.kind != "Metadata":
+        raise CheckpointError(f"{name} is no metadata of torch DCP", "Name a folder that dcp.save wrote.")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, name: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._name = name
+        self._known: dict[tuple[str, str], Any] = {one: type(one[1], (Record,), {}) for one in ALLOWED}
+        self._known.update({("torch", dtype): dtype for dtype in DTYPES})
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = self._known.get((module, name))
+        if known is None:
+            what = f"{self._name} asks for '{module}.{name}', which no metadata of torch DCP needs: it was not run"
+            raise CheckpointError(what, "Do not load this folder anywhere else unless you trust who made it.")
+        return known
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise CheckpointError(f"{self._name} refers to something outside of it: it was not run", "Do not trust it.")

@@ -1,0 +1,81 @@
+"""What leaves when a checkpoint or a set of weights is written in another format?
+
+Tensors under the names of the state dict they go to, each read piece by piece when its turn comes, and values that are
+no tensors. Invariant: nothing is read before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from closeranks.checkpoint.dcp.names import Names, Path, Place
+from closeranks.checkpoint.dcp.tree import listing
+from closeranks.checkpoint.dcp.values import decode
+from closeranks.checkpoint.reader import CheckpointReader
+from closeranks.checkpoint.weights.protocol import Weights
+from closeranks.core.pieces import Piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensorlike:
+    """A tensor that can be read."""
+
+    name: str
+    path: Path
+    """Where it lies in the nested state dict."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Piece], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outgoing:
+    tensors: tuple[Tensorlike, ...]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """By name, as they were."""
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """Of the values."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def of_weights(weights: Weights, names: Names) -> Outgoing:
+    """A model's weights, at the model's place in a state dict."""
+
+    def outgoing(key: str, shape: tuple[int, ...]) -> Tensorlike:
+        place = Place("model", key)
+        name, path = names.name(place), names.path(place)
+        assert name is not None
+        assert path is not None
+        return Tensorlike(name, path, tuple(shape), weights.dtype(key), lambda piece: weights.read(key, piece))
+
+    return Outgoing(tuple(outgoing(key, shape) for key, shape in weights.names().items()))
+
+
+def of_checkpoint(reader: CheckpointReader) -> Outgoing:
+    """Everything of a checkpoint that a state dict of DCP has room for: model, optimizer, other tensors, values."""
+    listed = listing(reader.manifest, None)
+    shapes = {section: reader.shapes(section) for section in {place.section for place in listed.tensors.values()}}
+
+    def outgoing(name: str, place: Place) -> Tensorlike:
+        section, key = place.section, place.key
+        dtype = reader.dtype(section, key)
+        return Tensorlike(
+            name, listed.paths[name], shapes[section][key], dtype, lambda piece: reader.read(section, key, piece)
+        )
+
+    tensors = tuple(outgoing(name, place) for name, place in listed.tensors.items())
+    values = {name: decode(value) for name, value in listed.values.items()}
+    return Outgoing(tensors, values, {name: listed.paths.get(name, (name,)) for name in values})

@@ -1,0 +1,135 @@
+"""How does one rank write what DCP's planner gave it?
+
+Chunks are cut, and a file is written and read back, as in every other save. Invariants: the checksum of a chunk is
+taken from the tensor's own memory in a first pass, and the bytes that are written in a second one are compared with it;
+one tensor of the planner's is held at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from closeranks.checkpoint.datafile import SaveError, read_back, write
+from closeranks.checkpoint.digests import crc32c, item_bytes
+from closeranks.checkpoint.manifest import Chunk, DataFile, Entry, Part, data_name
+from closeranks.checkpoint.shares import Holding, shares
+from closeranks.checkpoint.storage.protocol import Storage, StorageError
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+_FIX = "What was saved before still counts: save again later."
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which rank of how many: the same for every save, as DCP may keep plans."""
+
+    rank: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A box of a tensor that this rank writes; the piece is named by the key."""
+
+    section: str
+    piece: Piece
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        try:
+            return item_bytes(self.dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{self.section}/{self.piece.name} cannot be saved: {error}") from error
+
+
+Load = Callable[[int], Tensor]
+"""The tensor of the n-th cut, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Elements ``first`` to ``last`` of a cut's memory, to be written as one chunk."""
+
+    cut: int
+    first: int
+    last: int
+    piece: Piece
+
+
+def write_part(storage: Storage, folder: str, seat: Seat, cuts: Sequence[Cut], load: Load, *, is_checked: bool) -> Part:
+    """Write a rank's data file; durable, and read back from the medium if ``is_checked``, when this returns."""
+    memory = _Memory(cuts, load)
+    ranges = _ranges(cuts)
+    name = data_name(seat.rank, seat.num_ranks)
+    try:
+        chunks = [memory.chunk(one) for one in ranges]
+        file, entries = _write(storage, f"{folder}/{name}", chunks, lambda number: memory.of(ranges[number]))
+        if is_checked:
+            read_back(storage, f"{folder}/{name}", file, chunks, _breathe)
+    except (SaveError, StorageError) as error:
+        with suppress(StorageError):  # what is left of it counts for nothing, and goes with the next collection
+            storage.remove(f"{folder}/{name}")
+        raise CheckpointError(f"{folder} was not saved: {error}", _FIX, rank=seat.rank) from error
+    # DCP gathers the parts of one save: there is no other one to be told from.
+    return Part(seat.rank, seat.num_ranks, "dcp", (file,), entries)
+
+
+def _write(
+    storage: Storage, path: str, chunks: Sequence[Chunk], source: Callable[[int], memoryview]
+) -> tuple[DataFile, tuple[Entry, ...]]:
+    file, outline, digests = write(storage, path, dict(enumerate(chunks)), source, {}, _breathe)
+    return file, tuple(
+        Entry(chunk, file.name, offset, digests[number].blake3, digests[number].share)
+        for number, (chunk, offset) in enumerate(zip(chunks, outline.offsets, strict=True))
+    )
+
+
+def _breathe() -> None:
+    """DCP has no way to give up a save."""
+
+
+def _ranges(cuts: Sequence[Cut]) -> list[_Range]:
+    """In the order of the file: elements of more bytes first, so that all are aligned."""
+    order = sorted(range(len(cuts)), key=lambda number: -cuts[number].item_bytes)
+    return [
+        _Range(number, share.first, share.last, share.piece)
+        for number in order
+        for share in shares(Holding(cuts[number].section, cuts[number].piece, cuts[number].item_bytes))
+    ]
+
+
+class _Memory:
+    """Ranges of cuts as bytes, asked for in order."""
+
+    def __init__(self, cuts: Sequence[Cut], load: Load) -> None:
+        self._cuts = cuts
+        self._load = load
+        self._held: tuple[int, Tensor] | None = None
+
+    def chunk(self, part: _Range) -> Chunk:
+        cut, data = self._cuts[part.cut], self.of(part)
+        return Chunk(cut.section, cut.piece.name, cut.dtype, part.piece, data.nbytes, crc32c(data))
+
+    def of(self, part: _Range) -> memoryview:
+        if part.first == part.last:
+            return memoryview(b"")
+        octets = self._tensor(part.cut).view(-1)[part.first : part.last].view(torch.uint8)
+        view: memoryview = octets.numpy().data
+        return view
+
+    def _tensor(self, number: int) -> Tensor:
+        if self._held is None or self._held[0] != number:
+            self._held = None
+            cut, tensor = self._cuts[number], self._load(number).contiguous()
+            if tuple(tensor.shape) != cut.piece.size or str(tensor.dtype) != f"torch.{cut.dtype}":
+                what = f"{cut.section}/{cut.piece.name} is {tuple(tensor.shape)} of {tensor.dtype}, unlike its plan"
+                raise CheckpointError(what, "Do not change the state while it is saved.")
+            self._held = (number, tensor)
+        return self._held[1]

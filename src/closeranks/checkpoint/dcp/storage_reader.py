@@ -1,0 +1,137 @@
+"""How does torch's DCP load from a checkpoint of ours, into whatever layout its planner serves?
+
+    dcp.load(state_dict, storage_reader=CheckpointStorageReader("runs/tiny"))
+
+DCP's planner cuts what each rank wants; each cut is read from the chunks that overlap it. To the planner every tensor
+is one chunk: how ours lie in files is the reader's own business. Invariants: every byte that reaches a tensor was
+checked against its digest; all ranks read the same checkpoint, or all raise; nothing of a file is unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from closeranks.checkpoint.dcp.names import Names, Place
+from closeranks.checkpoint.dcp.tree import Listed, listing
+from closeranks.checkpoint.dcp.values import decode
+from closeranks.checkpoint.reader import CheckpointReader, open_newest
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+
+class CheckpointStorageReader(StorageReader):
+    """``place``: a run folder, its checkpoints folder, one checkpoint, or a URL of those; of several, the newest
+    whose documents, files and headers are sound.
+
+    ``names``: where model and optimizer lie in the state dict to load; None: where they lay when DCP saved it, or under
+    ``model`` and ``optimizer``.
+    """
+
+    def __init__(self, place: str | Path, names: Names | None = None) -> None:
+        super().__init__()
+        self._place = str(place)
+        self._names = names
+        self._opened: _Opened | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self._place
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._place = str(checkpoint_id)
+        self._opened = None
+
+    # Without keyword arguments: DCP would take those for metadata of each rank, and look for it after an error.
+    def read_metadata(self) -> Metadata:
+        opened = self._open()
+        found: dict[str, STORAGE_TYPES] = {name: BytesStorageMetadata() for name in opened.listed.values}
+        for name, place in opened.listed.tensors.items():
+            shape = torch.Size(opened.shape(place))
+            properties = TensorProperties(dtype=opened.reader.dtype(place.section, place.key))
+            chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
+            found[name] = TensorStorageMetadata(properties, shape, [chunk])
+        meta = StorageMeta(checkpoint_id=opened.reader.path)
+        return Metadata(found, planner_data=dict(opened.listed.paths), storage_meta=meta)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        self._open()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        plan.storage_data = self._identity()
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        for rank, plan in enumerate(plans):
+            if plan.storage_data != self._identity():
+                what = f"ranks found different checkpoints in {self._place}: one was saved meanwhile"
+                raise CheckpointError(what, "Name one checkpoint, not the folder of all.", rank=rank)
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                self._read_value(item, planner)
+            else:
+                self._read_tensor(item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def _open(self) -> _Opened:
+        if self._opened is None:
+            reader = open_newest(self._place)
+            self._opened = _Opened(reader, listing(reader.manifest, self._names))
+        return self._opened
+
+    def _identity(self) -> tuple[str, str]:
+        manifest = self._open().reader.manifest
+        return manifest.name, manifest.save
+
+    def _read_tensor(self, item: ReadItem, planner: LoadPlanner) -> None:
+        opened = self._open()
+        place = opened.listed.tensors[item.storage_index.fqn]
+        piece = Piece(place.key, opened.shape(place), tuple(item.storage_offsets), tuple(item.lengths))
+        target = planner.resolve_tensor(item).detach()
+        opened.reader.read_into(place.section, place.key, piece, target)
+        planner.commit_tensor(item, target)
+
+    def _read_value(self, item: ReadItem, planner: LoadPlanner) -> None:
+        """DCP's planners take values as ``torch.save`` would write them: so it is made here, from checked JSON."""
+        buffer = io.BytesIO()
+        torch.save(decode(self._open().listed.values[item.storage_index.fqn]), buffer)
+        buffer.seek(0)
+        planner.load_bytes(item, buffer)
+
+
+class _Opened:
+    """A checkpoint, and what DCP calls its tensors."""
+
+    def __init__(self, reader: CheckpointReader, listed: Listed) -> None:
+        self.reader = reader
+        self.listed = listed
+        sections = {place.section for place in listed.tensors.values()}
+        self._shapes = {section: reader.shapes(section) for section in sections}
+
+    def shape(self, place: Place) -> tuple[int, ...]:
+        return self._shapes[place.section][place.key]

@@ -1,0 +1,202 @@
+"""How does torch's DCP save into a checkpoint of ours?
+
+    dcp.save(state_dict, storage_writer=CheckpointStorageWriter("runs/tiny/checkpoints", step=40))
+
+DCP's planner decides which rank writes what, once each. Every rank writes its data file and reads it back from the
+medium; its sealed part goes to the coordinator with DCP's own gathering, and the coordinator publishes the manifest and
+moves ``latest``. Invariants: a checkpoint counts only when all ranks' files are durable and were read back; a folder
+that counts already is never written to; nothing is pickled, and a value that would have to be is refused by its name.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from closeranks.checkpoint.commit import commit
+from closeranks.checkpoint.datafile import SaveError
+from closeranks.checkpoint.dcp.names import Names
+from closeranks.checkpoint.dcp.part import Cut, Seat, write_part
+from closeranks.checkpoint.dcp.tree import KEY, kept
+from closeranks.checkpoint.dcp.values import encode
+from closeranks.checkpoint.manifest import MANIFEST, Part, decode_part, encode_part, folder_name, parse_folder
+from closeranks.checkpoint.order import Order
+from closeranks.checkpoint.storage.open import open_storage
+from closeranks.checkpoint.storage.protocol import StorageError
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+_LOCK_WAIT_S = 60.0
+_LOCKS: dict[str, ExitStack] = {}
+"""Places whose lock this process holds for a save of DCP. When another rank fails DCP calls nothing that could give it
+back: then the next save to the same place does, or the end of the process."""
+
+
+class CheckpointStorageWriter(StorageWriter):
+    """``place``: the checkpoints folder or its URL; with ``step`` None, one checkpoint in it (``.../step-00000040``),
+    as ``checkpoint_id`` of ``dcp.save`` is too.
+
+    ``names``: where model and optimizer lie in the state dict. ``tree``: plain values to keep beside it. ``metric``:
+    what retention goes by, smaller is better. Nothing is collected: that is for ``closeranks ckpt prune``.
+    """
+
+    def __init__(
+        self,
+        place: str | Path,
+        step: int | None = None,
+        *,
+        names: Names | None = None,
+        tree: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+        layout: str = "",
+        read_back: bool = True,
+    ) -> None:
+        super().__init__()
+        self._place, self._folder = _split(str(place)) if step is None else (str(place), folder_name(step))
+        self._names = names or Names()
+        self._tree = dict(tree or {})
+        self._metric = metric
+        self._layout = layout
+        self._read_back = read_back
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self._place}/{self._folder}"
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._place, self._folder = _split(str(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        if not kwargs.get("use_collectives", True):
+            what = "a checkpoint cannot be saved without collectives: its manifest lists what all ranks wrote"
+            raise CheckpointError(what, "Leave use_collectives on.")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: from here to ``finish`` nothing is collected in this place."""
+        storage = open_storage(self._place)
+        if MANIFEST in storage.names(self._folder):
+            raise CheckpointError(f"{self.checkpoint_id} is a checkpoint already", "Save under another step.")
+        self._unlock()
+        held = _LOCKS[storage.url] = ExitStack()
+        try:
+            held.enter_context(storage.lock(f"a process that saves {self._folder}", wait_s=_LOCK_WAIT_S))
+        except StorageError as error:
+            raise CheckpointError(f"{self.checkpoint_id} cannot be saved now: {error}", "Save again later.") from error
+        return [replace(plan, storage_data=Seat(rank, len(plans))) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            results = self._results(plan, planner)
+        except BaseException:
+            self._unlock()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, once every rank's files are durable."""
+        values: dict[str, Any] = {}
+        parts: list[Part] = []
+        for rank, rows in enumerate(results):
+            for row in rows:
+                if isinstance(row.storage_data, bytes):
+                    parts.append(decode_part(row.storage_data, f"the part of rank {rank}"))
+                else:
+                    values[row.index.fqn] = row.storage_data
+        self._commit(parts, len(results), {**self._tree, KEY: kept(self._names, values, metadata.planner_data)})
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return parse_folder(str(checkpoint_id).rstrip("/").rpartition("/")[2]) is not None
+
+    def _results(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Each value as JSON, and the sealed part with the first tensor."""
+        values = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        results = [WriteResult(item.index, 0, encode(_value(item, planner), item.index.fqn)) for item in values]
+        if tensors:
+            part = self._write(plan.storage_data, tensors, planner)
+            num_bytes = sum(file.num_bytes for file in part.files)
+            results.append(WriteResult(tensors[0].index, num_bytes, encode_part(part)))
+        return results
+
+    def _write(self, seat: Seat, items: list[WriteItem], planner: SavePlanner) -> Part:
+        def load(number: int) -> torch.Tensor:
+            found = planner.resolve_data(items[number])
+            assert isinstance(found, torch.Tensor)
+            return found.detach().cpu()
+
+        cuts = [self._cut(item) for item in items]
+        return write_part(open_storage(self._place), self._folder, seat, cuts, load, is_checked=self._read_back)
+
+    def _cut(self, item: WriteItem) -> Cut:
+        assert item.tensor_data is not None
+        place, chunk = self._names.place(item.index.fqn), item.tensor_data.chunk
+        piece = Piece(place.key, tuple(item.tensor_data.size), tuple(chunk.offsets), tuple(chunk.sizes))
+        return Cut(place.section, piece, str(item.tensor_data.properties.dtype).removeprefix("torch."))
+
+    def _commit(self, parts: list[Part], num_ranks: int, tree: Mapping[str, Any]) -> None:
+        parsed = parse_folder(self._folder)
+        assert parsed is not None
+        order = Order(
+            save=f"dcp-{secrets.token_hex(8)}",
+            folder=self._folder,
+            step=parsed[0],
+            rank=0,
+            num_ranks=num_ranks,
+            layout=self._layout,
+            chunks=(),
+            is_full=True,
+            to_remote=False,
+            tree=tree,
+            metric=self._metric,
+        )
+        try:
+            commit(open_storage(self._place), order, parts)
+        except (SaveError, StorageError) as error:
+            raise CheckpointError(f"{self.checkpoint_id} was not saved: {error}", "Save again later.") from error
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        held = _LOCKS.pop(open_storage(self._place).url, None)
+        if held is not None:
+            held.close()
+
+
+def _split(place: str) -> tuple[str, str]:
+    root, _, name = place.rstrip("/").rpartition("/")
+    if parse_folder(name) is None:
+        what = f"'{place}' names no checkpoint: its last part is not like {folder_name(40)}"
+        raise CheckpointError(what, "Give the step, or a place that ends so.")
+    return root or ".", name
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> Any:
+    """The value itself: torch's planner offers it, where it is the default one or made from it, before pickling it."""
+    if hasattr(planner, "lookup_object"):
+        return planner.lookup_object(item.index)
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    data.seek(0)
+    return torch.load(data, weights_only=True)

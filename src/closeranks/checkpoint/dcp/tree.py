@@ -1,0 +1,58 @@
+"""What does a checkpoint's tree keep of a state dict that DCP saved, and how is it listed for DCP again?
+
+Under ``dcp`` in the tree: the values that are no tensors, the path of every name in the nested state dict, and the
+prefixes. A checkpoint that training saved has none of it, and is listed all the same. Invariant: two tensors never get
+one name. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from closeranks.checkpoint.dcp.names import Names, Path, Place
+from closeranks.checkpoint.manifest import Manifest
+from closeranks.core.errors import CheckpointError
+
+KEY = "dcp"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A checkpoint as DCP sees it, by name."""
+
+    tensors: Mapping[str, Place]
+    values: Mapping[str, Any]
+    """As ``values.encode`` wrote them."""
+    paths: Mapping[str, Path]
+
+
+def listing(manifest: Manifest, names: Names | None) -> Listed:
+    """``names``: None for those it was saved with."""
+    kept = manifest.tree.get(KEY, {})
+    saved = Names.decode(kept["names"]) if kept else Names()
+    wanted = names or saved
+    tensors: dict[str, Place] = {}
+    paths: dict[str, Path] = {}
+    for section, key in manifest.tensors():
+        place = Place(section, key)
+        name, path = wanted.name(place), wanted.path(place)
+        if name is None or path is None:
+            continue
+        if name in tensors:
+            what = f"{manifest.name} has two tensors that DCP would call '{name}'"
+            raise CheckpointError(what, "Give other prefixes for model and optimizer (names=...).")
+        tensors[name], paths[name] = place, path
+    same = wanted == saved
+    known = {name: tuple(path) for name, path in kept.get("paths", {}).items()} if same else {}
+    return Listed(tensors, kept.get("values", {}) if same else {}, {**paths, **known})
+
+
+def kept(names: Names, values: Mapping[str, Any], paths: Mapping[str, Path] | None) -> dict[str, Any]:
+    """What goes under ``dcp`` in the tree."""
+    return {
+        "names": names.encode(),
+        "values": dict(values),
+        "paths": {name: list(path) for name, path in (paths or {}).items()},
+    }

@@ -1,0 +1,81 @@
+"""In which tensors do two checkpoints differ?
+
+Told from their manifests alone: the layout-independent digest of a tensor is equal whatever layout saved it. Invariant:
+every tensor of either is in the answer once. Imports no torch; ``values`` finds out by how much they differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from closeranks.checkpoint.manifest import Manifest
+
+Verdict = Literal["equal", "differs", "shape", "dtype", "only in A", "only in B"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a manifest says of a tensor as a whole."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: int
+    num_chunks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    section: str
+    key: str
+    verdict: Verdict
+    a: Facts | None
+    b: Facts | None
+
+
+def facts(manifest: Manifest) -> dict[tuple[str, str], Facts]:
+    digests = manifest.digests()
+    return {
+        name: Facts(
+            entries[0].chunk.piece.shape,
+            entries[0].chunk.dtype,
+            digests[name],
+            len(entries),
+            sum(entry.chunk.num_bytes for entry in entries),
+        )
+        for name, entries in manifest.tensors().items()
+    }
+
+
+def diff(a: Manifest, b: Manifest) -> list[Difference]:
+    """Every tensor of both, in the order of ``a``, then what only ``b`` has."""
+    one, other = facts(a), facts(b)
+    return [
+        Difference(*name, _verdict(one.get(name), other.get(name)), one.get(name), other.get(name))
+        for name in dict.fromkeys((*one, *other))
+    ]
+
+
+def _verdict(a: Facts | None, b: Facts | None) -> Verdict:
+    if a is None or b is None:
+        return "only in B" if a is None else "only in A"
+    if a.shape != b.shape:
+        return "shape"
+    if a.dtype != b.dtype:
+        return "dtype"
+    return "equal" if a.digest == b.digest else "differs"
+
+
+def tree_differences(a: Any, b: Any, place: str = "") -> list[str]:
+    """Where two trees of plain values differ, as ``progress.step: 20 | 40``."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found: list[str] = []
+        for key in dict.fromkeys((*a, *b)):
+            at = f"{place}.{key}" if place else str(key)
+            if key not in a or key not in b:
+                found.append(f"{at}: only in {'A' if key in a else 'B'}")
+            else:
+                found += tree_differences(a[key], b[key], at)
+        return found
+    return [] if a == b and type(a) is type(b) else [f"{place}: {a!r} | {b!r}"]

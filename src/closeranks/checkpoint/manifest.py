@@ -1,0 +1,277 @@
+"""What does a checkpoint say about itself? The manifest, and the words all of this room share.
+
+    checkpoints/                              the root: a storage (a folder, or a prefix in an object store)
+      step-00000040/                          one checkpoint; ``step-00000040-2`` where the run's second part saved
+        data-00000-of-00002.safetensors       what rank 0 of 2 wrote
+        part-00000-of-00002.json              what rank 0 says it wrote; gone once the manifest stands
+        manifest.json                         written last: its being there makes the checkpoint count
+      latest                                  names the newest certified checkpoint and its manifest's digest
+
+A tensor of the state is known by section and key (``model``, ``layers.0.weight``) and saved in chunks: flat or box
+pieces of it of at most ``CHUNK_BYTES``, each with its digests. Invariants: a manifest lists every chunk of every
+tensor, and each chunk lies in this checkpoint's own files or in an earlier one's, never behind a second reference; all
+of it was read back from the medium before the manifest was written. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from closeranks.checkpoint.documents import seal, unseal
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+CHUNK_BYTES = 32 << 20
+"""Chunks are cut at this size: a reader that needs a few rows reads, and checks, no more than this around them."""
+MANIFEST, LATEST = "manifest.json", "latest"
+_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a tensor as its holder hands it over; ``crc32c`` was taken from the memory that training uses."""
+
+    section: str
+    key: str
+    dtype: str
+    """As torch and numpy call it: ``float32``, ``bfloat16``, ``int64``, ``bool``, ``float8_e4m3fn``."""
+    piece: Piece
+    """Its name is the key."""
+    num_bytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A chunk that lies somewhere."""
+
+    chunk: Chunk
+    file: str
+    """A file of the same checkpoint, or ``step-00000020/data-...`` in an earlier one."""
+    offset: int
+    """Of its first byte in the file."""
+    blake3: str
+    """Of its bytes: 64 hex digits."""
+    share: int
+    """Its share of the tensor's layout-independent digest (see ``digests.spread_digest``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A safetensors file of this checkpoint: its header is checked by this, the rest chunk by chunk."""
+
+    name: str
+    num_bytes: int
+    header_bytes: int
+    """Up to the first tensor: the eight bytes of length and the JSON."""
+    header_crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank wrote."""
+
+    rank: int
+    num_ranks: int
+    save: str
+    """Which try this was: parts of different tries never make one checkpoint."""
+    files: tuple[DataFile, ...]
+    """At most one today; none where nothing of this rank's changed."""
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    name: str
+    """Of its folder."""
+    step: int
+    save: str
+    num_ranks: int
+    layout: str
+    created: float
+    """Unix time."""
+    is_full: bool
+    """Whether nothing in it refers to an earlier checkpoint."""
+    metric: float | None
+    """What ``keep_best`` goes by, smaller is better; None where nothing was evaluated."""
+    tree: Mapping[str, Any]
+    """Everything of the state that is no tensor: plain values, JSON's."""
+    files: tuple[DataFile, ...]
+    entries: tuple[Entry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the state it holds, references included."""
+        return sum(entry.chunk.num_bytes for entry in self.entries)
+
+    @property
+    def own_bytes(self) -> int:
+        """Of its own files."""
+        return sum(file.num_bytes for file in self.files)
+
+    def tensors(self) -> dict[tuple[str, str], tuple[Entry, ...]]:
+        """The chunks of each tensor, by section and key."""
+        found: dict[tuple[str, str], list[Entry]] = {}
+        for entry in self.entries:
+            found.setdefault((entry.chunk.section, entry.chunk.key), []).append(entry)
+        return {name: tuple(entries) for name, entries in found.items()}
+
+    def digests(self) -> dict[tuple[str, str], int]:
+        """The layout-independent digest of each tensor: equal whatever layout saved it."""
+        return {name: sum(entry.share for entry in entries) % 2**64 for name, entries in self.tensors().items()}
+
+    def referred(self) -> frozenset[str]:
+        """Files of other checkpoints that this one needs, as ``folder/file``."""
+        return frozenset(entry.file for entry in self.entries if "/" in entry.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    name: str
+    blake3: str
+    """Of the manifest, all of its bytes."""
+
+
+def folder_name(step: int, part: int = 1) -> str:
+    """``part``: the first opening of the run saves under plain names, a second one under ``...-2``."""
+    return f"step-{step:08d}" if part == 1 else f"step-{step:08d}-{part}"
+
+
+def parse_folder(name: str) -> tuple[int, int] | None:
+    """Step and part of a checkpoint's folder name; None for anything else."""
+    match = _FOLDER.fullmatch(name.rstrip("/"))
+    return (int(match[1]), int(match[2] or 1)) if match else None
+
+
+def data_name(rank: int, num_ranks: int) -> str:
+    return f"data-{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+def part_name(rank: int, num_ranks: int) -> str:
+    return f"part-{rank:05d}-of-{num_ranks:05d}.json"
+
+
+# Documents: plain values and back. A damaged or foreign one is refused by name.
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    body = {
+        "name": manifest.name,
+        "step": manifest.step,
+        "save": manifest.save,
+        "num_ranks": manifest.num_ranks,
+        "layout": manifest.layout,
+        "created": manifest.created,
+        "is_full": manifest.is_full,
+        "metric": manifest.metric,
+        "tree": manifest.tree,
+        "files": [_file_row(file) for file in manifest.files],
+        "tensors": _tensor_rows(manifest.entries),
+    }
+    return seal("manifest", body)
+
+
+def decode_manifest(data: bytes, name: str) -> Manifest:
+    body = unseal("manifest", data, name)
+    with _refused(name):
+        return Manifest(
+            **{key: body[key] for key in ("name", "step", "save", "num_ranks", "layout", "created", "is_full")},
+            metric=body["metric"],
+            tree=body["tree"],
+            files=tuple(DataFile(*row) for row in body["files"]),
+            entries=tuple(_entries(body["tensors"])),
+        )
+
+
+def encode_part(part: Part) -> bytes:
+    body = {
+        "rank": part.rank,
+        "num_ranks": part.num_ranks,
+        "save": part.save,
+        "files": [_file_row(file) for file in part.files],
+        "tensors": _tensor_rows(part.entries),
+    }
+    return seal("part", body)
+
+
+def decode_part(data: bytes, name: str) -> Part:
+    body = unseal("part", data, name)
+    with _refused(name):
+        return Part(
+            body["rank"],
+            body["num_ranks"],
+            body["save"],
+            tuple(DataFile(*row) for row in body["files"]),
+            tuple(_entries(body["tensors"])),
+        )
+
+
+def encode_latest(latest: Latest) -> bytes:
+    return seal("latest", {"name": latest.name, "blake3": latest.blake3})
+
+
+def decode_latest(data: bytes, name: str) -> Latest:
+    body = unseal("latest", data, name)
+    with _refused(name):
+        return Latest(str(body["name"]), str(body["blake3"]))
+
+
+def _file_row(file: DataFile) -> list[Any]:
+    return [file.name, file.num_bytes, file.header_bytes, file.header_crc32c]
+
+
+def _tensor_rows(entries: Iterable[Entry]) -> list[Any]:
+    """One object for each tensor, its chunks as rows: a manifest of a large run has a million of them."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in entries:
+        chunk, piece = entry.chunk, entry.chunk.piece
+        row = rows.setdefault(
+            (chunk.section, chunk.key),
+            {
+                "section": chunk.section,
+                "key": chunk.key,
+                "dtype": chunk.dtype,
+                "shape": list(piece.shape),
+                "chunks": [],
+            },
+        )
+        if (row["dtype"], row["shape"]) != (chunk.dtype, list(piece.shape)):
+            raise ValueError(f"{chunk.section}/{chunk.key} is saved in two types or shapes")
+        flat = None if piece.flat is None else list(piece.flat)
+        where = [list(piece.start), list(piece.size), flat]
+        row["chunks"].append(
+            [*where, entry.file, entry.offset, chunk.num_bytes, chunk.crc32c, entry.blake3, f"{entry.share:016x}"]
+        )
+    return list(rows.values())
+
+
+def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterable[Entry]:
+    for row in rows:
+        section, key, dtype, shape = row["section"], row["key"], row["dtype"], tuple(row["shape"])
+        for start, size, flat, file, offset, num_bytes, crc, blake, share in row["chunks"]:
+            piece = Piece(key, shape, tuple(start), tuple(size), None if flat is None else (flat[0], flat[1]))
+            chunk = Chunk(section, key, dtype, piece, num_bytes, crc)
+            yield Entry(chunk, file, offset, blake, int(share, 16))
+
+
+class _refused:
+    """A sealed document whose parts do not fit together is foreign or from a broken writer: refused by name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError)):
+            what = f"{self._name} is damaged: its parts do not fit together"
+            raise CheckpointError(what, "Use an earlier checkpoint.") from error
+
+
+def moved(entry: Entry, folder: str) -> Entry:
+    """The same bytes as another checkpoint refers to them."""
+    return entry if "/" in entry.file else replace(entry, file=f"{folder}/{entry.file}")

@@ -1,0 +1,237 @@
+"""How does a rank get its piece of a saved tensor back, whatever layout saved it?
+
+Every saved chunk that has a part in the piece is fetched, checked and copied to its place; where a chunk lies in one
+stretch in the piece it is read straight into the piece's memory. Invariants: what a reader gives was checked against
+the digest of its source and is whole, or a ``CheckpointError`` names checkpoint, tensor and file; no more than the
+piece and a few chunks is held at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from closeranks.checkpoint.catalogue import find
+from closeranks.checkpoint.chunks import Chunks
+from closeranks.checkpoint.manifest import Entry, Manifest
+from closeranks.checkpoint.overlaps import Box, Overlap, Run, plan
+from closeranks.checkpoint.soundness import FIX, read_manifest, uncovered
+from closeranks.checkpoint.storage.protocol import Storage
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+_KEPT_BYTES = 64 << 20
+"""Of chunks that were used in part: neighbouring pieces, read one after another, share them."""
+_REMOTE_THREADS = 8
+"""An object store answers late and many at once; a disk keeps no more threads busy than there are cores."""
+_WORTH_THREADS_BYTES = 1 << 20
+_LARGE_BYTES = 4 << 20
+"""From here on numpy asks for large pages."""
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointReader:
+    """One checkpoint, open for reading; tensors come one at a time, and only when asked for."""
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self.path = f"{storage.url}/{folder}"
+        self.manifest: Manifest = read_manifest(storage, folder)
+        self._tensors = self.manifest.tensors()
+        self._chunks = Chunks(storage, folder, self.manifest)
+        self._covered: set[tuple[str, str]] = set()
+        self._kept = _Kept(_KEPT_BYTES)
+        self._num_threads = min(4, os.cpu_count() or 1) if storage.is_local else _REMOTE_THREADS
+
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        """Everything but the tensors."""
+        return self.manifest.tree
+
+    def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of what a section holds, by key."""
+        return {key: entries[0].chunk.piece.shape for (of, key), entries in self._tensors.items() if of == section}
+
+    def dtype(self, section: str, key: str) -> torch.dtype:
+        """As it was saved."""
+        found: torch.dtype = getattr(torch, self._entries(section, key)[0].chunk.dtype)
+        return found
+
+    def check_files(self) -> None:
+        """Whether all files are there, own ones as they were saved but for the tensors' bytes. Reads headers only."""
+        for file in [file.name for file in self.manifest.files]:
+            self._chunks.check_file(file)
+        for entry in self.manifest.entries:
+            self._chunks.check_room(entry)
+
+    def read(self, section: str, key: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
+        """Any piece of what was saved under a key, in ``dtype`` or as it was saved."""
+        entries = self._sound(section, key, piece.shape)
+        made = _fresh(piece.numel, dtype or self.dtype(section, key))
+        self._fill(entries, piece, made)
+        return made.view(piece.local_shape)
+
+    def read_into(self, section: str, key: str, piece: Piece, out: Tensor) -> None:
+        """The same into a tensor that is there: saves a copy and fresh memory where it is contiguous, on the CPU and of
+        the saved type. Where this raises, it holds some of it and some not."""
+        is_straight = out.device.type == "cpu" and out.is_contiguous() and out.dtype == self.dtype(section, key)
+        with torch.no_grad():
+            if is_straight:
+                self._fill(self._sound(section, key, piece.shape), piece, out.detach().view(-1))
+            else:
+                out.copy_(self.read(section, key, piece))
+
+    def _entries(self, section: str, key: str) -> tuple[Entry, ...]:
+        entries = self._tensors.get((section, key))
+        if entries is None:
+            raise CheckpointError(
+                f"checkpoint {self.path} has no '{section}/{key}'", "Use the model the state was saved from."
+            )
+        return entries
+
+    def _sound(self, section: str, key: str, shape: tuple[int, ...]) -> tuple[Entry, ...]:
+        """The chunks of a tensor, once they are known to cover it and to be there: before memory is taken for it."""
+        entries = self._entries(section, key)
+        saved = [entry.chunk.piece for entry in entries]
+        if shape != saved[0].shape:
+            what = f"'{section}/{key}' has shape {shape} here and {saved[0].shape} in checkpoint {self.path}"
+            raise CheckpointError(what, "Resume with the model the state was saved from.")
+        if (section, key) not in self._covered:
+            if wrong := uncovered(saved):
+                raise CheckpointError(f"checkpoint {self.path} is damaged: of '{section}/{key}', {wrong}", FIX)
+            for entry in entries:
+                self._chunks.check_room(entry)
+            self._covered.add((section, key))
+        return entries
+
+    def _fill(self, entries: Sequence[Entry], piece: Piece, made: Tensor) -> None:
+        shares: dict[int, list[Overlap]] = {}
+        for overlap in plan(piece, [entry.chunk.piece for entry in entries]).overlaps:
+            shares.setdefault(overlap.saved, []).append(overlap)
+        work = [(entries[number], overlaps, made) for number, overlaps in shares.items()]
+        if len(work) < 2 or sum(entry.chunk.num_bytes for entry, _, _ in work) < _WORTH_THREADS_BYTES:
+            for one in work:
+                self._copy(*one)
+            return
+        with ThreadPoolExecutor(min(self._num_threads, len(work)), "checkpoint-read") as pool:
+            for done in [pool.submit(self._copy, *one) for one in work]:
+                done.result()
+
+    def _copy(self, entry: Entry, overlaps: Sequence[Overlap], made: Tensor) -> None:
+        """One chunk's part in a piece; ``made`` is the piece's memory."""
+        dtype = getattr(torch, entry.chunk.dtype)
+        numel = entry.chunk.piece.numel
+        place = straight(overlaps, numel) if made.dtype == dtype else None
+        if place is not None:
+            self._chunks.read_into(entry, _octets(made[place : place + numel]))
+            return
+        is_whole = sum(overlap.box.numel for overlap in overlaps) == numel
+        memory = self._kept.get(entry)
+        if memory is None:
+            memory = _fresh(entry.chunk.num_bytes, torch.uint8)
+            self._chunks.read_into(entry, _octets(memory))
+            if not is_whole:
+                self._kept.put(entry, memory)
+        values = memory.view(dtype)
+        with torch.no_grad():
+            for overlap in overlaps:
+                _part(made, overlap.target, overlap.box).copy_(_part(values, overlap.source, overlap.box))
+
+
+def open_newest(place: str, also: Sequence[str] = ()) -> CheckpointReader:
+    """The checkpoint to go on from at a run's folder, a folder of checkpoints, one of them, or a URL of those: the
+    first whose manifest, files and headers are sound. Others are passed over with a word in the log."""
+    passed: list[str] = []
+    catalogue = find(place, also)
+    for found in catalogue.candidates():
+        try:
+            reader = CheckpointReader(found.storage, found.name)
+            reader.check_files()
+        except CheckpointError as error:
+            _log.warning("%s was passed over: %s", found.name, error.what)
+            passed.append(error.what)
+        else:
+            return reader
+    reasons = "".join(f"; {text}" for text in (*passed, *catalogue.problems))
+    raise CheckpointError(
+        f"there is no sound checkpoint at {place}{reasons}", "Name a run folder or a checkpoint of an earlier run."
+    )
+
+
+def straight(overlaps: Sequence[Overlap], numel: int) -> int | None:
+    """Where a chunk of so many elements lies in a piece's memory, if it lies there whole and in its own order."""
+    if sum(overlap.box.numel for overlap in overlaps) != numel:
+        return None
+    places = set()
+    for overlap in overlaps:
+        source, target = _stretch(overlap.source, overlap.box), _stretch(overlap.target, overlap.box)
+        places.add(None if source is None or target is None else target - source)
+    return places.pop() if len(places) == 1 else None
+
+
+def _stretch(run: Run, box: Box) -> int | None:
+    """The first element of a box in a run's memory, if the rest of it follows without gaps."""
+    first, stride, is_open = run.first, 1, True
+    for dim in reversed(range(len(box.size))):
+        extent = run.box.size[dim]
+        if box.size[dim] != 1 and not is_open:
+            return None
+        is_open = is_open and box.size[dim] == extent
+        first += (box.start[dim] - run.box.start[dim]) * stride
+        stride *= extent
+    return first
+
+
+def _part(memory: Tensor, run: Run, box: Box) -> Tensor:
+    """A box as a view of a piece's memory."""
+    view = memory[run.first : run.first + run.box.numel].view(run.box.size)
+    for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
+        view = view.narrow(dim, start - run.box.start[dim], size)
+    return view
+
+
+def _fresh(numel: int, dtype: torch.dtype) -> Tensor:
+    """Large memory from numpy, which asks the kernel for large pages: touching 4 KiB ones first costs more than
+    reading."""
+    if numel * dtype.itemsize < _LARGE_BYTES:
+        return torch.empty(numel, dtype=dtype)
+    return torch.from_numpy(np.empty(numel * dtype.itemsize, np.uint8)).view(dtype)
+
+
+def _octets(memory: Tensor) -> memoryview:
+    view: memoryview = memory.view(torch.uint8).numpy().data
+    return view
+
+
+class _Kept:
+    """The chunks used last, as far as they fit."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes, self._num_bytes = limit_bytes, 0
+        self._chunks: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, entry: Entry) -> Tensor | None:
+        with self._lock:
+            found = self._chunks.get((entry.file, entry.offset))
+            if found is not None:
+                self._chunks.move_to_end((entry.file, entry.offset))
+            return found
+
+    def put(self, entry: Entry, memory: Tensor) -> None:
+        with self._lock:
+            if (entry.file, entry.offset) in self._chunks or memory.nbytes > self._limit_bytes:
+                return
+            self._chunks[entry.file, entry.offset] = memory
+            self._num_bytes += memory.nbytes
+            while self._num_bytes > self._limit_bytes:
+                self._num_bytes -= self._chunks.popitem(last=False)[1].nbytes

@@ -1,0 +1,71 @@
+"""Which chunks need not be written again, because an earlier checkpoint holds the very same bytes?
+
+The base is the newest certified checkpoint of the same place. A chunk of it is a candidate where everything that costs
+nothing to compare is equal, the checksum from the source among it; it becomes a reference when its BLAKE3 is equal too.
+Invariants: a reference points at bytes, never at another reference; a base that is damaged, or whose files are gone,
+refers to nothing, and all is written anew. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from blake3 import blake3
+
+from closeranks.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    Chunk,
+    Entry,
+    Manifest,
+    decode_latest,
+    decode_manifest,
+    moved,
+)
+from closeranks.checkpoint.storage.protocol import MissingError, Storage, StorageError
+from closeranks.core.errors import CheckpointError
+
+
+def read_base(storage: Storage) -> Manifest | None:
+    """The manifest that ``latest`` names, if both are sound."""
+    try:
+        latest = decode_latest(storage.read(LATEST), LATEST)
+        path = f"{latest.name}/{MANIFEST}"
+        data = storage.read(path)
+        if blake3(data).hexdigest() != latest.blake3:
+            return None
+        return decode_manifest(data, path)
+    except (StorageError, CheckpointError):
+        return None  # nothing to refer to: the price is bytes, and the error shows where it matters
+
+
+def candidates(base: Manifest, chunks: Sequence[Chunk]) -> dict[int, Entry]:
+    """By number of the chunk: where the base has bytes that may be the same."""
+    entries = {entry.chunk: entry for entry in base.entries}
+    return {
+        number: moved(entries[chunk], base.name)
+        for number, chunk in enumerate(chunks)
+        if chunk.num_bytes and chunk in entries
+    }
+
+
+def standing(storage: Storage, found: Mapping[int, Entry]) -> dict[int, Entry]:
+    """Those whose files are still there, and long enough."""
+    missing = set(absent(found.values(), storage.size))
+    return {number: entry for number, entry in found.items() if entry.file not in missing}
+
+
+def absent(entries: Iterable[Entry], size: Callable[[str], int]) -> list[str]:
+    """The files of other checkpoints that are gone or too short for what is to be read from them."""
+    needed: dict[str, int] = {}
+    for entry in entries:
+        if "/" in entry.file:
+            needed[entry.file] = max(needed.get(entry.file, 0), entry.offset + entry.chunk.num_bytes)
+    return [file for file, num_bytes in needed.items() if _size(file, size) < num_bytes]
+
+
+def _size(file: str, size: Callable[[str], int]) -> int:
+    try:
+        return size(file)
+    except MissingError:
+        return -1

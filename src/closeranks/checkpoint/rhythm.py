@@ -1,0 +1,231 @@
+"""When is the next checkpoint due?
+
+Rank 0 alone asks, and any rank where a save failed; the vote tells the others. ``every`` says how: a number of steps
+(due at its multiples), a span of time (due at the first step at or after each multiple of it since the run's first
+step), or "auto": as often as what a save costs and how often the job fails make best (facts.intervals), learned as the
+run goes.
+
+What "auto" promises: no save in the first ``FIRST_SAVE_S`` of a run, so that short runs do not pay for one; then one,
+which proves the path and measures it, also after every restart; then at least one step and at most ``MOST_S`` apart,
+and never more often than saves become durable. A failed save is tried again after a time that doubles, under every
+rhythm but 0. Nothing is due while a save is under way, but the multiples of a number of steps always are.
+
+Invariant: no clock is read here; all instants are monotonic seconds that the caller passes in, and none of them leaves
+in ``state``, which is plain JSON values and continues the estimate of the failure rate over restarts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from closeranks.checkpoint.config import seconds_of
+from closeranks.facts.intervals import daly, learned_mtbf_s, prior_mtbf_s
+from closeranks.facts.spans import words
+
+FIRST_SAVE_S = 20.0
+MOST_S = 1800.0
+FIRST_RETRY_S = 15.0
+MOST_RETRY_S = 600.0
+GIVEN_UP_S = 7200.0
+"""A save that nothing was heard of for so long no longer stands in the way of the next."""
+_WEIGHT = 0.3
+"""Of a new measurement, once there are a few."""
+_STEP_WEIGHT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What is known of the job from all its lives so far."""
+
+    uptime_s: float = 0.0
+    num_faults: int = 0
+    stall_s: float = 0.0
+    durable_s: float = 0.0
+    drag_s: float = 0.0
+    """What the steps during one save took longer than others."""
+    num_saves: int = 0
+    """Measured, over all lives; 0: nothing is known of costs."""
+
+    @classmethod
+    def decode(cls, state: Mapping[str, Any], num_new_faults: int | None = None) -> History:
+        """What ``Rhythm.state`` wrote. A state that was not written on leaving was cut short by one fault."""
+        known = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
+        new = num_new_faults if num_new_faults is not None else int(not state.get("is_ending", False))
+        return replace(cls(**known), num_faults=int(state.get("num_faults", 0)) + new)
+
+    @property
+    def cost_s(self) -> float:
+        """What a save takes from training: it stood still, or its steps were slower. Step times may hold the stall, so
+        the larger counts and not the sum."""
+        return max(self.stall_s, self.drag_s)
+
+    def measured(self, stall_s: float, durable_s: float, drag_s: float) -> History:
+        """With one more save. The first one made its buffers; the second forgets it."""
+        number = self.num_saves + 1
+        weight = 1.0 if number <= 2 else max(_WEIGHT, 1 / (number - 1))
+        return replace(
+            self,
+            stall_s=_blend(self.stall_s, stall_s, weight),
+            durable_s=_blend(self.durable_s, durable_s, weight),
+            drag_s=_blend(self.drag_s, drag_s, weight),
+            num_saves=number,
+        )
+
+
+def _blend(old: float, new: float, weight: float) -> float:
+    return old + weight * (new - old)
+
+
+class Rhythm:
+    """Ask ``is_due`` after every step, and tell what became of each save with ``saved`` or ``failed``."""
+
+    def __init__(self, every: int | str, mtbf_s: float | None, num_ranks: int, history: History | None = None) -> None:
+        self.every = every
+        self.span_s = None if every == "auto" or isinstance(every, int) else seconds_of(every)
+        self.given_mtbf_s = mtbf_s
+        self.prior_s = prior_mtbf_s(num_ranks)
+        self.history = history or History()
+        self._opened_s: float | None = None
+        self._now_s = 0.0
+        self._asked_s: float | None = None
+        """When a save was found due, until it is known what became of it."""
+        self._last_s: float | None = None
+        """When the newest good save of this life was asked for."""
+        self._tried_s: float | None = None
+        """The same of the newest save, good or not."""
+        self._retry_s = math.inf
+        self._num_failed = 0
+        self._step_s = 0.0
+        self._num_steps = 0
+        self._slower_s = 0.0
+
+    @classmethod
+    def from_state(
+        cls,
+        every: int | str,
+        mtbf_s: float | None,
+        num_ranks: int,
+        state: Mapping[str, Any],
+        num_new_faults: int | None = None,
+    ) -> Rhythm:
+        """Go on with the estimate of a checkpoint; the faults since then are told, or taken from how it was left."""
+        return cls(every, mtbf_s, num_ranks, History.decode(state, num_new_faults))
+
+    def state(self, *, is_ending: bool = False) -> dict[str, Any]:
+        """For the state tree; ``is_ending`` when this save is the last of a run that ends or drains as it should."""
+        return {**asdict(self._history_now()), "is_ending": is_ending}
+
+    def is_due(self, step: int, now_s: float) -> bool:
+        """Whether the state after this step should be saved. True once; then not before ``saved`` or ``failed``."""
+        self._hear(now_s)
+        if self.every == 0:
+            return False
+        if isinstance(self.every, int) and step % self.every == 0:
+            is_due = True
+        elif self._is_under_way(now_s):
+            is_due = False
+        else:
+            is_due = now_s >= self._next_s()
+        if is_due:
+            self._asked_s, self._tried_s, self._slower_s = now_s, now_s, 0.0
+        return is_due
+
+    def is_retry_due(self, now_s: float) -> bool:
+        """On the other ranks, which ask for nothing else: whether a save failed here and should be tried again."""
+        self._hear(now_s)
+        return self._num_failed > 0 and now_s >= self._retry_s
+
+    def stepped(self, seconds: float) -> None:
+        """One step's wall time. The first holds warm-up and counts for nothing."""
+        self._num_steps += 1
+        if self._num_steps == 1:
+            return
+        if self._asked_s is not None and self._num_steps > 2:
+            self._slower_s += seconds - self._step_s
+        else:
+            self._step_s = _blend(self._step_s, seconds, max(_STEP_WEIGHT, 1 / (self._num_steps - 1)))
+
+    def saved(self, step: int, stall_s: float, durable_s: float, now_s: float) -> None:
+        """A checkpoint counts: training stood for ``stall_s``, and ``durable_s`` passed since the save began."""
+        self._hear(now_s)
+        asked_s, drag_s = now_s - durable_s, self.history.drag_s  # a save that somebody else asked for
+        if self._asked_s is not None:
+            asked_s, drag_s = self._asked_s, min(durable_s, max(-durable_s, self._slower_s))
+        self.history = self.history.measured(stall_s, durable_s, drag_s)
+        self._last_s = self._tried_s = asked_s
+        self._asked_s, self._num_failed, self._retry_s = None, 0, math.inf
+
+    def failed(self, step: int, now_s: float) -> None:
+        """A save came to nothing: try again soon, then ever later."""
+        self._hear(now_s)
+        self._asked_s = None
+        self._retry_s = now_s + min(MOST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._num_failed, 30))
+        self._num_failed += 1
+
+    @property
+    def mtbf_s(self) -> float:
+        """The time between failures that is reckoned with."""
+        if self.given_mtbf_s is not None:
+            return self.given_mtbf_s
+        return learned_mtbf_s(self.prior_s, self._history_now().uptime_s, self.history.num_faults)
+
+    @property
+    def interval_s(self) -> float:
+        """From save to save; infinite where only the end is saved, 0 while nothing is known of a step's time."""
+        if isinstance(self.every, int):
+            return self.every * self._step_s if self.every else math.inf
+        if self.span_s is not None:
+            return self.span_s
+        wanted = min(MOST_S, daly(self.mtbf_s, self.history.cost_s))
+        return max(wanted, self.history.durable_s, self._step_s)
+
+    def explain(self) -> str:
+        """One sentence for people."""
+        if self.every == 0:
+            return "saving at the end only"
+        if isinstance(self.every, int):
+            return f"saving every {self.every} steps" if self.every > 1 else "saving every step"
+        if self.span_s is not None:
+            return f"saving every {words(self.span_s)}"
+        failures = f"failures every {words(self.mtbf_s)} expected"
+        if not self.history.num_saves:
+            return f"a first save after {words(FIRST_SAVE_S)} shows what one costs; {failures}"
+        history, wanted = self.history, daly(self.mtbf_s, self.history.cost_s)
+        cost = f"a save costs {words(history.cost_s)}"
+        if history.durable_s > min(wanted, MOST_S):
+            cost += f" and takes {words(history.durable_s)} to be durable"
+        return f"saving every {words(self.interval_s)}: {cost}, {failures}"
+
+    def _hear(self, now_s: float) -> None:
+        if self._opened_s is None:
+            self._opened_s = now_s
+        self._now_s = now_s
+
+    def _history_now(self) -> History:
+        lived_s = self._now_s - self._opened_s if self._opened_s is not None else 0.0
+        return replace(self.history, uptime_s=self.history.uptime_s + lived_s)
+
+    def _is_under_way(self, now_s: float) -> bool:
+        return self._asked_s is not None and now_s - self._asked_s < max(GIVEN_UP_S, 4 * self.history.durable_s)
+
+    def _next_s(self) -> float:
+        """The instant from which a save is due, by time."""
+        if self._num_failed:
+            return min(self._retry_s, self._next_multiple_s()) if self.span_s is not None else self._retry_s
+        if isinstance(self.every, int):
+            return math.inf
+        if self.span_s is not None:
+            return self._next_multiple_s()
+        return self._began_s() + FIRST_SAVE_S if self._last_s is None else self._last_s + self.interval_s
+
+    def _next_multiple_s(self) -> float:
+        """The first multiple of the span that nothing was tried for yet: lateness does not add up."""
+        began_s, span_s = self._began_s(), self.span_s or MOST_S
+        gone_s = max(0.0, (self._tried_s if self._tried_s is not None else began_s) - began_s)
+        return began_s + (math.floor(gone_s / span_s) + 1) * span_s
+
+    def _began_s(self) -> float:
+        return self._opened_s if self._opened_s is not None else self._now_s

@@ -1,0 +1,243 @@
+"""How does a rank save without stopping to train?
+
+    take    copies what forward may change, begins to copy the rest, and returns
+    join    before the optimizer changes the state: waits for the rest of the copy, if it is not done
+    poll    what has become of saves since the last time
+
+The copy is handed to a writer in another process, which does everything else. Costs one copy of this rank's share in
+shared memory for as long as the saver is open, and a process of some tens of MB. Invariants: no failure of a save is
+raised here, each is a report; all ranks name a save alike because they count the calls of ``take`` and ``save_now``,
+whatever became of each; the buffer is never written to while a writer may read it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from closeranks.checkpoint.background import Background
+from closeranks.checkpoint.capture import Capture, Captured, Item
+from closeranks.checkpoint.config import CheckpointConfig
+from closeranks.checkpoint.courier import Courier
+from closeranks.checkpoint.manifest import folder_name
+from closeranks.checkpoint.order import Order, Report, Settings, Tier
+from closeranks.checkpoint.sources import Straight
+from closeranks.checkpoint.writing import save
+from closeranks.core.faults import declare, point
+
+_POLL_S = 0.02
+SENT = declare("saver.sent", "the writer has the order; the trainer goes on")
+
+
+class Saver:
+    """All calls from the thread that trains."""
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        token: str,
+        part: int,
+        layout: str,
+        settings: Settings,
+        config: CheckpointConfig,
+    ) -> None:
+        """``token``: drawn by rank 0 for this session and shared; ``part``: which opening of the run this is."""
+        self._rank, self._num_ranks, self._token, self._part, self._layout = rank, num_ranks, token, part, layout
+        self._settings, self._config = settings, config
+        self._num_saves = 0
+        self._background = Background("checkpoint")
+        self._capture = Capture(self._background)
+        self._courier = Courier(settings)
+        self._courier_lock = threading.Lock()
+        self._noted: SimpleQueue[Report] = SimpleQueue()
+        self._heard: list[Report] = []
+        self._holder: Order | None = None
+        """The save that the buffer belongs to."""
+
+    def warm(self, items: Sequence[Item]) -> None:
+        """Start the writer and give the buffer its memory now, in the background, so that the first save need not."""
+        self._background.do(self._start_writer)
+        self._capture.warm(items)
+
+    def take(
+        self,
+        step: int,
+        items: Sequence[Item],
+        tree: Mapping[str, Any] | None,
+        metric: float | None = None,
+        *,
+        to_remote: bool | None = None,
+        is_full: bool | None = None,
+    ) -> None:
+        """Save the state as it is now. ``tree`` is handed over: it may not change any more. Whether all is written, and
+        whether to the second place too, follows the config's rhythm unless it is said."""
+        order = self._order(step, tree, metric, to_remote, is_full)
+        self._listen()
+        if self._holder is not None:
+            self._give_up(order, f"the save of step {self._holder.step} is still being written")
+            return
+        self._holder = order
+        try:
+            self._capture.begin(items, lambda captured: self._hand_over(order, captured))
+        except Exception as error:  # it cannot be saved, but it can be trained
+            self._give_up(order, _in_words(error))
+
+    def join(self) -> float:
+        """From here on the state may change; seconds of stall."""
+        return self._capture.join()
+
+    def poll(self) -> list[Report]:
+        """What came to pass since the last call; never waits."""
+        self._listen()
+        heard, self._heard = self._heard, []
+        return heard
+
+    def wait(self, timeout_s: float) -> list[Report]:
+        """Until no save is under way any more, or the time is up."""
+        until = time.monotonic() + timeout_s
+        self._capture.join()
+        while self.is_in_flight and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return self.poll()
+
+    def save_now(
+        self,
+        step: int,
+        items: Sequence[Item],
+        tree: Mapping[str, Any] | None,
+        metric: float | None = None,
+        *,
+        patience_s: float | None = None,
+    ) -> list[Report]:
+        """Save at once, in this process, from the tensors' own memory; returns when it is over, with all reports since
+        the last ``poll``. A save under way is waited for and given up after ``patience_s`` (None: as long as a save
+        may take), since two at once would get in each other's way."""
+        order = self._order(step, tree, metric, to_remote=True, is_full=None)
+        reports = self._cleared(self._settings.timeout_s if patience_s is None else patience_s)
+        try:
+            source = Straight(items)
+            save(replace(order, chunks=source.chunks()), source, self._settings, reports.append, lambda: False)
+        except Exception as error:  # it cannot be saved, and whoever asked decides what follows
+            reports += _given_up(order.save, step, self._tiers(order), _in_words(error))
+        return reports
+
+    def path_of(self, step: int) -> str:
+        """Where the checkpoint of a step lies once it counts."""
+        return f"{self._settings.place.rstrip('/')}/{folder_name(step, self._part)}"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the copy of the last state is still needed, so that none could be taken now."""
+        self._listen()
+        return self._holder is not None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a save is not over: being copied, written, or waiting to count."""
+        return self.is_busy or self._courier.is_busy
+
+    def close(self) -> None:
+        """Gives up what is under way: ``wait`` first where that matters."""
+        self._capture.join()
+        self._background.do(self._stop_writer)
+        self._background.close()
+        self._capture.close()
+
+    # What becomes of a save.
+
+    def _order(
+        self,
+        step: int,
+        tree: Mapping[str, Any] | None,
+        metric: float | None,
+        to_remote: bool | None,
+        is_full: bool | None,
+    ) -> Order:
+        number, self._num_saves = self._num_saves, self._num_saves + 1
+        return Order(
+            save=f"{self._token}-{number}",
+            folder=folder_name(step, self._part),
+            step=step,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            layout=self._layout,
+            chunks=(),
+            is_full=number % self._config.full_every == 0 if is_full is None else is_full,
+            to_remote=number % self._config.remote_every == 0 if to_remote is None else to_remote,
+            tree=tree if self._rank == 0 else None,
+            metric=metric,
+        )
+
+    def _tiers(self, order: Order) -> set[Tier]:
+        return {"primary", "remote"} if order.to_remote and self._settings.remote else {"primary"}
+
+    def _listen(self) -> None:
+        """Gather reports, and follow what they say of the saves under way. Never waits: while the background starts a
+        writer or hands it an order, there is nothing to hear."""
+        fresh: list[Report] = []
+        while True:
+            try:
+                fresh.append(self._noted.get_nowait())
+            except Empty:
+                break
+        if self._courier_lock.acquire(blocking=False):
+            try:
+                fresh += self._courier.poll()
+            finally:
+                self._courier_lock.release()
+        for report in fresh:
+            if report.kind == "released" and self._holder is not None and report.save == self._holder.save:
+                self._holder = None
+        self._heard += fresh
+
+    def _give_up(self, order: Order, what: str) -> None:
+        for report in _given_up(order.save, order.step, self._tiers(order), what):
+            self._noted.put(report)
+
+    def _cleared(self, patience_s: float) -> list[Report]:
+        """All reports so far, with no save under way any more and no writer."""
+        reports = self.wait(patience_s)
+        self._background.do(self._stop_writer)
+        self._background.drain()
+        return reports + self.poll()
+
+    # What follows runs on the background's thread.
+
+    def _hand_over(self, order: Order, captured: Captured) -> None:
+        if captured.problem:
+            self._give_up(order, captured.problem)
+            return
+        try:
+            with self._courier_lock:
+                self._courier.send(replace(order, chunks=captured.chunks), captured.fd)
+        except Exception as error:  # a tree that is no JSON, most likely; the courier may think that it was sent
+            self._give_up(order, _in_words(error))
+            self._stop_writer(untold=order.save)
+        else:
+            point(SENT)
+
+    def _start_writer(self) -> None:
+        with self._courier_lock:
+            if not self._courier.is_alive:
+                self._courier.start()
+
+    def _stop_writer(self, untold: str = "") -> None:
+        with self._courier_lock:
+            for report in self._courier.close():
+                if report.save != untold:
+                    self._noted.put(report)
+
+
+def _given_up(save: str, step: int, tiers: set[Tier], what: str) -> list[Report]:
+    """It counts nowhere, and the buffer is free."""
+    failed = [Report("failed", save, step, tier, what) for tier in sorted(tiers)]
+    return [*failed, Report("released", save, step)]
+
+
+def _in_words(error: Exception) -> str:
+    return f"the state cannot be saved: {type(error).__name__}: {error}"

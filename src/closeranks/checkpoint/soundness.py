@@ -1,0 +1,187 @@
+"""May the words of a manifest be acted on?
+
+A seal says that nobody damaged a manifest by accident, not that whoever wrote it meant well or was right. Invariants:
+after ``sound_manifest`` every number in a manifest has its type and bounds, no name leads out of the checkpoints' root,
+no two chunks claim the same bytes of a file or have more elements than their tensor together, so that what a reader is
+made to allocate is bounded by the files that lie there. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+from math import isfinite, prod
+from typing import Any, NoReturn
+
+from closeranks.checkpoint.digests import item_bytes
+from closeranks.checkpoint.manifest import MANIFEST, DataFile, Entry, Manifest, decode_manifest, parse_folder
+from closeranks.checkpoint.overlaps import plan
+from closeranks.checkpoint.storage.protocol import MissingError, Storage, StorageError
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+FIX = "Use an earlier checkpoint."
+DOCUMENT_BYTES = 1 << 30
+"""No manifest is larger: a hundred bytes and more for each chunk, of up to a million chunks and more."""
+_HEADER_BYTES = 100_000_000 + 8
+"""No safetensors reader takes a longer header."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_DIMS = 64
+_LARGE = 2**63
+
+
+def read_document(storage: Storage, name: str) -> bytes:
+    """A sealed document's bytes; one that is absurdly large is refused before it is read."""
+    num_bytes = storage.size(name)
+    if num_bytes > DOCUMENT_BYTES:
+        raise CheckpointError(f"{storage.url}/{name} is damaged: no document has {num_bytes} bytes", FIX)
+    return storage.read(name)
+
+
+def read_manifest(storage: Storage, folder: str) -> Manifest:
+    """Of one checkpoint, sound or refused by name."""
+    path = f"{storage.url}/{folder}"
+    try:
+        data = read_document(storage, f"{folder}/{MANIFEST}")
+    except MissingError as error:
+        raise CheckpointError(f"{path} is no finished checkpoint: it has no {MANIFEST}", FIX) from error
+    except StorageError as error:
+        raise CheckpointError(f"the manifest of {path} cannot be read: {error}", FIX) from error
+    return sound_manifest(data, path)
+
+
+def sound_manifest(data: bytes, path: str) -> Manifest:
+    """``path``: of the checkpoint's folder. A folder that bears a checkpoint's name must be the one that was saved so;
+    a copy under another name may be read."""
+    manifest = decode_manifest(data, f"{path}/{MANIFEST}")
+    try:
+        _check(manifest, path.rstrip("/").rpartition("/")[2])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{path} is damaged or foreign: {error}", FIX) from error
+    return manifest
+
+
+def uncovered(pieces: Iterable[Piece]) -> str:
+    """What is wrong with the pieces as a cut of one tensor, in a few words; empty: they cover it, each element once."""
+    held = tuple(pieces)
+    if len(held) == 1 and held[0].is_whole:
+        return ""
+    shape = held[0].shape
+    missing = plan(Piece.whole(held[0].name, shape), held).missing
+    if missing:
+        return f"elements from {missing[0].start} on are missing"
+    return "" if sum(piece.numel for piece in held) == prod(shape) else "some of its chunks overlap"
+
+
+def _check(manifest: Manifest, folder: str) -> None:
+    place = parse_folder(_text(manifest.name, "name"))
+    if place is None or place[0] != _number(manifest.step, "step"):
+        raise ValueError(f"'{manifest.name}' is no checkpoint of step {manifest.step}")
+    if parse_folder(folder) is not None and folder != manifest.name:
+        raise ValueError(f"it was saved as {manifest.name}")
+    for name in ("save", "layout"):
+        _text(getattr(manifest, name), name)
+    _number(manifest.num_ranks, "num_ranks", 1)
+    for number in (manifest.created, 0.0 if manifest.metric is None else manifest.metric):
+        if type(number) not in (int, float) or not isfinite(number):
+            raise ValueError(f"{number!r} is no number")
+    if type(manifest.is_full) is not bool or type(manifest.tree) is not dict:
+        raise ValueError("its parts do not fit together")
+    files = _checked_files(manifest.files)
+    for entry in manifest.entries:
+        _check_entry(entry, manifest.name, files)
+    if manifest.is_full and manifest.referred():
+        raise ValueError("it is said to be full and refers to other checkpoints")
+    _check_tensors(manifest)
+    _check_ranges(manifest.entries)
+
+
+def _checked_files(files: Iterable[DataFile]) -> dict[str, DataFile]:
+    found: dict[str, DataFile] = {}
+    for file in files:
+        if not _NAME.fullmatch(_text(file.name, "file")) or file.name in found:
+            raise ValueError(f"'{file.name}' is no name for a data file")
+        _number(file.header_crc32c, f"the checksum of {file.name}", 0, 2**32)
+        _number(file.header_bytes, f"the header of {file.name}", 8, _HEADER_BYTES + 1)
+        _number(file.num_bytes, f"the size of {file.name}", file.header_bytes)
+        found[file.name] = file
+    return found
+
+
+def _check_entry(entry: Entry, name: str, files: dict[str, DataFile]) -> None:
+    chunk = entry.chunk
+    what = f"{_text(chunk.section, 'section')}/{_text(chunk.key, 'key')}"
+    _check_piece(chunk.piece, what)
+    if _number(chunk.num_bytes, what) != chunk.piece.numel * item_bytes(_text(chunk.dtype, what)):
+        raise ValueError(f"a chunk of {what} has {chunk.num_bytes} bytes for {chunk.piece.numel} elements")
+    _number(chunk.crc32c, what, 0, 2**32)
+    _number(entry.share, what, 0, 2**64)
+    if not _HEX.fullmatch(_text(entry.blake3, what)):
+        raise ValueError(f"a digest of {what} is none")
+    first = 0
+    if "/" in _text(entry.file, what):
+        folder, _, file = entry.file.partition("/")
+        if parse_folder(folder) is None or folder == name or not _NAME.fullmatch(file):
+            raise ValueError(f"{what} is said to lie in '{entry.file}', where no other checkpoint has files")
+    elif entry.file in files:
+        first = files[entry.file].header_bytes
+        _number(entry.offset + chunk.num_bytes, f"the end of a chunk of {what}", 0, files[entry.file].num_bytes + 1)
+    else:
+        raise ValueError(f"{what} is said to lie in '{entry.file}', which is none of its files")
+    _number(entry.offset, f"the place of {what}", first)
+
+
+def _check_piece(piece: Piece, what: str) -> None:
+    dims = (piece.shape, piece.start, piece.size)
+    if len({len(numbers) for numbers in dims}) != 1 or len(piece.shape) > _DIMS:
+        raise ValueError(f"a chunk of {what} has another number of dims")
+    for whole, start, size in zip(*dims, strict=True):
+        _number(whole, what)
+        _number(size, what, 0, whole + 1)
+        _number(start, what, 0, whole - size + 1)
+    if piece.flat is not None:
+        first, last = piece.flat
+        _number(last, what, 0, prod(piece.size) + 1)
+        _number(first, what, 0, last + 1)
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    """Cheap sums; that chunks of a tensor do not overlap is looked at when it is read (``uncovered``)."""
+    for (section, key), entries in manifest.tensors().items():
+        first = entries[0].chunk
+        if any((one.chunk.dtype, one.chunk.piece.shape) != (first.dtype, first.piece.shape) for one in entries):
+            raise ValueError(f"{section}/{key} has two types or shapes")
+        numel = sum(entry.chunk.piece.numel for entry in entries)
+        if numel != prod(first.piece.shape):
+            raise ValueError(f"its chunks of {section}/{key} have {numel} of {prod(first.piece.shape)} elements")
+
+
+def _check_ranges(entries: Iterable[Entry]) -> None:
+    """Bytes claimed twice would let a small file stand for a huge state."""
+    claims: dict[str, list[tuple[int, int, str]]] = {}
+    for entry in entries:
+        if entry.chunk.num_bytes:
+            claim = (entry.offset, entry.offset + entry.chunk.num_bytes, entry.chunk.key)
+            claims.setdefault(entry.file, []).append(claim)
+    for file, ranges in claims.items():
+        for one, other in pairwise(sorted(ranges)):
+            if other[0] < one[1]:
+                raise ValueError(f"'{one[2]}' and '{other[2]}' claim the same bytes of {file}")
+
+
+def _number(value: Any, what: str, low: int = 0, high: int = _LARGE) -> int:
+    if type(value) is not int or not low <= value < high:
+        _refuse(value, what)
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if type(value) is not str:
+        _refuse(value, what)
+    return value
+
+
+def _refuse(value: Any, what: str) -> NoReturn:
+    raise ValueError(f"{str(value)[:80]!r} cannot be ({what})")

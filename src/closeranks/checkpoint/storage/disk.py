@@ -1,0 +1,150 @@
+"""How do bytes get to a disk so that they are there afterwards?
+
+Everything a file or folder needs to survive a power cut: written, fsynced, its name fsynced in its folder. Invariant:
+what a function here returned from is durable. Writing and reading release the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from closeranks.checkpoint.storage.failures import of_disk
+from closeranks.checkpoint.storage.protocol import Bytes, FullError, StorageError
+from closeranks.core.faults import declare, point
+
+WINDOW_BYTES = 8 << 20
+"""One system call writes at most this much, and the kernel is then told to start on it."""
+CHUNK_WRITTEN = declare("data chunk written", "a data file on a disk is there in part")
+DATA_DURABLE = declare("data file durable", "a data file on a disk is whole and fsynced")
+
+_SYNC_FILE_RANGE_WRITE = 2
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def fsync_folder(path: Path) -> None:
+    """Makes names durable: of files made, renamed or removed in it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """With its parents, each made durable in its own."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    fsync_folder(path.parent)
+
+
+def write_all(fd: int, data: Bytes) -> None:
+    """A write may take less than it is given: a signal, a quota, more than 2 GiB."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[os.write(fd, rest[:WINDOW_BYTES]) :]
+
+
+def read_range(fd: int, start: int, num_bytes: int) -> bytes:
+    """What is there of the range: fewer bytes at the end of the file."""
+    first = os.pread(fd, num_bytes, start)
+    if not first or len(first) == num_bytes:
+        return first
+    found = [first]
+    done = len(first)
+    while done < num_bytes and (more := os.pread(fd, num_bytes - done, start + done)):
+        found.append(more)
+        done += len(more)
+    return b"".join(found)
+
+
+def read_from_medium(fd: int, chunk_bytes: int) -> Iterator[bytes]:
+    """All of a file past the page cache: what is cached is dropped first, and again behind the reader, so that this
+    neither believes the writer's memory nor pushes training's own data out. Only clean pages can be dropped, hence the
+    fsync. The chunk after the one handed out is already being fetched by the kernel."""
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    num_bytes = os.fstat(fd).st_size
+    for start in range(0, num_bytes, chunk_bytes):
+        wanted = min(chunk_bytes, num_bytes - start)
+        os.posix_fadvise(fd, start, 2 * chunk_bytes, os.POSIX_FADV_WILLNEED)
+        data = read_range(fd, start, wanted)
+        os.posix_fadvise(fd, start, wanted, os.POSIX_FADV_DONTNEED)
+        if len(data) < wanted:
+            raise StorageError(f"a file shrank while it was read: {start + len(data)} of {num_bytes} bytes are there")
+        yield data
+
+
+class DiskSink:
+    """A data file under its final name: it counts only once a manifest says so.
+
+    The kernel is asked to start writing each window out as it comes, or all of it waits for the fsync of ``close``,
+    which then takes as long as the whole file.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._path = path
+        self._num_bytes = num_bytes
+        self._written = 0
+        self._fd = -1
+        try:
+            make_folder(path.parent)
+            # A new file: somebody may still read the old one, or hold a link to it.
+            path.unlink(missing_ok=True)
+            self._check_room()
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except OSError as error:
+            raise of_disk(error, "creating", path) from error
+
+    def _check_room(self) -> None:
+        """Refused before gigabytes are written in vain; a file system that tells no sizes (some of FUSE) may try."""
+        room = os.statvfs(self._path.parent)
+        free_bytes = room.f_bavail * room.f_frsize
+        if room.f_blocks and free_bytes < self._num_bytes:
+            what = f"writing {self._path} needs {self._num_bytes} bytes and {free_bytes} are free"
+            raise FullError(f"{what}; free some space, or save elsewhere (checkpoint.folder)")
+
+    def write(self, data: Bytes) -> None:
+        rest = memoryview(data).cast("B")
+        try:
+            while rest:
+                count = os.write(self._fd, rest[:WINDOW_BYTES])
+                # Only a hint: where the file system knows no such thing the fsync does it all.
+                _LIBC.sync_file_range(
+                    self._fd,
+                    ctypes.c_int64(self._written),
+                    ctypes.c_int64(count),
+                    ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
+                )
+                self._written += count
+                rest = rest[count:]
+        except OSError as error:
+            raise of_disk(error, "writing", self._path) from error
+        point(CHUNK_WRITTEN)
+
+    def close(self) -> None:
+        if self._written != self._num_bytes:
+            raise StorageError(f"{self._path} got {self._written} bytes instead of {self._num_bytes}")
+        try:
+            # Never twice: after a failed fsync the kernel calls the lost pages clean, and a second one succeeds.
+            os.fsync(self._fd)
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+            fsync_folder(self._path.parent)
+        except OSError as error:
+            raise of_disk(error, "writing", self._path) from error
+        point(DATA_DURABLE)
+
+    def abort(self) -> None:
+        try:
+            if self._fd >= 0:
+                fd, self._fd = self._fd, -1
+                os.close(fd)
+            self._path.unlink(missing_ok=True)
+        except OSError:
+            return  # the disk that failed the save fails this too; without a manifest the file counts for nothing

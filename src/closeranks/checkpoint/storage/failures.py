@@ -1,0 +1,209 @@
+"""What does an error of a disk or an object store mean: try again, or tell whom what?
+
+Pure: from the exception to a verdict. Object stores are judged by what their answer says (HTTP status, error code) and
+by the names of exception classes, so that no client library is imported here. Invariants: what a store might do
+differently a moment later is retried, a refusal never is; every sentence names the place it happened at.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+from closeranks.checkpoint.storage.protocol import (
+    DeniedError,
+    ExistsError,
+    FullError,
+    MissingError,
+    StorageError,
+)
+
+
+class ForgottenError(StorageError):
+    """The store knows no such upload: it was joined or given up already, or the store lost it in a restart."""
+
+
+_KIND_OF_ERRNO: dict[int, type[StorageError]] = {
+    errno.ENOSPC: FullError,
+    errno.EDQUOT: FullError,
+    errno.EFBIG: FullError,
+    errno.EROFS: DeniedError,
+    errno.EACCES: DeniedError,
+    errno.EPERM: DeniedError,
+    errno.ENOENT: MissingError,
+    errno.ENOTDIR: MissingError,
+    errno.EEXIST: ExistsError,
+}
+_WORDS_OF_ERRNO = {
+    errno.ENOSPC: "no space is left on the device; free some, or save elsewhere (checkpoint.folder)",
+    errno.EDQUOT: "the disk quota is used up; free some space, or save elsewhere (checkpoint.folder)",
+    errno.EFBIG: "the file is larger than the file system or the limit of this process (ulimit -f) allows",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.EACCES: "permission denied; check the owner and the mode of the folder",
+    errno.EPERM: "the system does not permit it",
+    errno.ENOENT: "there is no such file or folder",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
+    errno.EEXIST: "it is there already",
+    errno.EIO: "the device reported an input/output error; look into the kernel log (dmesg)",
+    errno.ESTALE: "the network file system lost hold of the file",
+}
+_PASSING_ERRNO = frozenset(
+    (
+        errno.EBUSY,
+        errno.EAGAIN,
+        errno.ETIMEDOUT,
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+        errno.ECONNABORTED,
+        errno.EPIPE,
+        errno.ENETUNREACH,
+        errno.EHOSTUNREACH,
+        errno.EREMOTEIO,
+    )
+)
+_PASSING_STATUS = frozenset((408, 429, 500, 502, 503, 504))
+_PASSING_CODES = frozenset(
+    (
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "RequestLimitExceeded",
+        "BandwidthLimitExceeded",
+        "TooManyRequests",
+        "InternalError",
+        "ServiceUnavailable",
+        "RequestTimeout",
+        "OperationAborted",
+        "ConditionalRequestConflict",
+        # The bytes were damaged or cut on their way: the same part again is the remedy.
+        "BadDigest",
+        "XAmzContentSHA256Mismatch",
+        "IncompleteBody",
+    )
+)
+# Class names, of botocore, aiohttp, urllib3 and their like.
+_PASSING_CLASSES = frozenset(
+    (
+        "HTTPClientError",
+        "ClientPayloadError",
+        "ClientConnectionError",
+        "IncompleteRead",
+        "IncompleteReadError",
+        "ResponseStreamingError",
+        "ResponseParserError",
+        "ConnectionError",
+        "TimeoutError",
+    )
+)
+_CREDENTIAL_CLASSES = frozenset(
+    (
+        "PermissionError",
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "CredentialRetrievalError",
+        "TokenRetrievalError",
+        "ProfileNotFound",
+        "DefaultCredentialsError",
+        "ClientAuthenticationError",
+    )
+)
+_KIND_OF_STATUS: dict[int, type[StorageError]] = {
+    401: DeniedError,
+    403: DeniedError,
+    404: MissingError,
+    412: ExistsError,
+    413: FullError,
+    507: FullError,
+}
+_KIND_OF_CODE: dict[str, type[StorageError]] = {
+    "PreconditionFailed": ExistsError,
+    "NoSuchUpload": ForgottenError,
+    "QuotaExceeded": FullError,
+    "InsufficientStorage": FullError,
+    "XMinioStorageFull": FullError,
+}
+_WORDS_OF_KIND: dict[type[StorageError], str] = {
+    DeniedError: "refused; check the credentials, and what they allow here",
+    MissingError: "there is no such object or bucket",
+    ExistsError: "it is there already",
+    FullError: "the store has no room for it",
+    ForgottenError: "the store has forgotten this upload; the file must be sent anew",
+}
+
+
+def of_disk(error: OSError, doing: str, path: object) -> StorageError:
+    """``doing`` is a phrase: ``writing``, ``reading``."""
+    code = error.errno or 0
+    kind = _KIND_OF_ERRNO.get(code, StorageError)
+    return kind(f"{doing} {path} failed: {_WORDS_OF_ERRNO.get(code, error.strerror or str(error))}")
+
+
+def of_store(error: Exception, doing: str, url: str) -> StorageError:
+    """The same for whatever a remote file system raised."""
+    kind = _store_kind(error)
+    words = _WORDS_OF_KIND.get(kind, "")
+    said = " ".join(str(error).split()) or type(error).__name__
+    code = _code(error)
+    told = said if not code or code in said else f"{code}: {said}"
+    return kind(f"{doing} {url} failed: {words} ({told})" if words else f"{doing} {url} failed: {told}")
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the store may answer otherwise if it is asked again in a moment."""
+    if _code(error) in _PASSING_CODES or _status(error) in _PASSING_STATUS:
+        return True
+    if _status(error) or _kind_of_class(error):
+        return False
+    if _class_names(error) & _PASSING_CLASSES:
+        return True
+    return isinstance(error, OSError) and error.errno in _PASSING_ERRNO
+
+
+def _store_kind(error: Exception) -> type[StorageError]:
+    found = _KIND_OF_CODE.get(_code(error)) or _KIND_OF_STATUS.get(_status(error)) or _kind_of_class(error)
+    if found:
+        return found
+    return _KIND_OF_ERRNO.get(error.errno or 0, StorageError) if isinstance(error, OSError) else StorageError
+
+
+def _kind_of_class(error: Exception) -> type[StorageError] | None:
+    names = _class_names(error)
+    if names & _CREDENTIAL_CLASSES:
+        return DeniedError
+    if "FileNotFoundError" in names:
+        return MissingError
+    return ExistsError if "FileExistsError" in names else None
+
+
+def _class_names(error: Exception) -> frozenset[str]:
+    return frozenset(kind.__name__ for kind in type(error).__mro__)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Client libraries wrap: the answer of the store hangs on one of the causes."""
+    here: BaseException | None = error
+    while here is not None:
+        yield here
+        here = here.__cause__
+
+
+def _code(error: Exception) -> str:
+    """The store's own word for it: ``SlowDown``, ``NoSuchKey``."""
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+    return ""
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status, wherever the client library keeps it; 0 where there was no answer.
+
+    Numbers are believed on the error itself only: aiohttp hangs a 400 of its own making on a body that was cut.
+    """
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    values = [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    return next((value for value in values if isinstance(value, int) and 400 <= value < 600), 0)

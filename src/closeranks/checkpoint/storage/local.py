@@ -1,0 +1,215 @@
+"""How does a folder on a disk hold checkpoints?
+
+Data files lie under their final names at once and count by the manifest; documents appear whole by a link or a rename.
+Invariant: at any moment a kill or a power cut leaves every document as it was before or as it is after, never between.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from closeranks.checkpoint.storage.disk import (
+    DiskSink,
+    fsync_folder,
+    make_folder,
+    read_from_medium,
+    read_range,
+    write_all,
+)
+from closeranks.checkpoint.storage.failures import of_disk
+from closeranks.checkpoint.storage.names import LOCK, checked, is_shown
+from closeranks.checkpoint.storage.protocol import Bytes, DeniedError, ExistsError, MissingError, Sink, StorageError
+from closeranks.core.faults import declare, point
+
+WRITTEN_ASIDE = declare("document written aside", "a document is whole and fsynced under a temporary name")
+IN_PLACE = declare("document in place", "a document has its name, which is not fsynced in its folder yet")
+REMOVED = declare("file removed", "a file is gone, which is not fsynced in its folder yet")
+
+_ASIDE = ".aside"
+_STALE_S = 3600.0
+_POLL_S = 0.1
+_NO_LINKS = frozenset((errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
+
+
+class LocalStorage:
+    """A folder; made when something is first written to it."""
+
+    is_local = True
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    def _path(self, name: str) -> Path:
+        return self._root / checked(name)
+
+    def names(self, folder: str = "") -> list[str]:
+        path = self._path(folder) if folder else self._root
+        try:
+            with os.scandir(path) as found:
+                return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in found if _shows(entry))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise of_disk(error, "listing", path) from error
+
+    def size(self, name: str) -> int:
+        path = self._path(name)
+        with _opened(path) as fd:
+            found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise MissingError(f"{path} is not a file")
+        return found.st_size
+
+    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        path = self._path(name)
+        with _opened(path) as fd:
+            wanted = max(0, os.fstat(fd).st_size - start) if num_bytes is None else num_bytes
+            data = read_range(fd, start, wanted)
+        if len(data) < wanted:
+            raise StorageError(f"{path} is cut short: {len(data)} of {wanted} bytes are there from byte {start} on")
+        return data
+
+    def read_fresh(self, name: str, chunk_bytes: int) -> Iterator[bytes]:
+        with _opened(self._path(name)) as fd:
+            yield from read_from_medium(fd, chunk_bytes)
+
+    def create(self, name: str, num_bytes: int) -> Sink:
+        return DiskSink(self._path(name), num_bytes)
+
+    def publish(self, name: str, data: Bytes, *, replace: bool = False) -> None:
+        """Without ``replace`` the document gets its name by a link, which no two writers can both make. On a file
+        system without hard links it is looked for and then renamed: whole all the same, but of two at once the later
+        wins."""
+        path = self._path(name)
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_ASIDE}")
+        try:
+            make_folder(path.parent)
+            try:
+                _write_aside(aside, data)
+                point(WRITTEN_ASIDE)
+                if replace:
+                    os.replace(aside, path)
+                else:
+                    _give_name(aside, path)
+                point(IN_PLACE)
+            finally:
+                aside.unlink(missing_ok=True)
+            fsync_folder(path.parent)
+        except OSError as error:
+            raise of_disk(error, "writing", path) from error
+
+    def remove(self, name: str) -> None:
+        path = self._path(name)
+        try:
+            path.unlink()
+            point(REMOVED)
+            fsync_folder(path.parent)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise of_disk(error, "removing", path) from error
+
+    def remove_folder(self, folder: str) -> None:
+        path = self._path(folder)
+        try:
+            shutil.rmtree(path)
+            fsync_folder(path.parent)
+        except FileNotFoundError as error:
+            if path.exists():  # somebody else removes it at the same time: what is left is still ours to remove
+                raise of_disk(error, "removing", path) from error
+        except OSError as error:
+            raise of_disk(error, "removing", path) from error
+
+    def sweep(self, older_than_s: float = _STALE_S) -> None:
+        """Remove what writers that were killed left beside documents of the root; folders go whole by themselves."""
+        before = time.time() - older_than_s
+        for path in self._root.glob(f".*{_ASIDE}"):
+            with suppress(FileNotFoundError):  # its writer finished after all
+                if path.stat().st_mtime < before:
+                    path.unlink()
+
+    @contextmanager
+    def lock(self, owner: str, *, wait_s: float = 0.0) -> Iterator[None]:
+        """The kernel's lock on ``.lock``: gone with the process that holds it. The file says who that is and stays."""
+        path = self._root / LOCK
+        try:
+            make_folder(self._root)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise of_disk(error, "locking", path) from error
+        try:
+            _take(fd, path, time.monotonic() + wait_s)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{owner}, process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _shows(entry: os.DirEntry[str]) -> bool:
+    return is_shown(entry.name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise of_disk(error, "reading", path) from error
+
+
+def _write_aside(path: Path, data: Bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _give_name(aside: Path, path: Path) -> None:
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        # Over NFS a link whose answer was lost is tried again and finds itself.
+        if aside.stat().st_nlink != 2:
+            raise ExistsError(f"{path} is there already") from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if path.exists():
+            raise ExistsError(f"{path} is there already") from None
+        os.rename(aside, path)
+
+
+def _take(fd: int, path: Path, until: float) -> None:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                holder = read_range(fd, 0, 4096).decode(errors="replace") or "another process"
+                raise DeniedError(f"{path.parent} is in use by {holder}; wait for it, or stop it") from None
+            time.sleep(_POLL_S)
+        except OSError as error:
+            raise of_disk(error, "locking", path) from error
+        else:
+            return

@@ -1,0 +1,177 @@
+"""How does a large file reach an S3 store in parts, with little memory and nothing left behind?
+
+    create_multipart_upload -> upload_part (several at once, each tried again by itself) -> complete_multipart_upload
+                                        \\-> abort_multipart_upload
+
+Invariants: at most ``NUM_STREAMS`` parts on their way and one being filled are in memory; the object is there whole
+after ``close`` and not at all before; ``abort`` takes the parts away again. A process that is killed cannot: its parts
+stay, unseen and paid for, until ``sweep`` or a lifecycle rule of the bucket removes them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from closeranks.checkpoint.storage.failures import ForgottenError
+from closeranks.checkpoint.storage.patience import Patience, Tries, persist
+from closeranks.checkpoint.storage.protocol import Bytes, MissingError, StorageError
+from closeranks.core.faults import declare, point
+
+PART_BYTES = 16 << 20
+NUM_STREAMS = 4
+"""Parts on their way at once: one connection of an object store is far slower than the store."""
+_MOST_PARTS = 10_000
+_MIB = 1 << 20
+PART_SENT = declare("part sent", "an upload has begun and holds some of its parts")
+PARTS_SENT = declare("parts sent", "all parts of an upload are with the store, which was not told to join them")
+UPLOADED = declare("upload complete", "a data file in an object store is whole")
+
+_LOG = logging.getLogger(__name__)
+
+
+def part_size(num_bytes: int, wanted_bytes: int = PART_BYTES) -> int:
+    """As wanted, or larger where a file would need more parts than a store takes; whole MiB then."""
+    if num_bytes <= wanted_bytes * _MOST_PARTS:
+        return wanted_bytes
+    return -(-num_bytes // (_MOST_PARTS * _MIB)) * _MIB
+
+
+def content_md5(body: bytes) -> str:
+    """Every S3 store compares it with what arrived and refuses a part that was damaged on its way, which is then sent
+    again; other checksums only some of them know. About 1.6 s for each GB, outside the GIL."""
+    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an upload goes."""
+
+    fs: Any
+    bucket: str
+    key: str
+    url: str
+    """For people."""
+    patience: Patience
+
+    def call(self, method: str, doing: str, tries: Tries | None = None, **arguments: Any) -> Any:
+        def act() -> Any:
+            return self.fs.call_s3(method, Bucket=self.bucket, Key=self.key, **arguments)
+
+        return persist(act, doing, self.url, self.patience, tries)
+
+
+class MultipartSink:
+    """One object; a file smaller than a part is put whole instead."""
+
+    def __init__(self, target: Target, num_bytes: int, part_bytes: int = PART_BYTES) -> None:
+        self._target = target
+        self._num_bytes = num_bytes
+        self._part_bytes = part_size(num_bytes, part_bytes)
+        self._filling = bytearray()
+        self._written = 0
+        self._upload = ""
+        self._num_sent = 0
+        self._sending: deque[Future[dict[str, Any]]] = deque()
+        self._sent: list[dict[str, Any]] = []
+        self._pool: ThreadPoolExecutor | None = None
+
+    def write(self, data: Bytes) -> None:
+        rest = memoryview(data).cast("B")
+        self._written += len(rest)
+        while rest:
+            room = self._part_bytes - len(self._filling)
+            self._filling += rest[:room]
+            rest = rest[room:]
+            # The last part stays here until ``close``: one that holds all of the file is put whole.
+            if len(self._filling) == self._part_bytes and (rest or self._written < self._num_bytes):
+                self._send()
+
+    def close(self) -> None:
+        if self._written != self._num_bytes:
+            raise StorageError(f"{self._target.url} got {self._written} bytes instead of {self._num_bytes}")
+        if self._upload:
+            self._send()
+            while self._sending:
+                self._collect()
+            point(PARTS_SENT)
+            self._complete()
+        else:
+            body = bytes(self._filling)
+            self._target.call("put_object", "uploading", Body=body, ContentMD5=content_md5(body))
+        self._let_go()
+        point(UPLOADED)
+
+    def abort(self) -> None:
+        for future in self._sending:
+            future.cancel()
+        wait(self._sending)  # a part that arrives after the abort would stay
+        self._let_go()
+        # The place of a failure is likely still failing: a few tries, not minutes.
+        target = replace(self._target, patience=replace(self._target.patience, num_tries=3))
+        try:
+            if self._upload:
+                self._abort_upload(target)
+            target.call("delete_object", "removing")  # whole after all, if only the answer to ``close`` was lost
+        except StorageError as error:
+            _LOG.warning("%s; parts of it may be left", error)
+
+    def _send(self) -> None:
+        if not self._upload:
+            answer = self._target.call("create_multipart_upload", "uploading")
+            self._upload = str(answer["UploadId"])
+            self._pool = ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="upload")
+        while len(self._sending) >= NUM_STREAMS:
+            self._collect()
+        body, self._filling = self._filling, bytearray()
+        self._num_sent += 1
+        assert self._pool is not None
+        self._sending.append(self._pool.submit(self._send_part, self._num_sent, bytes(body)))
+
+    def _send_part(self, number: int, body: bytes) -> dict[str, Any]:
+        which: dict[str, Any] = {"UploadId": self._upload, "PartNumber": number}
+        answer = self._target.call("upload_part", "uploading", **which, Body=body, ContentMD5=content_md5(body))
+        point(PART_SENT)
+        checksums = {name: value for name, value in answer.items() if name.startswith("Checksum")}
+        checksums.pop("ChecksumType", None)
+        return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
+
+    def _collect(self) -> None:
+        self._sent.append(self._sending.popleft().result())
+
+    def _complete(self) -> None:
+        """The store may have joined the parts though its answer was lost: asked again it then knows no such upload, and
+        an object of the right size is ours."""
+        tries = Tries()
+        parts = {"Parts": self._sent}
+        try:
+            self._target.call(
+                "complete_multipart_upload", "uploading", tries, UploadId=self._upload, MultipartUpload=parts
+            )
+        except StorageError:
+            if tries.count == 1 or self._size_there() != self._num_bytes:
+                raise
+        self._upload = ""
+
+    def _size_there(self) -> int:
+        try:
+            return int(self._target.call("head_object", "looking for")["ContentLength"])
+        except MissingError:
+            return -1
+
+    def _abort_upload(self, target: Target) -> None:
+        with suppress(ForgottenError):
+            target.call("abort_multipart_upload", "giving up", UploadId=self._upload)
+
+    def _let_go(self) -> None:
+        self._sending.clear()
+        self._filling = bytearray()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None

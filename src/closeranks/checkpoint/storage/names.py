@@ -1,0 +1,22 @@
+"""Which names may a storage be asked for?
+
+Names come from manifests too, and a manifest may come from anywhere. Invariant: no name leads out of the storage's own
+root. Names that begin with a dot are the storage's own (locks, unfinished documents): ``Storage.names`` hides them.
+"""
+
+from __future__ import annotations
+
+from closeranks.checkpoint.storage.protocol import StorageError
+
+LOCK = ".lock"
+
+
+def checked(name: str) -> str:
+    """The name itself, if it stays inside: relative, ``/`` between parts, none of them empty, ``.`` or ``..``."""
+    if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name or "\\" in name:
+        raise StorageError(f"'{name}' is not a name inside a storage: use parts like step-00000040/manifest.json")
+    return name
+
+
+def is_shown(name: str) -> bool:
+    return not name.startswith(".")

@@ -1,0 +1,26 @@
+"""Which storage does a place name?
+
+A path or ``file://`` URL is a folder on a disk; every other URL goes to fsspec, which is imported only then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from closeranks.checkpoint.storage.local import LocalStorage
+from closeranks.checkpoint.storage.protocol import Storage
+
+_LOCAL = ("file://", "local://")
+
+
+def open_storage(place: str | Path) -> Storage:
+    """Makes no request and no folder; ``SetupError`` for a URL of unknown or uninstalled kind."""
+    text = str(place)
+    for prefix in _LOCAL:
+        if text.startswith(prefix):
+            return LocalStorage(Path(text.removeprefix(prefix)))
+    if "://" not in text:
+        return LocalStorage(Path(text).expanduser())
+    from closeranks.checkpoint.storage.remote import RemoteStorage
+
+    return RemoteStorage(text)

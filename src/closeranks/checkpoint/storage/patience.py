@@ -1,0 +1,57 @@
+"""How often, and how soon, is a store asked again?
+
+One layer of retries, this one: those of the client library are switched off where that can be done, or eight tries of
+ours would be two hundred of its own. Invariant: a refusal is never repeated, and the time spent on pauses is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from closeranks.checkpoint.storage.failures import is_passing, of_store
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Pauses double from ``first_s`` to ``longest_s``, each shortened by up to half at random: the ranks of a run meet
+    the same throttling at the same moment, and must not come back together."""
+
+    num_tries: int = 8
+    first_s: float = 0.25
+    longest_s: float = 10.0
+
+    def pauses(self, dice: Callable[[], float] = random.random) -> Iterator[float]:
+        """One fewer than tries; ``dice`` gives numbers from 0 up to 1."""
+        for turn in range(self.num_tries - 1):
+            yield min(self.longest_s, self.first_s * 2**turn) * (1 - dice() / 2)
+
+
+@dataclass(slots=True)
+class Tries:
+    """How often something was begun: an answer may be lost though the store did what it was asked."""
+
+    count: int = 0
+
+
+def persist(act: Callable[[], T], doing: str, url: str, patience: Patience, tries: Tries | None = None) -> T:
+    """``act`` until it succeeds; a ``StorageError`` once it is refused or patience ends."""
+    tries = tries if tries is not None else Tries()
+    pauses = patience.pauses()
+    while True:
+        tries.count += 1
+        try:
+            return act()
+        except Exception as error:  # foreign code: file systems raise what their client libraries raise
+            pause_s = next(pauses, None) if is_passing(error) else None
+            if pause_s is None:
+                raise of_store(error, doing, url) from error
+            _LOG.info("%s %s: %s; once more in %.1f s", doing, url, error, pause_s)
+            time.sleep(pause_s)

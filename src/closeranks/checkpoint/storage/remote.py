@@ -1,0 +1,202 @@
+"""How does a place behind an fsspec URL hold checkpoints?
+
+Object stores have no rename: an object appears whole when its upload is complete, and a document that must not replace
+another is put on the condition that there is none. Invariants: nothing is answered from a listing kept in memory, every
+request that may succeed a moment later is tried again, and memory is bounded by a few parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+from closeranks.checkpoint.storage import lease
+from closeranks.checkpoint.storage.connection import Connection, connect
+from closeranks.checkpoint.storage.failures import ForgottenError
+from closeranks.checkpoint.storage.multipart import PART_BYTES, MultipartSink, Target, content_md5
+from closeranks.checkpoint.storage.names import checked, is_shown
+from closeranks.checkpoint.storage.patience import Patience, persist
+from closeranks.checkpoint.storage.protocol import Bytes, ExistsError, MissingError, Sink, StorageError
+from closeranks.checkpoint.storage.stream import StreamSink
+from closeranks.core.faults import declare, point
+
+_LOG = logging.getLogger(__name__)
+PUT = declare("document put", "a document is in an object store")
+_NUM_AHEAD = 2
+_STALE_S = 86400.0
+
+
+class RemoteStorage:
+    """A prefix in an object store, or a folder of any other remote file system."""
+
+    is_local = False
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        patience: Patience | None = None,
+        part_bytes: int = PART_BYTES,
+        terms: lease.Terms | None = None,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._at: Connection = connect(self._url, options or {})
+        # A file system that retries by itself needs little of ours.
+        self._patience = patience or (Patience() if self._at.is_s3 else Patience(num_tries=3))
+        self._part_bytes = part_bytes
+        self._terms = terms or lease.Terms()
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def names(self, folder: str = "") -> list[str]:
+        path = self._path(folder) if folder else self._at.root
+        try:
+            found = self._ask(lambda: self._list(path), "listing", folder)
+        except MissingError:
+            return []
+        children = ((str(entry["name"]).rstrip("/").rpartition("/")[2], entry["type"]) for entry in found)
+        return sorted(f"{name}/" if kind == "directory" else name for name, kind in children if is_shown(name))
+
+    def size(self, name: str) -> int:
+        info = self._ask(lambda: self._info(name), "looking for", name)
+        if info["type"] == "directory":
+            raise MissingError(f"{self._named(name)} is not a file")
+        return int(info["size"])
+
+    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        wanted = max(0, self.size(name) - start) if num_bytes is None else num_bytes
+        if not wanted:
+            return b""
+        path = self._path(name)
+        data: bytes = self._ask(lambda: self._at.fs.cat_file(path, start=start, end=start + wanted), "reading", name)
+        if len(data) != wanted:
+            where = f"{len(data)} of {wanted} bytes are there from byte {start} on"
+            raise StorageError(f"{self._named(name)} is cut short: {where}")
+        return data
+
+    def read_fresh(self, name: str, chunk_bytes: int) -> Iterator[bytes]:
+        """What the store sends back; the next chunks are on their way while the caller looks at one."""
+        num_bytes = self.size(name)
+        with ThreadPoolExecutor(_NUM_AHEAD, thread_name_prefix="download") as pool:
+            coming: deque[Future[bytes]] = deque()
+            for start in range(0, num_bytes, chunk_bytes):
+                coming.append(pool.submit(self.read, name, start, min(chunk_bytes, num_bytes - start)))
+                if len(coming) > _NUM_AHEAD:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+
+    def create(self, name: str, num_bytes: int) -> Sink:
+        if self._at.is_s3:
+            return MultipartSink(self._target(name), num_bytes, self._part_bytes)
+        return StreamSink(self._at.fs, self._path(name), self._named(name), num_bytes, self._part_bytes)
+
+    def publish(self, name: str, data: Bytes, *, replace: bool = False) -> None:
+        """Without ``replace``: looked for, then put on the condition that there is none. Stores that ignore the
+        condition, and file systems that know none, leave the moment between the two to chance."""
+        body = bytes(data)
+        path = self._path(name)
+        if not replace and self._is_there(name):
+            raise ExistsError(f"{self._named(name)} is there already")
+        mode = "overwrite" if replace else "create"
+        try:
+            self._ask(lambda: self._put(path, body, mode), "writing", name)
+        except ExistsError:
+            # There was none a moment ago. An earlier try of ours (or of the HTTP library, which sends a put again by
+            # itself when the connection breaks) may have arrived though its answer did not.
+            if self.read(name) != body:
+                raise
+        point(PUT)
+
+    def remove(self, name: str) -> None:
+        try:
+            self._ask(lambda: self._at.fs.rm_file(self._path(name)), "removing", name)
+        except MissingError:
+            return
+
+    def remove_folder(self, folder: str) -> None:
+        path = self._path(folder)
+        try:
+            found = self._ask(lambda: self._find(path), "listing", folder)
+            for file in found:
+                self._ask(partial(self._at.fs.rm_file, file), "removing", folder)
+            if not self._at.is_s3 and self._at.fs.exists(path):
+                self._ask(lambda: self._at.fs.rm(path, recursive=True), "removing", folder)
+        except MissingError:
+            return
+        if self._at.is_s3:
+            self._abort_uploads(f"{path}/", 0.0)
+
+    def sweep(self, older_than_s: float = _STALE_S) -> None:
+        """Give up uploads that writers which were killed left unfinished; the store keeps their parts otherwise."""
+        if self._at.is_s3:
+            self._abort_uploads(f"{self._at.root}/", older_than_s)
+
+    def lock(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+        return lease.held(self, owner, wait_s, self._terms)
+
+    def _path(self, name: str) -> str:
+        return f"{self._at.root}/{checked(name)}"
+
+    def _named(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
+
+    def _target(self, name: str) -> Target:
+        bucket, key, _ = self._at.fs.split_path(self._path(name))
+        return Target(self._at.fs, bucket, key, self._named(name), self._patience)
+
+    def _ask(self, act: Callable[[], Any], doing: str, name: str) -> Any:
+        return persist(act, doing, self._named(name), self._patience)
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            self.size(name)
+        except MissingError:
+            return False
+        return True
+
+    def _info(self, name: str) -> Any:
+        self._at.fs.invalidate_cache()
+        return self._at.fs.info(self._path(name))
+
+    def _list(self, path: str) -> Any:
+        self._at.fs.invalidate_cache()
+        return [entry for entry in self._at.fs.ls(path, detail=True) if str(entry["name"]).rstrip("/") != path]
+
+    def _find(self, path: str) -> Any:
+        self._at.fs.invalidate_cache()
+        return self._at.fs.find(path)
+
+    def _put(self, path: str, body: bytes, mode: str) -> None:
+        if self._at.is_s3:
+            self._at.fs.pipe_file(path, body, mode=mode, ContentMD5=content_md5(body))
+            return
+        self._at.fs.makedirs(self._at.fs._parent(path), exist_ok=True)
+        self._at.fs.pipe_file(path, body, mode=mode)
+
+    def _abort_uploads(self, prefix: str, older_than_s: float) -> None:
+        bucket, start, _ = self._at.fs.split_path(prefix)
+        for upload in self._uploads(bucket, start):
+            if time.time() - upload["Initiated"].timestamp() >= older_than_s and upload["Key"].startswith(start):
+                target = Target(self._at.fs, bucket, upload["Key"], self._url, self._patience)
+                with suppress(ForgottenError):  # its writer came to an end meanwhile
+                    target.call("abort_multipart_upload", "sweeping", UploadId=upload["UploadId"])
+
+    def _uploads(self, bucket: str, prefix: str) -> list[Any]:
+        """None where the store cannot tell: some have no such request, and some credentials do not allow it."""
+        call = self._at.fs.call_s3
+        try:
+            found = self._ask(lambda: call("list_multipart_uploads", Bucket=bucket, Prefix=prefix), "sweeping", "")
+        except StorageError as error:
+            _LOG.info("unfinished uploads cannot be listed: %s", error)
+            return []
+        return list(found.get("Uploads", []))

@@ -1,0 +1,62 @@
+"""How is a file written to a remote file system of which only fsspec's interface is known?
+
+Through its file object, which sends blocks as they fill; retries within it are its own. Invariant: an aborted file is
+not there afterwards, nor does its object upload the rest when it is collected as garbage.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from closeranks.checkpoint.storage.failures import of_store
+from closeranks.checkpoint.storage.protocol import Bytes, StorageError
+
+_LOG = logging.getLogger(__name__)
+
+
+class StreamSink:
+    def __init__(self, fs: Any, path: str, url: str, num_bytes: int, block_bytes: int) -> None:
+        self._fs = fs
+        self._path = path
+        self._url = url
+        self._num_bytes = num_bytes
+        self._written = 0
+        try:
+            # File systems with real folders want them made; object stores take this for nothing.
+            fs.makedirs(fs._parent(path), exist_ok=True)
+            self._file = fs.open(path, "wb", block_size=block_bytes)
+        except Exception as error:  # foreign code: anything may come
+            raise of_store(error, "creating", url) from error
+
+    def write(self, data: Bytes) -> None:
+        try:
+            self._file.write(data)
+        except Exception as error:
+            raise of_store(error, "writing", self._url) from error
+        self._written += memoryview(data).nbytes
+
+    def close(self) -> None:
+        if self._written != self._num_bytes:
+            raise StorageError(f"{self._url} got {self._written} bytes instead of {self._num_bytes}")
+        try:
+            self._file.close()
+        except Exception as error:
+            raise of_store(error, "writing", self._url) from error
+
+    def abort(self) -> None:
+        try:
+            self._discard()
+            if self._fs.exists(self._path):
+                self._fs.rm_file(self._path)
+        except Exception as error:
+            _LOG.warning("an unfinished file may be left: %s", of_store(error, "removing", self._url))
+
+    def _discard(self) -> None:
+        from fsspec.spec import AbstractBufferedFile
+
+        if not isinstance(self._file, AbstractBufferedFile):
+            self._file.close()
+        elif not self._file.closed:
+            self._file.closed = True  # before anything can fail: an open one flushes itself when it is collected
+            self._file.discard()

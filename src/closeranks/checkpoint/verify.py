@@ -1,0 +1,199 @@
+"""Is every byte of a checkpoint what it was when it was saved?
+
+Reads all of it and compares all three digests of every chunk, headers and sizes, and what the safetensors headers say
+with what the manifest says. Invariant: every finding names its checkpoint, its file and, where it has one, its tensor;
+one damaged chunk never keeps the others from being looked at. Bytes that several checkpoints share are read once.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from closeranks.checkpoint.catalogue import Catalogue, Found
+from closeranks.checkpoint.chunks import Chunks
+from closeranks.checkpoint.digests import blake3_hex, spread_digest
+from closeranks.checkpoint.manifest import LATEST, MANIFEST, DataFile, Entry, Manifest
+from closeranks.checkpoint.soundness import uncovered
+from closeranks.checkpoint.storage.protocol import Storage, StorageError
+from closeranks.core.errors import CheckpointError
+
+_THREADS = 4
+
+OnProgress = Callable[[int], None]
+"""Told how many more bytes were looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    checkpoint: str
+    file: str
+    """Empty: the checkpoint as a whole."""
+    tensor: str
+    """``section/key``, or empty."""
+    what: str
+    is_damage: bool = True
+    """Else a remark: nothing that was saved is in doubt."""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.checkpoint, self.file, self.tensor, self.what) if part)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was proven already, shared by the checkpoints of one verification."""
+
+    chunks: dict[tuple[str, str, int, str, int, int], str] = field(default_factory=dict)
+    """What is wrong with the bytes at a place, measured by these digests; empty: nothing."""
+    num_bytes: int = 0
+    num_chunks: int = 0
+
+
+def verify(found: Found, on_progress: OnProgress = lambda _: None, seen: Seen | None = None) -> list[Finding]:
+    """All that is wrong with one checkpoint, worst first; empty: every byte is as it was saved."""
+    seen = Seen() if seen is None else seen
+    if found.manifest is None:
+        is_lost = found.state == "damaged" or (found.state == "unfinished" and found.is_latest)
+        return [Finding(found.name, MANIFEST, "", found.problem, is_damage=is_lost)]
+    findings = [Finding(found.name, LATEST, "", found.problem)] if found.state == "suspect" else []
+    chunks = Chunks(found.storage, found.name, found.manifest)
+    findings += _coverage(found.name, found.manifest)
+    findings += _own_files(found, found.manifest, chunks)
+    findings += _contents(found, found.manifest.entries, chunks, on_progress, seen)
+    findings += _strangers(found.storage, found.name, found.manifest)
+    return findings
+
+
+def verify_all(
+    catalogue: Catalogue, on_progress: OnProgress = lambda _: None, seen: Seen | None = None
+) -> list[Finding]:
+    """Every checkpoint of a place, and what is wrong with the place itself."""
+    seen = Seen() if seen is None else seen
+    findings = [finding for found in catalogue for finding in verify(found, on_progress, seen)]
+    return findings + [Finding("", "", "", odd.what, odd.is_damage) for odd in catalogue.problems if not odd.name]
+
+
+def work_bytes(catalogue: Iterable[Found]) -> int:
+    """How many bytes there are to look at, for a progress bar."""
+    chunks = {
+        (found.storage.url, _place(found.name, entry), entry.offset): entry.chunk.num_bytes
+        for found in catalogue
+        if found.manifest is not None
+        for entry in found.manifest.entries
+    }
+    return sum(chunks.values())
+
+
+def _place(name: str, entry: Entry) -> str:
+    return entry.file if "/" in entry.file else f"{name}/{entry.file}"
+
+
+def _coverage(name: str, manifest: Manifest) -> Iterator[Finding]:
+    for (section, key), entries in manifest.tensors().items():
+        if wrong := uncovered(entry.chunk.piece for entry in entries):
+            yield Finding(name, MANIFEST, f"{section}/{key}", wrong)
+
+
+def _own_files(found: Found, manifest: Manifest, chunks: Chunks) -> Iterator[Finding]:
+    for file in manifest.files:
+        try:
+            chunks.check_file(file.name)
+            own = [entry for entry in manifest.entries if entry.file == file.name]
+            for wrong in _header_faults(found.storage, found.name, file, own):
+                yield Finding(found.name, file.name, "", wrong)
+        except CheckpointError as error:
+            yield Finding(found.name, file.name, "", _bare(error, chunks))
+        except StorageError as error:
+            yield Finding(found.name, file.name, "", f"it cannot be read: {error}")
+
+
+def _header_faults(storage: Storage, folder: str, file: DataFile, entries: Sequence[Entry]) -> Iterator[str]:
+    """Whether other programs that open the file see the same bytes as the manifest means."""
+    header = storage.read(f"{folder}/{file.name}", 0, file.header_bytes)
+    if int.from_bytes(header[:8], "little") != file.header_bytes - 8:
+        yield "its header has another length than the manifest says"
+        return
+    try:
+        rows = {name: row for name, row in json.loads(header[8:]).items() if name != "__metadata__"}
+        held = {(name.rpartition("#")[0], *row["data_offsets"]) for name, row in rows.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        yield "its header is none of a safetensors file"
+        return
+    for entry in entries:
+        begin = entry.offset - file.header_bytes
+        if (f"{entry.chunk.section}/{entry.chunk.key}", begin, begin + entry.chunk.num_bytes) not in held:
+            yield f"its header has no {entry.chunk.section}/{entry.chunk.key} at byte {entry.offset}"
+
+
+def _contents(
+    found: Found, entries: Sequence[Entry], chunks: Chunks, on_progress: OnProgress, seen: Seen
+) -> list[Finding]:
+    """Every chunk, by a few threads: reading and digests run without the interpreter's lock. A few chunks are held."""
+    findings: list[Finding] = []
+    num_threads = min(_THREADS, os.cpu_count() or 1)
+    todo = iter(sorted(entries, key=lambda entry: (entry.file, entry.offset)))
+    with ThreadPoolExecutor(num_threads, "verify") as pool:
+        running: dict[Future[str], Entry] = {}
+        while True:
+            for entry in todo:
+                if (wrong := seen.chunks.get(_proof(found, entry))) is None:
+                    running[pool.submit(_fault, entry, chunks)] = entry
+                elif wrong:
+                    findings.append(_finding(found.name, entry, wrong))
+                if len(running) > num_threads:
+                    break
+            if not running:
+                return findings
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                entry, wrong = running.pop(done), done.result()
+                seen.chunks[_proof(found, entry)] = wrong
+                seen.num_bytes += entry.chunk.num_bytes
+                seen.num_chunks += 1
+                on_progress(entry.chunk.num_bytes)
+                if wrong:
+                    findings.append(_finding(found.name, entry, wrong))
+
+
+def _proof(found: Found, entry: Entry) -> tuple[str, str, int, str, int, int]:
+    """Which bytes, measured by what."""
+    place = _place(found.name, entry)
+    return found.storage.url, place, entry.offset, entry.blake3, entry.chunk.crc32c, entry.share
+
+
+def _finding(name: str, entry: Entry, what: str) -> Finding:
+    return Finding(name, entry.file, f"{entry.chunk.section}/{entry.chunk.key}", what)
+
+
+def _fault(entry: Entry, chunks: Chunks) -> str:
+    """What is wrong with a chunk's bytes; empty: nothing."""
+    try:
+        chunks.check_room(entry)  # before memory is taken for it
+        data = np.empty(entry.chunk.num_bytes, np.uint8).data  # in large pages, which plain bytes are not
+        chunks.read_into(entry, data)
+    except CheckpointError as error:
+        return _bare(error, chunks)
+    if blake3_hex(data) != entry.blake3:
+        return f"the bytes from {entry.offset} on match their CRC32C and not their BLAKE3"
+    if spread_digest(data, entry.chunk.dtype, entry.chunk.piece) != entry.share:
+        return f"the bytes from {entry.offset} on do not match their layout-independent digest"
+    return ""
+
+
+def _bare(error: CheckpointError, chunks: Chunks) -> str:
+    """Without the checkpoint's name, which every finding begins with."""
+    return error.what.removeprefix(f"checkpoint {chunks.path} is damaged: ").removeprefix(f"checkpoint {chunks.path}: ")
+
+
+def _strangers(storage: Storage, name: str, manifest: Manifest) -> Iterator[Finding]:
+    known = {MANIFEST, *(file.name for file in manifest.files)}
+    try:
+        for stranger in sorted(set(storage.names(name)) - known):
+            yield Finding(name, stranger, "", "no part of this checkpoint", is_damage=False)
+    except StorageError as error:
+        yield Finding(name, "", "", f"its folder cannot be listed: {error}")

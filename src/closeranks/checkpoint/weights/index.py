@@ -1,0 +1,56 @@
+"""In which file of a Hugging Face folder does a tensor lie?
+
+A model in several files comes with an index: JSON that maps every tensor to a file beside it. Invariant: no name of an
+index leads out of its folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.errors import CheckpointError
+
+MAX_JSON_BYTES = 100 << 20
+"""An index of a million tensors is smaller; a file that claims more is damaged or hostile."""
+_AGAIN = "Fetch the folder anew."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or one sentence."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is too large for what it should be", _AGAIN)
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {path.name} in {path.parent}", "Name a complete folder.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", _AGAIN) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not JSON", _AGAIN) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no JSON object", _AGAIN)
+    return value
+
+
+def read_index(path: Path) -> Mapping[str, Path]:
+    """Tensor to file, every file there."""
+    table = read_json(path).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise CheckpointError(f"{path} is damaged: it has no weight_map", _AGAIN)
+    files = {str(value): _beside(path, value) for value in table.values()}
+    return {str(name): files[str(value)] for name, value in table.items()}
+
+
+def _beside(index: Path, name: object) -> Path:
+    """Links may point anywhere, as the hub's own cache does with its blobs; names may not."""
+    if not isinstance(name, str) or not name or name in (".", "..") or set(name) & {"/", "\\", "\0"}:
+        what = f"{index} names the file {name!r}, which is none of its folder's"
+        raise CheckpointError(what, "Do not use this folder; fetch it anew.")
+    path = index.with_name(name)
+    if not path.is_file():
+        what = f"{index.parent} is incomplete: {name}, which its index names, is not there"
+        raise CheckpointError(what, _AGAIN)
+    return path

@@ -1,0 +1,50 @@
+"""How are weights read from one of our own checkpoints?
+
+Its model alone, whatever else it holds and whatever layout saved it. Invariant: every chunk that has a part in what is
+read was compared with its checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from closeranks.checkpoint.reader import CheckpointReader, open_newest
+from closeranks.core.pieces import Piece
+
+MODEL = "model"
+
+
+class OurWeights:
+    """The model of a checkpoint (``protocol.Weights``)."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    @property
+    def path(self) -> str:
+        return self._reader.path
+
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        """Everything of the state that is no tensor."""
+        return self._reader.tree
+
+    def names(self) -> dict[str, tuple[int, ...]]:
+        return self._reader.shapes(MODEL)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.dtype(MODEL, name)
+
+    def read(self, name: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
+        return self._reader.read(MODEL, name, piece, dtype)
+
+
+def open_ours(place: str) -> OurWeights:
+    """The newest sound checkpoint at a run's folder, a folder of checkpoints, one of them, or a URL of those."""
+    return OurWeights(open_newest(place))

@@ -1,0 +1,150 @@
+"""How do weights become the files of a Hugging Face folder?
+
+Files are planned first, sizes are known, so each is written front to back, band by band. Invariants: no file is larger
+than asked for, unless one tensor alone is; the whole model is never in memory, nor a whole large tensor; names and
+index are those that transformers looks for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from closeranks.checkpoint.manifest import CHUNK_BYTES
+from closeranks.checkpoint.weights.protocol import Weights, bands
+from closeranks.checkpoint.weights.safetensors_file import FORMAT_NAMES
+from closeranks.checkpoint.weights.safetensors_folder import INDEX, SINGLE
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+Progress = Callable[[int], None]
+"""Told of every so many bytes that are done."""
+
+
+class Watcher(Protocol):
+    """Who sees how far it is. Call sequence: ``begin`` for each pass with its bytes, ``advance`` within it."""
+
+    def begin(self, stage: str, num_bytes: int) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+
+class Nobody:
+    """Does not look."""
+
+    def begin(self, stage: str, num_bytes: int) -> None:
+        pass
+
+    def advance(self, num_bytes: int) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Going:
+    """A tensor on its way into a file."""
+
+    name: str
+    """In the file."""
+    source: str
+    """In the weights."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def going(weights: Weights, names: Mapping[str, str], dtype: torch.dtype | None = None) -> list[Going]:
+    """``names``: in the files to in the weights. ``dtype`` is for numbers with a fraction; others stay as they are."""
+    found = []
+    for name, source in names.items():
+        stored = weights.dtype(source)
+        kept = dtype if dtype is not None and stored.is_floating_point else stored
+        if kept not in FORMAT_NAMES:
+            what = f"'{source}' is stored as {str(kept).removeprefix('torch.')}, which safetensors has no word for"
+            raise CheckpointError(what, "Export it in another format.")
+        found.append(Going(name, source, tuple(weights.names()[source]), kept))
+    return found
+
+
+def plan_shards(tensors: Sequence[Going], shard_bytes: int) -> list[list[Going]]:
+    """Tensors in their order, as many to a file as fit."""
+    shards: list[list[Going]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.num_bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= tensor.num_bytes
+    return shards
+
+
+def write_shards(
+    folder: Path, weights: Weights, tensors: Sequence[Going], shard_bytes: int, on_progress: Progress
+) -> list[str]:
+    """Write all files of the weights, durably, and their index where there are several; the files' names."""
+    shards = plan_shards(tensors, shard_bytes)
+    count = len(shards)
+    files = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        _write_file(folder / file, weights, shard, on_progress)
+    if count > 1:
+        where = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
+        total = sum(tensor.num_bytes for tensor in tensors)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    return files
+
+
+def write_json(path: Path, value: Any) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def header_of(tensors: Sequence[Going]) -> bytes:
+    """The first bytes of a safetensors file. Its reader in other programs wants data to begin at a multiple of 8."""
+    rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        rows[tensor.name] = {
+            "dtype": FORMAT_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.num_bytes],
+        }
+        position += tensor.num_bytes
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_file(path: Path, weights: Weights, tensors: Sequence[Going], on_progress: Progress) -> None:
+    with path.open("wb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header_of(tensors)))
+        for tensor in tensors:
+            for band in bands(Piece.whole(tensor.source, tensor.shape), tensor.dtype.itemsize, CHUNK_BYTES):
+                data = octets(weights.read(tensor.source, band.piece, tensor.dtype))
+                _write_all(file.fileno(), data)
+                on_progress(len(data))
+        os.fsync(file.fileno())
+
+
+def octets(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, row by row."""
+    view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(file, data) :]

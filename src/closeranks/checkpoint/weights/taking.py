@@ -1,0 +1,79 @@
+"""How do weights of any kind become one of our checkpoints?
+
+They are read twice, chunk by chunk: once for the checksums that a save begins with, once to be written. Invariants: a
+few chunks are in memory at a time, never the model; what lies in the checkpoint is what the first reading saw, or the
+save fails; it holds weights alone, without the progress and identity that make a state which a run can resume.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from closeranks.checkpoint.config import CheckpointConfig
+from closeranks.checkpoint.digests import crc32c
+from closeranks.checkpoint.manifest import CHUNK_BYTES, Chunk, folder_name
+from closeranks.checkpoint.order import Order, Report, Settings
+from closeranks.checkpoint.weights.protocol import Weights, bands
+from closeranks.checkpoint.weights.shards import Going, Watcher, octets
+from closeranks.checkpoint.writing import save
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+SECTION = "model"
+
+
+def save_weights(
+    place: str, weights: Weights, tensors: Sequence[Going], tree: Mapping[str, Any], watcher: Watcher
+) -> str:
+    """Write a checkpoint of step 0 at ``place``; where it lies."""
+    total = sum(tensor.num_bytes for tensor in tensors)
+    wanted = [(tensor, piece) for tensor in tensors for piece in _pieces(tensor)]
+
+    def source(number: int) -> memoryview:
+        tensor, piece = wanted[number]
+        data = octets(weights.read(tensor.source, piece, tensor.dtype))
+        watcher.advance(len(data))
+        return data
+
+    watcher.begin("reading", total)
+    found = [_chunk(tensor, piece, source(number)) for number, (tensor, piece) in enumerate(wanted)]
+    watcher.begin("writing", total)
+    reports: list[Report] = []
+    order = Order(
+        save=f"{secrets.token_hex(8)}-0",
+        folder=folder_name(0),
+        step=0,
+        rank=0,
+        num_ranks=1,
+        layout="",
+        chunks=tuple(found),
+        is_full=True,
+        to_remote=False,
+        tree=tree,
+        metric=None,
+    )
+    save(order, source, Settings.from_config(CheckpointConfig(), place), reports.append, lambda: False)
+    for report in reports:
+        if report.kind == "committed":
+            return report.path
+    what = next((report.what for report in reports if report.kind == "failed"), f"nothing was written to {place}")
+    raise CheckpointError(what)
+
+
+def _pieces(tensor: Going) -> list[Piece]:
+    """Of at most a chunk's size; a tensor without elements is one, so that it keeps its name."""
+    whole = Piece.whole(tensor.name, tensor.shape)
+    if not whole.numel:
+        return [whole]
+    rows = [band.piece for band in bands(whole, tensor.dtype.itemsize, CHUNK_BYTES)]
+    if all(piece.numel * tensor.dtype.itemsize <= CHUNK_BYTES for piece in rows):
+        return rows
+    flat = whole.flattened(0, whole.numel)  # a single row is larger than a chunk
+    return [band.piece for band in bands(flat, tensor.dtype.itemsize, CHUNK_BYTES)]
+
+
+def _chunk(tensor: Going, piece: Piece, data: memoryview) -> Chunk:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Chunk(SECTION, tensor.name, dtype, piece, len(data), crc32c(data))

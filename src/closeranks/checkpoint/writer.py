@@ -1,0 +1,197 @@
+"""Who writes while training goes on? This process, one beside each trainer.
+
+    trainer --(order, buffer)--> main thread --> primary lane --> remote lane
+            <--(reports)--------------------------------'------------'
+
+Saves of one tier follow one another; the slow, durable one has a lane of its own, so that uploading never keeps the
+next local save waiting. A newer order ends an older one in the primary lane; in the remote lane an upload that began is
+finished, and of those that wait only the newest is kept. Invariants: it ends when its trainer ends, however that
+happens, and when the trainer hangs up; signals that end a whole process group do not end it before. Imports no torch.
+
+    python -P -m closeranks.checkpoint.writer SOCKET_FD PARENT_PID
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from closeranks.checkpoint import wire, writing
+from closeranks.checkpoint.datafile import Source
+from closeranks.checkpoint.manifest import Part
+from closeranks.checkpoint.order import (
+    Order,
+    Report,
+    Settings,
+    decode_order,
+    decode_settings,
+    encode_report,
+)
+from closeranks.core.faults import declare, point
+from closeranks.core.linux import die_with_parent
+
+RECEIVED = declare("writer.order_received", "a writer process has an order and the buffer; nothing was begun")
+
+_BEAT_S = 0.5
+"""At most this often a save says that it is alive."""
+
+
+@dataclass(slots=True)
+class Task:
+    """An order on its way through the lanes."""
+
+    order: Order
+    source: Source
+    release: Callable[[], None]
+    part: Part | None = None
+    last_beat_at: float = field(default=0.0)
+
+
+class Writer:
+    def __init__(self, connection: socket.socket, settings: Settings) -> None:
+        self._connection = connection
+        self._settings = settings
+        self._speaking = threading.Lock()
+        self._changed = threading.Condition()
+        self._orders: deque[Task] = deque()
+        self._uploads: deque[Task] = deque()
+        self._uploading: Task | None = None
+        self._newest = ""
+
+    def run(self) -> None:
+        """Until the trainer hangs up; what is in flight then is given up, and counts for nothing."""
+        for lane in (self._be_primary, self._be_remote):
+            threading.Thread(target=lane, daemon=True).start()
+        while True:
+            try:
+                message = wire.receive(self._connection)
+            except (EOFError, OSError):
+                return
+            self._take(message)
+
+    def _take(self, message: wire.Message) -> None:
+        order = decode_order(message.body)
+        point(RECEIVED)
+        source = _from_buffer(order, message.fd)
+        with self._changed:
+            self._newest = order.save
+            self._orders.append(Task(order, source, writing.Release(order, self._report)))
+            self._changed.notify_all()
+
+    def _be_primary(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._orders)
+                task = self._orders.popleft()
+            task.part = writing.save_primary(
+                task.order,
+                task.source,
+                self._settings,
+                self._report,
+                partial(self._is_superseded, task),
+                task.release,
+                self._uploading_names,
+            )
+            if writing.wants_remote(task.order, self._settings):
+                with self._changed:
+                    self._uploads.append(task)
+                    self._changed.notify_all()
+            else:
+                self._finish(task)
+
+    def _be_remote(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._uploads)
+                task, skipped = self._uploads.pop(), list(self._uploads)
+                self._uploads.clear()
+                self._uploading = task
+            for one in skipped:
+                what = f"step {one.order.step} was not saved to {self._settings.remote}: a later one goes there instead"
+                self._report(Report("failed", one.order.save, one.order.step, "remote", what=what))
+                self._finish(one)
+            writing.save_remote(
+                task.order,
+                task.source,
+                task.part,
+                self._settings,
+                self._report,
+                partial(self._beat, task),
+                task.release,
+            )
+            with self._changed:
+                self._uploading = None
+            self._finish(task)
+
+    def _uploading_names(self) -> tuple[str, ...]:
+        """Checkpoints of the primary place that the remote lane reads from, or is about to."""
+        with self._changed:
+            tasks = [*self._uploads, *([self._uploading] if self._uploading else [])]
+            return tuple(task.order.folder for task in tasks)
+
+    def _is_superseded(self, task: Task) -> bool:
+        self._beat(task)
+        return self._newest != task.order.save
+
+    def _beat(self, task: Task) -> bool:
+        """Never superseded: where uploads are slower than saves, none would ever be finished."""
+        now = time.monotonic()
+        if now - task.last_beat_at >= _BEAT_S:
+            task.last_beat_at = now
+            self._say({"beat": task.order.save})
+        return False
+
+    def _finish(self, task: Task) -> None:
+        task.release()
+        self._say({"done": task.order.save})
+
+    def _report(self, report: Report) -> None:
+        self._say({"report": encode_report(report)})
+
+    def _say(self, body: dict[str, object]) -> None:
+        with self._speaking:
+            try:
+                wire.send(self._connection, body)
+            except OSError:
+                os._exit(0)  # the trainer hung up: nobody is left to write for
+
+
+def _from_buffer(order: Order, fd: int | None) -> Source:
+    """Mapped, not copied, and never writable from here; unmapped when the last view of it is gone."""
+    if fd is None or not order.num_bytes:
+        whole = memoryview(b"")
+    else:
+        whole = memoryview(mmap.mmap(fd, order.num_bytes, access=mmap.ACCESS_READ))
+    if fd is not None:
+        os.close(fd)
+    offsets = order.offsets
+    return lambda number: whole[offsets[number] : offsets[number] + order.chunks[number].num_bytes]
+
+
+def main(arguments: list[str]) -> None:
+    """Schedulers send SIGTERM to all processes of a job: the last save must survive that as its trainer does."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(arguments[0]))
+    die_with_parent(int(arguments[1]))
+    try:
+        settings = decode_settings(wire.receive(connection).body)
+    except (EOFError, OSError):
+        return
+    os.nice(settings.nice)
+    Writer(connection, settings).run()
+    sys.stderr.flush()
+    os._exit(0)  # its lanes may be in the middle of something, and nobody waits for it
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

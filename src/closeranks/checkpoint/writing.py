@@ -1,0 +1,289 @@
+"""How does one rank's share of a checkpoint get to where it lasts, in every place it goes to?
+
+The same on each tier: write the data file, read it back, publish the part; rank 0 then commits for all and collects.
+Rank 0 holds the place's lock from its first byte to its last removal, so that nothing is ever collected while it saves.
+The second place is fed from the first one's finished file, or from the buffer where the first one failed. Invariants:
+nothing raises, everything is reported; ``released`` comes exactly once; what a failed try wrote never counts, and is
+never removed once rank 0 may have counted on it. Imports no torch: used by the writer process, and by a trainer that
+wants to wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+
+from closeranks.checkpoint import references
+from closeranks.checkpoint.collect import Keep, clear_unfinished, collect
+from closeranks.checkpoint.commit import commit, committed, encode_failure, failure_name, gather
+from closeranks.checkpoint.datafile import Digests, SaveError, Source, digests_of, read_back, write
+from closeranks.checkpoint.manifest import Entry, Part, data_name, encode_part, part_name
+from closeranks.checkpoint.order import Order, Report, Settings, Tier
+from closeranks.checkpoint.storage.open import open_storage
+from closeranks.checkpoint.storage.protocol import Storage, StorageError
+from closeranks.core.errors import CloseranksError
+from closeranks.core.faults import declare, point
+
+ORDERED = declare("save.ordered", "an order to save was taken up; nothing was written")
+READ_BACK = declare("save.read_back", "a rank's data came back whole from the medium; its part is not published")
+PART_PUBLISHED = declare("save.part_published", "a rank's part is published")
+
+_LOCK_WAIT_S = 120.0
+"""How long a save waits for a prune, or for the lease of a writer that was killed, at most."""
+_log = logging.getLogger(__name__)
+
+
+class Superseded(SaveError):
+    """A later save was ordered: this one is no longer wanted."""
+
+
+class Release:
+    """Says once that the buffer is free."""
+
+    def __init__(self, order: Order, report: Callable[[Report], None]) -> None:
+        self._report: Callable[[], None] = lambda: report(Report("released", order.save, order.step))
+
+    def __call__(self) -> None:
+        say, self._report = self._report, lambda: None
+        say()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One save on one tier."""
+
+    order: Order
+    tier: Tier
+    place: str
+    source: Source
+    settings: Settings
+    report: Callable[[Report], None]
+    is_superseded: Callable[[], bool]
+    """Asked between chunks and while waiting; a writer takes the question as a sign of life."""
+    release: Callable[[], None]
+    spare: Callable[[], Collection[str]] = tuple
+    """Checkpoints of this place that another tier still reads from."""
+    known: Mapping[int, Digests] = field(default_factory=dict)
+    """Of chunks whose digests need not be taken again."""
+    started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def storage(self) -> Storage:
+        return _opened(self.place)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started_at
+
+    def path(self, name: str) -> str:
+        return f"{self.order.folder}/{name}"
+
+    def breathe(self) -> None:
+        if self.is_superseded():
+            raise Superseded("a later save was ordered before this one was done")
+
+
+@cache
+def _opened(place: str) -> Storage:
+    """One for the life of the process: an object store's connections are worth keeping."""
+    return open_storage(place)
+
+
+def save(
+    order: Order,
+    source: Source,
+    settings: Settings,
+    report: Callable[[Report], None],
+    is_superseded: Callable[[], bool],
+) -> None:
+    """One save on all tiers, one after the other."""
+    release = Release(order, report)
+    part = save_primary(order, source, settings, report, is_superseded, release)
+    if wants_remote(order, settings):
+        save_remote(order, source, part, settings, report, is_superseded, release)
+    release()
+
+
+def wants_remote(order: Order, settings: Settings) -> bool:
+    return bool(settings.remote) and order.to_remote
+
+
+def save_primary(
+    order: Order,
+    source: Source,
+    settings: Settings,
+    report: Callable[[Report], None],
+    is_superseded: Callable[[], bool],
+    release: Callable[[], None],
+    spare: Callable[[], Collection[str]] = tuple,
+) -> Part | None:
+    """The part it wrote and read back, None where it could not."""
+    return _save_tier(Job(order, "primary", settings.place, source, settings, report, is_superseded, release, spare))
+
+
+def save_remote(
+    order: Order,
+    source: Source,
+    primary: Part | None,
+    settings: Settings,
+    report: Callable[[Report], None],
+    is_superseded: Callable[[], bool],
+    release: Callable[[], None],
+) -> None:
+    """From the primary's files where it has them, else from ``source``; released in either case once it is done."""
+    known: dict[int, Digests] = {}
+    if primary is not None:
+        known = {number: Digests(entry.blake3, entry.share) for number, entry in enumerate(primary.entries)}
+        source = _from_files(settings.place, order.folder, primary)
+    _save_tier(Job(order, "remote", settings.remote, source, settings, report, is_superseded, release, known=known))
+    release()
+
+
+def _from_files(place: str, folder: str, part: Part) -> Source:
+    def read(number: int) -> memoryview:
+        entry = part.entries[number]
+        path = entry.file if "/" in entry.file else f"{folder}/{entry.file}"
+        return memoryview(_opened(place).read(path, entry.offset, entry.chunk.num_bytes))
+
+    return read
+
+
+def _save_tier(job: Job) -> Part | None:
+    part: Part | None = None
+    is_committed = False
+    try:
+        with _held(job):
+            if job.order.rank == 0:
+                clear_unfinished(job.storage, job.order.folder, job.spare())
+            part = _write_part(job)
+            if job.order.rank == 0:
+                _commit(job, part)
+                is_committed = True
+    except (SaveError, StorageError, CloseranksError) as error:
+        if is_committed:  # the lock could not be given back properly: no reason to save again
+            _log.warning("%s was saved to %s, but then: %s", job.order.folder, job.place, error)
+        else:
+            _fail(job, str(error))
+    except Exception as error:  # whatever it is, training goes on and somebody is told
+        _log.exception("saving %s failed", job.order.folder)
+        _fail(job, f"{type(error).__name__}: {error}")
+    return part
+
+
+def _fail(job: Job, why: str) -> None:
+    order = job.order
+    what = f"step {order.step} was not saved to {job.place}: {why}"
+    job.report(Report("failed", order.save, order.step, job.tier, what=what, seconds=job.seconds))
+
+
+@contextmanager
+def _held(job: Job) -> Iterator[None]:
+    if job.order.rank != 0:
+        yield
+        return
+    wait_s = min(job.settings.timeout_s, _LOCK_WAIT_S)
+    with job.storage.lock(f"the run that saves {job.order.folder}", wait_s=wait_s):
+        yield
+
+
+def _write_part(job: Job) -> Part:
+    """Data, read back, and the part document. A failure before the document takes everything back."""
+    order, storage = job.order, job.storage
+    point(ORDERED)
+    if committed(storage, order.folder) is not None:
+        raise SaveError(f"{order.folder} is a checkpoint already")
+    try:
+        stale = set(storage.names(order.folder))
+        for name in {_name(order), failure_name(order.rank, order.num_ranks)} & stale:
+            storage.remove(job.path(name))
+        part = _write_data(job)
+    except Exception as error:
+        _withdraw(job, error)
+        raise
+    job.release()
+    # From here on rank 0 may commit at any moment, even if this call says it failed: nothing is taken back any more.
+    storage.publish(job.path(_name(order)), encode_part(part), replace=True)
+    point(PART_PUBLISHED)
+    return part
+
+
+def _name(order: Order) -> str:
+    return part_name(order.rank, order.num_ranks)
+
+
+def _withdraw(job: Job, error: Exception) -> None:
+    """As far as the place lets us; rank 0 is told, or waits until its time is up."""
+    order = job.order
+    with suppress(StorageError):
+        job.storage.remove(job.path(data_name(order.rank, order.num_ranks)))
+    if order.rank != 0 and not isinstance(error, Superseded):
+        with suppress(StorageError):
+            name = failure_name(order.rank, order.num_ranks)
+            job.storage.publish(job.path(name), encode_failure(order, str(error)), replace=True)
+
+
+def _write_data(job: Job) -> Part:
+    order = job.order
+    known, referred = _references(job)
+    fresh = {number: chunk for number, chunk in enumerate(order.chunks) if number not in referred}
+    name = data_name(order.rank, order.num_ranks)
+    path = job.path(name)
+    if not fresh:
+        _written(job, path, 0)
+        return Part(order.rank, order.num_ranks, order.save, (), tuple(referred.values()))
+    file, plan, digests = write(job.storage, path, fresh, job.source, known, job.breathe)
+    _written(job, path, file.num_bytes)
+    if job.settings.read_back:
+        read_back(job.storage, path, file, fresh.values(), job.breathe)
+        point(READ_BACK)
+    for number, offset in zip(fresh, plan.offsets, strict=True):
+        mine = digests[number]
+        referred[number] = Entry(order.chunks[number], name, offset, mine.blake3, mine.share)
+    entries = tuple(referred[number] for number in range(len(order.chunks)))
+    return Part(order.rank, order.num_ranks, order.save, (file,), entries)
+
+
+def _written(job: Job, path: str, num_bytes: int) -> None:
+    order = job.order
+    where = f"{job.storage.url}/{path}" if num_bytes else ""
+    job.report(Report("written", order.save, order.step, job.tier, "", where, num_bytes, job.seconds))
+    # Unless the second tier takes the buffer, should this one's file not come back whole.
+    if job.tier == "remote" or not wants_remote(order, job.settings):
+        job.release()
+
+
+def _references(job: Job) -> tuple[dict[int, Digests], dict[int, Entry]]:
+    """Digests taken on the way, and the chunks that need not be written."""
+    known = dict(job.known)
+    base = None if job.order.is_full else references.read_base(job.storage)
+    if base is None:
+        return known, {}
+    found = references.standing(job.storage, references.candidates(base, job.order.chunks))
+    referred: dict[int, Entry] = {}
+    for number, entry in found.items():
+        if number not in known:
+            known[number] = digests_of(job.order.chunks[number], job.source(number))
+        if known[number].blake3 == entry.blake3:
+            referred[number] = entry
+        job.breathe()
+    return known, referred
+
+
+def _commit(job: Job, own: Part) -> None:
+    order, storage, settings = job.order, job.storage, job.settings
+    parts = gather(storage, order, own, settings.timeout_s, job.breathe)
+    manifest = commit(storage, order, parts)
+    path = f"{storage.url}/{order.folder}"
+    job.report(Report("committed", order.save, order.step, job.tier, "", path, manifest.num_bytes, job.seconds))
+    keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
+    try:
+        names = collect(storage, keep, order.folder, job.spare())
+    except (StorageError, CloseranksError) as error:  # the checkpoint stands; the next one collects
+        job.report(Report("collected", order.save, order.step, job.tier, f"nothing more could be removed: {error}"))
+    else:
+        if names:
+            job.report(Report("collected", order.save, order.step, job.tier, names=names))

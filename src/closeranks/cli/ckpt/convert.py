@@ -1,0 +1,59 @@
+"""``closeranks ckpt convert``: the same weights in another program's format, or in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+HELP = """Write weights in another format: a checkpoint of ours, a torch DCP folder, a torch or a safetensors file.
+
+\b
+  closeranks ckpt convert runs/tiny tiny-dcp --to dcp              for torch.distributed.checkpoint.load
+  closeranks ckpt convert runs/tiny tiny.pt --to torch             for torch.load(weights_only=True)
+  closeranks ckpt convert runs/tiny tiny.safetensors --to safetensors
+  closeranks ckpt convert old-dcp start --to closeranks            then: checkpoint.weights = "start"
+
+SOURCE is a run, its checkpoints folder or one checkpoint (or a URL of those), a torch DCP folder, a Hugging Face
+folder, or a .pt, .pth, .bin or .safetensors file. Weights alone are written, but for a checkpoint that goes to DCP:
+that takes the optimizer's memory along. For a folder that transformers loads, see export-hf. Every chunk of ours is
+checked on the way; OUT appears whole or not at all, and is never replaced.
+
+Exit status: 0 written, 2 something needs your hand.
+"""
+Format = Literal["closeranks", "dcp", "torch", "safetensors"]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("convert", help=HELP, short_help="Write weights in another format.")(convert)
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="What to read.", metavar="SOURCE")],
+    out: Annotated[Path, typer.Argument(help="What to write; must not be there yet.", metavar="OUT")],
+    to: Annotated[Format, typer.Option(help="The format of OUT.")],
+) -> None:
+    from closeranks.checkpoint.dcp.conversion import convert as carry_over
+
+    with _progress(f"{source} -> {out}") as (on_total, on_bytes):
+        done = carry_over(source, out, to, on_total, on_bytes)
+    for note in done.notes:
+        typer.echo(note, err=True)
+    kind = "checkpoint of weights alone" if to == "closeranks" else to
+    typer.echo(f"{out}: {kind}, {done.num_tensors} tensors, {done.num_bytes:,} bytes, from {done.source}")
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """Who says how many bytes there are, and who counts them: a bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda total: bar.update(task, total=total), lambda num_bytes: bar.update(task, advance=num_bytes)

@@ -1,0 +1,124 @@
+"""``closeranks ckpt diff``: in which tensors do two checkpoints differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from closeranks.checkpoint.catalogue import Found
+    from closeranks.checkpoint.difference import Difference
+    from closeranks.checkpoint.values import Largest
+
+HELP = """Compare two checkpoints tensor by tensor, whatever layouts saved them.
+
+\b
+  closeranks ckpt diff runs/a runs/b
+  closeranks ckpt diff runs/a/checkpoints/step-00000040 runs/a/checkpoints/step-00000060 --values
+  closeranks ckpt diff runs/a runs/b "model/*" --json
+
+Digests in the manifests tell what is equal: nothing is read and torch is not imported, unless --values asks by how much
+tensors differ. Exit status: 0 all tensors are equal, 1 some differ, 2 there is nothing to compare.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("diff", help=HELP, short_help="Compare two checkpoints tensor by tensor.")(diff)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(help="A run, one checkpoint, or a URL of those.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="Another.", metavar="B")],
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(help='Only tensors whose section/key matches, such as "model/*".', metavar="[PATTERN]..."),
+    ] = None,
+    values: Annotated[bool, typer.Option("--values", help="Read what differs, and say by how much.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="List equal tensors too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
+) -> None:
+    import json
+
+    from closeranks.checkpoint.difference import diff as compare
+    from closeranks.checkpoint.difference import tree_differences
+    from closeranks.cli.ckpt.places import matches, pick
+    from closeranks.core.errors import CheckpointError
+
+    (one, first), (other, second) = pick(a), pick(b)
+    found = [row for row in compare(first, second) if matches((row.section, row.key), patterns or [])]
+    if not found:
+        raise CheckpointError(f"no tensor of {a} or {b} is named so", "`closeranks ckpt show` lists their names.")
+    apart = _measure(one, other, found) if values else {}
+    trees = tree_differences(first.tree, second.tree)
+    is_equal = all(row.verdict == "equal" for row in found)
+    if as_json:
+        rows = [_row(row, apart.get((row.section, row.key))) for row in found]
+        told = {"a": one.path, "b": other.path, "is_equal": is_equal, "tree": trees}
+        print(json.dumps({**told, "tensors": rows}, indent=1))
+    else:
+        _print(one, other, [row for row in found if show_all or row.verdict != "equal"], apart, trees)
+        num_equal = sum(row.verdict == "equal" for row in found)
+        typer.echo(f"\n{num_equal} of {len(found)} tensors are equal")
+    if not is_equal:
+        raise typer.Exit(1)
+
+
+def _measure(one: Found, other: Found, rows: list[Difference]) -> dict[tuple[str, str], Largest]:
+    """By how much those differ that can be compared at all."""
+    from closeranks.checkpoint.reader import CheckpointReader
+    from closeranks.checkpoint.values import largest_difference
+
+    a, b = CheckpointReader(one.storage, one.name), CheckpointReader(other.storage, other.name)
+    return {
+        (row.section, row.key): largest_difference(a, b, row.section, row.key)
+        for row in rows
+        if row.verdict in ("differs", "dtype")
+    }
+
+
+def _print(
+    one: Found, other: Found, rows: list[Difference], apart: dict[tuple[str, str], Largest], trees: list[str]
+) -> None:
+    from closeranks.cli.ckpt.places import plain_table, stdout
+
+    console = stdout()
+    console.print(f"A  {one.path}\nB  {other.path}\n", soft_wrap=True)
+    for line in trees:
+        console.print(f"tree  {line}", soft_wrap=True)
+    headings = ("tensor", "verdict", "A", "B", *(("different", "largest", "relative") if apart else ()))
+    table = plain_table(*headings, right=frozenset(("different", "largest", "relative")))
+    for row in rows:
+        largest = apart.get((row.section, row.key))
+        numbers = [] if largest is None else [f"{largest.num_different:,}", f"{largest.absolute:.3g}"]
+        numbers += [] if largest is None else [f"{largest.relative:.3g}"]
+        table.add_row(f"{row.section}/{row.key}", row.verdict, *_sides(row), *numbers)
+    if rows:
+        console.print(table)
+
+
+def _sides(row: Difference) -> tuple[str, str]:
+    """What is told of each side: what they differ in."""
+    from closeranks.cli.ckpt.places import shape_text
+
+    def side(one: Any) -> str:
+        if one is None:
+            return ""
+        shown = f"{shape_text(one.shape)} {one.dtype}"
+        return f"{one.digest:016x}" if row.verdict in ("differs", "equal") else shown
+
+    return side(row.a), side(row.b)
+
+
+def _row(row: Difference, largest: Largest | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    told = asdict(row)
+    for side in ("a", "b"):
+        if told[side] is not None:
+            told[side]["digest"] = f"{told[side]['digest']:016x}"
+    if largest is not None:
+        # JSON has no infinity: a NaN on one side only.
+        shown = {name: value if value != float("inf") else "inf" for name, value in asdict(largest).items()}
+        told["largest"] = shown
+    return told

@@ -1,0 +1,48 @@
+"""``closeranks ckpt export-hf``: give a trained Llama to everything that reads Hugging Face's folders."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from closeranks.cli.ckpt.moving import bar, parse_size, tell
+
+HELP = """Write the weights of a run as a folder that transformers loads.
+
+\b
+  closeranks ckpt export-hf runs/tiny tiny-hf
+  closeranks ckpt export-hf runs/tiny/checkpoints/step-00000040 tiny-hf --dtype bfloat16 --shard-size 2GB
+
+The newest sound checkpoint is taken, or the one that is named. It is written tensor by tensor: memory for the model is
+not needed. The folder appears when it is whole.
+"""
+
+
+class Format(StrEnum):
+    """What weights may be written in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float64 = "float64"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("export-hf", help=HELP, short_help="Write weights that transformers loads.")(export_hf)
+
+
+def export_hf(
+    run: Annotated[str, typer.Argument(help="A run, its checkpoints, one of them, or a URL of those.", metavar="RUN")],
+    out: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
+    dtype: Annotated[Format | None, typer.Option(help="Numbers to write; as saved where left out.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Of one file, at most.")] = "5GB",
+) -> None:
+    shard_bytes = parse_size(shard_size)
+    from closeranks.run.exchange import export_hf as export
+
+    with bar() as watcher:
+        moved = export(run, out, dtype=dtype.value if dtype else "", shard_bytes=shard_bytes, watcher=watcher)
+    tell(moved, f"Load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}).")

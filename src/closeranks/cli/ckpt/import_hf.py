@@ -1,0 +1,35 @@
+"""``closeranks ckpt import-hf``: start from weights that somebody published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from closeranks.cli.ckpt.moving import bar, tell
+
+HELP = """Make a checkpoint of ours, and a job for it, from a Llama in Hugging Face's format.
+
+\b
+  closeranks ckpt import-hf Llama-3.2-1B runs/llama
+  closeranks train runs/llama/job.toml -n 4 layout.zero=3
+
+Takes a folder with config.json and .safetensors or .bin files, or a .pt file with config.json beside it. To start a job
+from such a folder once, checkpoint.weights=FOLDER does without this step.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("import-hf", help=HELP, short_help="Make a checkpoint of published weights.")(import_hf)
+
+
+def import_hf(
+    folder: Annotated[str, typer.Argument(help="The folder, or the file with weights.", metavar="HF_FOLDER")],
+    out: Annotated[Path, typer.Argument(help="The run folder to make.", metavar="OUT")],
+) -> None:
+    from closeranks.run.exchange import import_hf as take
+
+    with bar() as watcher:
+        moved = take(folder, out, watcher=watcher)
+    tell(moved, f"Its job is {out / 'job.toml'}: fill in data and train, and start it with `closeranks train`.")

@@ -1,0 +1,106 @@
+"""``closeranks ckpt ls``: which checkpoints are there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from closeranks.checkpoint.catalogue import Found
+
+HELP = """List the checkpoints of a run, newest first; a star marks the one that a resumed run takes first.
+
+\b
+  closeranks ckpt ls runs/tiny
+  closeranks ckpt ls s3://bucket/runs/tiny
+  closeranks ckpt ls runs/tiny --json
+
+Reads manifests only. "own" is what the checkpoint itself occupies; "refs" says that the rest lies in earlier ones.
+States: certified (read back and sealed), suspect, damaged, unfinished (no manifest), serving (removed, but others need
+its files).
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("ls", help=HELP, short_help="List checkpoints with their size, layout and state.")(ls)
+
+
+def ls(
+    place: Annotated[
+        str, typer.Argument(help="A run, its checkpoints, one of them, or a URL of those.", metavar="RUN")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
+) -> None:
+    import json
+
+    from closeranks.cli.ckpt.places import look, plain_table, stdout
+
+    catalogue = look(place)
+    first = next((found for found in catalogue.candidates() if found.manifest is not None), None)
+    if as_json:
+        rows = [_row(found, is_next=found is first) for found in catalogue]
+        odd = [{"what": odd.what, "is_damage": odd.is_damage} for odd in catalogue.problems]
+        print(json.dumps({"place": catalogue.place, "checkpoints": rows, "problems": odd}, indent=1))
+        return
+    right = frozenset(("step", "size", "own", "ranks", "metric"))
+    table = plain_table(
+        "", "name", "step", "when", "size", "own", "bytes", "layout", "ranks", "metric", "state", right=right
+    )
+    for found in catalogue:
+        table.add_row("*" if found is first else "", *_cells(found))
+    console = stdout()
+    console.print(table)
+    for text in [f"{found.name}: {found.problem}" for found in catalogue if found.problem] + [
+        odd.what for odd in catalogue.problems if not odd.name
+    ]:
+        console.print(f"\n{text}", soft_wrap=not console.is_terminal)
+
+
+def _cells(found: Found) -> list[str]:
+    from datetime import datetime
+
+    from closeranks.cli.ckpt.places import size
+
+    state = f"{found.state}, latest" if found.is_latest else found.state
+    manifest = found.manifest
+    if manifest is None:
+        return [found.name, str(found.step), *[""] * 7, state]
+    return [
+        found.name,
+        str(manifest.step),
+        datetime.fromtimestamp(manifest.created).strftime("%Y-%m-%d %H:%M:%S"),
+        size(manifest.num_bytes),
+        size(manifest.own_bytes),
+        "full" if manifest.is_full else "refs",
+        manifest.layout,
+        str(manifest.num_ranks),
+        "" if manifest.metric is None else f"{manifest.metric:.6g}",
+        state,
+    ]
+
+
+def _row(found: Found, *, is_next: bool) -> dict[str, Any]:
+    manifest = found.manifest
+    told: dict[str, Any] = {
+        "name": found.name,
+        "path": found.path,
+        "step": found.step,
+        "part": found.part,
+        "state": found.state,
+        "problem": found.problem,
+        "is_latest": found.is_latest,
+        "is_next": is_next,
+    }
+    if manifest is not None:
+        told |= {
+            "created": manifest.created,
+            "num_bytes": manifest.num_bytes,
+            "own_bytes": manifest.own_bytes,
+            "is_full": manifest.is_full,
+            "refers_to": sorted(manifest.referred()),
+            "layout": manifest.layout,
+            "num_ranks": manifest.num_ranks,
+            "metric": manifest.metric,
+        }
+    return told

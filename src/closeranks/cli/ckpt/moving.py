@@ -1,0 +1,71 @@
+"""How does a person see that weights are on their way?
+
+A bar on stderr where that is a terminal, nothing where it is a file or a pipe. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+if TYPE_CHECKING:
+    from closeranks.run.exchange import Moved
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Bar:
+    """One bar for each pass over the bytes (``checkpoint.weights.shards.Watcher``)."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def begin(self, stage: str, num_bytes: int) -> None:
+        self._task = self._progress.add_task(stage, total=num_bytes)
+
+    def advance(self, num_bytes: int) -> None:
+        self._progress.advance(self._task, num_bytes)
+
+
+@contextmanager
+def bar() -> Iterator[Bar]:
+    columns = (TextColumn("{task.description:8}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()) as progress:
+        yield Bar(progress)
+
+
+def parse_size(text: str) -> int:
+    """``5GB``, ``500MB``, ``2GiB`` in bytes; units of ten, as Hugging Face's own tools take them."""
+    letters = text.strip().lstrip("0123456789.")
+    unit = letters.strip().upper()
+    try:
+        num_bytes = int(float(text.strip().removesuffix(letters)) * _UNITS[unit])
+    except (KeyError, ValueError):
+        raise typer.BadParameter(f"'{text}' is no size: write it like 5GB or 500MB") from None
+    if num_bytes < 1:
+        raise typer.BadParameter(f"'{text}' has no room for anything: write it like 5GB or 500MB")
+    return num_bytes
+
+
+def in_words(num_bytes: int) -> str:
+    for unit in ("TB", "GB", "MB", "kB"):
+        size = _UNITS[unit.upper()]
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def tell(moved: Moved, last: str) -> None:
+    """What came of it: the notes, the place, and what to do with it."""
+    for note in moved.notes:
+        typer.echo(f"note: {note}", err=True)
+    files = f" in {len(moved.files)} files" if len(moved.files) > 1 else ""
+    size = in_words(moved.num_bytes)
+    typer.echo(f"{moved.source} -> {moved.place}: {moved.num_tensors} tensors, {size}{files}.\n{last}")

@@ -1,0 +1,278 @@
+"""``closeranks ckpt policy``: how often to save, and what it costs.
+
+Imports no torch. Invariant: standard output holds the policy and nothing else, so that ``--json`` can be piped; what
+was given on the command line stands, what a run measured comes next, and the rest are the defaults the help names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from closeranks.plan.policy import Policy, Situation
+
+HELP = """Say how often a job should save, from how often it fails and what a save costs.
+
+\b
+  closeranks ckpt policy --mtbf 3h --state 14GB
+  closeranks ckpt policy --ranks 1024 --on-demand --save-cost 0.5s --durable 20s
+  closeranks ckpt policy --run runs/tiny --mtbf 8h
+  closeranks ckpt policy --jobs 16 --remote-bandwidth 2GB/s --picture policy.png
+  closeranks ckpt policy --mtbf 11min --json > policy.json
+
+It prints the interval for each place, the work lost per failure, the share of time lost against other habits, what is
+written and kept, what many jobs on one store do to each other, and a [checkpoint] table to paste into the job. The
+picture shows the same. Without options: a job of 24 hours on preemptible machines that fails every 3 hours.
+"""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)(?:/s)?")
+_SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+_SIZES["TiB"] = 2.0**40
+_BANDWIDTH, _REMOTE_BANDWIDTH = "1.5GB/s", "0.5GB/s"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("policy", help=HELP, short_help="How often to save, and what it costs.")(policy)
+
+
+def policy(
+    mtbf: Annotated[str, typer.Option(help="Between failures of the job: 3h, 90min.")] = "",
+    ranks: Annotated[int, typer.Option(min=0, help="Without --mtbf: as a fleet's jobs of so many ranks fail.")] = 0,
+    save_cost: Annotated[str, typer.Option(help="Training stands so long for a save; 0.05s.")] = "",
+    durable: Annotated[str, typer.Option(help="Until a save counts on the nearest disk; from --bandwidth.")] = "",
+    restart: Annotated[str, typer.Option(help="From a failure until training goes on; 60s.")] = "",
+    step: Annotated[str, typer.Option(help="One training step; 1s.")] = "",
+    state: Annotated[str, typer.Option(help="Size of the whole state; 14GB.")] = "",
+    bandwidth: Annotated[str, typer.Option(help="Of the nearest disk; 1.5GB/s.")] = "",
+    remote_bandwidth: Annotated[str, typer.Option(help="Of the store all jobs share; 0.5GB/s; 0B: none.")] = "",
+    price: Annotated[float, typer.Option(min=0, help="Of the store, per GB and month.")] = 0.023,
+    jobs: Annotated[int, typer.Option(min=1, help="Like this one, that share the store.")] = 1,
+    length: Annotated[str, typer.Option(help="Work to be done.")] = "24h",
+    machine_loss: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of failures that take the local disk with them.")
+    ] = 0.25,
+    drag: Annotated[float, typer.Option(min=0, max=1, help="Share of speed lost while a save's bytes move.")] = 0.01,
+    keep: Annotated[int, typer.Option(min=2, help="Checkpoints that stay in each place.")] = 3,
+    preemptible: Annotated[bool, typer.Option("--preemptible/--on-demand", help="Machines that may be taken.")] = True,
+    run: Annotated[Path | None, typer.Option(help="Take costs that this run measured.", metavar="RUN")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG.", metavar="OUT.png")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    from closeranks.plan.policy import Situation, policy_for
+
+    base = Situation(
+        price=price, num_jobs=jobs, machine_loss=machine_loss, drag=drag, keep_last=keep, is_preemptible=preemptible
+    )
+    given = Given(mtbf, ranks, length, save_cost, durable, restart, step, state, bandwidth, remote_bandwidth)
+    measured = _measured(run) if run is not None else Measured()
+    situation = _situation(base, given, measured)
+    _check_picture(picture)
+    found = policy_for(situation)
+    if picture is not None:
+        from closeranks.plan.policy_picture import draw_policy
+
+        draw_policy(found, picture)
+    if as_json:
+        _print_json(found)
+    else:
+        _print(found, measured, picture)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Words of the command line; empty where nothing was said."""
+
+    mtbf: str
+    ranks: int
+    length: str
+    save_cost: str
+    durable: str
+    restart: str
+    step: str
+    state: str
+    bandwidth: str
+    remote_bandwidth: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run tells of its saves; zeros where nothing was measured."""
+
+    num_saves: int = 0
+    stall_s: float = 0.0
+    durable_s: float = 0.0
+    transfer_s: float = 0.0
+    """From the first place to the second."""
+    state_bytes: float = 0.0
+    step_s: float = 0.0
+    num_ranks: int = 0
+    num_faults: int = 0
+    uptime_s: float = 0.0
+
+
+def _measured(run: Path) -> Measured:
+    from statistics import median
+
+    from closeranks.core.errors import UserError
+    from closeranks.core.events import Saved
+    from closeranks.telemetry.folder import RunFolder
+    from closeranks.telemetry.history import load_history
+    from closeranks.telemetry.recorder import read_events
+
+    metrics = RunFolder(run).metrics(0)
+    if not metrics.is_file():
+        raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")
+    events = [fields for fields, event in read_events(metrics) if isinstance(event, Saved)]
+    saves = [fields for fields in events if fields.get("tier", "primary") == "primary"]
+    if not saves:
+        raise UserError(f"{run} has saved nothing yet", "Give --save-cost and --durable instead of --run.")
+    history, durable_s = load_history(run), median(float(fields["seconds"]) for fields in saves)
+    far = [float(fields["seconds"]) - durable_s for fields in events if fields.get("tier") == "remote"]
+    counted = [step.seconds for step in history.steps if step.step not in history.first_steps]
+    return Measured(
+        num_saves=len(saves),
+        stall_s=median(float(fields.get("stall_s", fields["seconds"])) for fields in saves),
+        durable_s=durable_s,
+        transfer_s=max(0.0, median(far)) if far else 0.0,
+        state_bytes=float(max(fields["bytes"] for fields in saves)),
+        step_s=median(counted) if counted else 0.0,
+        num_ranks=history.started.world_size if history.started is not None else 1,
+        num_faults=len(history.restarts),
+        uptime_s=history.seconds,
+    )
+
+
+def _situation(base: Situation, given: Given, measured: Measured) -> Situation:
+    """The command line first, then the run, then the defaults."""
+    stall_s = _seconds("--save-cost", given.save_cost) if given.save_cost else measured.stall_s or base.stall_s
+    state_bytes = _positive("--state", given.state) if given.state else measured.state_bytes or base.state_bytes
+    if given.durable:
+        durable_s = _seconds("--durable", given.durable)
+    elif given.bandwidth or not measured.durable_s:
+        durable_s = state_bytes / _positive("--bandwidth", given.bandwidth or _BANDWIDTH)
+    else:
+        durable_s = measured.durable_s
+    if given.remote_bandwidth or not measured.transfer_s:
+        remote = _bytes("--remote-bandwidth", given.remote_bandwidth or _REMOTE_BANDWIDTH)
+    else:
+        remote = state_bytes / measured.transfer_s
+    return replace(
+        base,
+        mtbf_s=_mtbf_s(base, given, measured),
+        length_s=_seconds("--length", given.length),
+        state_bytes=state_bytes,
+        durable_s=max(durable_s, stall_s),
+        stall_s=stall_s,
+        restart_s=_seconds("--restart", given.restart) if given.restart else base.restart_s,
+        step_s=_seconds("--step", given.step) if given.step else measured.step_s or base.step_s,
+        remote_bytes_per_s=remote,
+    )
+
+
+def _mtbf_s(base: Situation, given: Given, measured: Measured) -> float:
+    """As given; else the fleet's and what the run lived through; else that of preemptible machines."""
+    from closeranks.facts.intervals import learned_mtbf_s, prior_mtbf_s
+
+    if given.mtbf:
+        return _seconds("--mtbf", given.mtbf)
+    num_ranks = given.ranks or measured.num_ranks
+    if num_ranks or not base.is_preemptible:
+        return learned_mtbf_s(prior_mtbf_s(num_ranks), measured.uptime_s, measured.num_faults)
+    return base.mtbf_s
+
+
+def _seconds(option: str, text: str) -> float:
+    from closeranks.checkpoint.config import seconds_of
+
+    try:
+        return seconds_of(text)
+    except ValueError:
+        raise _refusal(option, text, "is no span of time", "90s, 10min or 3h") from None
+
+
+def _bytes(option: str, text: str) -> float:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2] not in _SIZES:
+        raise _refusal(option, text, "is no number of bytes", "14GB, 512MiB or 1.5GB/s")
+    return float(match[1]) * _SIZES[match[2]]
+
+
+def _positive(option: str, text: str) -> float:
+    found = _bytes(option, text)
+    if not found:
+        raise _refusal(option, text, "is nothing at all", "14GB or 1.5GB/s")
+    return found
+
+
+def _refusal(option: str, text: str, what: str, example: str) -> Exception:
+    from closeranks.core.errors import UserError
+
+    return UserError(f"{option}: '{text}' {what}", f"Write it like {example}.")
+
+
+def _check_picture(picture: Path | None) -> None:
+    from closeranks.core.errors import SetupError
+
+    if picture is None:
+        return
+    if not picture.parent.is_dir():
+        raise SetupError(f"there is no folder {picture.parent} to draw into", "Make it, or name another.")
+    if picture.suffix.lower() != ".png":
+        raise SetupError(f"{picture} does not end in .png", "Pictures are drawn as PNG.")
+
+
+def _print_json(found: Policy) -> None:
+    import json
+    import math
+    from dataclasses import asdict
+
+    from closeranks.plan.policy import table_of
+
+    def plain(value: Any) -> Any:
+        """JSON knows no infinity: what never comes is null."""
+        if isinstance(value, dict):
+            return {key: plain(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    print(json.dumps(plain({**asdict(found), "waste": found.waste, "table": table_of(found)}), indent=1))
+
+
+def _print(found: Policy, measured: Measured, picture: Path | None) -> None:
+    from rich.console import Console
+
+    from closeranks.plan import policy_text
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 120
+    console.print(policy_text.headline(found, measured.num_saves), "", sep="\n", soft_wrap=True)
+    console.print(_table(policy_text.places(found)))
+    for title, remark, rows in policy_text.tables(found):
+        console.print("", title, sep="\n")
+        console.print(_table(rows))
+        if remark:
+            console.print(remark, soft_wrap=not console.is_terminal)
+    console.print("", policy_text.closing(found), sep="\n", soft_wrap=True)
+    if picture is not None:
+        console.print(f"\npicture: {picture}", soft_wrap=True)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table

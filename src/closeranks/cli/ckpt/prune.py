@@ -1,0 +1,124 @@
+"""``closeranks ckpt prune``: let old checkpoints go, without taking anything along that is still needed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from closeranks.checkpoint.collect import Folder, Keep, Removal
+    from closeranks.checkpoint.storage.protocol import Storage
+
+HELP = """Remove the checkpoints of a run that nobody needs any more, and what failed saves left behind.
+
+\b
+  closeranks ckpt prune runs/tiny --dry-run
+  closeranks ckpt prune runs/tiny --keep-last 5 --keep-every 1000
+  closeranks ckpt prune s3://bucket/run --keep-last 2 --keep-best 3
+
+The newest two always stay, and so does every file that a checkpoint which stays refers to. Nothing is asked: see what
+would go with --dry-run first. Refused while a run saves there. Exit status: 0 done, 2 something needs your hand.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("prune", help=HELP, short_help="Remove old checkpoints and what failed saves left.")(prune)
+
+
+def prune(
+    run: Annotated[str, typer.Argument(help="A run's folder, a folder of checkpoints, or a URL.", metavar="RUN")],
+    keep_last: Annotated[int, typer.Option(min=2, help="How many of the newest stay.")] = 3,
+    keep_every: Annotated[int, typer.Option(min=0, help="Those stay whose step is a multiple of this; 0: none.")] = 0,
+    keep_best: Annotated[int, typer.Option(min=0, help="How many of the best by evaluated loss stay.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    from closeranks.checkpoint.collect import Keep
+    from closeranks.checkpoint.storage.protocol import DeniedError, StorageError
+    from closeranks.core.errors import CheckpointError
+
+    try:
+        _prune(run, Keep(keep_last, keep_every, keep_best), dry_run)
+    except DeniedError as error:
+        raise CheckpointError(f"{run} cannot be pruned now: {error}") from error
+    except StorageError as error:
+        raise CheckpointError(
+            f"{run} could not be pruned: {error}", "What went is gone for good; try again."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Going:
+    """What goes of one folder."""
+
+    name: str
+    why: str
+    num_bytes: int
+
+
+def _prune(run: str, keep: Keep, dry_run: bool) -> None:
+    from closeranks.checkpoint import collect
+
+    storage = _root(run)
+    with nullcontext() if dry_run else storage.lock("closeranks ckpt prune"):
+        folders = collect.survey(storage)
+        committed = [folder.name for folder in folders if folder.holding is not None]
+        newest = max(committed, key=collect.age, default="")
+        what = collect.removal(folders, keep, newest, collect.named_by_latest(storage))
+        going = _going(storage, folders, what)
+        if not dry_run:
+            collect.remove(storage, what)
+    _say(going, len(committed) - len(what.checkpoints), dry_run)
+
+
+def _root(run: str) -> Storage:
+    """Where the run's checkpoints lie; refuses one checkpoint, since all of them would be meant."""
+    from closeranks.checkpoint.manifest import parse_folder
+    from closeranks.cli.ckpt.places import look
+    from closeranks.core.errors import CheckpointError
+
+    if parse_folder(run.rstrip("/").rpartition("/")[2]) is not None:
+        raise CheckpointError(
+            f"{run} is one checkpoint, and prune chooses among all of a run", "Name the run's folder."
+        )
+    return look(run).found[0].storage
+
+
+def _going(storage: Storage, folders: Sequence[Folder], what: Removal) -> list[Going]:
+    """By folder; one whose data others need frees little more than its manifest."""
+    from closeranks.checkpoint.manifest import MANIFEST
+
+    found: list[Going] = []
+    for folder in folders:
+        mine = [name for name in what.files if name.startswith(f"{folder.name}/")]
+        if folder.name in what.folders:
+            mine = [f"{folder.name}/{file}" for file in folder.files]
+        elif folder.name in what.checkpoints:
+            mine.append(f"{folder.name}/{MANIFEST}")
+        if folder.name in what.checkpoints:
+            why = "checkpoint" if folder.name in what.folders else "checkpoint; others still need files of it"
+        else:
+            why = "of no use to any checkpoint"
+        if mine or folder.name in what.folders:
+            found.append(Going(folder.name, why, sum(storage.size(name) for name in mine)))
+    return found
+
+
+def _say(going: Sequence[Going], num_left: int, dry_run: bool) -> None:
+    from closeranks.cli.ckpt.places import plain_table, size, stdout
+
+    if going:
+        table = plain_table("would go" if dry_run else "gone", "what", "frees", right=frozenset(("frees",)))
+        for row in going:
+            table.add_row(row.name, row.why, size(row.num_bytes))
+        stdout().print(table)
+    freed = size(sum(row.num_bytes for row in going))
+    stays = "1 checkpoint stays" if num_left == 1 else f"{num_left} checkpoints stay"
+    if not going:
+        typer.echo(f"Nothing to remove; {stays}.")
+    else:
+        typer.echo(f"\n{freed} would be freed; {stays}." if dry_run else f"\n{freed} freed; {stays}.")

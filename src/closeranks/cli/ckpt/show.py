@@ -1,0 +1,96 @@
+"""``closeranks ckpt show``: what does a checkpoint hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from closeranks.checkpoint.difference import Facts
+
+HELP = """Show what a checkpoint holds: every value of its tree, every tensor with shape, type and digest.
+
+\b
+  closeranks ckpt show runs/tiny
+  closeranks ckpt show runs/tiny/checkpoints/step-00000040 "model/*.weight"
+  closeranks ckpt show runs/tiny "*exp_avg*" --json
+
+Of a run, the checkpoint that it would resume from. The digest does not depend on the layout that saved the tensor.
+Reads the manifest only: `closeranks ckpt verify` reads the bytes.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("show", help=HELP, short_help="Show the values and tensors of a checkpoint.")(show)
+
+
+def show(
+    place: Annotated[str, typer.Argument(help="A run, one checkpoint, or a URL of those.", metavar="CHECKPOINT")],
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(help='Only tensors whose section/key matches, such as "model/*".', metavar="[PATTERN]..."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
+) -> None:
+    import json
+
+    from closeranks.checkpoint.difference import facts
+    from closeranks.cli.ckpt.places import matches, pick, size, stdout
+
+    found, manifest = pick(place)
+    tensors = {name: one for name, one in facts(manifest).items() if matches(name, patterns or [])}
+    if as_json:
+        rows = [_row(*name, one) for name, one in tensors.items()]
+        told = {"path": found.path, "state": found.state, "step": manifest.step, "layout": manifest.layout}
+        print(json.dumps({**told, "tree": manifest.tree, "tensors": rows}, indent=1))
+        return
+    console = stdout()
+    kind = "full" if manifest.is_full else f"refers to {len(manifest.referred())} files of earlier checkpoints"
+    console.print(f"{found.path}: step {manifest.step}, {size(manifest.num_bytes)}, {kind}, saved by {manifest.layout}")
+    if not patterns:
+        console.print("\ntree")
+        for line in _lines(manifest.tree):
+            console.print(f"  {line}", soft_wrap=True)
+    _print_tensors(tensors)
+
+
+def _print_tensors(tensors: dict[tuple[str, str], Facts]) -> None:
+    from closeranks.cli.ckpt.places import plain_table, shape_text, size, stdout
+
+    console = stdout()
+    for section in dict.fromkeys(section for section, _ in tensors):
+        held = {key: one for (of, key), one in tensors.items() if of == section}
+        total = sum(one.num_bytes for one in held.values())
+        console.print(f"\n{section}: {len(held)} tensors, {size(total)}")
+        table = plain_table("key", "shape", "dtype", "bytes", "digest", "chunks", right=frozenset(("bytes", "chunks")))
+        for key, one in held.items():
+            cells = (shape_text(one.shape), one.dtype, f"{one.num_bytes:,}", f"{one.digest:016x}")
+            table.add_row(f"  {key}", *cells, str(one.num_chunks))
+        console.print(table)
+    if not tensors:
+        console.print("\nno tensor matches")
+
+
+def _lines(value: Any, name: str = "") -> Iterator[str]:
+    """A tree of plain values, one line for each leaf, indented."""
+    if isinstance(value, dict) and value:
+        if name:
+            yield name
+        for key, one in value.items():
+            yield from (f"  {line}" if name else line for line in _lines(one, str(key)))
+    else:
+        yield f"{name} = {value}"
+
+
+def _row(section: str, key: str, one: Facts) -> dict[str, Any]:
+    return {
+        "section": section,
+        "key": key,
+        "shape": list(one.shape),
+        "dtype": one.dtype,
+        "num_bytes": one.num_bytes,
+        "digest": f"{one.digest:016x}",
+        "num_chunks": one.num_chunks,
+    }

@@ -1,0 +1,71 @@
+"""``closeranks ckpt verify``: is every byte what it was when it was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+HELP = """Read every byte of a run's checkpoints, or of one, and compare it with the digests taken when it was saved.
+
+\b
+  closeranks ckpt verify runs/tiny
+  closeranks ckpt verify runs/tiny/checkpoints/step-00000040
+  closeranks ckpt verify s3://bucket/runs/tiny --json
+
+Every finding names its checkpoint, file and tensor. Exit status: 0 all is sound, 1 damage was found, 2 nothing to
+verify.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("verify", help=HELP, short_help="Read every byte and name what is damaged.")(verify)
+
+
+def verify(
+    place: Annotated[
+        str, typer.Argument(help="A run, its checkpoints, one of them, or a URL of those.", metavar="RUN|PATH|URL")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON, for programs.")] = False,
+) -> None:
+    import json
+    import time
+    from dataclasses import asdict
+
+    from closeranks.checkpoint.verify import Seen, verify_all, work_bytes
+    from closeranks.cli.ckpt.places import look, size
+
+    catalogue, seen, started_at = look(place), Seen(), time.monotonic()
+    with _bar(work_bytes(catalogue)) as on_progress:
+        findings = verify_all(catalogue, on_progress, seen)
+    seconds = max(time.monotonic() - started_at, 1e-9)
+    damage = [finding for finding in findings if finding.is_damage]
+    num_sealed = sum(found.manifest is not None for found in catalogue)
+    if as_json:
+        told = {"num_checkpoints": num_sealed, "num_chunks": seen.num_chunks, "num_bytes": seen.num_bytes}
+        rows = [asdict(finding) for finding in findings]
+        print(json.dumps({**told, "seconds": seconds, "is_sound": not damage, "findings": rows}, indent=1))
+    else:
+        for finding in findings:
+            typer.echo(f"{'DAMAGED' if finding.is_damage else 'note   '}  {finding}")
+        what = f"{num_sealed} checkpoint{'' if num_sealed == 1 else 's'}, {seen.num_chunks:,} chunks"
+        rate = f"{size(seen.num_bytes)} in {seconds:.1f} s, {seen.num_bytes / seconds / 1e9:.2f} GB/s"
+        verdict = f"{len(damage)} damaged" if damage else "all sound"
+        typer.echo(f"{what}: {verdict} ({rate})")
+    if damage:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _bar(num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("verifying", total=num_bytes)
+        yield lambda done: progress.update(task, advance=done)

@@ -1,0 +1,306 @@
+"""How should a given job save: how often, to where, at what price, and what would other habits cost it?
+
+Pure: a situation in, a policy out; ``cli`` prints it and ``policy_picture`` draws it. The model is that of
+facts.intervals, facts.levels and facts.contention. Invariant: every alternative is judged in the same situation by the
+same formulas, and the policy's table holds only keys that a job file knows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from closeranks.facts.contention import Sharing, kind_period_s
+from closeranks.facts.hazards import Age, Bathtub, gain, periods_by_age
+from closeranks.facts.intervals import (
+    Level,
+    best_period_s,
+    daly,
+    efficiency_without_saves,
+    lost_s,
+    storage_cost,
+    waste,
+)
+from closeranks.facts.levels import Nesting, nest
+from closeranks.facts.spans import literal, words
+
+HOUR_S = 3600.0
+LOCAL, STORE, DISK = "local disk", "store", "disk"
+AUTO_MOST_S = 1800.0
+"""What ``every = "auto"`` stays below; a longer interval is written out."""
+COMPARED_JOBS = (1, 4, 16, 64)
+NOTICES_S = (30.0, 120.0)
+"""Warning that preemptible machines get before they go, at two large clouds."""
+_QUARTER_S = 900.0
+_TIMEOUT_S = 600.0
+"""The default of ``timeout_s``: it stays where four saves would fit into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A job and the machines it runs on."""
+
+    mtbf_s: float = 3 * HOUR_S
+    """Between failures of any kind."""
+    length_s: float = 24 * HOUR_S
+    """Work to be done."""
+    step_s: float = 1.0
+    state_bytes: float = 14e9
+    stall_s: float = 0.05
+    """Training stands so long for each save."""
+    durable_s: float = 14 / 1.5
+    """Until a save counts in the nearest place."""
+    restart_s: float = 60.0
+    """From a failure until training goes on: noticing, starting, loading."""
+    remote_bytes_per_s: float = 0.5e9
+    """Of the store that outlives machines, alone; 0: the job has one place only."""
+    num_jobs: int = 1
+    """Like this one, sharing the store (or the one place there is)."""
+    machine_loss: float = 0.25
+    """Share of failures after which the local disk is gone."""
+    drag: float = 0.01
+    """How much slower training runs while bytes move, as a share."""
+    price: float = 0.023
+    """Per GB and month."""
+    keep_last: int = 3
+    is_preemptible: bool = True
+
+    @property
+    def has_store(self) -> bool:
+        return self.remote_bytes_per_s > 0 and self.machine_loss > 0
+
+    @property
+    def transfer_s(self) -> float:
+        """One save to the shared place, alone on it."""
+        return self.state_bytes / self.remote_bytes_per_s if self.has_store else self.durable_s
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """A way to save, and what comes of it."""
+
+    name: str
+    period_s: float
+    """Work between saves; infinite: none."""
+    waste: float
+    lost_s: float
+    """Worked again per failure."""
+    takes_s: float
+    """The whole job on the clock, as expected; infinite where it never ends."""
+    num_saves: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """What so many jobs on one store come to."""
+
+    num_jobs: int
+    period_s: float
+    """Between one job's saves to the store."""
+    load: float
+    random_s: float
+    aligned_s: float
+    waste: float
+    aligned_waste: float
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What one place is given to write and to keep over the job."""
+
+    name: str
+    num_saves: float
+    written_bytes: float
+    kept_bytes: float
+    cost: float
+    """Of keeping it while the job runs; 0 for a disk that comes with the machine."""
+    monthly_cost: float
+    """Of leaving it there afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    situation: Situation
+    nesting: Nesting
+    lost_s: float
+    """Worked again per failure, over all kinds."""
+    habits: tuple[Habit, ...]
+    """The recommended one last."""
+    storage: tuple[Storage, ...]
+    crowds: tuple[Crowd, ...]
+    ages: tuple[Age, ...]
+    """Empty where machines are not preemptible."""
+    age_gain: float
+    """Share of the overhead of saving and redoing that following the machines' age would spare."""
+
+    @property
+    def waste(self) -> float:
+        return self.nesting.waste
+
+
+def policy_for(situation: Situation) -> Policy:
+    nesting = nesting_for(situation)
+    tub, first = Bathtub(), nesting.placed[0].level
+    ages = periods_by_age(tub, situation.mtbf_s, first.stall_s, first.floor_s) if situation.is_preemptible else ()
+    return Policy(
+        situation=situation,
+        nesting=nesting,
+        lost_s=_lost_s(nesting),
+        habits=_habits(situation, nesting),
+        storage=_storage(situation, nesting),
+        crowds=tuple(_crowd(situation, num) for num in sorted({*COMPARED_JOBS, situation.num_jobs})),
+        ages=ages,
+        age_gain=gain(tub) if ages else 0.0,
+    )
+
+
+def levels_of(situation: Situation, store_s: float | None = None) -> list[Level]:
+    """The places of a job, nearest first; ``store_s``: how long the shared one takes for a save, if not alone."""
+    transfer_s, num_jobs = situation.transfer_s, situation.num_jobs
+    taken_s = transfer_s if store_s is None else store_s
+    shared = Level(
+        name=STORE if situation.has_store else DISK,
+        mtbf_s=situation.mtbf_s / (situation.machine_loss if situation.has_store else 1.0),
+        stall_s=situation.drag * transfer_s,
+        durable_s=taken_s,
+        restart_s=situation.restart_s,
+        least_s=kind_period_s(transfer_s, num_jobs),
+    )
+    if not situation.has_store:
+        return [shared]
+    kept_share = 1 - situation.machine_loss
+    local = Level(
+        name=LOCAL,
+        mtbf_s=situation.mtbf_s / kept_share if kept_share else math.inf,
+        stall_s=situation.drag * situation.durable_s,
+        durable_s=situation.durable_s,
+        restart_s=situation.restart_s,
+    )
+    # The store is filled from the local disk's finished file.
+    return [local, replace(shared, durable_s=situation.durable_s + taken_s)]
+
+
+def nesting_for(situation: Situation) -> Nesting:
+    """How long a crowded store takes depends on how often it is used, and the other way round: settled in two turns."""
+    last = levels_of(situation)[-1]
+    period_s = max(daly(last.mtbf_s, last.stall_s), last.least_s)
+    for _ in range(2):
+        sharing = Sharing(situation.transfer_s, situation.num_jobs, period_s)
+        nesting = nest(levels_of(situation, sharing.random_s), copy_s=situation.stall_s)
+        period_s = nesting.placed[-1].period_s
+    return nesting
+
+
+def alone_in_the_store(situation: Situation, *, is_blocking: bool) -> Level:
+    """One place that outlives every failure, and nothing else: what a job has that saves in one way only."""
+    level, transfer_s = levels_of(situation)[-1], situation.transfer_s
+    stall_s = transfer_s if is_blocking else situation.stall_s + level.stall_s
+    period_s = max(daly(situation.mtbf_s, stall_s), level.least_s)
+    taken_s = Sharing(transfer_s, situation.num_jobs, period_s).random_s
+    stall_s = max(stall_s, taken_s) if is_blocking else stall_s
+    return replace(level, mtbf_s=situation.mtbf_s, stall_s=stall_s, durable_s=max(taken_s, stall_s))
+
+
+def _lost_s(nesting: Nesting) -> float:
+    rate = sum(place.level.rate for place in nesting.placed)
+    return sum(place.level.rate * lost_s(place.period_s, place.level) for place in nesting.placed) / rate
+
+
+def _habits(situation: Situation, nesting: Nesting) -> tuple[Habit, ...]:
+    blocking = alone_in_the_store(situation, is_blocking=True)
+    quiet = alone_in_the_store(situation, is_blocking=False)
+    kept = efficiency_without_saves(situation.length_s, situation.mtbf_s, situation.restart_s)
+    never_s = situation.length_s / kept if kept else math.inf
+    life_s = situation.mtbf_s * (1 - efficiency_without_saves(situation.length_s, situation.mtbf_s, 0.0))
+    rows = [
+        Habit("never", math.inf, 1 - kept, life_s, never_s, 0.0),
+        _habit(situation, "every 15 min, blocking", _QUARTER_S, blocking),
+        _habit(situation, "every 15 min", _QUARTER_S, quiet),
+        _habit(situation, "every step", situation.step_s, quiet),
+        _habit(situation, "best blocking", best_period_s(blocking), blocking),
+    ]
+    takes_s = situation.length_s / (1 - nesting.waste) if nesting.waste < 1 else math.inf
+    num_saves = situation.length_s / nesting.period_s
+    return (
+        *rows,
+        Habit("recommended", nesting.period_s, nesting.waste, _lost_s(nesting), takes_s, num_saves),
+    )
+
+
+def _habit(situation: Situation, name: str, period_s: float, level: Level) -> Habit:
+    share = waste(period_s, level)
+    takes_s = situation.length_s / (1 - share) if share < 1 else math.inf
+    return Habit(name, period_s, share, lost_s(period_s, level), takes_s, situation.length_s / period_s)
+
+
+def _storage(situation: Situation, nesting: Nesting) -> tuple[Storage, ...]:
+    rows = []
+    for place in nesting.placed:
+        num_saves = situation.length_s / place.period_s
+        kept = situation.state_bytes * min(situation.keep_last, max(1.0, num_saves))
+        price = 0.0 if place.level.name == LOCAL else situation.price
+        rows.append(
+            Storage(
+                name=place.level.name,
+                num_saves=num_saves,
+                written_bytes=situation.state_bytes * num_saves,
+                kept_bytes=kept,
+                cost=storage_cost(kept, price, situation.length_s),
+                monthly_cost=storage_cost(kept, price, 730 * HOUR_S),
+            )
+        )
+    return tuple(rows)
+
+
+def _crowd(situation: Situation, num_jobs: int) -> Crowd:
+    crowded = replace(situation, num_jobs=num_jobs)
+    nesting = nesting_for(crowded)
+    sharing = Sharing(situation.transfer_s, num_jobs, nesting.placed[-1].period_s)
+    return Crowd(
+        num_jobs=num_jobs,
+        period_s=sharing.period_s,
+        load=sharing.load,
+        random_s=sharing.random_s,
+        aligned_s=sharing.aligned_s,
+        waste=nesting.waste,
+        aligned_waste=_aligned(nesting, sharing).waste,
+    )
+
+
+def _aligned(nesting: Nesting, sharing: Sharing) -> Nesting:
+    """The same saves, by jobs that all make them at the same instant."""
+    *lower, far = nesting.placed
+    late_s = sharing.aligned_s - sharing.random_s
+    return replace(
+        nesting, placed=(*lower, replace(far, level=replace(far.level, durable_s=far.level.durable_s + late_s)))
+    )
+
+
+def table_of(policy: Policy) -> str:
+    """The policy as ``[checkpoint]``, ready for a job file."""
+    situation, nesting = policy.situation, policy.nesting
+    names = [place.level.name for place in nesting.placed]
+    lines = ["[checkpoint]"]
+    if nesting.period_s <= AUTO_MOST_S:
+        lines += [_line("every", '"auto"', f"about every {words(nesting.period_s)} here")]
+        lines += [_line("mtbf", f'"{literal(situation.mtbf_s)}"')]
+    else:
+        lines += [_line("every", f'"{literal(nesting.period_s)}"')]
+    if STORE in names and LOCAL not in names:
+        lines += [_line("folder", '"s3://BUCKET/RUN"', "straight to the store: a local copy does not pay")]
+    elif STORE in names:
+        far = nesting.placed[-1]
+        lines += [_line("remote", '"s3://BUCKET/RUN"', "your store")]
+        lines += [_line("remote_every", str(far.every), f"about every {words(far.period_s)}")]
+    lines += [_line("keep_last", str(situation.keep_last))]
+    slowest_s = max(place.level.durable_s for place in nesting.placed)
+    if 4 * slowest_s > _TIMEOUT_S:
+        lines += [_line("timeout_s", str(math.ceil(4 * slowest_s / 60) * 60))]
+    if situation.is_preemptible:
+        lines += [_line("resume", '"auto"', "the same command goes on where it was")]
+    return "\n".join(lines)
+
+
+def _line(key: str, value: str, remark: str = "") -> str:
+    text = f"{key} = {value}"
+    return f"{text:<30} # {remark}" if remark else text

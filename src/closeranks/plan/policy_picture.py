@@ -1,0 +1,226 @@
+"""What does saving more or less often come to? One picture of a policy.
+
+Left: the share of time lost against the interval, for three ways to save, each with its best interval marked. Right:
+what many jobs on one store do to it, and how the danger to a preemptible machine changes with its age. Invariant: the
+curves are the formulas of the policy at every point, and matplotlib is imported when a picture is drawn and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from closeranks.facts.contention import Sharing
+from closeranks.facts.hazards import Bathtub
+from closeranks.facts.intervals import best_period_s, waste
+from closeranks.facts.levels import waste_at
+from closeranks.facts.spans import words
+from closeranks.plan.policy import (
+    HOUR_S,
+    Policy,
+    alone_in_the_store,
+    levels_of,
+    nesting_for,
+)
+
+_INK = "#1f2933"
+_QUIET = "#7b8794"
+_GRID = "#dfe4ea"
+_BLOCKING, _QUIETLY, _NESTED = "#c2601a", "#2b6cb0", "#2f7d5b"
+_TICKS_S = (1, 10, 60, 600, 3600, 6 * 3600, 48 * 3600, 480 * 3600)
+_NUM_POINTS = 240
+_BEYOND = 20
+"""The axis goes on to so many times the best interval, so that there is room to name it."""
+_DPI = 130
+_MOST_JOBS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Share of time lost over intervals, and where it is least."""
+
+    name: str
+    color: str
+    periods_s: tuple[float, ...]
+    wastes: tuple[float, ...]
+    best_s: float
+    best_waste: float
+
+
+def curves_of(policy: Policy) -> tuple[Curve, ...]:
+    """Blocking and asynchronous saves to the place that outlives all failures, and the nesting if there are two."""
+    situation = policy.situation
+    blocking, quiet = (alone_in_the_store(situation, is_blocking=is_blocking) for is_blocking in (True, False))
+    longest_s = max(6 * HOUR_S, *(_BEYOND * best_period_s(level) for level in (blocking, quiet)))
+    periods_s = _between(max(1.0, situation.step_s), longest_s, _NUM_POINTS)
+    found = []
+    for name, color, level in (("blocking", _BLOCKING, blocking), ("asynchronous", _QUIETLY, quiet)):
+        best_s = best_period_s(level)
+        wastes = tuple(waste(period_s, level) for period_s in periods_s)
+        found.append(Curve(name, color, periods_s, wastes, best_s, waste(best_s, level)))
+    if len(policy.nesting.placed) > 1:
+        sharing = Sharing(situation.transfer_s, situation.num_jobs, policy.nesting.placed[-1].period_s)
+        levels = levels_of(situation, sharing.random_s)
+        wastes = tuple(waste_at(levels, period_s, situation.stall_s) for period_s in periods_s)
+        found.append(Curve("two levels", _NESTED, periods_s, wastes, policy.nesting.period_s, policy.waste))
+    return tuple(found)
+
+
+def _between(first: float, last: float, num: int) -> tuple[float, ...]:
+    """Evenly on a logarithmic scale."""
+    return tuple(first * (last / first) ** (place / (num - 1)) for place in range(num))
+
+
+def draw_policy(policy: Policy, path: Path) -> Path:
+    """Draw a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.4, 6.3))
+    FigureCanvasAgg(figure)
+    has_ages = bool(policy.ages)
+    _draw_curves(figure.add_axes((0.062, 0.105, 0.53, 0.695)), policy)
+    _draw_crowd(figure.add_axes((0.685, 0.515 if has_ages else 0.105, 0.29, 0.285 if has_ages else 0.695)), policy)
+    if has_ages:
+        _draw_ages(figure.add_axes((0.685, 0.105, 0.29, 0.25)), policy)
+    _draw_words(figure, policy)
+    unfinished = path.with_name(f".{path.name}")
+    figure.savefig(unfinished, dpi=_DPI, facecolor="white", format="png")
+    return unfinished.replace(path)
+
+
+def _draw_words(figure: Any, policy: Policy) -> None:
+    situation = policy.situation
+    title = f"Save every {words(policy.nesting.period_s)}"
+    if len(policy.nesting.placed) > 1:
+        title += f", and to the store every {words(policy.nesting.placed[-1].period_s)}"
+    lost = f"{_percent(policy.waste)} of the time is lost"
+    facts = (
+        f"a failure every {words(situation.mtbf_s)}",
+        f"{situation.state_bytes / 1e9:,.3g} GB of state",
+        f"{words(situation.stall_s)} of stall a save",
+        f"{words(situation.restart_s)} to start again",
+    )
+    figure.text(0.062, 0.944, title, fontsize=15, fontweight="bold", color=_INK, va="center")
+    figure.text(0.062, 0.898, "   ·   ".join(facts), fontsize=9.5, color=_QUIET, va="center")
+    figure.text(0.975, 0.944, lost, fontsize=13, fontweight="bold", color=_INK, va="center", ha="right")
+    again = f"{words(policy.lost_s)} of work done again per failure"
+    figure.text(0.975, 0.898, again, fontsize=9.5, color=_QUIET, va="center", ha="right")
+
+
+def _draw_curves(axes: Any, policy: Policy) -> None:
+    curves = curves_of(policy)
+    least = min(curve.best_waste for curve in curves)
+    for curve in curves:
+        axes.plot(curve.periods_s, curve.wastes, color=curve.color, linewidth=2.2, label=curve.name, zorder=3)
+        axes.plot(
+            [curve.best_s], [curve.best_waste], "o", color=curve.color, markersize=8, mec="white", mew=1.4, zorder=5
+        )
+    for curve, place in zip(curves, _label_places(curves), strict=True):
+        axes.annotate(
+            f"{curve.name}\n{words(curve.best_s)}: {_percent(curve.best_waste)}", (curve.best_s, curve.best_waste),
+            xytext=place, textcoords="offset points", ha="center", va="center", fontsize=9.5, color=curve.color,
+            fontweight="bold", linespacing=1.35, zorder=6,
+            bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
+        )  # fmt: skip
+    floor = policy.situation.restart_s / policy.situation.mtbf_s
+    last_s, bottom = curves[0].periods_s[-1], max(min(0.7 * least, 0.8 * floor), 0.25 * least)
+    if floor > bottom:
+        axes.axhline(floor, color=_QUIET, linewidth=0.9, linestyle=(0, (4, 3)), zorder=2)
+        _note(axes, 0.94 * last_s, floor * 1.06, "starting again alone", _QUIET, ha="right")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(curves[0].periods_s[0], last_s)
+    axes.set_ylim(bottom, 1.0)
+    ticks = [tick for tick in _TICKS_S if axes.get_xlim()[0] <= tick <= last_s]
+    axes.set_xticks(ticks, [words(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
+    shares = [share for share in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0) if axes.get_ylim()[0] <= share]
+    axes.set_yticks(shares, [f"{100 * share:g} %" for share in shares])
+    axes.set_yticks([], minor=True)
+    _dress(axes, "time lost, by the interval between saves")
+
+
+def _label_places(curves: Sequence[Curve]) -> list[tuple[float, float]]:
+    """Beside the marks, in points: the worst above its curve, the best below, so that no two meet."""
+    order = sorted(range(len(curves)), key=lambda place: -curves[place].best_waste)
+    places = {order[0]: (0.0, 34.0), order[-1]: (0.0, -34.0)}
+    for place in order[1:-1]:
+        places[place] = (78.0, -24.0)
+    return [places[place] for place in range(len(curves))]
+
+
+def _draw_crowd(axes: Any, policy: Policy) -> None:
+    """Until a save is in the store, over how many jobs share it, and the interval that this leaves."""
+    situation = policy.situation
+    counts = range(1, max(_MOST_JOBS, situation.num_jobs) + 1)
+    periods_s = [nesting_for(replace(situation, num_jobs=count)).placed[-1].period_s for count in counts]
+    shared = [Sharing(situation.transfer_s, *pair) for pair in zip(counts, periods_s, strict=True)]
+    labels = ("between a job's saves", "until stored, all jobs in step", "until stored, each at its own time")
+    axes.plot(counts, periods_s, color=_INK, linewidth=1.6, linestyle=(0, (1, 1.4)), label=labels[0])
+    axes.plot(counts, [one.aligned_s for one in shared], color=_BLOCKING, linewidth=2.2, label=labels[1])
+    axes.plot(counts, [one.random_s for one in shared], color=_QUIETLY, linewidth=2.2, label=labels[2])
+    for sharing in shared:
+        if sharing.num_jobs == situation.num_jobs:
+            axes.plot([sharing.num_jobs], [sharing.random_s], "o", color=_QUIETLY, markersize=7, mec="white", mew=1.2)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = [2**power for power in range(0, counts[-1].bit_length(), 2)]
+    axes.set_xticks(ticks, [f"{tick} job{'' if tick == 1 else 's'}" if tick < 16 else str(tick) for tick in ticks])
+    axes.set_xlim(1, counts[-1] * 1.02)
+    bottom, top = 0.6 * situation.transfer_s, 8.0 * periods_s[-1]
+    axes.set_ylim(bottom, top)
+    spans = [tick for tick in (1, 5, 30, 120, 600, 3600, 6 * 3600) if bottom <= tick <= top]
+    axes.set_yticks(spans, [words(tick) for tick in spans])
+    axes.set_yticks([], minor=True)
+    _dress(axes, "many jobs, one store")
+    axes.legend(loc="upper left", frameon=False, fontsize=8.5, labelcolor=_INK, handlelength=1.6, borderaxespad=0.1)
+
+
+def _draw_ages(axes: Any, policy: Policy) -> None:
+    tub = Bathtub()
+    edges = [tub.life_s * place / 480 for place in range(481)]
+    hours = [edge / HOUR_S for edge in edges[:-1]]
+    danger = [tub.relative(first, last) for first, last in pairwise(edges)]
+    axes.fill_between(hours, danger, 0.01, color="#e7eef6", linewidth=0)
+    axes.plot(hours, danger, color=_QUIETLY, linewidth=2.0)
+    for age in policy.ages:
+        middle = (age.first_s + age.last_s) / 2 / HOUR_S
+        if age.last_s - age.first_s > 12 * HOUR_S:
+            _note(axes, middle, 0.09, f"save every {words(age.period_s)}", ha="center")
+    first, last = policy.ages[0], policy.ages[-1]
+    _note(axes, 1.6, 4.4, f"first hour: {words(first.period_s)}")
+    _note(axes, 22.2, 12.0, f"last hour: {words(last.period_s)}", ha="right")
+    axes.set_yscale("log")
+    axes.set_ylim(0.01, 60)
+    axes.set_xlim(0, 24)
+    axes.set_xticks((0, 6, 12, 18, 24), ("0", "6 h", "12 h", "18 h", "24 h"))
+    axes.set_yticks((0.01, 0.1, 1, 10), ("0.01", "0.1", "1", "10"))
+    axes.set_yticks([], minor=True)
+    _dress(axes, "danger by a machine's age (mean = 1)")
+
+
+def _note(axes: Any, x: float, y: float, text: str, color: str = _INK, ha: str = "left") -> None:
+    axes.text(x, y, text, fontsize=8.5, color=color, ha=ha, va="bottom")
+
+
+def _dress(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=_INK, pad=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        axes.spines[side].set_color("#c3cbd4")
+    axes.grid(True, which="major", color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_QUIET, labelsize=8.5, length=3)
+
+
+def _percent(share: float) -> str:
+    """24 %, 7.5 %, 2.0 %, 0.34 %."""
+    percent = 100 * share
+    if percent >= 9.95:
+        return f"{percent:.0f} %"
+    return f"{percent:.1f} %" if percent >= 0.95 else f"{percent:.2g} %"

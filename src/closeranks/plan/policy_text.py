@@ -1,0 +1,143 @@
+"""How is a policy told in words and rows?
+
+Pure: a policy in, sentences and cells out; ``cli`` draws them. Invariant: no figure without the unit or the column that
+says what it counts, and no assumption that is not said.
+"""
+
+from __future__ import annotations
+
+import math
+
+from closeranks.facts.intervals import lost_s
+from closeranks.facts.spans import words
+from closeranks.plan.policy import LOCAL, NOTICES_S, STORE, Policy, table_of
+
+Rows = list[tuple[str, ...]]
+"""The first is the heading."""
+_FOR_EVER_S = 1e10
+
+
+def headline(policy: Policy, num_measured: int = 0) -> str:
+    situation = policy.situation
+    job = f"{words(situation.length_s)} of work on {'preemptible' if situation.is_preemptible else 'lasting'} machines"
+    source = f"measured in {num_measured} saves" if num_measured else "assumed"
+    return (
+        f"{job}, a failure every {words(situation.mtbf_s)}: save every {words(policy.nesting.period_s)}; "
+        f"{share(policy.waste)} of the time is lost.\n"
+        f"A save ({size(situation.state_bytes)}) stalls training for {words(situation.stall_s)} and counts after "
+        f"{words(situation.durable_s)} ({source}); starting again takes {words(situation.restart_s)}."
+    )
+
+
+def places(policy: Policy) -> Rows:
+    rows: Rows = [
+        ("place", "save every", "counts after", "needed every", "redo per failure", "saves", "written", "kept", "cost")
+    ]
+    for place, stored in zip(policy.nesting.placed, policy.storage, strict=True):
+        level = place.level
+        rows.append(
+            (
+                level.name, words(place.period_s), words(level.durable_s), words(level.mtbf_s),
+                words(lost_s(place.period_s, level)), f"{stored.num_saves:,.0f}", size(stored.written_bytes),
+                size(stored.kept_bytes), f"${stored.cost:.2f}" if stored.cost or level.name != LOCAL else "-",
+            )
+        )  # fmt: skip
+    return rows
+
+
+def tables(policy: Policy) -> list[tuple[str, str, Rows]]:
+    """Title, remark below (or none) and rows of each further table."""
+    habits = "Against other habits" + (", saving to the store alone" if policy.situation.has_store else "")
+    found = [(habits, "", _habits(policy)), ("Many such jobs on one store", _crowd_remark(), _crowds(policy))]
+    if policy.ages:
+        found.append(("By the age of machines that all began together", _age_remark(policy), _ages(policy)))
+    return found
+
+
+def _habits(policy: Policy) -> Rows:
+    rows: Rows = [("", "save every", "time lost", "redo per failure", "the job takes", "saves")]
+    for habit in policy.habits:
+        is_saving = math.isfinite(habit.period_s)
+        takes = f"{habit.takes_s / 3600:,.1f} h" if habit.takes_s < _FOR_EVER_S else "for ever"
+        rows.append(
+            (
+                habit.name, words(habit.period_s) if is_saving else "-", share(habit.waste), words(habit.lost_s), takes,
+                f"{habit.num_saves:,.0f}",
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _crowds(policy: Policy) -> Rows:
+    rows: Rows = [("jobs", "save every", "store in use", "stored after", "time lost", "in step: after", "time lost")]
+    for crowd in policy.crowds:
+        mark = " *" if crowd.num_jobs == policy.situation.num_jobs else "  "
+        rows.append(
+            (
+                f"{crowd.num_jobs}{mark}", words(crowd.period_s), share(crowd.load), words(crowd.random_s),
+                share(crowd.waste), words(crowd.aligned_s), share(crowd.aligned_waste),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _crowd_remark() -> str:
+    return (
+        "* is this one. The store shares its bandwidth fairly among the saves under way; each job saves at its own "
+        "time, or all in step."
+    )
+
+
+def _ages(policy: Policy) -> Rows:
+    rows: Rows = [("age", "danger", "save every")]
+    for age in policy.ages:
+        hours = f"{age.first_s / 3600:.0f} to {age.last_s / 3600:.0f} h"
+        rows.append((hours, f"{age.danger:.2g} x", words(age.period_s)))
+    return rows
+
+
+def _age_remark(policy: Policy) -> str:
+    return (
+        f"An assumed bathtub for machines that live a day. Following it would spare {share(policy.age_gain)} of what "
+        'saving and redoing cost; every = "auto" keeps one interval.'
+    )
+
+
+def closing(policy: Policy) -> str:
+    parts = []
+    dropped = policy.nesting.dropped
+    if dropped:
+        parts.append(f"A copy on the {' and the '.join(dropped)} would cost more than it saves here, and is left out.")
+    monthly = sum(row.monthly_cost for row in policy.storage)
+    parts.append(f"What stays of the checkpoints costs ${monthly:.2f} a month at ${policy.situation.price:g} per GB.")
+    if policy.situation.is_preemptible:
+        parts.append(_notice(policy))
+    return "\n".join([*parts, "", "Recommended:", "", table_of(policy)])
+
+
+def _notice(policy: Policy) -> str:
+    """Whether a last save is through before a machine that was given notice is gone."""
+    last_s = policy.nesting.placed[-1].level.durable_s
+    place = "in the store" if policy.nesting.placed[-1].level.name == STORE else "on disk"
+    fits = [notice_s for notice_s in NOTICES_S if last_s <= notice_s]
+    said = " and ".join(words(notice_s) for notice_s in (fits or NOTICES_S))
+    verdict = f"within a notice of {said}" if fits else f"too late for a notice of {said}"
+    return f"A last save on SIGTERM is {place} after {words(last_s)}: {verdict}."
+
+
+def share(part: float) -> str:
+    """1.5%, 24%, 99.7%, over 99.9%."""
+    percent = 100 * part
+    if 99 <= percent < 100:
+        return f"{percent:.1f}%" if percent < 99.9 else "over 99.9%"
+    if percent >= 9.95:
+        return f"{percent:.0f}%"
+    return f"{percent:.1f}%" if percent >= 0.95 else f"{percent:.2g}%"
+
+
+def size(num_bytes: float) -> str:
+    """14 GB, 8.7 TB; decimal, as stores are priced."""
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} B"

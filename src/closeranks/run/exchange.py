@@ -1,0 +1,172 @@
+"""How do weights get from our checkpoints to Hugging Face's folders, and from there to us?
+
+Both ways are streams, tensor by tensor, and both end in a folder that appears whole or not at all. Invariants: weights
+are never changed but for the format that was asked for; what comes in is a checkpoint that ``checkpoint.weights`` takes
+and a job that fits it, not a state to resume; a model that either side cannot hold is refused before a byte is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from closeranks import __version__
+from closeranks.checkpoint.catalogue import FOLDER
+from closeranks.checkpoint.weights.index import read_json
+from closeranks.checkpoint.weights.open import OURS, kind_of, open_weights
+from closeranks.checkpoint.weights.ours import OurWeights, open_ours
+from closeranks.checkpoint.weights.protocol import Weights, bands
+from closeranks.checkpoint.weights.shards import Going, Nobody, Watcher, going, write_json, write_shards
+from closeranks.checkpoint.weights.taking import save_weights
+from closeranks.core.config.toml import format_value
+from closeranks.core.errors import CheckpointError, ModelError
+from closeranks.core.pieces import Piece
+from closeranks.facts.llama import LlamaShape, parameter_shapes
+from closeranks.models.config import LlamaConfig
+from closeranks.models.hub import Match, hf_config, llama_table, match, max_len_of
+from closeranks.run.job import Job
+from closeranks.run.whole_folder import whole_folder
+
+CONFIG = "config.json"
+NOBODY = Nobody()
+_PUBLISHED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""What a publisher says of weights that no shape tells: kept with an import, given back by an export."""
+_SEQ_LEN = 2048
+"""Of a job that was made for imported weights, where theirs is longer: a context of 128k is nobody's first try."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What came of it."""
+
+    source: str
+    place: Path
+    num_tensors: int
+    num_bytes: int
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What a person should know, one sentence each."""
+
+
+# Out
+
+
+def export_hf(place: str, out: Path, *, dtype: str = "", shard_bytes: int, watcher: Watcher = NOBODY) -> Moved:
+    """Write the newest sound checkpoint of a place as a folder that transformers loads. ``dtype`` empty: as saved."""
+    weights = open_ours(place)
+    shape, max_len = _saved_llama(weights)
+    found = match(parameter_shapes(shape), weights.names(), {}, weights.path)
+    tensors = going(weights, found.names, getattr(torch, dtype) if dtype else None)
+    total = sum(tensor.num_bytes for tensor in tensors)
+    config = hf_config(shape, max_len=max_len, dtype=_main_dtype(tensors))
+    config |= {key: value for key, value in (weights.tree.get("hub") or {}).items() if key in _PUBLISHED}
+    with whole_folder(out) as folder:
+        watcher.begin("writing", total)
+        files = write_shards(folder, weights, tensors, shard_bytes, watcher.advance)
+        write_json(folder / CONFIG, config)
+    notes = ("No tokenizer is written: put the one that the data was read with beside it.",)
+    return Moved(weights.path, out, len(tensors), total, tuple(files), (*weights.notes, *notes))
+
+
+def _saved_llama(weights: OurWeights) -> tuple[LlamaShape, int]:
+    config: Mapping[str, Any] = weights.tree.get("config") or {}
+    table = config.get("model") or {}
+    if table.get("name", "") != "llama":
+        what = f"{weights.path} holds the model '{table.get('name')}', and Hugging Face's folders are for a Llama alone"
+        raise ModelError(what, "Read its tensors with safetensors: a checkpoint's data files are such files.")
+    try:
+        shape = LlamaConfig.model_validate(table).shape()
+    except ValidationError as error:
+        raise CheckpointError(f"{weights.path} describes its model in a way this version does not know") from error
+    return shape, int((config.get("data") or {}).get("seq_len") or 2048)
+
+
+def _main_dtype(tensors: list[Going]) -> str:
+    """The format of most bytes: what transformers is told to load it in."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+
+
+# In
+
+
+def import_hf(place: str, out: Path, *, watcher: Watcher = NOBODY) -> Moved:
+    """Make a run folder of published weights: a checkpoint of step 0 that holds them, and a job that starts from it."""
+    config = _published_config(place)
+    weights = open_weights(place)
+    table = llama_table(config, f"{_folder_of(place)}/{CONFIG}")
+    shape = LlamaConfig.model_validate(table).shape()
+    ties = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
+    found = match(parameter_shapes(shape), weights.names(), ties, weights.path)
+    _check_doubles(weights, found)
+    tensors = going(weights, found.names)
+    total = sum(tensor.num_bytes for tensor in tensors)
+    job = _job(table, config, out)
+    with whole_folder(out) as folder:
+        tree = {
+            "config": job.model_dump(mode="json"),
+            "hub": {key: config[key] for key in _PUBLISHED if key in config},
+            "versions": {"closeranks": __version__, "torch": torch.__version__},
+        }
+        save_weights(str(folder / FOLDER), weights, tensors, tree, watcher)
+        (folder / "job.toml").write_text(_job_text(table, job))
+    notes = (f"The tokenizer stays where it is, in {_folder_of(place)}.",)
+    return Moved(weights.path, out, len(tensors), total, (), (*weights.notes, *notes))
+
+
+def _folder_of(place: str) -> Path:
+    path = Path(place.removeprefix("file://"))
+    return path if path.is_dir() else path.parent
+
+
+def _published_config(place: str) -> dict[str, Any]:
+    """Before the weights are opened: a folder that is not what it should be is refused for what it lacks."""
+    if kind_of(place) == OURS:
+        raise CheckpointError(f"{place} is a checkpoint of ours already", "Name it as checkpoint.weights.")
+    return read_json(_folder_of(place) / CONFIG)
+
+
+def _check_doubles(weights: Weights, found: Match) -> None:
+    """An output projection that is stored beside the embedding it is tied to must be that embedding."""
+    for name, double in found.doubles.items():
+        first = found.names[name]
+        for band in bands(Piece.whole(first, tuple(weights.names()[first])), weights.dtype(first).itemsize):
+            if not torch.equal(weights.read(first, band.piece), weights.read(double, band.piece)):
+                what = f"'{double}' and '{first}' differ in {weights.path}, and its config ties them"
+                raise CheckpointError(what, "Set tie_word_embeddings to false in config.json if both are meant.")
+
+
+def _job(table: Mapping[str, Any], config: Mapping[str, Any], out: Path) -> Job:
+    return Job.model_validate(
+        {
+            "model": dict(table),
+            "data": {"name": "text", "seq_len": min(max_len_of(config), _SEQ_LEN)},
+            "train": {"steps": 100, "global_batch": 8},
+            "checkpoint": {"weights": str(out.absolute())},
+        }
+    )
+
+
+def _job_text(table: Mapping[str, Any], job: Job) -> str:
+    """A job file with what the weights fix, and a start for the rest."""
+    data, train = job.data, job.train
+    lines = [
+        "# The model of imported weights, and a job that goes on from them. What is under data and train is a start:"
+    ]
+    lines += [
+        "# the text is read as bytes, so bring data in the tokens that the weights were trained on.",
+        "",
+        "[model]",
+    ]
+    lines += [f"{key} = {format_value(value)}" for key, value in table.items()]
+    lines += ["", "[data]", f"name = {format_value(data.name)}", f"seq_len = {data.seq_len}"]
+    lines += ["", "[train]", f"steps = {train.steps}", f"global_batch = {train.global_batch}"]
+    lines += ["", "[checkpoint]", f"weights = {format_value(job.checkpoint.weights)}", ""]
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""From which checkpoint does a run go on?
+
+The newest that every rank can read whole. A torn, corrupt or missing one is passed over by all ranks together, with a
+word, for the one before it; what only the job can mend (another model, other data) is refused at once. Invariant: after
+``resume`` all ranks hold the state of the same checkpoint, or all of them raised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from closeranks.checkpoint.catalogue import find
+from closeranks.checkpoint.reader import CheckpointReader
+from closeranks.checkpoint.storage.open import open_storage
+from closeranks.checkpoint.storage.protocol import StorageError
+from closeranks.checkpoint.weights.open import open_weights
+from closeranks.core.errors import CheckpointError
+from closeranks.run.parts import Parts
+from closeranks.run.saving import place_of
+from closeranks.run.state import check_fits, restore_state
+from closeranks.run.weights import load_weights
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a run begins."""
+
+    step: int = 0
+    path: str = ""
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What a person should know of it: checkpoints that were passed over and why, whose weights were taken."""
+
+
+def restore(parts: Parts, folder: Path) -> Origin:
+    """The state that the job says to begin with, put into the parts: a checkpoint's, or fresh with given weights."""
+    origin = resume(parts, folder)
+    weights = parts.job.checkpoint.weights
+    if origin is not None or not weights:
+        return origin or Origin()
+    opened = open_weights(weights)
+    return Origin(notes=(f"the weights are those of {opened.path}", *load_weights(parts, opened)))
+
+
+def resume(parts: Parts, folder: Path) -> Origin | None:
+    """Put the state back that ``checkpoint.resume`` names; None where there is nothing to go on from, and may be."""
+    config = parts.job.checkpoint
+    if not config.resume:
+        return None
+    is_auto = config.resume == AUTO
+    place = place_of(parts, folder) if is_auto else config.resume
+    candidates = _share_candidates(parts, place, config.remote)
+    passed: list[str] = []
+    for url, name in candidates:
+        found = _try(parts, url, name)
+        reasons = [text for text in parts.groups.world.gather_text(found.problem) if text]
+        if not reasons:
+            assert found.reader is not None
+            return Origin(found.step, found.reader.path, found.reader.tree, tuple(passed))
+        passed.append(f"{name} was passed over: {reasons[0]}")
+    if is_auto and not candidates:
+        return None
+    raise CheckpointError(
+        f"there is no sound checkpoint at {place}" + "".join(f"; {text}" for text in passed),
+        "Name a run folder or a checkpoint of an earlier run.",
+    )
+
+
+def _share_candidates(parts: Parts, place: str, remote: str) -> list[tuple[str, str]]:
+    """Rank 0 looks, so that all ranks try the same ones in the same order."""
+    text = ""
+    if parts.world.is_lead:
+        also = [remote] if remote else []
+        text = json.dumps([(found.storage.url, found.name) for found in find(place, also).candidates()])
+    shared: list[tuple[str, str]] = json.loads(parts.groups.world.share_text(text))
+    return shared
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    reader: CheckpointReader | None
+    step: int
+    problem: str
+
+
+def _try(parts: Parts, url: str, name: str) -> _Attempt:
+    """Damage is a problem to be told; a state that does not fit the job raises, on every rank alike."""
+    try:
+        reader = CheckpointReader(open_storage(url), name)
+    except (CheckpointError, StorageError) as error:
+        return _Attempt(None, 0, _sentence(error))
+    step = check_fits(parts, reader)
+    try:
+        reader.check_files()
+        restore_state(parts, reader)
+    except (CheckpointError, StorageError) as error:
+        return _Attempt(reader, step, _sentence(error))
+    return _Attempt(reader, step, "")
+
+
+def _sentence(error: CheckpointError | StorageError) -> str:
+    return error.what if isinstance(error, CheckpointError) else str(error)

@@ -1,0 +1,71 @@
+"""How does a run start from weights that somebody else trained?
+
+Each rank reads its own pieces of its own parameters, band by band, straight into their memory. Invariants: no rank
+makes a tensor that is larger than what it holds; weights that do not fit the model, by a name, a shape or a format,
+are refused before the first value is copied; tied names that are stored twice must agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from closeranks.checkpoint.weights.protocol import Weights, bands
+from closeranks.core.errors import CheckpointError
+from closeranks.models.hub import Match, match
+from closeranks.run.parts import Parts
+from closeranks.run.state import Kept, kept
+
+
+def load_weights(parts: Parts, weights: Weights) -> tuple[str, ...]:
+    """Put weights into the parts, every rank its own; every rank calls it. Returns what a person should know."""
+    found = match(parts.applied.shapes, weights.names(), _ties(parts), weights.path)
+    own = list(kept(parts))
+    for one in own:
+        _check_format(one, weights, found)
+    with torch.no_grad():
+        for one in own:
+            _fill(one, weights, found.names[one.piece.name])
+            if one.piece.name in found.doubles:
+                _compare(one, weights, found.doubles[one.piece.name])
+    return weights.notes
+
+
+def _ties(parts: Parts) -> dict[str, str]:
+    """Every further name of a tied parameter, and its first. Only those who hold it know: stages tell each other."""
+    own = {alias: held.piece.name for held in parts.applied.held for alias in held.aliases}
+    stages = parts.groups.pipeline
+    told: list[dict[str, str]] = [json.loads(text) for text in stages.gather_text(json.dumps(own))]
+    return {alias: name for one in told for alias, name in one.items()}
+
+
+def _check_format(one: Kept, weights: Weights, found: Match) -> None:
+    name = found.names[one.piece.name]
+    stored, held = weights.dtype(name), one.tensor.dtype
+    is_alike = stored.is_floating_point == held.is_floating_point and stored.is_complex == held.is_complex
+    if stored != held and (not is_alike or stored.itemsize == 1):
+        short, wanted = (str(dtype).removeprefix("torch.") for dtype in (stored, held))
+        what = f"'{name}' in {weights.path} is stored as {short}, which is no plain number for {wanted}"
+        raise CheckpointError(what, "Use weights that are not quantised.")
+
+
+def _fill(one: Kept, weights: Weights, name: str) -> None:
+    for target, part in _parts_of(one, weights, name):
+        target.copy_(part)
+
+
+def _compare(one: Kept, weights: Weights, name: str) -> None:
+    for target, part in _parts_of(one, weights, name):
+        if not torch.equal(target.cpu(), part):
+            what = f"'{name}' and '{one.piece.name}' differ in {weights.path}, and the model ties them"
+            raise CheckpointError(what, "Set model.tied = false, or leave one of them out of the weights.")
+
+
+def _parts_of(one: Kept, weights: Weights, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's tensor band by band, and what the weights have for it, in its own format."""
+    for band in bands(one.piece, max(one.tensor.element_size(), weights.dtype(name).itemsize)):
+        target = one.tensor.narrow(0, band.first, band.length) if one.tensor.ndim else one.tensor
+        yield target, weights.read(name, band.piece, one.tensor.dtype)

@@ -1,0 +1,52 @@
+"""How does a folder appear whole or not at all?
+
+It is filled under another name beside its own and renamed when it is done. Invariants: what stands in the place already
+is never touched; whatever ends the filling early, an error or Ctrl-C, leaves nothing behind. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from closeranks.core.errors import SetupError
+
+
+@contextmanager
+def whole_folder(place: Path) -> Iterator[Path]:
+    """A folder to fill; it is ``place`` once the block ends well."""
+    refuse_taken(place)
+    place = place.absolute()
+    rising = place.with_name(f".{place.name}.{os.getpid()}.unfinished")
+    try:
+        rising.mkdir(parents=True)
+        yield rising
+        _sync(rising)
+        rising.rename(place)
+        _sync(place.parent)
+    except OSError as error:
+        shutil.rmtree(rising, ignore_errors=True)
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        fix = "Name a place that you can write to and that has room."
+        raise SetupError(f"{place} cannot be written: {reason}", fix) from error
+    except BaseException:
+        shutil.rmtree(rising, ignore_errors=True)
+        raise
+
+
+def refuse_taken(place: Path) -> None:
+    """Before hours of work: an empty folder may be filled, anything else stays as it is."""
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise SetupError(f"{place} is there already, and is not overwritten", "Name another place, or remove it first.")
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,330 @@
+"""What is captured is what was there at ``begin``, whatever kind of memory it lay in, and training keeps its pace."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from closeranks.checkpoint import capture as room
+from closeranks.checkpoint.background import Background
+from closeranks.checkpoint.buffer import Buffer, populate
+from closeranks.checkpoint.capture import Capture, Captured, Item
+from closeranks.checkpoint.digests import crc32c
+from closeranks.checkpoint.manifest import CHUNK_BYTES
+from closeranks.checkpoint.sources import Straight, elements, plan
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+
+
+def item(key: str, tensor: Tensor, **options: object) -> Item:
+    return Item("model", key, Piece.whole(key, tuple(tensor.shape)), tensor, **options)  # type: ignore[arg-type]
+
+
+class Gate:
+    """A background whose jobs begin when the test says so."""
+
+    def __init__(self) -> None:
+        self.background = Background("test")
+        self._open = threading.Event()
+        self.background.do(self._open.wait)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.open()
+    made.background.close()
+
+
+def outcome(captured: list[Captured], gate: Gate) -> Captured:
+    gate.background.drain()
+    return captured.pop()
+
+
+def stored(found: Captured) -> dict[str, bytes]:
+    """By key: what lies in the buffer, each chunk checked against its digest."""
+    assert not found.problem
+    with mmap.mmap(found.fd, os.fstat(found.fd).st_size, access=mmap.ACCESS_READ) as memory:
+        values: dict[str, bytes] = {}
+        offset = 0
+        for chunk in found.chunks:
+            data = memory[offset : offset + chunk.num_bytes]
+            assert crc32c(data) == chunk.crc32c
+            values[chunk.key] = values.get(chunk.key, b"") + data
+            offset += chunk.num_bytes
+    return values
+
+
+def raw(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def kinds() -> dict[str, Tensor]:
+    """Every kind of memory a state may lie in."""
+    flat = torch.arange(1000, dtype=torch.float32)
+    return {
+        "float32": torch.randn(7, 5),
+        "bfloat16": torch.randn(3, 3).bfloat16(),
+        "bool": torch.tensor([True, False, True]),
+        "int64": torch.arange(5),
+        "float8": torch.randn(9).to(torch.float8_e4m3fn),
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(4, 6).t(),
+        "strided": torch.arange(40)[::3],
+        "narrowed": torch.randn(6, 8)[:, 2:5],
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "first view": flat[:300].view(30, 10),
+        "second view": flat[300:],
+        "parameter": torch.nn.Parameter(torch.randn(2, 2)),
+    }
+
+
+@pytest.mark.parametrize("is_steady", [True, False])
+def test_every_kind_of_tensor_arrives_as_it_is(gate: Gate, is_steady: bool) -> None:
+    capture, captured = Capture(gate.background), list[Captured]()
+    gate.open()
+    tensors = kinds()
+    capture.begin([item(key, tensor, is_steady=is_steady) for key, tensor in tensors.items()], captured.append)
+    capture.join()
+    found = stored(outcome(captured, gate))
+    assert found == {key: raw(tensor.detach()) for key, tensor in tensors.items()}
+    capture.close()
+
+
+def test_elements_lie_aligned_in_the_buffer() -> None:
+    for slot in plan([item(key, tensor) for key, tensor in kinds().items()]).slots:
+        if slot.chunk.dtype != "complex64":
+            assert slot.offset % kinds()[slot.chunk.key].element_size() == 0
+
+
+def test_a_range_of_strided_memory_is_copied_without_the_rest() -> None:
+    tensor = torch.arange(24).view(4, 6).t()
+    flat = tensor.contiguous().view(-1)
+    for first in range(24):
+        for last in range(first, 25):
+            assert torch.equal(elements(tensor, first, last).view(torch.int64), flat[first:last])
+
+
+def test_what_forward_may_change_is_copied_at_once_and_the_rest_before_join(gate: Gate) -> None:
+    """The copy has not begun when both change: what was steady by promise is taken too late, and that is the proof
+    that it is taken in the background."""
+    steady, unsteady = torch.zeros(100), torch.zeros(100)
+    capture, captured = Capture(gate.background), list[Captured]()
+    capture.begin([item("steady", steady), item("unsteady", unsteady, is_steady=False)], captured.append)
+    steady.fill_(1.0)
+    unsteady.fill_(1.0)
+    gate.open()
+    capture.join()
+    found = stored(outcome(captured, gate))
+    assert found == {"steady": raw(torch.ones(100)), "unsteady": raw(torch.zeros(100))}
+    capture.close()
+
+
+def trained(steps_before_join: int) -> tuple[bytes, bytes]:
+    """State changed ``steps_before_join`` times while it is copied, and again after ``join``: what it was, and what
+    was captured of it (without looking at digests)."""
+    gate = Gate()
+    state = torch.randn(CHUNK_BYTES // 4 + 1000)
+    before = raw(state)
+    capture, captured = Capture(gate.background), list[Captured]()
+    capture.begin([item("w", state)], captured.append)
+    for _ in range(steps_before_join):
+        state.add_(1.0)
+    gate.open()
+    (state[:100] @ state[:100]).item()
+    capture.join()
+    state.mul_(-3.0)
+    gate.background.drain()
+    found = captured.pop()
+    with mmap.mmap(found.fd, sum(chunk.num_bytes for chunk in found.chunks), access=mmap.ACCESS_READ) as memory:
+        result = before, memory[:]
+    gate.background.close()
+    capture.close()
+    return result
+
+
+def test_the_values_are_those_before_the_optimizer_came() -> None:
+    before, captured = trained(steps_before_join=0)
+    assert captured == before
+
+
+def test_changing_the_state_before_join_would_be_seen() -> None:
+    """The control of the test above."""
+    before, captured = trained(steps_before_join=1)
+    assert captured != before
+
+
+def test_memory_that_changes_between_digest_and_copy_is_found(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.zeros(1000)
+
+    def digest_then_change(data: memoryview, value: int = 0) -> int:
+        found = crc32c(data, value)
+        state.fill_(7.0)
+        return found
+
+    monkeypatch.setattr(room, "crc32c", digest_then_change)
+    capture, captured = Capture(gate.background), list[Captured]()
+    gate.open()
+    capture.begin([item("w", state)], captured.append)
+    capture.join()
+    with pytest.raises(AssertionError):
+        stored(outcome(captured, gate))
+    capture.close()
+
+
+def test_the_buffer_is_kept_and_grows(gate: Gate) -> None:
+    capture, captured = Capture(gate.background), list[Captured]()
+    gate.open()
+    fds = set()
+    for size in (10, 3 << 20, 5, 9 << 20):
+        tensor = torch.arange(size, dtype=torch.int32)
+        capture.warm([item("w", tensor)])
+        capture.begin([item("w", tensor)], captured.append)
+        capture.join()
+        found = outcome(captured, gate)
+        fds.add(found.fd)
+        assert stored(found) == {"w": raw(tensor)}
+        assert all(chunk.num_bytes <= CHUNK_BYTES for chunk in found.chunks)
+    assert len(fds) == 1
+    capture.close()
+
+
+def test_holders_capture_their_shares_and_together_all(gate: Gate) -> None:
+    tensor, small = torch.randn(3 << 20), torch.randn(10)
+    gate.open()
+    parts: list[dict[str, bytes]] = []
+    for holder in range(3):
+        capture, captured = Capture(gate.background), list[Captured]()
+        both = [item(key, value, holder=holder, num_holders=3) for key, value in (("w", tensor), ("b", small))]
+        capture.begin(both, captured.append)
+        capture.join()
+        parts.append(stored(outcome(captured, gate)))
+        capture.close()
+    assert {part["w"] for part in parts} == {raw(third) for third in tensor.chunk(3)}
+    assert [part["b"] for part in parts if "b" in part] == [raw(small)]
+
+
+def test_a_copy_that_fails_reaches_nobody_but_the_report(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(buffer: Buffer, num_bytes: int) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Buffer, "reserve", no_memory)
+    capture, captured = Capture(gate.background), list[Captured]()
+    capture.begin([item("w", torch.zeros(3))], captured.append)
+    gate.open()
+    assert capture.join() >= 0.0
+    assert "No space left on device" in outcome(captured, gate).problem
+    assert capture.join() == 0.0
+    capture.close()
+
+
+def test_items_that_cannot_be_saved_are_refused_by_name(gate: Gate) -> None:
+    capture = Capture(gate.background)
+    wrong = Item("model", "w", Piece.whole("w", (4,)), torch.zeros(3))
+    with pytest.raises(CheckpointError, match=r"model/w is \(3,\) where \(4,\)"):
+        capture.begin([wrong], lambda captured: None)
+    with pytest.raises(CheckpointError, match="model/q cannot be saved"):
+        capture.begin([item("q", torch.empty(3, dtype=torch.bits8))], lambda captured: None)
+    capture.close()
+
+
+def test_join_tells_how_long_it_waited(gate: Gate) -> None:
+    capture, captured = Capture(gate.background), list[Captured]()
+    capture.begin([item("w", torch.zeros(3))], captured.append)
+    threading.Timer(0.2, gate.open).start()
+    assert capture.join() >= 0.15
+    assert not outcome(captured, gate).problem
+    capture.close()
+
+
+def test_pages_are_given_their_memory_ahead(gate: Gate) -> None:
+    buffer = Buffer()
+    assert buffer.reserve(8 << 20)
+    assert not buffer.reserve(5)
+    before = os.fstat(buffer.fd).st_blocks
+    assert populate(buffer.bytes, threading.Event())
+    assert (before, os.fstat(buffer.fd).st_blocks * 512) == (0, 8 << 20)
+    stopped = threading.Event()
+    stopped.set()
+    assert not populate(buffer.bytes, stopped)
+    buffer.close()
+
+
+def test_straight_from_memory_the_digests_are_the_same(gate: Gate) -> None:
+    items = [item(key, tensor) for key, tensor in kinds().items()] + [item("large", torch.randn(9 << 20))]
+    capture, captured = Capture(gate.background), list[Captured]()
+    gate.open()
+    capture.begin(items, captured.append)
+    capture.join()
+    straight = Straight(items)
+    assert straight.chunks() == outcome(captured, gate).chunks
+    assert [crc32c(straight(n)) for n in range(len(straight.chunks()))] == [c.crc32c for c in straight.chunks()]
+    capture.close()
+
+
+class Pace:
+    """How much of the time a loop in pure Python could go on: on a processor, or ready to be. What is missing, it
+    waited for the interpreter's lock. Whoever else uses this machine makes no difference to it."""
+
+    def __init__(self) -> None:
+        self._began_at, self._before_s = time.perf_counter(), self._ready_s()
+
+    def share(self) -> float:
+        return (self._ready_s() - self._before_s) / (time.perf_counter() - self._began_at)
+
+    def _ready_s(self) -> float:
+        """Nanoseconds on a processor, nanoseconds in the queue for one, and a count."""
+        running, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+        return (int(running) + int(queued)) / 1e9
+
+
+def pace_beside_a_copy(gate: Gate) -> float:
+    """The best of two copies of 96 MiB; the first one, which faults pages in, does not count."""
+    state = [item(f"w{n}", torch.ones(8 << 20)) for n in range(3)]
+    capture, captured, shares = Capture(gate.background), list[Captured](), list[float]()
+    for _ in range(3):
+        capture.begin(state, captured.append)
+        task, pace, turns = capture._task, Pace(), 0
+        assert task is not None
+        while not task.is_taken.is_set():
+            for _ in range(100):
+                turns += 1
+        shares.append(pace.share())
+        capture.join()
+        assert not outcome(captured, gate).problem
+    capture.close()
+    return max(shares[1:])
+
+
+def test_python_keeps_its_pace_while_the_copy_runs(gate: Gate) -> None:
+    gate.open()
+    assert pace_beside_a_copy(gate) >= 0.8
+
+
+@pytest.mark.parametrize("keeps_lock", [False, True])
+def test_a_copy_that_kept_the_lock_would_be_felt(gate: Gate, monkeypatch: pytest.MonkeyPatch, keeps_lock: bool) -> None:
+    """The control of the test above: a digest that sleeps, once as a good neighbour and once with the lock in hand."""
+    libc = ctypes.PyDLL(None) if keeps_lock else ctypes.CDLL(None)
+
+    def slow(data: memoryview, value: int = 0) -> int:
+        libc.usleep(20_000)
+        return crc32c(data, value)
+
+    monkeypatch.setattr(room, "crc32c", slow)
+    gate.open()
+    assert (pace_beside_a_copy(gate) >= 0.8) is not keeps_lock

@@ -1,0 +1,201 @@
+"""Captures from a device: the training stream waits for the copy, the host does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from closeranks.checkpoint.background import Background
+from closeranks.checkpoint.buffer import Buffer
+from closeranks.checkpoint.capture import Capture, Captured, Item
+from closeranks.checkpoint.sources import Straight
+from closeranks.core.pieces import Piece
+
+from .test_capture import item, kinds, raw, stored
+from .test_saver import WAIT_S, make, read
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def background() -> Iterator[Background]:
+    made = Background("test")
+    yield made
+    made.close()
+
+
+def on_device() -> dict[str, torch.Tensor]:
+    """Every kind of memory, on the device; one tensor stays with the CPU."""
+    moved = {key: tensor.detach().to("cuda") for key, tensor in kinds().items() if key != "int64"}
+    moved["transposed"] = torch.randn(4, 6, device="cuda").t()
+    moved["strided"] = torch.arange(40, device="cuda")[::3]
+    moved["large"] = torch.randn(20 << 20, device="cuda")
+    moved["large rows"] = torch.randn(3000, 3001, device="cuda")[:, 1:]
+    return {**moved, "int64": kinds()["int64"]}
+
+
+def captured_of(capture: Capture, background: Background, items: list[Item]) -> Captured:
+    found: list[Captured] = []
+    capture.begin(items, found.append)
+    capture.join()
+    background.drain()
+    return found.pop()
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_every_kind_of_tensor_arrives_as_it_is(
+    background: Background, monkeypatch: pytest.MonkeyPatch, pins: bool
+) -> None:
+    """Where CUDA refuses to pin shared memory, by way of a second buffer."""
+    if not pins:
+        monkeypatch.setattr(Buffer, "pin", lambda buffer: False)
+    capture, tensors = Capture(background), on_device()
+    items = [item(key, tensor) for key, tensor in tensors.items()]
+    capture.warm(items)
+    found = captured_of(capture, background, items)
+    assert stored(found) == {key: raw(tensor.detach().cpu()) for key, tensor in tensors.items()}
+    assert capture._buffer.is_pinned is pins
+    assert capture._buffer.bytes.is_pinned() is pins
+    assert Straight(items).chunks() == found.chunks
+    capture.close()
+
+
+def test_the_buffer_grows_and_stays_pinned(background: Background) -> None:
+    capture = Capture(background)
+    for size in (1000, 30 << 20, 10):
+        tensor = torch.randn(size, device="cuda")
+        assert stored(captured_of(capture, background, [item("w", tensor)])) == {"w": raw(tensor.cpu())}
+        assert capture._buffer.bytes.is_pinned()
+    capture.close()
+
+
+def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, bytes]:
+    """A state that training changes, right after ``join`` or without it: what it was, what became of it, and what was
+    captured. Behind a long queue of work the copy has not begun when the change is asked for."""
+    state = torch.randn(64 << 20, device="cuda")
+    before = raw(state.cpu())
+    capture, found = Capture(background), list[Captured]()
+    capture.warm([item("w", state)])
+    background.drain()
+    gate = threading.Event()
+    if not is_joined:
+        background.do(gate.wait)
+    matrix = torch.randn(8192, 8192, device="cuda")
+    for _ in range(5):
+        matrix @ matrix
+    capture.begin([item("w", state)], found.append)
+    if is_joined:
+        capture.join()
+    state.neg_()
+    gate.set()
+    capture.join()
+    background.drain()
+    values = stored(found.pop())["w"]
+    capture.close()
+    return before, raw(state.cpu()), values
+
+
+def test_the_training_stream_waits_for_the_copy(background: Background) -> None:
+    before, after, values = changed(background, is_joined=True)
+    assert before != after
+    assert values == before
+
+
+def test_a_change_before_join_would_be_seen(background: Background) -> None:
+    """The control of the test above."""
+    before, _, values = changed(background, is_joined=False)
+    assert values != before
+
+
+def test_what_forward_may_change_is_copied_at_once(background: Background) -> None:
+    counter = torch.zeros(1000, device="cuda")
+    capture, found = Capture(background), list[Captured]()
+    gate = threading.Event()
+    background.do(gate.wait)
+    capture.begin([item("n", counter, is_steady=False)], found.append)
+    counter.add_(1.0)
+    gate.set()
+    capture.join()
+    background.drain()
+    assert stored(found.pop()) == {"n": raw(torch.zeros(1000))}
+    capture.close()
+
+
+def test_a_saver_saves_from_a_device_both_ways(tmp_path: Path) -> None:
+    state = torch.randn(3000, 1000, device="cuda")
+    before = state.cpu()
+    saver = make(tmp_path)
+    whole = Item("model", "w", Piece.whole("w", (3000, 1000)), state)
+    saver.warm([whole])
+    saver.take(1, [whole], {})
+    saver.join()
+    state.zero_()
+    saver.wait(WAIT_S)
+    assert torch.equal(read(tmp_path, "step-00000001", "w"), before)
+    saver.save_now(2, [whole], {})
+    assert torch.equal(read(tmp_path, "step-00000002", "w"), torch.zeros(3000, 1000))
+    saver.close()
+
+
+class Loop:
+    """Steps of matrix products, about ten milliseconds each, and an optimizer that changes the state after each."""
+
+    def __init__(self) -> None:
+        self.state = [torch.randn(64 << 20, device="cuda") for _ in range(8)]
+        self._matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def run(self, capture: Capture | None, items: list[Item], found: list[Captured]) -> tuple[float, float]:
+        """Seconds of thirty steps, with a capture at the first, and what ``join`` waited on the host."""
+        torch.cuda.synchronize()
+        began_at, waited_s = time.perf_counter(), 0.0
+        for step in range(30):
+            if capture is not None and step == 0:
+                capture.begin(items, found.append)
+            for _ in range(6):
+                self._matrix @ self._matrix
+            if capture is not None:
+                waited_s += capture.join()
+            for tensor in self.state:
+                tensor.mul_(1.0001)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began_at, waited_s
+
+
+def test_the_stall_is_a_small_part_of_a_blocking_copy(
+    background: Background, record_property: Callable[[str, object], None]
+) -> None:
+    """2 GiB: what a capture adds to the loop, beside what copying with the loop at rest takes. Interleaved rounds."""
+    capture, loop, found = Capture(background), Loop(), list[Captured]()
+    items = [item(f"w{number}", tensor) for number, tensor in enumerate(loop.state)]
+    capture.warm(items)
+    background.drain()
+    added_s, waited_s, blocking_s = [], [], []
+    for number in range(6):
+        alone_s, _ = loop.run(None, items, found)
+        beside_s, join_s = loop.run(capture, items, found)
+        background.drain()
+        assert not found[-1].problem
+        began_at = time.perf_counter()
+        for tensor in loop.state:
+            tensor.cpu()
+        if number:  # the first round warms up
+            added_s.append(beside_s - alone_s)
+            waited_s.append(join_s)
+            blocking_s.append(time.perf_counter() - began_at)
+    figures = {
+        "added_ms": 1000 * median(added_s),
+        "host_waited_ms": 1000 * median(waited_s),
+        "blocking_copy_ms": 1000 * median(blocking_s),
+        "copy_and_digest_ms": 1000 * median(one.seconds for one in found[1:]),
+    }
+    for name, value in figures.items():
+        record_property(name, round(value, 2))
+    print({name: round(value, 2) for name, value in figures.items()})
+    assert median(added_s) < median(blocking_s) / 2
+    capture.close()
