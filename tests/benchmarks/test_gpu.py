@@ -56,6 +56,7 @@ def test_it_runs_without_a_gpu() -> None:
     assert not closing["met"]
 
 
+@pytest.mark.slow
 def test_the_baseline_can_be_left_out() -> None:
     sizes = ("--preset", "tiny", "--seq-len", "8", "--batch", "1", "--rounds", "1", "--steps", "1", "--warmup", "1")
     figures = run_script("gpu.py", *sizes, "--no-compile", "--no-baseline", "--data", "text")["figures"]

@@ -37,6 +37,7 @@ def test_a_mode_that_did_not_train_is_not_compared() -> None:
     assert not agreement({"none": []})["losses_agree"]
 
 
+@pytest.mark.slow
 def test_it_runs_without_a_gpu() -> None:
     closing = run_script("gpu_recompute.py", "--device", "cpu", "--quick")
     figures = closing["figures"]["tiny"]

@@ -107,7 +107,7 @@ def test_a_team_that_breaks_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "pipeline")) for name in ROWS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ROWS])
 def test_all_contenders_of_a_row_train_the_same(name: str) -> None:
     closing = run_script("layouts.py", "--row", name, "--quick")
     found = closing["figures"][name]

@@ -70,6 +70,7 @@ def test_the_goal_is_the_long_rows(figures: dict[str, Any], met: bool) -> None:
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_all_contenders_train_the_same() -> None:
     sizes = ("--row", "short", "--preset", "tiny", "--seq-len", "8", "--batch", "2", "--rounds", "2", "--block", "3")
     closing = run_script("overhead.py", *sizes)

@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -122,11 +122,11 @@ def test_a_range_of_strided_memory_is_copied_without_the_rest() -> None:
 
 def test_what_forward_may_change_is_copied_at_once_and_the_rest_before_join(gate: Gate) -> None:
     """The copy has not begun when both change: what was steady by promise is taken too late, and that is the proof
-    that it is taken in the background."""
+    that it is taken in the background. Changed behind torch's back, which would notice."""
     steady, unsteady = torch.zeros(100), torch.zeros(100)
     capture, captured = Capture(gate.background), list[Captured]()
     capture.begin([item("steady", steady), item("unsteady", unsteady, is_steady=False)], captured.append)
-    steady.fill_(1.0)
+    steady.numpy().fill(1.0)
     unsteady.fill_(1.0)
     gate.open()
     capture.join()
@@ -136,15 +136,15 @@ def test_what_forward_may_change_is_copied_at_once_and_the_rest_before_join(gate
 
 
 def trained(steps_before_join: int) -> tuple[bytes, bytes]:
-    """State changed ``steps_before_join`` times while it is copied, and again after ``join``: what it was, and what
-    was captured of it (without looking at digests)."""
+    """State changed ``steps_before_join`` times while it is copied (behind torch's back, which would notice), and again
+    after ``join``: what it was, and what was captured of it (without looking at digests)."""
     gate = Gate()
     state = torch.randn(CHUNK_BYTES // 4 + 1000)
     before = raw(state)
     capture, captured = Capture(gate.background), list[Captured]()
     capture.begin([item("w", state)], captured.append)
     for _ in range(steps_before_join):
-        state.add_(1.0)
+        state.data.add_(1.0)
     gate.open()
     (state[:100] @ state[:100]).item()
     capture.join()
@@ -174,7 +174,7 @@ def test_memory_that_changes_between_digest_and_copy_is_found(gate: Gate, monkey
 
     def digest_then_change(data: memoryview, value: int = 0) -> int:
         found = crc32c(data, value)
-        state.fill_(7.0)
+        state.numpy().fill(7.0)  # behind torch's back: not even the counter of changes tells
         return found
 
     monkeypatch.setattr(room, "crc32c", digest_then_change)
@@ -182,8 +182,110 @@ def test_memory_that_changes_between_digest_and_copy_is_found(gate: Gate, monkey
     gate.open()
     capture.begin([item("w", state)], captured.append)
     capture.join()
+    found = outcome(captured, gate)
+    assert not found.problem
     with pytest.raises(AssertionError):
-        stored(outcome(captured, gate))
+        stored(found)
+    capture.close()
+
+
+def changed_by(change: Callable[[], object], items: list[Item], gate: Gate) -> Captured:
+    """Captured while ``change`` happens after ``begin`` and before the copy."""
+    capture, captured = Capture(gate.background), list[Captured]()
+    capture.begin(items, captured.append)
+    change()
+    gate.open()
+    capture.join()
+    found = outcome(captured, gate)
+    if not found.problem:
+        stored(found)
+    capture.close()
+    return found
+
+
+@pytest.mark.parametrize("is_by_base", [False, True])
+def test_a_change_before_join_is_a_problem_that_names_the_tensor(gate: Gate, is_by_base: bool) -> None:
+    flat = torch.zeros(100)
+    view, other = flat[10:20], torch.zeros(5)
+    changed = flat if is_by_base else view
+    found = changed_by(lambda: changed.add_(1.0), [item("other", other), item("view", view)], gate)
+    assert found == Captured(problem="'view' changed while it was copied")
+
+
+def test_a_change_while_it_is_copied_is_a_problem(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.zeros(1000)
+
+    def digest_then_change(data: memoryview, value: int = 0) -> int:
+        state.fill_(7.0)
+        return crc32c(data, value)
+
+    monkeypatch.setattr(room, "crc32c", digest_then_change)
+    assert changed_by(lambda: None, [item("w", state)], gate).problem == "'w' changed while it was copied"
+
+
+def test_a_change_after_join_is_none(gate: Gate) -> None:
+    state = torch.zeros(1000)
+    capture, captured = Capture(gate.background), list[Captured]()
+    gate.open()
+    for _ in range(3):
+        capture.begin([item("w", state)], captured.append)
+        capture.join()
+        state.add_(1.0)
+        assert not outcome(captured, gate).problem
+    capture.close()
+
+
+def test_forward_and_backward_raise_no_alarm(gate: Gate) -> None:
+    """Parameters and an optimizer's slices that are views of one flat tensor; gradients and statistics change."""
+    flat = torch.randn(30)
+    weight, bias = (torch.nn.Parameter(flat[:20].view(4, 5)), torch.nn.Parameter(torch.zeros(4)))
+    weight.data, bias.data = flat[:20].view(4, 5), flat[20:24]
+    mean = torch.zeros(4)
+    with torch.inference_mode():
+        frozen = torch.randn(3)
+
+    def step() -> None:
+        out = torch.nn.functional.linear(torch.randn(8, 5), weight, bias)
+        mean.copy_(out.detach().mean(0))
+        out.sum().backward()
+
+    tensors = {"weight": weight, "bias": bias, "slice": flat[12:24], "frozen": frozen}
+    items = [item(key, tensor) for key, tensor in tensors.items()] + [item("mean", mean, is_steady=False)]
+    assert not changed_by(step, items, gate).problem
+    assert weight.grad is not None
+
+
+def test_a_parameter_that_gets_other_memory_is_saved_as_it_was(gate: Gate) -> None:
+    weight = torch.nn.Parameter(torch.zeros(10))
+    capture, captured = Capture(gate.background), list[Captured]()
+    capture.begin([item("w", weight)], captured.append)
+    weight.data = torch.ones(10)
+    gate.open()
+    capture.join()
+    assert stored(outcome(captured, gate)) == {"w": raw(torch.zeros(10))}
+    capture.close()
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_a_thread_there_is_nothing_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    background = Background("test")
+    capture = Capture(background)
+    with monkeypatch.context() as no_threads:
+        no_threads.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            capture.begin([item("w", torch.zeros(3))], lambda captured: None)
+    assert capture._task is None
+    assert capture.join() == 0.0
+    captured = list[Captured]()
+    capture.begin([item("w", torch.zeros(3))], captured.append)  # there are threads again
+    capture.join()
+    background.close()
+    assert not captured.pop().problem
+    with pytest.raises(RuntimeError, match="closed"):
+        background.do(lambda: None)
     capture.close()
 
 

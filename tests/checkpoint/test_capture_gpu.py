@@ -77,7 +77,8 @@ def test_the_buffer_grows_and_stays_pinned(background: Background) -> None:
 
 def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, bytes]:
     """A state that training changes, right after ``join`` or without it: what it was, what became of it, and what was
-    captured. Behind a long queue of work the copy has not begun when the change is asked for."""
+    captured. Behind a long queue of work the copy has not begun when the change is asked for, behind torch's back,
+    which would notice."""
     state = torch.randn(64 << 20, device="cuda")
     before = raw(state.cpu())
     capture, found = Capture(background), list[Captured]()
@@ -92,7 +93,7 @@ def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, byte
     capture.begin([item("w", state)], found.append)
     if is_joined:
         capture.join()
-    state.neg_()
+    state.data.neg_()
     gate.set()
     capture.join()
     background.drain()
@@ -111,6 +112,49 @@ def test_a_change_before_join_would_be_seen(background: Background) -> None:
     """The control of the test above."""
     before, _, values = changed(background, is_joined=False)
     assert values != before
+
+
+@pytest.mark.parametrize("is_sent_off", [False, True])
+def test_a_change_before_join_is_a_problem(background: Background, is_sent_off: bool) -> None:
+    """Before the copies are asked of the device, or after that and before they are done."""
+    state = torch.randn(64 << 20, device="cuda")
+    capture, found, gate = Capture(background), list[Captured](), threading.Event()
+    capture.warm([item("w", state)])
+    background.drain()
+    if not is_sent_off:
+        background.do(gate.wait)
+    matrix = torch.randn(8192, 8192, device="cuda")
+    for _ in range(5):
+        matrix @ matrix
+    capture.begin([item("w", state)], found.append)
+    task = capture._task
+    assert task is not None
+    if is_sent_off:
+        task.is_taken.wait()
+    state.neg_()
+    gate.set()
+    capture.join()
+    background.drain()
+    assert found.pop().problem == "'w' changed while it was copied"
+    capture.close()
+
+
+def test_a_change_after_join_is_none_while_the_device_still_copies(background: Background) -> None:
+    state = torch.randn(64 << 20, device="cuda")
+    capture = Capture(background)
+    capture.warm([item("w", state)])
+    background.drain()
+    matrix = torch.randn(8192, 8192, device="cuda")
+    for _ in range(3):
+        found = list[Captured]()
+        for _ in range(5):
+            matrix @ matrix
+        capture.begin([item("w", state)], found.append)
+        capture.join()
+        state.neg_()
+        background.drain()
+        assert not found.pop().problem
+    capture.close()
 
 
 def test_what_forward_may_change_is_copied_at_once(background: Background) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from closeranks.checkpoint import wire
-from closeranks.checkpoint.courier import Courier
-from closeranks.checkpoint.order import Report, Settings
+from closeranks.checkpoint.courier import Courier, Flight
+from closeranks.checkpoint.order import Report, Settings, encode_report
 from tests.checkpoint.saving import assert_loads, kinds, memfd, order, settings
 
 pytestmark = pytest.mark.world
@@ -163,6 +163,29 @@ def test_a_writer_that_is_stuck_is_given_up(tmp_path: Path) -> None:
         assert kinds(reports) == ["failed", "released"]
         assert "no sign of life for 1 s" in reports[0].what
         assert kinds(send(one, 3)) == ["written", "released", "committed"]
+
+
+def test_a_lane_at_work_does_not_hide_one_that_is_stuck(tmp_path: Path) -> None:
+    one = Courier(settings(tmp_path / "near", remote=str(tmp_path / "far")), patience_s=5.0)
+    now = time.monotonic()
+    one._flights = {f"token-{step}": Flight(order(step)[0], now - 4.0) for step in (1, 2, 3)}
+
+    def silent_s() -> list[int]:
+        return [round(time.monotonic() - flight.heard_at) for flight in one._flights.values()]
+
+    one._hear(wire.Message({"beat": "token-1"}, None))
+    assert silent_s() == [0, 0, 0], "those in the queue wait for the one at work"
+    one._hear(wire.Message({"passed": "token-1"}, None))
+    for flight in one._flights.values():
+        flight.heard_at = now - 4.0
+    one._hear(wire.Message({"beat": "token-1"}, None))
+    assert silent_s() == [0, 4, 4]
+    one._hear(wire.Message({"report": encode_report(Report("written", "token-1", 1, "remote"))}, None))
+    one._hear(wire.Message({"done": "token-1"}, None))
+    assert silent_s() == [4, 4]
+    for flight in one._flights.values():
+        flight.heard_at = now - 6.0
+    assert [report.save for report in one.poll() if report.kind == "released"] == ["token-2", "token-3"]
 
 
 def test_waiting_for_other_ranks_is_a_sign_of_life(tmp_path: Path) -> None:

@@ -7,19 +7,26 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from closeranks.checkpoint import writing
 from closeranks.checkpoint.capture import Item
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.checkpoint.order import Report, Settings
+from closeranks.checkpoint.order import Order, Report, Settings
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.checkpoint.saver import Saver
 from closeranks.checkpoint.storage.open import open_storage
+from closeranks.core.errors import SetupError
 from closeranks.core.pieces import Piece
+from closeranks.run.proof import Record
 from closeranks.testing import run_world
+
+from .test_capture import refuse
 
 WAIT_S = 60.0
 
@@ -94,6 +101,142 @@ def test_items_that_cannot_be_saved_are_a_report(saver: Saver) -> None:
     assert kinds(reports, "token-0") == ["failed", "released"]
     assert "model/w is (3,)" in reports[0].what
     assert not saver.is_busy
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_type_that_no_checkpoint_holds_is_told_at_take_and_not_before(saver: Saver) -> None:
+    wrong = items(torch.zeros(3, dtype=torch.complex32))
+    saver.warm(wrong)
+    assert saver.poll() == []
+    saver.take(1, wrong, {})
+    reports = saver.wait(WAIT_S)
+    assert kinds(reports, "token-0") == ["failed", "released"]
+    assert "model/w0 cannot be saved" in reports[0].what
+
+
+def test_without_threads_there_are_reports_and_no_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, state = make(tmp_path), items(torch.zeros(3))
+    with monkeypatch.context() as no_threads:
+        no_threads.setattr(threading.Thread, "start", refuse)
+        saver.warm(state)
+        saver.take(1, state, {})
+        assert saver._capture._task is None
+        assert saver.join() == 0.0
+        reports = saver.poll()
+        assert kinds(reports, "token-0") == ["failed", "released"]
+        assert "can't start new thread" in reports[0].what
+        assert "failed" in kinds(saver.save_now(2, state, {}), "token-1")  # even that takes a thread, for digests
+    saver.take(3, state, {})
+    assert "committed" in kinds(saver.wait(WAIT_S), "token-2")
+    saver.close()
+
+
+def test_a_state_that_changed_before_join_is_no_checkpoint(saver: Saver, tmp_path: Path) -> None:
+    state, gate = torch.ones(10), threading.Event()
+    saver._background.do(gate.wait)
+    saver.take(1, items(state), {})
+    state.add_(1.0)
+    gate.set()
+    saver.join()
+    reports = saver.wait(WAIT_S)
+    assert [(report.kind, report.what) for report in reports] == [
+        ("failed", "'w0' changed while it was copied"),
+        ("released", ""),
+    ]
+    assert not list(tmp_path.glob("step-*/manifest.json"))
+    saver.take(2, items(state), {})
+    assert "committed" in kinds(saver.wait(WAIT_S), "token-1")
+
+
+class Told:
+    """What other ranks were told, in place of telling them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.words: list[tuple[str, int, str]] = []
+        self.threads: list[str] = []
+        monkeypatch.setattr(writing, "tell_failure", self._tell, raising=False)
+
+    def _tell(self, order: Order, settings: Settings, why: str) -> None:
+        self.words.append((order.save, order.rank, why))
+        self.threads.append(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_given_up_here_is_told_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    told, saver, gate = Told(monkeypatch), make(tmp_path, rank, 2), threading.Event()
+    state, wrong = torch.ones(10), [Item("model", "w", Piece.whole("w", (4,)), torch.zeros(3))]
+    saver.take(1, wrong, {})
+    assert not saver.is_busy
+    saver._background.do(gate.wait)
+    saver.take(2, items(state), {"wrong": object()})
+    state.add_(1.0)
+    saver.take(3, items(state), {})
+    gate.set()
+    saver.wait(WAIT_S)
+    saver.save_now(4, wrong, {})
+    saver.close()
+    whys = {save: why for save, told_by, why in told.words if told_by == rank}
+    assert list(whys) == [save for save, _, _ in told.words]  # each once
+    assert "model/w is (3,)" in whys["token-0"]
+    assert whys["token-1"] == "'w0' changed while it was copied"
+    assert whys["token-2"] == "the save of step 2 is still being written"
+    assert "model/w is (3,)" in whys["token-3"]
+    trains = threading.current_thread().name
+    assert [name == trains for (save, _, _), name in zip(told.words, told.threads, strict=True)] == [
+        save == "token-3" for save, _, _ in told.words
+    ]
+
+
+def test_a_tree_that_is_no_json_is_told_to_the_others(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(monkeypatch)
+    saver.take(1, items(torch.zeros(3)), {"wrong": object()})
+    saver.wait(WAIT_S)
+    saver.close()
+    assert [(save, rank) for save, rank, _ in told.words] == [("token-0", 0)]
+    assert "not JSON serializable" in told.words[0][2]
+
+
+def test_training_does_not_wait_for_word_to_a_place_that_is_stuck(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(writing, "tell_failure", lambda order, settings, why: gate.wait(), raising=False)
+    saver.take(1, [Item("model", "w", Piece.whole("w", (4,)), torch.zeros(3))], {})
+    saver.take(2, items(torch.zeros(3)), {})
+    saver.join()
+    assert "committed" in kinds(saver.wait(WAIT_S), "token-1")
+    gate.set()
+
+
+def test_closed_twice_it_touches_nothing_of_others(tmp_path: Path) -> None:
+    saver = make(tmp_path)
+    fd = saver._capture._buffer.fd
+    saver.close()
+    os.dup2(0, fd)  # the number belongs to somebody else now
+    saver.close()
+    os.close(fd)
+    saver.take(1, items(torch.zeros(3)), {})
+    assert saver.join() == 0.0
+    assert kinds(saver.poll(), "token-0") == ["failed", "released"]
+
+
+def test_a_record_of_a_run_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    session: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0, size=1, is_lead=True), parts=SimpleNamespace(layout="data=1")
+    )
+
+    def held() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    record = Record(tmp_path)
+    record._write(session, "first", [(Piece.whole("w", (3,)), torch.zeros(3))])
+    before = held()
+    record._write(session, "second", [(Piece.whole("w", (3,)), torch.zeros(3))])
+    with pytest.raises(SetupError):
+        record._write(session, "third", [(Piece.whole("w", (4,)), torch.zeros(3))])
+    assert held() == before
 
 
 def test_a_tree_that_is_no_json_is_a_report_and_the_next_save_counts(saver: Saver) -> None:
@@ -174,10 +317,21 @@ def test_full_and_remote_saves_follow_the_config(tmp_path: Path) -> None:
     orders = [saver._order(step, {}, None, None, None) for step in range(7)]
     assert [order.is_full for order in orders] == [True, False, False, True, False, False, True]
     assert [order.to_remote for order in orders] == [True, False, True, False, True, False, True]
+    assert [saver.went_remote(step) for step in range(8)] == [True, False, True, False, True, False, True, False]
     said = saver._order(7, {}, None, to_remote=True, is_full=True)
+    assert saver.went_remote(7)
+    saver._order(7, {}, None, to_remote=False, is_full=None)
+    assert not saver.went_remote(7)
     assert said.is_full
     assert said.to_remote
     saver.close()
+
+
+def test_where_there_is_no_second_place_nothing_goes_to_it(saver: Saver) -> None:
+    for step in range(1000):
+        assert saver._order(step, {}, None, to_remote=True, is_full=None).to_remote
+        assert not saver.went_remote(step)
+    assert len(saver._went_remote) < 100
 
 
 def test_both_places_are_waited_for(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ class Trainer:
         self.thread.start()
         self.theirs = theirs
 
-    def send(self, step: int) -> None:
-        made, buffer = order(step)
+    def send(self, step: int, rank: int = 0, num_ranks: int = 1) -> None:
+        made, buffer = order(step, rank, num_ranks)
         with memfd(buffer) as fd:
             wire.send(self.mine, encode_order(made), fd)
 
@@ -107,6 +107,24 @@ def test_an_upload_keeps_no_local_save_waiting_and_its_files_from_being_collecte
     trainer.hear("done.6")
     assert "step-00000001" not in saving.committed_names(LocalStorage(near))
     trainer.close()
+
+
+def test_an_upload_that_is_skipped_keeps_no_other_rank_waiting(tmp_path: Path, far: Path) -> None:
+    where = settings(tmp_path / "near", remote=str(far), timeout_s=600.0)
+    trainer = Trainer(where)
+    for step in (1, 2, 3):
+        trainer.send(step, 1, 2)
+        trainer.hear(f"primary.released.{step}")
+        assert Gate.reached.wait(10.0)
+    trainer.send(4, 1, 2)  # the lanes follow one another: the upload of step 3 waits once this one is begun
+    trainer.hear("primary.released.4")
+    Gate.opened.set()
+    trainer.hear("done.2")
+    trainer.hear("remote.written.4")
+    trainer.close()
+    reports = saving.save(order(2, 0, 2, to_remote=True), where)
+    failed = next(report for report in reports if (report.kind, report.tier) == ("failed", "remote"))
+    assert "rank 1 could not save: a later one goes there instead" in failed.what
 
 
 def test_starting_takes_a_fraction_of_a_second_and_no_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from closeranks.checkpoint import writing
 from closeranks.checkpoint.manifest import folder_name
 from closeranks.checkpoint.order import Report
 from closeranks.checkpoint.storage.local import LocalStorage
+from closeranks.checkpoint.storage.protocol import Bytes, DeniedError, StorageError
 from tests.checkpoint import saving
 from tests.checkpoint.saving import assert_loads, kinds, order, save, settings
 
@@ -209,3 +211,141 @@ def test_retention_follows_every_commit(tmp_path: Path) -> None:
         assert_loads(tmp_path, step)
     assert saving.files(tmp_path / "step-00000001") == ["data-00000-of-00001.safetensors"]  # 3 refers to it
     assert not (tmp_path / "step-00000002").exists()
+
+
+class Broken(LocalStorage):
+    """Fails what ``is_broken`` says, as often as it says so."""
+
+    is_broken: Callable[[str, str], bool] = staticmethod(lambda act, name: False)
+
+    def publish(self, name: str, data: Bytes, *, replace: bool = False) -> None:
+        self._meet("publish", name)
+        super().publish(name, data, replace=replace)
+
+    def remove(self, name: str) -> None:
+        self._meet("remove", name)
+        super().remove(name)
+
+    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        self._meet("read", name)
+        return super().read(name, start, num_bytes)
+
+    def _meet(self, act: str, name: str) -> None:
+        if Broken.is_broken(act, name):
+            raise (DeniedError if act == "read" else StorageError)(f"cannot {act} {name}")
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place that fails."""
+    place = tmp_path / "broken"
+    kinds_of = {str(place): Broken}
+    monkeypatch.setattr(writing, "open_storage", lambda at: kinds_of.get(at, LocalStorage)(Path(at)))
+    monkeypatch.setattr(Broken, "is_broken", staticmethod(lambda act, name: False))
+    return place
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, act: str, part: str, times: int = 1 << 30) -> list[str]:
+    met: list[str] = []
+
+    def is_broken(one: str, name: str) -> bool:
+        is_it = one == act and part in name and len(met) < times
+        met.extend([name] * is_it)
+        return is_it
+
+    monkeypatch.setattr(Broken, "is_broken", staticmethod(is_broken))
+    return met
+
+
+@pytest.mark.parametrize(("act", "part"), [("remove", "part-"), ("publish", "latest")])
+def test_nothing_that_fails_once_the_manifest_stands_fails_the_save(
+    broken: Path, monkeypatch: pytest.MonkeyPatch, act: str, part: str
+) -> None:
+    save(order(1), settings(broken))
+    met = fail(monkeypatch, act, part)
+    assert kinds(save(order(2), settings(broken)))[:3] == ["written", "released", "committed"]
+    assert met
+    assert_loads(broken, 2)
+    fail(monkeypatch, act, part, times=0)
+    reports = save(order(3), settings(broken))
+    assert kinds(reports)[:3] == ["written", "released", "committed"]
+    assert saving.latest_manifest(LocalStorage(broken)).step == 3
+    assert not any("part-" in name for name in saving.files(broken))
+
+
+def test_latest_is_tried_again(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, "publish", "latest", times=2)
+    assert kinds(save(order(1), settings(broken)))[-1] == "committed"
+    assert saving.latest_manifest(LocalStorage(broken)).step == 1
+
+
+def test_a_step_that_counts_is_saved_again_by_saying_so(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ordered it may have heard that it failed; and what a commit left undone is mended."""
+    where = settings(broken, remote=str(broken.with_name("far")))
+    fail(monkeypatch, "publish", "latest")
+    for rank in (1, 0):
+        save(order(1, rank, 2, to_remote=False), where)
+    assert not (broken / "latest").exists()
+    fail(monkeypatch, "publish", "latest", times=0)
+    data = (broken / "step-00000001/manifest.json").read_bytes()
+    again = save(order(1, 1, 2, save="token-7"), where)
+    assert (kinds(again), kinds(again, "remote")) == (["written", "released"], ["written"])
+    again = save(order(1, 0, 2, save="token-7"), where)
+    assert kinds(again) == ["written", "committed", "released"], "the buffer was kept for the second place"
+    assert kinds(again, "remote") == ["written", "committed"]
+    assert saving.latest_manifest(LocalStorage(broken)).step == 1
+    assert (broken / "step-00000001/manifest.json").read_bytes() == data
+    assert_loads(broken.with_name("far"), 1)
+    save(order(2), where)
+    assert kinds(save(order(1, 0, 2, save="token-8", to_remote=False), where)) == ["written", "released", "committed"]
+    assert saving.latest_manifest(LocalStorage(broken)).step == 2, "latest never goes back"
+
+
+def test_what_cannot_be_cleared_away_fails_no_save(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (2, 4):
+        save(order(step), settings(broken))
+    (broken / "step-00000003").mkdir()
+    fail(monkeypatch, "read", "step-00000002/manifest.json")
+    reports = save(order(6), settings(broken))
+    assert [kind for kind in kinds(reports) if kind != "collected"] == ["written", "released", "committed"]
+    assert "cannot read step-00000002/manifest.json" in reports[0].what
+    assert (reports[0].kind, reports[0].names) == ("collected", ())
+    assert_loads(broken, 6)
+
+
+def test_a_part_that_cannot_be_published_feeds_the_second_place_from_its_file(
+    broken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "publish", "part-")
+    far = broken.with_name("far")
+    made, data = order(1)
+    buffer, reports = bytearray(data), list[Report]()
+
+    def report(one: Report) -> None:
+        reports.append(one)
+        if one.kind == "released":
+            buffer[:] = bytes(len(buffer))  # the trainer copies the next state
+
+    writing.save(made, saving.source(made, buffer), settings(broken, remote=str(far)), report, lambda: False)
+    assert kinds(reports) == ["written", "released", "failed"]
+    assert kinds(reports, "remote") == ["written", "committed"]
+    assert_loads(far, 1)
+
+
+def test_a_rank_that_gives_up_tells_rank_0_in_every_place(tmp_path: Path) -> None:
+    where = settings(tmp_path / "near", remote=str(tmp_path / "far"), timeout_s=600.0)
+    writing.tell_failure(replace(order(1, 1, 2)[0], chunks=()), where, "its memory is busy")
+    reports = save(order(1, 0, 2), where)
+    failed = [report for report in reports if report.kind == "failed"]
+    assert [report.tier for report in failed] == ["primary", "remote"]
+    assert all("rank 1 could not save: its memory is busy" in report.what for report in failed)
+    writing.tell_failure(order(2, 1, 2, to_remote=False)[0], where, "its memory is busy")
+    assert not (tmp_path / "far/step-00000002").exists()
+    writing.tell_failure(order(3, 0, 2)[0], where, "nobody waits for rank 0")
+    assert not (tmp_path / "near/step-00000003").exists()
+
+
+def test_telling_of_a_failure_never_raises(tmp_path: Path) -> None:
+    (tmp_path / "near").write_text("a file where a folder should be")
+    where = settings(tmp_path / "near", remote="nonsense://place")
+    writing.tell_failure(order(1, 1, 2)[0], where, "its memory is busy")

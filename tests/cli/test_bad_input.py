@@ -131,7 +131,9 @@ def test_an_unwritable_run_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small file system needs root")
-@pytest.mark.parametrize(("size", "words"), [("256k", ("disk is full", "state")), ("4k", ("cannot be written",))])
+@pytest.mark.parametrize(
+    ("size", "words"), [("256k", ("disk is full", "MiB are free")), ("4k", ("cannot be written",))]
+)
 def test_a_full_disk(tmp_path: Path, size: str, words: tuple[str, ...]) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -156,4 +158,4 @@ def test_a_script_that_is_not_there_and_one_that_fails(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     refused(closeranks("report", tmp_path, cwd=tmp_path), "not a run folder")
-    refused(closeranks("sample", tmp_path, "import ", cwd=tmp_path), "state file")
+    refused(closeranks("sample", tmp_path, "import ", cwd=tmp_path), "there is no checkpoint at")

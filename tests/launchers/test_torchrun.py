@@ -33,7 +33,7 @@ def test_the_documented_script_trains_as_two_workers_of_our_own_do(tmp_path: Pat
     ("mistake", "sentence"),
     [
         ("train.stepz=4", "1 problem in the job"),  # met before torch is imported
-        ("checkpoint.resume=/nowhere", "there is no state file at /nowhere"),  # met with the group open
+        ("checkpoint.resume=/nowhere", "there is no checkpoint at /nowhere"),  # met with the group open
     ],
 )
 def test_a_mistake_is_told_once(tmp_path: Path, mistake: str, sentence: str) -> None:

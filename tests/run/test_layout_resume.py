@@ -59,9 +59,9 @@ def world(folder: Path, text: str, steps: int, resume: str = "", precision: str 
 
 JOURNEYS = [
     ("data=2 zero=3", "tensor=2 pipeline=2"),
-    ("tensor=2 pipeline=2", "data=3 zero=1"),
-    ("data=2 zero=2", "data=1"),
-    ("data=1", "data=2 zero=3 tensor=2"),
+    pytest.param("tensor=2 pipeline=2", "data=3 zero=1", marks=pytest.mark.slow),
+    pytest.param("data=2 zero=2", "data=1", marks=pytest.mark.slow),
+    pytest.param("data=1", "data=2 zero=3 tensor=2", marks=pytest.mark.slow),
     ("pipeline=2 schedule=zbv", "data=4 zero=3 shard=2"),
 ]
 
@@ -77,6 +77,7 @@ def test_a_run_goes_on_under_another_layout(tmp_path: Path, before: str, after: 
     assert weights < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data=3 zero=3", "data=3 zero=1", "data=2 tensor=2"])
 def test_resumed_under_the_same_layout_is_bit_identical(tmp_path: Path, layout: str) -> None:
     """And repeated: two runs of three steps save the same, and a third that goes on from one equals one of six."""

@@ -48,6 +48,7 @@ class WorkerLink:
         self._num_dropped = 0
         self._lock = threading.Lock()
         self._requests = Requests()
+        self._is_told = False
         self._store = ""
         self._hello: Message = {}
         self._failed = False
@@ -101,11 +102,11 @@ class WorkerLink:
         current = self._requests
         if current.save and not current.drain:
             self._requests = Requests()
-        return current
+        return Requests(drain=True, save=True) if self._is_told else current
 
     def request_drain(self) -> None:
         """What a SIGTERM to this worker alone comes to: the next ``poll`` tells it, the vote carries it to all."""
-        self._requests = Requests(drain=True, save=True)
+        self._is_told = True  # alone: a handler that replaced the requests could be overwritten by who reads them
 
     def send_event(self, event: dict[str, Any]) -> None:
         """Tell the agent; waits at most a moment when its buffer is full, then drops the event and counts it."""
@@ -131,7 +132,7 @@ class WorkerLink:
 
     def finish(self) -> None:
         """The entry has returned; whatever is still to be told leaves now."""
-        self._send({"type": "finished", "drained": self._requests.drain})
+        self._send({"type": "finished", "drained": self._requests.drain or self._is_told})
 
     def abandon(self) -> None:
         """In a child that a worker forks: the link stays the worker's alone."""

@@ -24,13 +24,18 @@ class Background:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         # A daemon: a process that ends in the middle of a save must not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._is_started = False
+        self._is_started = self._is_closed = False
+        self._starting = threading.Lock()
 
     def do(self, job: Job) -> None:
-        """Returns at once; the thread starts with the first job."""
-        if not self._is_started:
-            self._thread.start()
-            self._is_started = True
+        """Returns at once; the thread starts with the first job. ``RuntimeError`` where nobody would ever do it: no
+        thread can be started, or it has ended."""
+        with self._starting:
+            if self._is_closed:
+                raise RuntimeError("the background of this checkpoint is closed")
+            if not self._is_started:
+                self._thread.start()
+                self._is_started = True
         self._jobs.put(job)
 
     def drain(self) -> None:
@@ -41,6 +46,7 @@ class Background:
 
     def close(self, timeout_s: float | None = None) -> None:
         """When the jobs given so far are done, or the time is up."""
+        self._is_closed = True
         if self._is_started:
             self._jobs.put(None)
             self._thread.join(timeout_s)

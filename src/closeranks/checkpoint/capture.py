@@ -6,9 +6,9 @@ digests a tensor's own memory (CRC32C) and copies it while it is still in the pr
 copies run on a stream of their own; there ``join`` makes the training stream wait for them on the device, not the
 host, and digests are taken of what arrived.
 
-Invariants: what forward may change is copied before ``begin`` returns; nothing of a failure here reaches the thread
-that trains. Costs one copy of this rank's share in shared memory, for good; a second one in pinned memory where CUDA
-refuses to pin shared memory.
+Invariants: what forward may change is copied before ``begin`` returns; a tensor that was to be steady and changed
+before ``join`` is a ``problem``, never a copy; nothing of a failure here reaches the thread that trains. Costs one copy
+of this rank's share in shared memory, for good; a second one in pinned memory where CUDA refuses to pin shared memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from closeranks.checkpoint.background import Background
 from closeranks.checkpoint.buffer import Buffer
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import CHUNK_BYTES, Chunk
-from closeranks.checkpoint.sources import Array, Plan, Slot, elements, host_bytes, plan, signature
+from closeranks.checkpoint.sources import Array, Plan, Slot, Watch, elements, host_bytes, plan, signature
 from closeranks.checkpoint.sources import Item as Item
 from closeranks.core.faults import declare, point
 
@@ -59,11 +59,16 @@ class _Task:
     sources: dict[int, Tensor]
     ready: dict[torch.device, torch.cuda.Event]
     """Of each CUDA device: the state is complete on the training stream."""
+    watch: Watch
     then: Callable[[Captured], None]
     began_at: float
     is_taken: threading.Event = field(default_factory=threading.Event)
     """The host need not wait any more; devices have ``copied`` to wait for."""
     copied: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+    changed: str = ""
+    """A tensor that changed too early."""
+    changed_at_join: str | None = None
+    """As ``join`` found it, which comes before devices are done copying; None while nobody joined."""
 
     @property
     def device(self) -> torch.device | None:
@@ -82,6 +87,9 @@ class Capture:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._plan, self._signature = Plan(()), signature(())
         self._task: _Task | None = None
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._restless: set[str] = set()
+        """What was said to be steady and was found to change: from then on it is copied at once."""
 
     def warm(self, items: Sequence[Item]) -> None:
         """Give the buffer its memory in the background, before the first save needs it."""
@@ -91,18 +99,24 @@ class Capture:
 
     def begin(self, items: Sequence[Item], then: Callable[[Captured], None]) -> None:
         """Copy these; ``then`` is called with the outcome, on the background's thread. Raises ``CheckpointError`` for
-        items that cannot be saved, before anything is copied."""
+        items that cannot be saved, before anything is copied, and ``RuntimeError`` where no thread can copy."""
         planned = self._planned(items)
         began_at = time.perf_counter()
         used = sorted({slot.item for slot in planned.slots})
-        sources = {n: items[n].tensor if items[n].is_steady else items[n].tensor.detach().clone() for n in used}
+        # Detached: a parameter that is given other memory meanwhile does not take its source along.
+        sources = {n: items[n].tensor.detach() for n in used}
+        steady = {n for n in used if items[n].is_steady and items[n].key not in self._restless}
+        sources |= {n: sources[n].clone() for n in used if n not in steady}
+        watch = Watch(items[n] for n in used if n in steady)
         ready = {}
         for device in {tensor.device for tensor in sources.values() if tensor.is_cuda}:
             ready[device] = torch.cuda.Event()
             ready[device].record(torch.cuda.current_stream(device))
+        self._waits = []
         point(BEGUN)
-        self._task = task = _Task(planned, sources, ready, then, began_at)
+        task = _Task(planned, sources, ready, watch, then, began_at)
         self._background.do(lambda: self._run(task))
+        self._task = task  # only now: for a task that nobody runs, join would wait for ever
 
     def join(self) -> float:
         """From here on the state may change; seconds that the host waited. Nothing of the copy's is raised."""
@@ -111,9 +125,22 @@ class Capture:
             return 0.0
         began_at = time.perf_counter()
         task.is_taken.wait()
+        if task.copied:  # under way, maybe; from here on changes are no concern of theirs
+            task.changed_at_join = task.watch.changed()
         for device, event in task.copied.items():
-            torch.cuda.current_stream(device).wait_event(event)
+            stream = torch.cuda.current_stream(device)
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record(stream)
+            stream.wait_event(event)
+            after.record(stream)
+            self._waits.append((before, after))
         return time.perf_counter() - began_at
+
+    @property
+    def device_wait_s(self) -> float:
+        """How long training streams waited for the last copy, which the host did not see; 0 while they still do."""
+        waits: list[float] = [before.elapsed_time(after) for before, after in self._waits if after.query()]
+        return sum(waits) / 1e3
 
     def close(self) -> None:
         """Nobody may be copying or reading."""
@@ -141,6 +168,9 @@ class Capture:
             chunks = tuple(replace(slot.chunk, crc32c=crc) for slot, crc in zip(task.plan.slots, crcs, strict=True))
             point(COPIED)
             captured = Captured(chunks, self._buffer.fd, time.perf_counter() - task.began_at)
+            if task.changed:
+                self._restless.add(task.changed)
+                captured = Captured(problem=f"'{task.changed}' changed while it was copied")
         except Exception as error:  # whatever it is: training goes on, and the save is reported as failed
             self._settle(task)
             captured = Captured(problem=f"the state could not be copied: {type(error).__name__}: {error}")
@@ -162,11 +192,15 @@ class Capture:
             if number not in arrivals:
                 source = elements(task.sources[slot.item], slot.first, slot.last)
                 crcs[number] = blocks.copy(host_bytes(source), target[_span(slot)])
+        task.changed = task.watch.changed()
         task.is_taken.set()
         for number, event in arrivals.items():
             event.synchronize()
             span = _span(task.plan.slots[number])
             crcs[number] = blocks.copy(host_bytes(landing)[span], target[span])
+        # In this order: what is read before anybody joined holds, what is read later may be the optimizer's doing.
+        found = task.watch.changed() if arrivals else ""
+        task.changed = task.changed or (found if task.changed_at_join is None else task.changed_at_join)
         return [crcs[number] for number in range(len(task.plan.slots))]
 
     def _make_room(self, num_bytes: int, device: torch.device | None) -> bool:

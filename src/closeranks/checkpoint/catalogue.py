@@ -92,13 +92,25 @@ class Catalogue:
 
 def find(place: str, also: Sequence[str] = ()) -> Catalogue:
     """``place``: a run's folder, a folder of checkpoints, one checkpoint, or a URL of those; ``also``: more of them,
-    the second tier of a run. Of two copies of one checkpoint the first place's comes first."""
+    the second tier of a run. Of two copies of one checkpoint the first place's comes first.
+
+    A place that cannot be looked at is a problem where another has checkpoints. Where none has, it raises: there may be
+    some that nobody can see.
+    """
     found: list[Found] = []
     problems: list[Oddity] = []
+    unseen: list[CheckpointError] = []
     for one in (place, *also):
-        there = _at(one)
+        try:
+            there = _at(one)
+        except CheckpointError as error:
+            unseen.append(error)
+            problems.append(Oddity(error.what, True))
+            continue
         found += there.found
         problems += there.problems
+    if unseen and not found:
+        raise unseen[0]
     found.sort(key=lambda one: (one.part, one.step), reverse=True)  # stable, so places keep their order
     return Catalogue(place, tuple(found), tuple(problems))
 
@@ -144,7 +156,9 @@ def _looked(storage: Storage, names: Sequence[str], *, is_all: bool) -> Catalogu
     elif not odd and any(one.manifest for one in found):
         odd.append(Oddity(f"{storage.url}/{LATEST} is missing; the manifests themselves were looked at", False))
     strange = [name for name in names if name != LATEST and name.rstrip("/") not in folders]
-    odd += [Oddity(f"{storage.url}/{name} is not of this program and was left alone", False) for name in strange]
+    if strange:
+        more = f" and {len(strange) - 1} more are" if len(strange) > 1 else " is"
+        odd.append(Oddity(f"{storage.url}/{strange[0]}{more} not of this program and left alone", False))
     return Catalogue(storage.url, tuple(_serving(found)), tuple(odd) if is_all else ())
 
 

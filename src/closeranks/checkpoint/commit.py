@@ -2,19 +2,22 @@
 
 Rank 0's writer waits for what every rank says it wrote, checks that it makes up the whole state, and publishes the
 manifest; ``latest`` moves after it. Invariants: a manifest stands only when every tensor is covered exactly once by
-bytes that are there; a kill at any moment leaves the checkpoint uncommitted or committed, never between; committing the
-same save again changes nothing. Imports no torch.
+bytes that are there; a kill at any moment leaves the checkpoint uncommitted or committed, never between; once the
+manifest stands nothing fails any more; committing the same save again changes nothing. Imports no torch.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, prod
 
 from blake3 import blake3
 
+from closeranks.checkpoint.collect import age
 from closeranks.checkpoint.datafile import SaveError
 from closeranks.checkpoint.documents import seal, unseal
 from closeranks.checkpoint.manifest import (
@@ -24,6 +27,7 @@ from closeranks.checkpoint.manifest import (
     Latest,
     Manifest,
     Part,
+    decode_latest,
     decode_manifest,
     decode_part,
     encode_latest,
@@ -33,7 +37,7 @@ from closeranks.checkpoint.manifest import (
 from closeranks.checkpoint.order import Order
 from closeranks.checkpoint.overlaps import plan
 from closeranks.checkpoint.references import absent
-from closeranks.checkpoint.storage.protocol import ExistsError, MissingError, Storage
+from closeranks.checkpoint.storage.protocol import ExistsError, MissingError, Storage, StorageError
 from closeranks.core.errors import CheckpointError
 from closeranks.core.faults import declare, point
 from closeranks.core.pieces import Piece
@@ -42,6 +46,10 @@ PARTS_GATHERED = declare("commit.parts_gathered", "the parts of all ranks are th
 MANIFEST_PUBLISHED = declare("commit.manifest_published", "the checkpoint counts; latest names the one before")
 PARTS_REMOVED = declare("commit.parts_removed", "the checkpoint counts and its part documents are gone")
 LATEST_PUBLISHED = declare("commit.latest_published", "latest names the new checkpoint; nothing was collected yet")
+
+_PAUSES_S = (0.1, 0.4)
+"""Before ``latest`` is published once more: a disk does not try again by itself."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +100,10 @@ def _part(storage: Storage, order: Order, rank: int, names: set[str]) -> Part | 
     """What a rank has to say about this save; what is left of another one says nothing."""
     failure, name = failure_name(rank, order.num_ranks), part_name(rank, order.num_ranks)
     if failure in names:
-        body = unseal("failure", storage.read(f"{order.folder}/{failure}"), failure)
-        if body["save"] == order.save:
-            raise SaveError(f"rank {rank} could not save: {body['what']}")
+        with suppress(MissingError):  # of an earlier try: its writer begins anew
+            body = unseal("failure", storage.read(f"{order.folder}/{failure}"), failure)
+            if body["save"] == order.save:
+                raise SaveError(f"rank {rank} could not save: {body['what']}")
     if name not in names:
         return None
     try:
@@ -155,7 +164,7 @@ def check_bytes(storage: Storage, folder: str, parts: Iterable[Part]) -> None:
 
 
 def commit(storage: Storage, order: Order, parts: Sequence[Part]) -> Manifest:
-    """Make it count. Whatever raises before the manifest stands leaves nothing that counts."""
+    """Make it count. Whatever raises before the manifest stands leaves nothing that counts; after it nothing raises."""
     what = problem(parts)
     if what:
         raise SaveError(f"the ranks' parts of {order.folder} do not fit: {what}")
@@ -173,12 +182,38 @@ def commit(storage: Storage, order: Order, parts: Sequence[Part]) -> Manifest:
             raise SaveError(f"{storage.url}/{order.folder} is a checkpoint already, of another save") from None
     point(MANIFEST_PUBLISHED)
     for rank in range(order.num_ranks):
-        storage.remove(f"{order.folder}/{part_name(rank, order.num_ranks)}")
+        with suppress(StorageError):  # whoever collects next removes it
+            storage.remove(f"{order.folder}/{part_name(rank, order.num_ranks)}")
     point(PARTS_REMOVED)
-    latest = Latest(order.folder, blake3(data).hexdigest())
-    storage.publish(LATEST, encode_latest(latest), replace=True)
+    _point_at(storage, Latest(order.folder, blake3(data).hexdigest()))
     point(LATEST_PUBLISHED)
     return manifest
+
+
+def mend_latest(storage: Storage, folder: str) -> None:
+    """For a checkpoint that counts: where ``latest`` is damaged or names an older one, its commit was cut short."""
+    try:
+        named = decode_latest(storage.read(LATEST), LATEST).name
+    except (MissingError, CheckpointError):
+        named = ""
+    if age(named) < age(folder):
+        _point_at(storage, Latest(folder, blake3(storage.read(f"{folder}/{MANIFEST}")).hexdigest()))
+
+
+def _point_at(storage: Storage, latest: Latest) -> None:
+    """The checkpoint counts without it, so that a failure is no failed save; the next one moves it on."""
+    pauses = iter(_PAUSES_S)
+    while True:
+        try:
+            storage.publish(LATEST, encode_latest(latest), replace=True)
+        except StorageError as error:
+            pause_s = None if error.is_final else next(pauses, None)
+            if pause_s is None:
+                _log.warning("%s counts, but %s/%s does not name it: %s", latest.name, storage.url, LATEST, error)
+                return
+            time.sleep(pause_s)
+        else:
+            return
 
 
 def _manifest(order: Order, parts: Sequence[Part]) -> Manifest:

@@ -7,9 +7,9 @@
     courier.close(wait_s=...)            lets what is in flight finish for so long, else gives it up
 
 Invariants: nothing here raises for what happens to the writer: one that died, or that gave no sign of life for longer
-than it may, becomes ``failed`` and ``released`` reports of all it had in hand, and the next order starts another;
-the writer never outlives its trainer. ``start`` and ``send`` belong on a thread that lives as long as the run: the
-kernel ties the writer to the thread that started it. Needs no torch.
+than it may in one of its lanes, becomes ``failed`` and ``released`` reports of all it had in hand, and the next order
+starts another; the writer never outlives its trainer. ``start`` and ``send`` belong on a thread that lives as long as
+the run: the kernel ties the writer to the thread that started it. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from closeranks.checkpoint import wire
@@ -31,6 +32,8 @@ from closeranks.core.environment import child_environment
 _SEND_S = 10.0
 """A writer that does not take an order for so long takes none any more."""
 _DEATH_S = 1.0
+_LEAVE_S = 1.0
+"""For a writer that is hung up on to give back what it holds: the lease of an object store does not die with it."""
 _GRACE_S = 60.0
 """Beyond the time that a save may wait for other ranks: for one fsync, one retry, one lock."""
 _log = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ class Flight:
 
     order: Order
     heard_at: float
+    lane: Tier = "primary"
+    """Where it is at work or in the queue."""
     is_released: bool = False
     ended: tuple[Tier, ...] = ()
     """Tiers that it was committed to or failed on."""
@@ -129,7 +134,7 @@ class Courier:
     def close(self, wait_s: float = 0.0) -> list[Report]:
         """The reports heard on the way; what is still in flight after ``wait_s`` is given up and reported so."""
         heard = self.wait(wait_s) if wait_s else self.poll()
-        self._lose("the run ended before it was done")
+        self._lose("the run ended before it was done", leave_s=_LEAVE_S if self._flights else 0.0)
         unheard, self._unheard = self._unheard, []
         return heard + unheard
 
@@ -141,25 +146,41 @@ class Courier:
         return bool(waiting.poll(wait_s * 1000))
 
     def _hear(self, message: wire.Message) -> None:
-        body, now = message.body, time.monotonic()
+        body = message.body
         if "report" in body:
             report = decode_report(body["report"])
             self._unheard.append(report)
             flight = self._flights.get(report.save)
             if flight is not None:
+                self._hear_from(flight.lane)
                 flight.is_released |= report.kind == "released"
                 flight.ended += (report.tier,) if report.kind in ("committed", "failed") else ()
-        elif "done" in body:
-            self._flights.pop(body["done"], None)
-        for flight in self._flights.values():  # those in the queue wait for the one at work
-            flight.heard_at = now
+            return
+        ((word, save),) = body.items()
+        if save in self._flights:
+            self._hear_from(self._flights[save].lane)
+            if word == "passed":
+                self._flights[save].lane = "remote"
+            elif word == "done":
+                del self._flights[save]
 
-    def _lose(self, why: str) -> None:
-        """Give up the writer and all it had in hand."""
+    def _hear_from(self, lane: Tier) -> None:
+        """Those in the queue wait for the one at work; what another lane does says nothing about this one."""
+        now = time.monotonic()
+        for flight in self._flights.values():
+            if flight.lane == lane:
+                flight.heard_at = now
+
+    def _lose(self, why: str, leave_s: float = 0.0) -> None:
+        """Give up the writer and all it had in hand; it may take ``leave_s`` to leave by itself."""
         if self._connection is not None:
+            with suppress(OSError):  # it hung up first; beside closing, as a forked process may hold a copy
+                self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             self._connection = None
         if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(leave_s)
             self._process.kill()
             self._ended.append(self._process)
             self._process = None

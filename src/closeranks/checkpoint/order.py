@@ -93,7 +93,8 @@ class Report:
     released    the buffer is free for the next save; once for each order, whatever else happens
     committed   rank 0: the checkpoint counts in ``tier`` (``path``, ``num_bytes`` of the state, ``seconds``)
     failed      it will not count in ``tier``; ``what`` says why in one sentence
-    collected   rank 0: ``names`` of the checkpoints that retention removed from ``tier``
+    collected   rank 0: ``names`` of the checkpoints that retention removed from ``tier``; ``what`` says what it could
+                not remove, which fails no save
     """
 
     kind: Kind
@@ -105,6 +106,11 @@ class Report:
     num_bytes: int = 0
     seconds: float = 0.0
     names: tuple[str, ...] = ()
+
+
+def session_of(save: str) -> str:
+    """What all saves of one session have in common: in it, a step has one state."""
+    return save.rpartition("-")[0]
 
 
 def encode_order(order: Order) -> dict[str, Any]:

@@ -161,9 +161,10 @@ def open_newest(place: str, also: Sequence[str] = ()) -> CheckpointReader:
             passed.append(error.what)
         else:
             return reader
-    reasons = "".join(f"; {text}" for text in (*passed, *catalogue.problems))
+    reasons = "".join(f"; {text}" for text in (*passed, *catalogue.problems)) if catalogue.found else ""
+    which = "sound checkpoint" if catalogue.found else "checkpoint"
     raise CheckpointError(
-        f"there is no sound checkpoint at {place}{reasons}", "Name a run folder or a checkpoint of an earlier run."
+        f"there is no {which} at {place}{reasons}", "Name a run folder or a checkpoint of an earlier run."
     )
 
 

@@ -138,6 +138,14 @@ class Rhythm:
         self._hear(now_s)
         return self._num_failed > 0 and now_s >= self._retry_s
 
+    def taken(self) -> None:
+        """A save is on its way on all ranks: whoever waited to try again has what it wanted."""
+        self._retry_s = math.inf
+
+    def mended(self) -> None:
+        """On the other ranks, which are not told when a checkpoint counts: this rank's part of it is durable."""
+        self._num_failed, self._retry_s = 0, math.inf
+
     def stepped(self, seconds: float) -> None:
         """One step's wall time. The first holds warm-up and counts for nothing."""
         self._num_steps += 1

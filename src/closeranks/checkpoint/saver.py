@@ -12,24 +12,32 @@ whatever became of each; the buffer is never written to while a writer may read 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from closeranks.checkpoint.background import Background
+from closeranks.checkpoint import writing
+from closeranks.checkpoint.background import Background, Job
 from closeranks.checkpoint.capture import Capture, Captured, Item
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.courier import Courier
 from closeranks.checkpoint.manifest import folder_name
 from closeranks.checkpoint.order import Order, Report, Settings, Tier
 from closeranks.checkpoint.sources import Straight
-from closeranks.checkpoint.writing import save
 from closeranks.core.faults import declare, point
 
 _POLL_S = 0.02
+_REMEMBERED = 64
+"""Orders whose places are known: more than are ever under way."""
+_NUM_RECENT = 4
+_LAST_WORDS_S = 5.0
+"""For word of a save that was given up to reach the other ranks, when this one closes."""
+_log = logging.getLogger(__name__)
 SENT = declare("saver.sent", "the writer has the order; the trainer goes on")
 
 
@@ -51,6 +59,8 @@ class Saver:
         self._settings, self._config = settings, config
         self._num_saves = 0
         self._background = Background("checkpoint")
+        self._messenger = Background("checkpoint-word")
+        """Writes to storage, which may be stuck: what the state is copied by must not wait for that."""
         self._capture = Capture(self._background)
         self._courier = Courier(settings)
         self._courier_lock = threading.Lock()
@@ -58,11 +68,18 @@ class Saver:
         self._heard: list[Report] = []
         self._holder: Order | None = None
         """The save that the buffer belongs to."""
+        self._went_remote: dict[int, bool] = {}
+        self._orders: dict[str, Order] = {}
+        self._is_closed = False
 
     def warm(self, items: Sequence[Item]) -> None:
-        """Start the writer and give the buffer its memory now, in the background, so that the first save need not."""
-        self._background.do(self._start_writer)
-        self._capture.warm(items)
+        """Start the writer and give the buffer its memory now, in the background, so that the first save
+        need not. What cannot be saved is told of by ``take``."""
+        try:
+            self._background.do(self._start_writer)
+            self._capture.warm(items)
+        except Exception as error:
+            _log.info("nothing was made ready for the first save: %s", error)
 
     def take(
         self,
@@ -121,14 +138,25 @@ class Saver:
         reports = self._cleared(self._settings.timeout_s if patience_s is None else patience_s)
         try:
             source = Straight(items)
-            save(replace(order, chunks=source.chunks()), source, self._settings, reports.append, lambda: False)
+            whole = replace(order, chunks=source.chunks())
+            writing.save(whole, source, self._settings, reports.append, lambda: False)
         except Exception as error:  # it cannot be saved, and whoever asked decides what follows
             reports += _given_up(order.save, step, self._tiers(order), _in_words(error))
+            writing.tell_failure(order, self._settings, _in_words(error))
         return reports
+
+    @property
+    def device_wait_s(self) -> float:
+        """How long a device waited for the last copy, beside what ``join`` returned."""
+        return self._capture.device_wait_s
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step lies once it counts."""
         return f"{self._settings.place.rstrip('/')}/{folder_name(step, self._part)}"
+
+    def went_remote(self, step: int) -> bool:
+        """Whether the last save of a step was ordered to the second place too; whether it got there, reports tell."""
+        return self._went_remote.get(step, False)
 
     @property
     def is_busy(self) -> bool:
@@ -142,10 +170,14 @@ class Saver:
         return self.is_busy or self._courier.is_busy
 
     def close(self) -> None:
-        """Gives up what is under way: ``wait`` first where that matters."""
+        """Gives up what is under way: ``wait`` first where that matters. Closed once, it stays so."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._capture.join()
-        self._background.do(self._stop_writer)
+        _hand(self._background, self._stop_writer)
         self._background.close()
+        self._messenger.close(_LAST_WORDS_S)
         self._capture.close()
 
     # What becomes of a save.
@@ -159,7 +191,7 @@ class Saver:
         is_full: bool | None,
     ) -> Order:
         number, self._num_saves = self._num_saves, self._num_saves + 1
-        return Order(
+        order = Order(
             save=f"{self._token}-{number}",
             folder=folder_name(step, self._part),
             step=step,
@@ -172,6 +204,14 @@ class Saver:
             tree=tree if self._rank == 0 else None,
             metric=metric,
         )
+        self._orders[order.save] = order
+        if len(self._orders) > _NUM_RECENT:
+            del self._orders[next(iter(self._orders))]
+        self._went_remote.pop(step, None)
+        self._went_remote[step] = "remote" in self._tiers(order)
+        if len(self._went_remote) > _REMEMBERED:
+            del self._went_remote[next(iter(self._went_remote))]
+        return order
 
     def _tiers(self, order: Order) -> set[Tier]:
         return {"primary", "remote"} if order.to_remote and self._settings.remote else {"primary"}
@@ -187,23 +227,34 @@ class Saver:
                 break
         if self._courier_lock.acquire(blocking=False):
             try:
-                fresh += self._courier.poll()
+                told = self._courier.poll()
             finally:
                 self._courier_lock.release()
+            self._pass_on(told)
+            fresh += told
         for report in fresh:
             if report.kind == "released" and self._holder is not None and report.save == self._holder.save:
                 self._holder = None
         self._heard += fresh
 
+    def _pass_on(self, told: Sequence[Report]) -> None:
+        """A writer that died could not tell rank 0's, which would wait for this rank's part; twice does no harm."""
+        for report in told:
+            order = self._orders.get(report.save)
+            if report.kind == "failed" and order is not None:
+                _hand(self._messenger, partial(writing.tell_failure, order, self._settings, report.what))
+
     def _give_up(self, order: Order, what: str) -> None:
+        """Told here at once, and in a while to rank 0's writer, which would wait for this rank's part."""
         for report in _given_up(order.save, order.step, self._tiers(order), what):
             self._noted.put(report)
+        _hand(self._messenger, lambda: writing.tell_failure(order, self._settings, what))
 
     def _cleared(self, patience_s: float) -> list[Report]:
         """All reports so far, with no save under way any more and no writer."""
         reports = self.wait(patience_s)
-        self._background.do(self._stop_writer)
-        self._background.drain()
+        if _hand(self._background, self._stop_writer):
+            self._background.drain()
         return reports + self.poll()
 
     # What follows runs on the background's thread.
@@ -231,6 +282,16 @@ class Saver:
             for report in self._courier.close():
                 if report.save != untold:
                     self._noted.put(report)
+
+
+def _hand(background: Background, job: Job) -> bool:
+    """False where no thread can be started, and so none ever started a writer; others then wait until time is up."""
+    try:
+        background.do(job)
+    except RuntimeError as error:
+        _log.warning("nothing can be done in the background of a checkpoint: %s", error)
+        return False
+    return True
 
 
 def _given_up(save: str, step: int, tiers: set[Tier], what: str) -> list[Report]:

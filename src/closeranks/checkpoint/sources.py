@@ -6,7 +6,7 @@ or a file; elements of more bytes come first, so that all of them are aligned; t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -101,6 +101,19 @@ def host_bytes(tensor: Tensor) -> Array:
     """The memory of a contiguous tensor of bytes on the CPU."""
     array: Array = tensor.numpy()
     return array
+
+
+class Watch:
+    """Notices tensors that are changed in place, by the counters that torch keeps. Views made by slicing share one with
+    their base: a change anywhere in it counts. What is written past torch, or through ``.data``, goes unnoticed."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        # Tensors made for inference have no counter.
+        self._marks = [(item, item.tensor._version) for item in items if not item.tensor.is_inference()]
+
+    def changed(self) -> str:
+        """Which one was changed since: the first one's name, or nothing."""
+        return next((item.key for item, version in self._marks if item.tensor._version != version), "")
 
 
 class Straight:

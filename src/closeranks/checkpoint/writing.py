@@ -4,8 +4,8 @@ The same on each tier: write the data file, read it back, publish the part; rank
 Rank 0 holds the place's lock from its first byte to its last removal, so that nothing is ever collected while it saves.
 The second place is fed from the first one's finished file, or from the buffer where the first one failed. Invariants:
 nothing raises, everything is reported; ``released`` comes exactly once; what a failed try wrote never counts, and is
-never removed once rank 0 may have counted on it. Imports no torch: used by the writer process, and by a trainer that
-wants to wait.
+never removed once rank 0 may have counted on it; what counts never fails, nor does saving the same step of the same
+session again. Imports no torch: used by the writer process, and by a trainer that wants to wait.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from functools import cache
 
 from closeranks.checkpoint import references
 from closeranks.checkpoint.collect import Keep, clear_unfinished, collect
-from closeranks.checkpoint.commit import commit, committed, encode_failure, failure_name, gather
+from closeranks.checkpoint.commit import commit, committed, encode_failure, failure_name, gather, mend_latest
 from closeranks.checkpoint.datafile import Digests, SaveError, Source, digests_of, read_back, write
-from closeranks.checkpoint.manifest import Entry, Part, data_name, encode_part, part_name
-from closeranks.checkpoint.order import Order, Report, Settings, Tier
+from closeranks.checkpoint.manifest import Entry, Manifest, Part, data_name, encode_part, part_name
+from closeranks.checkpoint.order import Order, Report, Settings, Tier, session_of
 from closeranks.checkpoint.storage.open import open_storage
 from closeranks.checkpoint.storage.protocol import Storage, StorageError
 from closeranks.core.errors import CloseranksError
@@ -112,6 +112,25 @@ def wants_remote(order: Order, settings: Settings) -> bool:
     return bool(settings.remote) and order.to_remote
 
 
+def tell_failure(order: Order, settings: Settings, why: str) -> None:
+    """For a rank that gives a save up before it came here: rank 0 need not wait for it, in any place. Never raises; a
+    place that cannot be reached keeps it for as long as its requests are tried again, and rank 0 waits its time."""
+    tell_failure_at(settings.place, order, why)
+    if wants_remote(order, settings):
+        tell_failure_at(settings.remote, order, why)
+
+
+def tell_failure_at(place: str, order: Order, why: str) -> None:
+    """In one place. Nobody waits for rank 0."""
+    if order.rank == 0:
+        return
+    path = f"{order.folder}/{failure_name(order.rank, order.num_ranks)}"
+    try:
+        _opened(place).publish(path, encode_failure(order, why), replace=True)
+    except Exception as error:  # what it would tell of is a failure already
+        _log.warning("rank %d could not tell %s that it does not save %s: %s", order.rank, place, order.folder, error)
+
+
 def save_primary(
     order: Order,
     source: Source,
@@ -121,7 +140,7 @@ def save_primary(
     release: Callable[[], None],
     spare: Callable[[], Collection[str]] = tuple,
 ) -> Part | None:
-    """The part it wrote and read back, None where it could not."""
+    """The part it wrote and read back, None where it did not: the buffer is not free then if another tier needs it."""
     return _save_tier(Job(order, "primary", settings.place, source, settings, report, is_superseded, release, spare))
 
 
@@ -154,30 +173,67 @@ def _from_files(place: str, folder: str, part: Part) -> Source:
 
 def _save_tier(job: Job) -> Part | None:
     part: Part | None = None
-    is_committed = False
+    is_lead, is_committed = job.order.rank == 0, False
     try:
         with _held(job):
-            if job.order.rank == 0:
-                clear_unfinished(job.storage, job.order.folder, job.spare())
-            part = _write_part(job)
-            if job.order.rank == 0:
-                _commit(job, part)
+            if is_lead:
+                _clear(job)
+            point(ORDERED)
+            counts = _counting(job)
+            if counts is None:
+                part = _write_part(job)
+                # From here on rank 0 may commit at any moment, even if this call says it failed: nothing is taken back.
+                job.storage.publish(job.path(_name(job.order)), encode_part(part), replace=True)
+                point(PART_PUBLISHED)
+                counts = _commit(job, part) if is_lead else None
+            else:
+                _accept(job)
+            if counts is not None and is_lead:
+                _say_committed(job, counts)
                 is_committed = True
+                _collect(job)
     except (SaveError, StorageError, CloseranksError) as error:
-        if is_committed:  # the lock could not be given back properly: no reason to save again
-            _log.warning("%s was saved to %s, but then: %s", job.order.folder, job.place, error)
-        else:
-            _fail(job, str(error))
+        _fail(job, str(error), is_committed)
     except Exception as error:  # whatever it is, training goes on and somebody is told
         _log.exception("saving %s failed", job.order.folder)
-        _fail(job, f"{type(error).__name__}: {error}")
+        _fail(job, f"{type(error).__name__}: {error}", is_committed)
     return part
 
 
-def _fail(job: Job, why: str) -> None:
+def _fail(job: Job, why: str, is_committed: bool) -> None:
     order = job.order
+    if is_committed:  # the lock could not be given back properly, say: no reason to save again
+        _log.warning("%s was saved to %s, but then: %s", order.folder, job.place, why)
+        return
     what = f"step {order.step} was not saved to {job.place}: {why}"
     job.report(Report("failed", order.save, order.step, job.tier, what=what, seconds=job.seconds))
+
+
+def _clear(job: Job) -> None:
+    """What is left there costs room, not this save."""
+    order = job.order
+    try:
+        clear_unfinished(job.storage, order.folder, job.spare())
+    except (StorageError, CloseranksError) as error:
+        what = f"what unfinished saves left could not be removed: {error}"
+        job.report(Report("collected", order.save, order.step, job.tier, what))
+
+
+def _counting(job: Job) -> Manifest | None:
+    """The checkpoint that an earlier try of this session made of this very step."""
+    order = job.order
+    found = committed(job.storage, order.folder)
+    if found is not None and (session_of(found.save), found.step) != (session_of(order.save), order.step):
+        raise SaveError(f"{order.folder} is a checkpoint already")
+    return found
+
+
+def _accept(job: Job) -> None:
+    """It counts, though whoever ordered it may have heard otherwise: all that can be left to do is to say so."""
+    if job.order.rank == 0:
+        with suppress(StorageError):  # the next commit moves it on
+            mend_latest(job.storage, job.order.folder)
+    _written(job, "", 0)
 
 
 @contextmanager
@@ -191,11 +247,8 @@ def _held(job: Job) -> Iterator[None]:
 
 
 def _write_part(job: Job) -> Part:
-    """Data, read back, and the part document. A failure before the document takes everything back."""
+    """Data, read back; the buffer is free then. A failure takes everything back."""
     order, storage = job.order, job.storage
-    point(ORDERED)
-    if committed(storage, order.folder) is not None:
-        raise SaveError(f"{order.folder} is a checkpoint already")
     try:
         stale = set(storage.names(order.folder))
         for name in {_name(order), failure_name(order.rank, order.num_ranks)} & stale:
@@ -205,9 +258,6 @@ def _write_part(job: Job) -> Part:
         _withdraw(job, error)
         raise
     job.release()
-    # From here on rank 0 may commit at any moment, even if this call says it failed: nothing is taken back any more.
-    storage.publish(job.path(_name(order)), encode_part(part), replace=True)
-    point(PART_PUBLISHED)
     return part
 
 
@@ -220,10 +270,8 @@ def _withdraw(job: Job, error: Exception) -> None:
     order = job.order
     with suppress(StorageError):
         job.storage.remove(job.path(data_name(order.rank, order.num_ranks)))
-    if order.rank != 0 and not isinstance(error, Superseded):
-        with suppress(StorageError):
-            name = failure_name(order.rank, order.num_ranks)
-            job.storage.publish(job.path(name), encode_failure(order, str(error)), replace=True)
+    if not isinstance(error, Superseded):
+        tell_failure_at(job.place, order, str(error))
 
 
 def _write_data(job: Job) -> Part:
@@ -273,12 +321,18 @@ def _references(job: Job) -> tuple[dict[int, Digests], dict[int, Entry]]:
     return known, referred
 
 
-def _commit(job: Job, own: Part) -> None:
-    order, storage, settings = job.order, job.storage, job.settings
-    parts = gather(storage, order, own, settings.timeout_s, job.breathe)
-    manifest = commit(storage, order, parts)
-    path = f"{storage.url}/{order.folder}"
+def _commit(job: Job, own: Part) -> Manifest:
+    parts = gather(job.storage, job.order, own, job.settings.timeout_s, job.breathe)
+    return commit(job.storage, job.order, parts)
+
+
+def _say_committed(job: Job, manifest: Manifest) -> None:
+    order, path = job.order, f"{job.storage.url}/{job.order.folder}"
     job.report(Report("committed", order.save, order.step, job.tier, "", path, manifest.num_bytes, job.seconds))
+
+
+def _collect(job: Job) -> None:
+    order, storage, settings = job.order, job.storage, job.settings
     keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
     try:
         names = collect(storage, keep, order.folder, job.spare())

@@ -60,6 +60,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as leave:
+        if isinstance(leave.__context__, BrokenPipeError):  # the reader has seen enough, and 1 would mean a finding
+            sys.exit(0)
         was_told = isinstance(leave.__context__, CloseranksError)  # by a rank of torchrun or srun
         if leave.code == 2 and sys.argv[1:2] == ["train"] and not was_told:  # typer says what it did not understand
             typer.echo("Values of the job are written table.key=value, such as train.steps=200.", err=True)

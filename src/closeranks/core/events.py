@@ -122,6 +122,8 @@ class Pruned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
+    """The run goes on from a checkpoint; at step 0 it took weights alone."""
+
     name: ClassVar[str] = "resumed"
     step: int = 0
     path: str = ""

@@ -35,6 +35,8 @@ class Ballot:
     metrics: Mapping[str, Tensor]
     drain: bool = False
     save: bool = False
+    is_told: bool = False
+    """Whether the drain was asked for from outside, by a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Outcome:
     taken: bool
     drain: bool
     save: bool
+    is_told: bool
     metrics: dict[str, float]
 
 
@@ -69,7 +72,7 @@ class Verdict:
         """Sync point on CUDA: returns once the device has finished this step's vote."""
         if self._event is not None:
             self._event.synchronize()
-        loss, weight, _, _, drain, save, *rest = self._host.tolist()
+        loss, weight, _, _, drain, save, told, *rest = self._host.tolist()
         sums, (taken, _, norm, loss_scale) = rest[:-_NUM_DERIVED], rest[-_NUM_DERIVED:]
         weight = weight or 1.0
         return Outcome(
@@ -80,6 +83,7 @@ class Verdict:
             taken=taken > 0,
             drain=drain > 0,
             save=save > 0,
+            is_told=told > 0,
             metrics={name: value / weight for name, value in zip(self._names, sums, strict=True)},
         )
 
@@ -102,9 +106,9 @@ class Vote:
         return Verdict(sums, torch.tensor(settled, dtype=torch.float64), self._metrics)
 
     def _fill(self, ballot: Ballot) -> Tensor:
-        """This rank's votes as one float64 vector, loss, weight, norm, nonfinite, drain, save, then the metrics."""
+        """This rank's votes as one float64 vector, loss, weight, norm, nonfinite, the wishes, then the metrics."""
         nonfinite = ~(ballot.norm_squared + ballot.loss).isfinite()
-        wishes = torch.tensor([ballot.drain, ballot.save], dtype=torch.float64, device="cpu")
+        wishes = torch.tensor([ballot.drain, ballot.save, ballot.is_told], dtype=torch.float64, device="cpu")
         metrics = [ballot.metrics[name] for name in self._metrics]
         votes = torch.stack([ballot.loss, ballot.weight, ballot.norm_squared, nonfinite.double(), *metrics])
         wishes = wishes.to(votes.device, non_blocking=True)

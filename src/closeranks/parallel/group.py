@@ -7,6 +7,7 @@ nothing listens beyond loopback unless the job says so; world size 1 takes the s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -57,9 +58,19 @@ class Group:
         dist.all_gather_object(box, text, group=self.process_group)
         return box
 
-    def all_agree(self, is_well: bool) -> bool:
-        """Whether every rank says so (never in a step)."""
-        return all(self.gather_text("yes" if is_well else "")) if self.size > 1 else is_well
+    def all_agree(self, is_well: bool, topic: str, patience_s: float) -> bool:
+        """Whether every rank of the world says so. Who comes first waits in the store, not in a collective, whose time
+        is short: others may still be writing. A topic is agreed on once."""
+        if self.size == 1:
+            return is_well
+        store = dist.distributed_c10d._get_default_store()
+        names = [f"closeranks/agree/{topic}/{rank}" for rank in range(self.size)]
+        store.set(names[self.rank], "here")
+        deadline, pause_s = time.monotonic() + patience_s, 0.002
+        while not store.check(names) and time.monotonic() < deadline:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.2)
+        return all(self.gather_text("yes" if is_well else ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ class Settled:
     done: StepDone
     drain: bool
     save: bool
+    is_told: bool
+    """Whether the drain was asked for from outside."""
 
 
 class Ledger:
@@ -54,7 +56,7 @@ class Ledger:
         while len(self._pending) > keep:
             index, verdict = self._pending.popleft()
             outcome = verdict.read()
-            yield Settled(self._account(index, outcome), outcome.drain, outcome.save)
+            yield Settled(self._account(index, outcome), outcome.drain, outcome.save, outcome.is_told)
             self._watch(index, outcome)
 
     def _account(self, index: int, outcome: Outcome) -> StepDone:

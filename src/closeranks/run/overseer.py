@@ -49,7 +49,9 @@ class Alone:
         os.register_at_fork(after_in_child=_be_ordinary)
 
     def poll(self) -> Requests:
-        save, self._save = self._save, False
+        save = self._save
+        if save:  # a signal that comes right now is answered by this save too
+            self._save = False
         return Requests(drain=self._drain, save=self._drain or save)
 
     def progress(self, step: int, phase: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -68,7 +69,8 @@ class Record(Hook):
         settings = Settings.from_config(config, str(self._folder / section))
         saver = Saver(world.rank, world.size, section, 1, str(session.parts.layout), settings, config)
         items = [Item(section, piece.name, piece, tensor) for piece, tensor in pieces]
-        reports = saver.save_now(len(self._steps), items, {} if world.is_lead else None, None)
+        with closing(saver):
+            reports = saver.save_now(len(self._steps), items, {} if world.is_lead else None, None)
         for report in reports:
             if report.kind == "failed":
                 raise SetupError(report.what, "Choose another folder.")

@@ -8,10 +8,8 @@ word, for the one before it; what only the job can mend (another model, other da
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from closeranks.checkpoint.catalogue import find
 from closeranks.checkpoint.reader import CheckpointReader
@@ -20,32 +18,19 @@ from closeranks.checkpoint.storage.protocol import StorageError
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.run.parts import Parts
-from closeranks.run.saving import place_of
-from closeranks.run.state import check_fits, restore_state
+from closeranks.run.saving import AUTO, Origin, place_of
+from closeranks.run.state import check_fits, restore_state, unsaved
 from closeranks.run.weights import load_weights
-
-AUTO = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a run begins."""
-
-    step: int = 0
-    path: str = ""
-    tree: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    """What a person should know of it: checkpoints that were passed over and why, whose weights were taken."""
 
 
 def restore(parts: Parts, folder: Path) -> Origin:
     """The state that the job says to begin with, put into the parts: a checkpoint's, or fresh with given weights."""
-    origin = resume(parts, folder)
+    origin = resume(parts, folder) or Origin()
     weights = parts.job.checkpoint.weights
-    if origin is not None or not weights:
-        return origin or Origin()
-    opened = open_weights(weights)
-    return Origin(notes=(f"the weights are those of {opened.path}", *load_weights(parts, opened)))
+    if weights and not origin.path:
+        opened = open_weights(weights)
+        origin = Origin(path=opened.path, notes=load_weights(parts, opened))
+    return replace(origin, notes=(*origin.notes, *unsaved(parts)))
 
 
 def resume(parts: Parts, folder: Path) -> Origin | None:
@@ -59,17 +44,27 @@ def resume(parts: Parts, folder: Path) -> Origin | None:
     passed: list[str] = []
     for url, name in candidates:
         found = _try(parts, url, name)
-        reasons = [text for text in parts.groups.world.gather_text(found.problem) if text]
+        reasons = _together(parts, found)
         if not reasons:
             assert found.reader is not None
             return Origin(found.step, found.reader.path, found.reader.tree, tuple(passed))
         passed.append(f"{name} was passed over: {reasons[0]}")
     if is_auto and not candidates:
         return None
+    which = "sound checkpoint" if candidates else "checkpoint"
     raise CheckpointError(
-        f"there is no sound checkpoint at {place}" + "".join(f"; {text}" for text in passed),
+        f"there is no {which} at {place}" + "".join(f"; {text}" for text in passed),
         "Name a run folder or a checkpoint of an earlier run.",
     )
+
+
+def _together(parts: Parts, found: _Attempt) -> list[str]:
+    """Why any rank could not read it. What only the job can mend is raised on every rank, whoever met it."""
+    told = [json.loads(text) for text in parts.groups.world.gather_text(json.dumps([found.problem, found.refusal]))]
+    refusals = [refusal for _, refusal in told if refusal]
+    if refusals:
+        raise CheckpointError(*refusals[0])
+    return [problem for problem, _ in told if problem]
 
 
 def _share_candidates(parts: Parts, place: str, remote: str) -> list[tuple[str, str]]:
@@ -87,15 +82,21 @@ class _Attempt:
     reader: CheckpointReader | None
     step: int
     problem: str
+    """Damage; empty where there is none."""
+    refusal: tuple[str, str] | None = None
+    """What does not fit the job, and what to do."""
 
 
 def _try(parts: Parts, url: str, name: str) -> _Attempt:
-    """Damage is a problem to be told; a state that does not fit the job raises, on every rank alike."""
+    """Never raises for what it finds: some ranks may see more of a state than others."""
     try:
         reader = CheckpointReader(open_storage(url), name)
     except (CheckpointError, StorageError) as error:
         return _Attempt(None, 0, _sentence(error))
-    step = check_fits(parts, reader)
+    try:
+        step = check_fits(parts, reader)
+    except CheckpointError as error:
+        return _Attempt(reader, 0, "", (error.what, error.fix))
     try:
         reader.check_files()
         restore_state(parts, reader)

@@ -9,10 +9,11 @@ and tried again; only the last one, which nothing follows, is waited for and may
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from closeranks.checkpoint.rhythm import Rhythm
 from closeranks.checkpoint.saver import Saver
 from closeranks.checkpoint.storage.open import open_storage
 from closeranks.checkpoint.storage.protocol import StorageError
-from closeranks.core.errors import SetupError
-from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed
+from closeranks.core.errors import CloseranksError, SetupError
+from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.elastic.vote import Verdict
 from closeranks.run.parts import Parts
 from closeranks.run.state import items, tree_of
 
-FOLDER = "checkpoints"
+FOLDER, AUTO = "checkpoints", "auto"
 _TRIES = 3
 """Of the last save, after which nothing could try again."""
 _EARLY_S = 10.0
@@ -41,31 +42,45 @@ def place_of(parts: Parts, folder: Path) -> str:
     return parts.job.checkpoint.folder or str(folder / FOLDER)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a run begins."""
+
+    step: int = 0
+    path: str = ""
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What a person should know of it: checkpoints that were passed over and why, what was odd about weights."""
+
+
 class Saving:
     """The saves of one session, in the order of its steps."""
 
-    def __init__(
-        self, parts: Parts, folder: Path, emit: Callable[[Event], None], history: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, parts: Parts, folder: Path, emit: Callable[[Event], None], origin: Origin) -> None:
         config = parts.job.checkpoint
         self._parts, self._emit, self._config = parts, emit, config
         self._settings = Settings.from_config(config, str(folder / FOLDER))
-        self._savers: dict[str, Saver] = {}
         mtbf_s = seconds_of(config.mtbf) if config.mtbf else None
         every = config.every if config.save else 0
-        self._rhythm = Rhythm.from_state(every, mtbf_s, parts.world.size, history or {"is_ending": True})
-        self._is_asked = self._is_pending = False
-        """Pending: on rank 0, whether a checkpoint is on its way that neither counts nor failed yet."""
-        self._failed: set[int] = set()
+        history = origin.tree.get("rhythm") or {"is_ending": True}
+        self._rhythm = Rhythm.from_state(every, mtbf_s, parts.world.size, history)
+        self._is_asked = self._is_granted = self._is_pending = False
+        """Asked: this rank's wish is in a vote that is not read yet. Granted: all ranks take the next boundary's state.
+        Pending: on rank 0, a checkpoint is on its way that neither counts nor failed yet."""
+        self._good: set[tuple[int, str]] = set()
+        """Step and tier of what counts, as far as this rank can know: on rank 0 the checkpoint, elsewhere its part."""
         self._asked_s: float | None = None
         self._stalls: dict[int, float] = {}
         self._judged: Evaluated | None = None
         self._best: list[float] = []
         self._saved_step = -1
+        if config.resume == AUTO and origin.path:
+            self._saved_step = origin.step
+            self._good.add((origin.step, "primary"))
+        self._topic, self._num_talks = "", 0
+        self._own: Saver | None = self._open(self._settings) if config.save else None
         self._warm_s = time.monotonic() + (_EARLY_S if every == "auto" else 0.0)
-        self._is_warm = not config.save or every == 0
-        if not self._is_warm:
-            self._saver()  # a place that cannot be written to is told before training
+        self._is_warm, self._is_warned = every == 0, False
         parts.watchers.append(self._join)
 
     # While training goes on
@@ -76,41 +91,65 @@ class Saving:
         last_s, self._asked_s = self._asked_s, time.monotonic()
         if last_s is not None:
             self._rhythm.stepped(self._asked_s - last_s)
-        if not self._is_warm and self._asked_s >= self._warm_s:
+        if not self._is_warm and self._asked_s >= self._warm_s and self._own is not None:
             self._is_warm = True
-            self._saver().warm(items(self._parts))
-        if self._is_asked:
-            return True
+            self._own.warm(items(self._parts))
+        if self._is_asked or self._is_granted:  # an accelerator's host reads a vote one step late
+            return False
         if self._parts.world.is_lead:
+            self._warn_of_haste(step)
             self._is_asked = not self._is_pending and self._rhythm.is_due(step, self._asked_s)
         else:
             self._is_asked = self._rhythm.is_retry_due(self._asked_s)
         return self._is_asked
 
-    def begin(self, step: int) -> None:
-        """All ranks, at the same step: take the state as it is now. Returns before anything is written."""
-        self._is_asked = False
-        if step == self._saved_step:
-            return
-        started_s = time.monotonic()
-        self._is_pending = self._parts.world.is_lead
-        self._saver().take(step, items(self._parts), self._tree(step, is_ending=False), self._metric(step))
-        self._saved_step = step
-        self._stalls = {step: time.monotonic() - started_s}
+    def _warn_of_haste(self, step: int) -> None:
+        """Once, where saves take longer than the steps between them."""
+        every = self._config.every
+        if self._is_pending and not self._is_warned and isinstance(every, int) and every and step % every == 0:
+            self._is_warned = True
+            what = f"a save takes longer than checkpoint.every = {every} steps: one that is due meanwhile is left out"
+            self._emit(Warned(what, step))
+
+    def grant(self) -> None:
+        """The vote says so: all ranks save at the next boundary."""
+        self._is_asked, self._is_granted = False, True
+
+    def proceed(self, step: int) -> None:
+        """All ranks, when nothing more happens between two steps: take what was granted."""
+        if self._is_granted:
+            self._is_granted = False
+            self._begin(step)
 
     def evaluated(self, result: Evaluated) -> None:
-        """All ranks, with the same loss: one of the best so far is worth keeping."""
+        """All ranks, with the same loss: one of the best so far is taken at once, before hooks may change anything."""
         self._judged, self._asked_s = result, None  # what passed since the last step was no step
-        keep = self._config.keep_best if self._config.save else 0
+        keep = self._config.keep_best if self._config.save and math.isfinite(result.loss) else 0
         if keep and (len(self._best) < keep or result.loss < max(self._best)):
             self._best = sorted([*self._best, result.loss])[:keep]
-            self.begin(result.step)
+            self._begin(result.step)
+            self._wait_for_copy()
 
     def settle(self) -> None:
         """Tell what has become of earlier saves; never waits."""
-        for saver in self._savers.values():
-            for report in saver.poll():
-                self._hear(saver, report)
+        for report in self._own.poll() if self._own is not None else ():
+            self._hear(report)
+
+    def _begin(self, step: int) -> None:
+        """Take the state as it is now; returns before anything is written."""
+        if step == self._saved_step:
+            return
+        started_s = time.monotonic()
+        try:
+            self._own = self._own or self._open(self._settings)
+        except SetupError as error:  # on all ranks alike
+            self._emit(SaveFailed(step, error.what, self._parts.world.rank))
+            return
+        self._is_pending = self._parts.world.is_lead
+        self._rhythm.taken()
+        self._own.take(step, items(self._parts), self._tree(step, is_ending=False), self._metric(step))
+        self._saved_step = step
+        self._stalls = {step: time.monotonic() - started_s}
 
     # When nothing else is to do
 
@@ -119,55 +158,68 @@ class Saving:
 
         ``is_hurried``: somebody will kill us soon, and an older save under way is not worth waiting for.
         """
-        saver = self._saver(place)
+        if place is None:
+            self._own = self._own or self._open(self._settings)
+            return self._save_here(self._own, step, is_hurried)
+        saver = self._open(replace(self._settings, place=str(place), remote="", keep_last=1 << 30))
+        try:
+            return self._write(saver, step, self._settings.timeout_s, lambda report: None)
+        finally:
+            saver.close()
+
+    def _save_here(self, saver: Saver, step: int, is_hurried: bool) -> str:
         is_older = is_hurried and step != self._saved_step
         patience_s = self._parts.job.agent.interrupt_s / 3 if is_older else self._settings.timeout_s
         for report in saver.wait(patience_s):
-            self._hear(saver, report)
-        if place is None and step == self._saved_step and self._everywhere(step not in self._failed):
-            return saver.path_of(step)
+            self._hear(report)
+        tiers = ("primary", "remote") if self._settings.remote else ("primary",)
+        if not self._everywhere(all((step, tier) in self._good for tier in tiers)):
+            self._write(saver, step, patience_s, self._hear)
+        self._saved_step = step
+        return saver.path_of(step)
+
+    def _write(self, saver: Saver, step: int, patience_s: float, hear: Callable[[Report], None]) -> str:
         failure = ""
         for _ in range(_TRIES):
             tree = self._tree(step, is_ending=True)
             reports = saver.save_now(step, items(self._parts), tree, self._metric(step), patience_s=patience_s)
-            failure = self._failure(reports)
+            failed = {r.tier: r.what for r in reports if r.kind == "failed" and r.save == reports[-1].save}
             for report in reports:
-                self._hear(saver, report)
-            if self._everywhere(not failure):
-                self._saved_step = step if place is None else self._saved_step
+                hear(report)
+            failure = failed.get("primary", "")
+            if self._everywhere(not failed):
                 return saver.path_of(step)
+        if self._everywhere(not failure):  # the second place alone could not be reached, which was told
+            return saver.path_of(step)
         what = failure or "another worker could not save its part of the state"
-        raise SetupError(what, "Free space or choose another checkpoint.folder, and resume from the last checkpoint.")
+        raise SetupError(what, "Mend that, and resume: the checkpoint before this one still counts.")
 
     def close(self) -> None:
-        for saver in self._savers.values():
-            saver.close()
+        if self._own is not None:
+            self._own.close()
 
     def _join(self, index: int, verdict: Verdict) -> None:
         """A watcher of the step: from here on the optimizer may change the state."""
-        for saver in self._savers.values():
-            stalled_s = saver.join()
-            if stalled_s and self._saved_step in self._stalls:
-                self._stalls[self._saved_step] += stalled_s
+        self._wait_for_copy()
 
-    def _saver(self, place: Path | str | None = None) -> Saver:
-        """One for each place, opened when it is first needed; every rank needs it at the same time."""
-        settings = self._settings if place is None else _elsewhere(self._settings, str(place))
-        if settings.place not in self._savers:
-            world = self._parts.world
-            token, part = self._agree(settings)
-            self._savers[settings.place] = Saver(
-                world.rank, world.size, token, part, str(self._parts.layout), settings, self._config
-            )
-        return self._savers[settings.place]
+    def _wait_for_copy(self) -> None:
+        stalled_s = self._own.join() if self._own is not None else 0.0
+        if self._saved_step in self._stalls:
+            self._stalls[self._saved_step] += stalled_s
 
-    def _agree(self, settings: Settings) -> tuple[str, int]:
-        """Names for all saves of this session: rank 0 draws and looks, the others are told."""
-        text = ""
-        if self._parts.world.is_lead:
-            text = json.dumps([secrets.token_hex(4), next_part([settings.place, settings.remote])])
-        token, part = json.loads(self._parts.groups.world.share_text(text))
-        return token, part
+    def _open(self, settings: Settings) -> Saver:
+        """All ranks at the same time, with the same outcome. Names for all saves: rank 0 draws and looks, and tells."""
+        world, told = self._parts.world, ""
+        if world.is_lead:
+            try:
+                told = json.dumps([secrets.token_hex(4), next_part(settings.place, settings.remote), ""])
+            except CloseranksError as error:
+                told = json.dumps(["", 0, error.what])
+        token, part, problem = json.loads(self._parts.groups.world.share_text(told))
+        if problem:
+            raise SetupError(problem, "Change checkpoint.folder, or make it writable.")
+        self._topic = token  # drawn anew: nobody has agreed on anything under it yet
+        return Saver(world.rank, world.size, token, part, str(self._parts.layout), settings, self._config)
 
     def _tree(self, step: int, *, is_ending: bool) -> dict[str, Any] | None:
         if not self._parts.world.is_lead:
@@ -179,45 +231,53 @@ class Saving:
         return self._judged.loss if self._judged is not None and self._judged.step == step else None
 
     def _everywhere(self, is_well: bool) -> bool:
-        return self._parts.groups.world.all_agree(is_well)
+        self._num_talks += 1
+        patience_s = 3 * self._settings.timeout_s  # rank 0 may wait for a save under way, for a lock, and for parts
+        return self._parts.groups.world.all_agree(is_well, f"{self._topic}/{self._num_talks}", patience_s)
 
-    def _failure(self, reports: Sequence[Report]) -> str:
-        return next((r.what for r in reports if r.kind == "failed" and r.tier == "primary"), "")
-
-    def _hear(self, saver: Saver, report: Report) -> None:
-        now_s = time.monotonic()
+    def _hear(self, report: Report) -> None:
+        assert self._own is not None
+        now_s, here = time.monotonic(), (report.step, report.tier)
         match report.kind:
+            case "written" if not self._parts.world.is_lead:
+                self._good.add(here)
+                if report.tier == "primary":
+                    self._rhythm.mended()
             case "committed":
-                stall_s = self._stalls.get(report.step, 0.0)
+                self._good.add(here)
+                is_beside = report.step in self._stalls
+                stall_s = self._stalls[report.step] + self._own.device_wait_s if is_beside else 0.0
                 if report.tier == "primary":
                     self._is_pending = False
                     self._rhythm.saved(report.step, stall_s, report.seconds, now_s)
-                path = saver.path_of(report.step) if report.tier == "primary" else report.path
+                path = self._own.path_of(report.step) if report.tier == "primary" else report.path
                 self._emit(Saved(report.step, path, report.num_bytes, report.seconds, stall_s, report.tier))
             case "failed":
+                self._good.discard(here)
                 if report.tier == "primary":
                     self._is_pending = False
-                    self._failed.add(report.step)
                     self._rhythm.failed(report.step, now_s)
                 self._emit(SaveFailed(report.step, report.what, self._parts.world.rank, report.tier))
-            case "collected" if report.names:
-                self._emit(Pruned(report.step, list(report.names)))
+            case "collected":
+                if report.what:
+                    self._emit(Warned(f"old checkpoints could not be removed: {report.what}", report.step))
+                if report.names:
+                    self._emit(Pruned(report.step, list(report.names)))
 
 
-def next_part(places: Sequence[str]) -> int:
-    """Under which number this opening of a run saves: beyond that of every checkpoint that lies there."""
-    parts = [0]
-    for place in places:
-        if not place:
-            continue
-        try:
-            found = (parse_folder(name) for name in open_storage(place).names())
-        except StorageError as error:
-            raise SetupError(f"checkpoints cannot be kept in {place}: {error}", "Change checkpoint.folder.") from error
-        parts += [one[1] for one in found if one]
-    return max(parts) + 1
+def next_part(place: str, remote: str) -> int:
+    """Under which number this opening of a run saves: beyond that of every checkpoint that lies there. A second place
+    that cannot be reached now may be reached later."""
+    try:
+        parts = _parts_at(place)
+    except StorageError as error:
+        raise SetupError(f"checkpoints cannot be kept in {place}: {error}") from error
+    try:
+        parts += _parts_at(remote) if remote else []
+    except StorageError:
+        parts += [0]
+    return max(parts, default=0) + 1
 
 
-def _elsewhere(settings: Settings, place: str) -> Settings:
-    """A place that the caller chose: one checkpoint there, and nothing that was there is removed."""
-    return replace(settings, place=place, remote="", keep_last=1 << 30)
+def _parts_at(place: str) -> list[int]:
+    return [found[1] for name in open_storage(place).names() if (found := parse_folder(name))]

@@ -100,7 +100,7 @@ class Session:
         self._origin = restore(self.parts, self.folder)
         self.num_done = self._origin.step
         """Steps finished so far, those before a resume included."""
-        self._saving = Saving(self.parts, self.folder, self._emit, self._origin.tree.get("rhythm"))
+        self._saving = Saving(self.parts, self.folder, self._emit, self._origin)
         self._ledger = Ledger(self.parts)
 
     # What a user's loop needs
@@ -122,8 +122,8 @@ class Session:
         self._pause(Phase.EVALUATE)
         self._eval = evaluate(self.parts, self.num_done)
         self._emit(self._eval)
-        self._hooks.on_eval(self, self._eval)
         self._saving.evaluated(self._eval)
+        self._hooks.on_eval(self, self._eval)
         self._ledger.restart_clock()
         return self._eval
 
@@ -168,7 +168,7 @@ class Session:
         if self.world.is_lead:
             record_job(self.job, self.folder)
         self._emit(started_event(self.parts, self.num_done, self.folder))
-        if self.num_done:
+        if self._origin.path:
             self._emit(Resumed(self.num_done, self._origin.path))
         for text in (*self._origin.notes, *self.parts.warnings) if self.world.is_lead else ():
             self._emit(Warned(text))
@@ -182,13 +182,14 @@ class Session:
         self._overseer.progress(self.num_done + 1, Phase.REDUCE)
         asked = self._overseer.poll()
         save = self._saving.asks(self.num_done + 1) or asked.save
-        verdict = step.commit(drain=asked.drain or bool(self._stop_reason), save=save)
+        verdict = step.commit(drain=asked.drain or bool(self._stop_reason), save=save, is_told=asked.drain)
         self.num_done += 1
         self._note(self._ledger.push(step.index, verdict))
         self._collector.at_boundary(self.num_done)
         every = self.job.train.eval_every
         if every and self.num_done % every == 0 and self.parts.eval_source is not None and not self._ending:
             self.evaluate()
+        self._saving.proceed(self.num_done)
 
     def _pause(self, phase: Phase) -> None:
         """Before anything but training: no step is half-way, and every verdict is read."""
@@ -205,10 +206,9 @@ class Session:
             if self.num_done >= self.parts.schedule.num_steps:
                 continue  # the end is here anyway, and saves
             if entry.drain:
-                # Whoever asks from outside asks for a save too; a hook may have stopped the run on another rank alone.
-                self._ending, self._detail = "drained" if entry.save else "stopped", self._stop_reason
+                self._ending, self._detail = "drained" if entry.is_told else "stopped", self._stop_reason
             elif entry.save:
-                self._saving.begin(self.num_done)
+                self._saving.grant()
 
     def _conclude(self) -> None:
         self._note(self._ledger.flush())

@@ -152,6 +152,20 @@ def tree_of(parts: Parts, step: int) -> dict[str, Any]:
     }
 
 
+def unsaved(parts: Parts) -> list[str]:
+    """What a module keeps beside parameters and buffers, in words: it is in no checkpoint."""
+    stages = parts.applied.stages.values()
+    names = [
+        n
+        for stage in stages
+        for n, m in stage.named_modules()
+        if type(m).get_extra_state is not nn.Module.get_extra_state
+    ]
+    return [
+        f"what get_extra_state of '{name}' gives is not saved, and a resumed run begins without it" for name in names
+    ]
+
+
 class Saved(Protocol):
     """A saved state, read piece by piece: ``checkpoint.reader.CheckpointReader`` is one."""
 
@@ -187,7 +201,7 @@ def check_fits(parts: Parts, saved: Saved) -> int:
     if tree["progress"]["position"] != parts.schedule.position(step):
         what = f"the saved run ended inside a step, at sample {tree['progress']['position']}: going on would skip some"
         raise CheckpointError(what, "Resume with the same train.epochs, or train by steps.")
-    if step >= parts.schedule.num_steps:
+    if step >= parts.schedule.num_steps and parts.job.checkpoint.resume != "auto":  # which a scheduler may repeat
         what = f"nothing is left to do: the state is at step {step} of {parts.schedule.num_steps}"
         raise CheckpointError(what, f"Set train.steps to more than {step}.")
     return step

@@ -80,7 +80,7 @@ class Step:
             reducer.end_backward()
         self._num_done += 1
 
-    def commit(self, *, drain: bool = False, save: bool = False) -> Verdict:
+    def commit(self, *, drain: bool = False, save: bool = False, is_told: bool = False) -> Verdict:
         """End the step on all ranks together. No host sync on an accelerator."""
         if self._num_done != len(self._assigned):
             what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
@@ -88,7 +88,7 @@ class Step:
         parts, tally = self._parts, self._tally
         parts.reducer.finish()
         norm = norm_squared(parts.reducer.spoken(), parts.device)
-        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save)
+        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save, is_told)
         verdict = parts.vote.cast(ballot, self._scale)  # the ONE small all-reduce
         for watch in parts.watchers:
             watch(self.index, verdict)

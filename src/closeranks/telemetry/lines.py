@@ -144,11 +144,14 @@ def saved_line(event: Saved) -> str:
 
 
 def save_failed_line(event: SaveFailed) -> str:
-    where = " to the second place" if event.tier == "remote" else ""
-    return f"step {event.step} could not be saved{where}: {event.what}. Training goes on; it is tried again."
+    step = f"step {event.step} "
+    what = event.what if event.what.startswith(step) else f"{step}was not saved: {event.what}"
+    return f"{what}. Training is not disturbed, and it is tried again."
 
 
 def resumed_line(event: Resumed) -> str:
+    if event.step == 0:
+        return f"starting with the weights of {event.path}"
     return f"resumed at step {event.step} from {event.path}"
 
 

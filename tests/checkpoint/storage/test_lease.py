@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+import json
 import logging
+import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from closeranks.checkpoint.storage.lease import Lease, Terms, decode
+from closeranks.checkpoint.courier import Courier
+from closeranks.checkpoint.order import Report
+from closeranks.checkpoint.storage.lease import Lease, Terms, decode, give_back, mine
 from closeranks.checkpoint.storage.protocol import DeniedError, StorageError
 from closeranks.checkpoint.storage.remote import RemoteStorage
+from tests.checkpoint import saving
+from tests.checkpoint.storage import servers
 
 TERMS = Terms(renew_s=0.05, lease_s=0.4, poll_s=0.01)
 
@@ -21,6 +32,8 @@ def opener(prefix: str) -> Callable[[], RemoteStorage]:
 
 def test_a_lease_comes_back_as_it_was_written() -> None:
     assert decode(Lease("me", 12.5).encode()) == Lease("me", 12.5)
+    assert decode(mine("me").encode()) == mine("me")
+    assert mine("me").pid == os.getpid()
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b'{"owner": 1, "expires_at": "soon"}'])
@@ -50,6 +63,84 @@ def test_a_clock_that_runs_ahead_takes_nothing_from_a_living_holder(
         monkeypatch.setattr(time, "time", lambda: now() + (1000 if threading.current_thread().name != "lease" else 0))
         with pytest.raises(DeniedError, match="the holder"), opener().lock("one from the future"):
             pytest.fail("two hold it")
+
+
+def ended_process() -> int:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("change", [{"pid": ended_process}, {"began": lambda: 1}])
+def test_a_lease_of_a_process_of_this_host_that_is_gone_is_dead_at_once(
+    prefix: str, change: dict[str, Callable[[], int]]
+) -> None:
+    """Long before its time has passed; a number that another process has by now deceives nobody."""
+    storage = RemoteStorage(f"memory://{prefix}")
+    changed = {name: value() for name, value in change.items()}
+    left = replace(mine("a writer"), expires_at=time.time() + 60, **changed)
+    storage.publish(".lock/left.json", left.encode())
+    started_at = time.monotonic()
+    with storage.lock("me"):
+        assert len(storage.names(".lock")) == 1
+    assert time.monotonic() - started_at < 5.0
+
+
+@pytest.mark.parametrize("change", [{}, {"host": "another"}, {"host": "", "pid": 1 << 22}, {"pid": 1, "host": "x"}])
+def test_a_process_that_lives_or_cannot_be_asked_about_keeps_its_lease(
+    opener: Callable[[], RemoteStorage], change: dict[str, Any]
+) -> None:
+    storage = opener()
+    storage.publish(".lock/other.json", replace(mine("a writer"), expires_at=time.time() + 60, **change).encode())
+    with pytest.raises(DeniedError, match="a writer, process"), storage.lock("me"):
+        pytest.fail("two hold it")
+
+
+def test_a_process_that_ends_gives_back_what_its_threads_hold(opener: Callable[[], RemoteStorage]) -> None:
+    storage, inside, leave = opener(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with suppress(StorageError), storage.lock("a thread that does not listen"):
+            inside.set()
+            leave.wait(30.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(10.0)
+    give_back(0.1)
+    assert storage.names(".lock") == []
+    leave.set()
+    thread.join()
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_writer_that_is_given_up_leaves_no_lease_to_wait_for(
+    moto: servers.Server, prefix: str, is_stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is hung up on gives it back; one that cannot any more is known to be gone."""
+    monkeypatch.setenv("FSSPEC_S3", json.dumps(servers.options(moto.endpoint)))
+    place = f"s3://{prefix}"
+    storage = RemoteStorage(place, servers.options(moto.endpoint))
+    one = Courier(saving.settings(place, timeout_s=60.0))
+    made, buffer = saving.order(1, 0, 2)  # rank 1 never comes
+    with saving.memfd(buffer) as fd:
+        one.send(made, fd)
+        reports: list[Report] = []
+        while "written" not in saving.kinds(reports):
+            reports += one.wait(0.05)
+            assert one.is_busy, reports
+        assert len(storage.names(".lock")) == 1
+        assert one._process is not None
+        if is_stuck:
+            os.kill(one._process.pid, signal.SIGSTOP)
+        one.close()
+    assert len(storage.names(".lock")) == is_stuck
+    started_at = time.monotonic()
+    with storage.lock("the last save", wait_s=120.0):
+        seconds = time.monotonic() - started_at
+    print(f"the lock was taken in {seconds * 1000:.0f} ms")
+    assert seconds < 5.0  # some ms where nothing else runs; a lease lasts a minute
 
 
 def test_it_is_held_longer_than_a_lease(opener: Callable[[], RemoteStorage]) -> None:

@@ -42,7 +42,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_file_that_cannot_fit_is_refused_before_a_byte_is_written(small_disk: Path) -> None:
     storage = LocalStorage(small_disk)
-    with pytest.raises(FullError, match=r"data needs 5242880 bytes and \d+ are free"):
+    with pytest.raises(FullError, match=r"the disk is full: .*data needs 5\.0 MiB, and \d\.\d MiB are free"):
         storage.create("data", 5 * MIB)
     assert storage.names() == []
 

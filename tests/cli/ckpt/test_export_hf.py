@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,14 @@ from closeranks.checkpoint.weights.open import open_weights
 from closeranks.checkpoint.weights.shards import Nobody, going
 from closeranks.checkpoint.weights.taking import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
-from closeranks.cli.ckpt import export_hf
 from closeranks.cli.ckpt.moving import bar, in_words, parse_size
 from closeranks.core.pieces import Piece
 from closeranks.facts.llama import LlamaShape, parameter_shapes
+from tests.cli.ckpt.calling import ckpt
 from tests.cli.commands import FAST, TINY, closeranks
-
-from .asking import Asker
 
 SHAPE = LlamaShape(32, 2, 4, 2, 48, 260, tied=True)
 TABLE = {"name": "llama", "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48}
-
-
-@pytest.fixture
-def asker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Asker:
-    return Asker(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +37,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_it_writes_files_of_the_size_asked_for_and_says_so(asker: Asker, run: Path, tmp_path: Path) -> None:
-    answer = asker.ask(export_hf, run, tmp_path / "hf", "--dtype", "bfloat16", "--shard-size", "20KB")
+def test_it_writes_files_of_the_size_asked_for_and_says_so(run: Path, tmp_path: Path) -> None:
+    answer = ckpt("export-hf", run, tmp_path / "hf", "--dtype", "bfloat16", "--shard-size", "20KB")
     assert answer.code == 0
     assert f"step-00000000 -> {tmp_path / 'hf'}: 20 tensors, 47.7 kB in 3 files." in answer.out
     assert "from_pretrained" in answer.out
@@ -63,10 +57,10 @@ def test_it_writes_files_of_the_size_asked_for_and_says_so(asker: Asker, run: Pa
 
 
 @pytest.mark.parametrize("size", ["5", "GB", "0GB", "-1GB", "5 bananas", ""])
-def test_a_size_that_is_none_is_refused(asker: Asker, run: Path, tmp_path: Path, size: str) -> None:
-    answer = asker.ask(export_hf, run, tmp_path / "hf", f"--shard-size={size}")
+def test_a_size_that_is_none_is_refused(run: Path, tmp_path: Path, size: str) -> None:
+    answer = ckpt("export-hf", run, tmp_path / "hf", f"--shard-size={size}")
     assert answer.code == 2
-    assert "write it like 5GB" in answer.err
+    assert "Write it like 5GB" in answer.err
     assert not (tmp_path / "hf").exists()
 
 
@@ -81,35 +75,47 @@ def test_sizes_in_words() -> None:
     assert [in_words(n) for n in (0, 999, 1500, 5 * 10**9)] == ["0 B", "999 B", "1.5 kB", "5.0 GB"]
 
 
-def test_a_place_without_a_checkpoint_is_one_sentence_and_exit_2(asker: Asker, tmp_path: Path) -> None:
-    answer = asker.ask(export_hf, tmp_path, tmp_path / "hf")
+def test_a_place_without_a_checkpoint_is_one_sentence_and_exit_2(tmp_path: Path) -> None:
+    answer = ckpt("export-hf", tmp_path, tmp_path / "hf")
     assert answer.code == 2
     assert answer.err.count("\n") == 1
     assert "checkpoint" in answer.err
     assert not (tmp_path / "hf").exists()
 
 
-def test_what_is_there_is_not_overwritten(asker: Asker, run: Path, tmp_path: Path) -> None:
+def test_what_is_there_is_not_overwritten(run: Path, tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("mine")
-    answer = asker.ask(export_hf, run, tmp_path / "hf")
+    answer = ckpt("export-hf", run, tmp_path / "hf")
     assert answer.code == 2
     assert "is there already, and is not overwritten" in answer.err
     assert (tmp_path / "hf").read_text() == "mine"
+
+
+def test_a_url_is_not_made_a_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (("export-hf", run), ("import-hf", run), ("convert", run, "--to", "torch")):
+        answer = ckpt(*words, "s3://bucket/out")
+        assert answer.code == 2
+        assert "s3://bucket/out is no path on this machine" in answer.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    with os.fdopen(theirs, "w") as terminal, os.fdopen(ours, "rb", buffering=0) as screen:
-        monkeypatch.setattr(sys, "stderr", terminal)
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as there:
+        there.setattr(sys, "stderr", terminal)
         with bar() as watcher:
             watcher.begin("writing", 2000)
             watcher.advance(500)
             watcher.advance(1500)
-        drawn = screen.read(1 << 16).decode()
-    assert "writing" in drawn
-    assert "2.0/2.0 kB" in drawn
+    drawn = b""
+    with os.fdopen(ours, "rb", buffering=0) as screen, suppress(OSError):  # how a terminal says that all has come
+        while more := screen.read(1 << 16):
+            drawn += more
+    assert b"writing" in drawn
+    assert b"2.0/2.0 kB" in drawn
 
 
 def test_no_bar_is_drawn_into_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

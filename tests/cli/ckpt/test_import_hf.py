@@ -10,18 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from closeranks.cli.ckpt import import_hf
 from closeranks.facts.llama import LlamaShape, parameter_shapes
 from closeranks.models.hub import hf_config
-
-from .asking import Asker
+from tests.cli.ckpt.calling import ckpt
 
 SHAPE = LlamaShape(32, 2, 4, 2, 48, 260)
-
-
-@pytest.fixture
-def asker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Asker:
-    return Asker(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -35,8 +28,8 @@ def hf(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_makes_a_run_folder_and_says_what_is_next(asker: Asker, hf: Path, tmp_path: Path) -> None:
-    answer = asker.ask(import_hf, hf, tmp_path / "run")
+def test_it_makes_a_run_folder_and_says_what_is_next(hf: Path, tmp_path: Path) -> None:
+    answer = ckpt("import-hf", hf, tmp_path / "run")
     assert answer.code == 0
     assert f"{hf} -> {tmp_path / 'run'}: 21 tensors, " in answer.out
     assert "run/job.toml" in answer.out
@@ -58,7 +51,7 @@ def test_it_makes_a_run_folder_and_says_what_is_next(asker: Asker, hf: Path, tmp
         ("hostile index", "none of its folder's"),
     ],
 )
-def test_a_bad_folder_is_one_sentence_and_exit_2(asker: Asker, hf: Path, tmp_path: Path, harm: str, said: str) -> None:
+def test_a_bad_folder_is_one_sentence_and_exit_2(hf: Path, tmp_path: Path, harm: str, said: str) -> None:
     config, weights, index = hf / "config.json", hf / "model.safetensors", hf / "model.safetensors.index.json"
     table = json.loads(config.read_text())
     if harm == "gone":
@@ -79,7 +72,7 @@ def test_a_bad_folder_is_one_sentence_and_exit_2(asker: Asker, hf: Path, tmp_pat
         weights.unlink()
         file = "model-00001-of-00002.safetensors" if harm == "index alone" else "../../secret.safetensors"
         index.write_text(json.dumps({"weight_map": {"x": file}}))
-    answer = asker.ask(import_hf, hf, tmp_path / "run")
+    answer = ckpt("import-hf", hf, tmp_path / "run")
     assert answer.code == 2
     assert answer.err.count("\n") == 1
     assert answer.err.startswith("closeranks: ")
@@ -88,10 +81,10 @@ def test_a_bad_folder_is_one_sentence_and_exit_2(asker: Asker, hf: Path, tmp_pat
     assert {path.name for path in tmp_path.iterdir()} <= {"hf"}
 
 
-def test_what_is_there_is_not_overwritten(asker: Asker, hf: Path, tmp_path: Path) -> None:
-    assert asker.ask(import_hf, hf, tmp_path / "run").code == 0
+def test_what_is_there_is_not_overwritten(hf: Path, tmp_path: Path) -> None:
+    assert ckpt("import-hf", hf, tmp_path / "run").code == 0
     before = (tmp_path / "run" / "job.toml").stat().st_mtime_ns
-    answer = asker.ask(import_hf, hf, tmp_path / "run")
+    answer = ckpt("import-hf", hf, tmp_path / "run")
     assert (answer.code, answer.out) == (2, "")
     assert "is there already, and is not overwritten" in answer.err
     assert (tmp_path / "run" / "job.toml").stat().st_mtime_ns == before

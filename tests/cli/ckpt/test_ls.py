@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from closeranks.cli.ckpt.places import aligned
 from tests.checkpoint import making
 from tests.checkpoint.making import Whole, a_state, filled
 from tests.cli.ckpt.calling import ckpt
@@ -59,10 +60,31 @@ def test_as_json_and_by_every_kind_of_place(run: Path) -> None:
 
 
 def test_nothing_there_is_bad_input(tmp_path: Path) -> None:
-    said = ckpt("ls", tmp_path / "nonesuch")
-    assert said.code == 2
-    assert "there are no checkpoints at" in said.err
-    assert said.out == ""
+    (tmp_path / "run" / "metrics").mkdir(parents=True)
+    (tmp_path / "run" / "metrics" / "rank-00000.jsonl").touch()
+    (tmp_path / "empty").mkdir()
+    for place, what in (
+        (tmp_path / "nonesuch", "there is nothing at"),
+        (tmp_path / "empty", "there are no checkpoints at"),
+        (tmp_path / "run", "has no checkpoints (checkpoint.save was off"),
+        ("", "the name of the place is empty"),
+    ):
+        said = ckpt("ls", place)
+        assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+        assert what in said.err
+
+
+def test_a_narrow_terminal_loses_columns_and_never_letters() -> None:
+    rows = [("*", "step-00000080", "14.3 MiB", "certified, latest"), ("", "step-00000060", "5 B", "certified")]
+    headings = ("", "name", "size", "state")
+    wide, left_out = aligned(headings, rows, ("size",), ("size", "state"), None)
+    assert wide[1:] == ["*  step-00000080  14.3 MiB  certified, latest", "   step-00000060       5 B  certified"]
+    assert left_out == []
+    assert aligned(headings, rows, ("size",), ("size", "state"), len(wide[1])) == (wide, [])
+    narrow, left_out = aligned(headings, rows, ("size",), ("size", "state"), len(wide[1]) - 1)
+    assert narrow[1:] == ["*  step-00000080  certified, latest", "   step-00000060  certified"]
+    assert left_out == ["size"]
+    assert aligned(headings, rows, (), ("size",), 10)[0] == narrow
 
 
 def test_no_verb_imports_torch_to_look_at_manifests(run: Path) -> None:

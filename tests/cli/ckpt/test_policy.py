@@ -8,24 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.cli.ckpt import policy as verb
-from closeranks.core.errors import UserError
 from closeranks.core.events import RunEnded, RunStarted, Saved, StepDone, encode
 from closeranks.telemetry.recorder import to_line
+from tests.cli.ckpt.calling import ckpt
 from tests.cli.commands import ROOT, closeranks
-
-app = typer.Typer(pretty_exceptions_enable=False)
-verb.register(app)
 
 
 def said(*words: object) -> str:
-    done = CliRunner().invoke(app, [*map(str, words)], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
+    done = ckpt("policy", *words)
+    assert done.code == 0, done.err
+    return done.out
 
 
 def figures(*words: object) -> dict[str, Any]:
@@ -118,6 +112,11 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "policy.png"
     assert f"picture: {path}" in said("--picture", path).replace("\n", " ")
     assert path.read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "folder.png"
+    path.mkdir()
+    done = ckpt("policy", "--picture", path)
+    assert done.code == 2
+    assert f"{path} cannot be written" in done.err
 
 
 @pytest.mark.parametrize(
@@ -135,16 +134,16 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_sentence(words: list[str], what: str) -> None:
-    with pytest.raises(UserError) as caught:
-        CliRunner().invoke(app, words, catch_exceptions=False)
-    assert what in str(caught.value)
-    assert caught.value.exit_code == 2
+    done = ckpt("policy", *words)
+    assert what in done.err
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
 
 
 def test_a_run_that_saved_nothing_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", RunStarted(), StepDone(step=1))
-    with pytest.raises(UserError, match="saved nothing yet"):
-        CliRunner().invoke(app, ["--run", str(run)], catch_exceptions=False)
+    done = ckpt("policy", "--run", run)
+    assert done.code == 2
+    assert "saved nothing yet" in done.err
 
 
 def test_the_command_itself(tmp_path: Path) -> None:

@@ -6,18 +6,17 @@ import pytest
 
 from closeranks.checkpoint.manifest import folder_name
 from closeranks.checkpoint.storage.local import LocalStorage
-from closeranks.cli.ckpt import prune
 from tests.checkpoint import saving
 from tests.checkpoint.saving import order, save, settings
-from tests.cli.ckpt.asking import Answer, Asker
+from tests.cli.ckpt.calling import Said, ckpt
 
 
 class Prune:
-    def __init__(self, asker: Asker, run: Path) -> None:
-        self._asker, self.run = asker, run
+    def __init__(self, run: Path) -> None:
+        self.run = run
 
-    def __call__(self, *words: object, run: object = None) -> Answer:
-        return self._asker.ask(prune, run or self.run, *words)
+    def __call__(self, *words: object, run: object = None) -> Said:
+        return ckpt("prune", run or self.run, *words)
 
     @property
     def root(self) -> Path:
@@ -31,7 +30,7 @@ class Prune:
 
 
 @pytest.fixture
-def pruning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Prune:
+def pruning(tmp_path: Path) -> Prune:
     """Six checkpoints, all but the first and fourth with references; one save that was cut short, one under way."""
     root = tmp_path / "checkpoints"
     for step in range(1, 7):
@@ -39,7 +38,7 @@ def pruning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     for step in (0, 7):
         (root / folder_name(step)).mkdir()
         (root / folder_name(step) / "data-00000-of-00002.safetensors").write_bytes(b"cut short")
-    return Prune(Asker(monkeypatch, capsys), tmp_path)
+    return Prune(tmp_path)
 
 
 def test_it_says_what_goes_and_what_that_frees_and_does_it(pruning: Prune) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import making
-from tests.checkpoint.making import a_state
+from tests.checkpoint.making import Whole, a_state, filled
 from tests.cli.ckpt.calling import ckpt
 from tests.cli.commands import closeranks
 
@@ -43,6 +43,28 @@ def test_damage_is_named_and_told_by_the_exit_status(run: Path) -> None:
     assert ckpt("verify", run / "checkpoints" / "step-00000040").code == 1
 
 
+def test_a_lost_file_is_one_line_and_the_newest_sound_one_is_named(run: Path) -> None:
+    (run / "checkpoints" / "step-00000040" / "data-00001-of-00002.safetensors").unlink()
+    said = ckpt("verify", run)
+    assert said.code == 1
+    lost = [line for line in said.out.splitlines() if line.startswith("DAMAGED")]
+    assert len(lost) == 1
+    assert lost[0].endswith(" tensors)")
+    assert said.out.splitlines()[-1].startswith("The newest sound one is step-00000020: ")
+    assert len(json.loads(ckpt("verify", run, "--json").out)["findings"]) > 2
+
+
+def test_a_file_with_many_faults_is_cut_short(tmp_path: Path) -> None:
+    state = {("model", f"layers.{n}"): Whole("float32", filled((2,), "float32", n)) for n in range(40)}
+    making.write(tmp_path / "checkpoints", 20, state, num_ranks=1)
+    path = tmp_path / "checkpoints" / "step-00000020" / "data-00000-of-00001.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: -40 * 8] + bytes(byte ^ 255 for byte in data[-40 * 8 :]))
+    said = ckpt("verify", tmp_path)
+    assert said.out.count("DAMAGED") == 10
+    assert "and 30 more of this file: --json names them all" in said.out
+
+
 def test_what_puts_nothing_in_doubt_is_a_note(run: Path) -> None:
     (run / "checkpoints" / "step-00000060").mkdir()
     (run / "checkpoints" / "step-00000040" / "notes.txt").write_text("mine")
@@ -72,5 +94,5 @@ def test_as_a_person_calls_it(run: Path) -> None:
     assert closeranks("ckpt", "verify", run, cwd=run).code == 1
     done = closeranks("ckpt", "verify", run / "nonesuch", cwd=run)
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("closeranks: there are no checkpoints at ")
+    assert done.err.startswith("closeranks: there is nothing at ")
     assert len(done.err.splitlines()) == 1

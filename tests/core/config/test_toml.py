@@ -29,7 +29,7 @@ from .job_shapes import (
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-NUMBER = st.floats(allow_nan=False)
+NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 SCALAR = st.one_of(st.booleans(), st.integers(), NUMBER, TEXT, st.dates(), st.times(), st.datetimes())
 VALUE = st.recursive(
     SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8
@@ -48,7 +48,7 @@ MODELS = st.one_of(
 GROUPS = st.builds(
     GroupConfig,
     pattern=TEXT,
-    lr_scale=st.floats(min_value=0, exclude_min=True, allow_nan=False),
+    lr_scale=st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False),
     weight_decay=st.none() | NUMBER,
     frozen=st.booleans(),
 )

@@ -106,7 +106,8 @@ class DiskSink:
         room = os.statvfs(self._path.parent)
         free_bytes = room.f_bavail * room.f_frsize
         if room.f_blocks and free_bytes < self._num_bytes:
-            what = f"writing {self._path} needs {self._num_bytes} bytes and {free_bytes} are free"
+            need, have = (f"{number / 2**20:.1f} MiB" for number in (self._num_bytes, free_bytes))
+            what = f"the disk is full: {self._path} needs {need}, and {have} are free"
             raise FullError(f"{what}; free some space, or save elsewhere (checkpoint.folder)")
 
     def write(self, data: Bytes) -> None:

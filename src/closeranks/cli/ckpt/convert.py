@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from closeranks.cli.ckpt.moving import local_path
 
 HELP = """Write weights in another format: a checkpoint of ours, a torch DCP folder, a torch or a safetensors file.
 
@@ -33,17 +34,24 @@ def register(app: typer.Typer) -> None:
 
 def convert(
     source: Annotated[str, typer.Argument(help="What to read.", metavar="SOURCE")],
-    out: Annotated[Path, typer.Argument(help="What to write; must not be there yet.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="What to write; must not be there yet.", metavar="OUT")],
     to: Annotated[Format, typer.Option(help="The format of OUT.")],
 ) -> None:
     from closeranks.checkpoint.dcp.conversion import convert as carry_over
 
+    place = local_path(out)
     with _progress(f"{source} -> {out}") as (on_total, on_bytes):
-        done = carry_over(source, out, to, on_total, on_bytes)
-    for note in done.notes:
-        typer.echo(note, err=True)
+        done = carry_over(source, place, to, on_total, on_bytes)
+    for note in (*done.notes, *_ending(place.suffix, to)):
+        typer.echo(f"note: {note}", err=True)
     kind = "checkpoint of weights alone" if to == "closeranks" else to
     typer.echo(f"{out}: {kind}, {done.num_tensors} tensors, {done.num_bytes:,} bytes, from {done.source}")
+
+
+def _ending(suffix: str, to: Format) -> tuple[str, ...]:
+    """``checkpoint.weights`` and this command know a file by it."""
+    known = {"torch": (".pt", ".pth", ".bin"), "safetensors": (".safetensors",)}.get(to, (suffix,))
+    return () if suffix in known else (f"Call it {' or '.join(f'NAME{end}' for end in known)}, to read it here again.",)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def diff(
     b: Annotated[str, typer.Argument(help="Another.", metavar="B")],
     patterns: Annotated[
         list[str] | None,
-        typer.Argument(help='Only tensors whose section/key matches, such as "model/*".', metavar="[PATTERN]..."),
+        typer.Argument(help='Only tensors whose section/key matches, such as "model/*".', metavar="PATTERN"),
     ] = None,
     values: Annotated[bool, typer.Option("--values", help="Read what differs, and say by how much.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="List equal tensors too.")] = False,
@@ -42,13 +42,14 @@ def diff(
 
     from closeranks.checkpoint.difference import diff as compare
     from closeranks.checkpoint.difference import tree_differences
-    from closeranks.cli.ckpt.places import matches, pick
+    from closeranks.cli.ckpt.places import in_order, matches, pick
     from closeranks.core.errors import CheckpointError
 
     (one, first), (other, second) = pick(a), pick(b)
     found = [row for row in compare(first, second) if matches((row.section, row.key), patterns or [])]
     if not found:
         raise CheckpointError(f"no tensor of {a} or {b} is named so", "`closeranks ckpt show` lists their names.")
+    found.sort(key=lambda row: in_order((row.section, row.key)))
     apart = _measure(one, other, found) if values else {}
     trees = tree_differences(first.tree, second.tree)
     is_equal = all(row.verdict == "equal" for row in found)
@@ -59,7 +60,7 @@ def diff(
     else:
         _print(one, other, [row for row in found if show_all or row.verdict != "equal"], apart, trees)
         num_equal = sum(row.verdict == "equal" for row in found)
-        typer.echo(f"\n{num_equal} of {len(found)} tensors are equal")
+        typer.echo(f"{num_equal} of {len(found)} tensors are equal")
     if not is_equal:
         raise typer.Exit(1)
 
@@ -80,21 +81,32 @@ def _measure(one: Found, other: Found, rows: list[Difference]) -> dict[tuple[str
 def _print(
     one: Found, other: Found, rows: list[Difference], apart: dict[tuple[str, str], Largest], trees: list[str]
 ) -> None:
-    from closeranks.cli.ckpt.places import plain_table, stdout
+    from closeranks.cli.ckpt.places import print_table, stdout
 
     console = stdout()
     console.print(f"A  {one.path}\nB  {other.path}\n", soft_wrap=True)
     for line in trees:
         console.print(f"tree  {line}", soft_wrap=True)
-    headings = ("tensor", "verdict", "A", "B", *(("different", "largest", "relative") if apart else ()))
-    table = plain_table(*headings, right=frozenset(("different", "largest", "relative")))
-    for row in rows:
-        largest = apart.get((row.section, row.key))
-        numbers = [] if largest is None else [f"{largest.num_different:,}", f"{largest.absolute:.3g}"]
-        numbers += [] if largest is None else [f"{largest.relative:.3g}"]
-        table.add_row(f"{row.section}/{row.key}", row.verdict, *_sides(row), *numbers)
+    if trees:
+        console.print()
     if rows:
-        console.print(table)
+        numbers = ("different", "largest", "relative") if apart else ()
+        cells = [
+            (f"{row.section}/{row.key}", row.verdict, *_sides(row), *_numbers(row, apart)[: len(numbers)])
+            for row in rows
+        ]
+        # Two digests tell nothing that "differs" does not; shapes and types do.
+        is_told = all(row.verdict in ("differs", "equal") for row in rows)
+        spare = ("B", "A") if is_told else ()
+        print_table(("tensor", "verdict", "A", "B", *numbers), cells, right=numbers, spare=spare)
+        console.print()
+
+
+def _numbers(row: Difference, apart: dict[tuple[str, str], Largest]) -> tuple[str, str, str]:
+    largest = apart.get((row.section, row.key))
+    if largest is None:
+        return "", "", ""
+    return f"{largest.num_different:,}", f"{largest.absolute:.3g}", f"{largest.relative:.3g}"
 
 
 def _sides(row: Difference) -> tuple[str, str]:

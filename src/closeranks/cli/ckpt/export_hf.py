@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from closeranks.cli.ckpt.moving import bar, parse_size, tell
+from closeranks.cli.ckpt.moving import bar, local_path, parse_size, tell
 
 HELP = """Write the weights of a run as a folder that transformers loads.
 
@@ -36,13 +35,13 @@ def register(app: typer.Typer) -> None:
 
 def export_hf(
     run: Annotated[str, typer.Argument(help="A run, its checkpoints, one of them, or a URL of those.", metavar="RUN")],
-    out: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="The folder to make.", metavar="OUT")],
     dtype: Annotated[Format | None, typer.Option(help="Numbers to write; as saved where left out.")] = None,
     shard_size: Annotated[str, typer.Option(help="Of one file, at most.")] = "5GB",
 ) -> None:
-    shard_bytes = parse_size(shard_size)
+    shard_bytes, folder = parse_size(shard_size), local_path(out)
     from closeranks.run.exchange import export_hf as export
 
     with bar() as watcher:
-        moved = export(run, out, dtype=dtype.value if dtype else "", shard_bytes=shard_bytes, watcher=watcher)
-    tell(moved, f"Load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}).")
+        moved = export(run, folder, dtype=dtype.value if dtype else "", shard_bytes=shard_bytes, watcher=watcher)
+    tell(moved, f"Load it with transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}).")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from closeranks.cli.ckpt.moving import bar, tell
+from closeranks.cli.ckpt.moving import bar, local_path, tell
 
 HELP = """Make a checkpoint of ours, and a job for it, from a Llama in Hugging Face's format.
 
@@ -26,10 +25,11 @@ def register(app: typer.Typer) -> None:
 
 def import_hf(
     folder: Annotated[str, typer.Argument(help="The folder, or the file with weights.", metavar="HF_FOLDER")],
-    out: Annotated[Path, typer.Argument(help="The run folder to make.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="The run folder to make.", metavar="OUT")],
 ) -> None:
     from closeranks.run.exchange import import_hf as take
 
+    run = local_path(out)
     with bar() as watcher:
-        moved = take(folder, out, watcher=watcher)
-    tell(moved, f"Its job is {out / 'job.toml'}: fill in data and train, and start it with `closeranks train`.")
+        moved = take(folder, run, watcher=watcher)
+    tell(moved, f"Its job is {run / 'job.toml'}: fill in data and train, and start it with `closeranks train`.")

@@ -16,9 +16,15 @@ HELP = """List the checkpoints of a run, newest first; a star marks the one that
   closeranks ckpt ls s3://bucket/runs/tiny
   closeranks ckpt ls runs/tiny --json
 
-Reads manifests only. "own" is what the checkpoint itself occupies; "refs" says that the rest lies in earlier ones.
-States: certified (read back and sealed), suspect, damaged, unfinished (no manifest), serving (removed, but others need
-its files).
+Reads manifests only: `closeranks ckpt verify` reads the bytes. "own" is what the checkpoint itself occupies; "refs"
+says that the rest lies in earlier ones. States:
+
+\b
+  certified    read back from the medium and sealed
+  damaged      its manifest is torn or changed
+  unfinished   it has no manifest: the save was cut short, or still goes on
+  suspect      sealed, but not the one that `latest` was written for; tried last
+  serving      removed, but others need its files
 """
 
 
@@ -34,7 +40,7 @@ def ls(
 ) -> None:
     import json
 
-    from closeranks.cli.ckpt.places import look, plain_table, stdout
+    from closeranks.cli.ckpt.places import look, print_table, stdout
 
     catalogue = look(place)
     first = next((found for found in catalogue.candidates() if found.manifest is not None), None)
@@ -43,18 +49,15 @@ def ls(
         odd = [{"what": odd.what, "is_damage": odd.is_damage} for odd in catalogue.problems]
         print(json.dumps({"place": catalogue.place, "checkpoints": rows, "problems": odd}, indent=1))
         return
-    right = frozenset(("step", "size", "own", "ranks", "metric"))
-    table = plain_table(
-        "", "name", "step", "when", "size", "own", "bytes", "layout", "ranks", "metric", "state", right=right
-    )
-    for found in catalogue:
-        table.add_row("*" if found is first else "", *_cells(found))
+    headings = ("", "name", "step", "when", "size", "own", "bytes", "layout", "ranks", "metric", "state")
+    lines = [("*" if found is first else "", *_cells(found)) for found in catalogue]
+    spare = ("own", "bytes", "ranks", "layout", "metric", "when", "size")
+    print_table(headings, lines, right=("step", "size", "own", "ranks", "metric"), spare=spare)
+    remarks = [f"{found.name}: {found.problem}" for found in catalogue if found.problem]
+    remarks += [odd.what for odd in catalogue.problems if not odd.name]
     console = stdout()
-    console.print(table)
-    for text in [f"{found.name}: {found.problem}" for found in catalogue if found.problem] + [
-        odd.what for odd in catalogue.problems if not odd.name
-    ]:
-        console.print(f"\n{text}", soft_wrap=not console.is_terminal)
+    for text in ("", *remarks) if remarks else ():
+        console.print(text, soft_wrap=not console.is_terminal)
 
 
 def _cells(found: Found) -> list[str]:

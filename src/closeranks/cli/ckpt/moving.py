@@ -8,16 +8,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from closeranks.core.errors import UserError
+
 if TYPE_CHECKING:
     from closeranks.run.exchange import Moved
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS["TIB"] = 2**40
 
 
 class Bar:
@@ -42,16 +46,23 @@ def bar() -> Iterator[Bar]:
 
 
 def parse_size(text: str) -> int:
-    """``5GB``, ``500MB``, ``2GiB`` in bytes; units of ten, as Hugging Face's own tools take them."""
+    """``5GB``, ``500MB``, ``2GiB`` in bytes; without the i in units of ten, as Hugging Face's own tools take them."""
     letters = text.strip().lstrip("0123456789.")
     unit = letters.strip().upper()
     try:
         num_bytes = int(float(text.strip().removesuffix(letters)) * _UNITS[unit])
     except (KeyError, ValueError):
-        raise typer.BadParameter(f"'{text}' is no size: write it like 5GB or 500MB") from None
+        raise UserError(f"--shard-size: '{text}' is no size", "Write it like 5GB or 500MB.") from None
     if num_bytes < 1:
-        raise typer.BadParameter(f"'{text}' has no room for anything: write it like 5GB or 500MB")
+        raise UserError(f"--shard-size: '{text}' has no room for anything", "Write it like 5GB or 500MB.")
     return num_bytes
+
+
+def local_path(text: str) -> Path:
+    """Where to write: ``Path`` would make a folder ``s3:`` of a URL."""
+    if "://" in text and not text.startswith("file://"):
+        raise UserError(f"{text} is no path on this machine", "Write to a folder here, and copy it from there.")
+    return Path(text.removeprefix("file://"))
 
 
 def in_words(num_bytes: int) -> str:

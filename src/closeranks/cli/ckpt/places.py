@@ -5,29 +5,42 @@ Imports no torch. Invariant: standard output holds the listing and nothing else,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from closeranks.checkpoint.catalogue import Catalogue, Found, find
 from closeranks.checkpoint.manifest import Manifest
 from closeranks.core.errors import CheckpointError
+from closeranks.telemetry.folder import RunFolder
 
 _WIDE = 200
+_PLACES = "Name a run folder, its checkpoints folder, one checkpoint in it, or a URL of those."
 
 
 def look(place: str) -> Catalogue:
     """All that lies there; nothing at all is a mistake in the place."""
+    if not place.strip():
+        raise CheckpointError("the name of the place is empty", _PLACES)
     catalogue = find(place)
     if not catalogue.found:
-        odd = "".join(f" ({text})" for text in catalogue.problems)
-        raise CheckpointError(
-            f"there are no checkpoints at {place}{odd}",
-            "Name a run folder, its checkpoints folder, one checkpoint in it, or a URL of those.",
-        )
+        odd = "".join(f" ({odd.what})" for odd in catalogue.problems if odd.is_damage)
+        raise CheckpointError(f"{_nothing(place)}{odd}", _PLACES)
     return catalogue
+
+
+def _nothing(place: str) -> str:
+    """What there is instead of checkpoints; a URL is not asked again."""
+    if "://" not in place and not Path(place).expanduser().exists():
+        return f"there is nothing at {place}"
+    if "://" not in place and RunFolder(Path(place).expanduser()).metrics(0).is_file():
+        return f"the run {place} has no checkpoints (checkpoint.save was off, or it ended before the first)"
+    return f"there are no checkpoints at {place}"
 
 
 def pick(place: str) -> tuple[Found, Manifest]:
@@ -37,7 +50,8 @@ def pick(place: str) -> tuple[Found, Manifest]:
         if found.manifest is not None:
             return found, found.manifest
     first = catalogue.found[0]
-    raise CheckpointError(f"{first.path}: {first.problem}", "Name another checkpoint of the run.")
+    what = first.problem if first.path in first.problem else f"{first.path}: {first.problem}"
+    raise CheckpointError(what, "Name another checkpoint of the run.")
 
 
 def matches(name: tuple[str, str], patterns: Sequence[str]) -> bool:
@@ -46,19 +60,56 @@ def matches(name: tuple[str, str], patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(full, pattern) or fnmatchcase(name[1], pattern) for pattern in patterns)
 
 
+def in_order(name: tuple[str, str]) -> tuple[str, list[tuple[int, str]]]:
+    """To sort tensors by: ranks save their shares in an order of their own, and layer 10 comes after layer 9."""
+    section, key = name
+    return section, [(int(word or 0), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", key)]
+
+
 def stdout() -> Console:
     """Names hold brackets and numbers: nothing in them is markup. A pipe gets whole lines."""
     console = Console(markup=False, highlight=False, emoji=False)
     return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=_WIDE)
 
 
-def plain_table(*headings: str, right: frozenset[str] = frozenset()) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in headings:
-        table.add_column(
-            heading, justify="right" if heading in right else "left", no_wrap=heading != "state", overflow="fold"
-        )
-    return table
+def print_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    spare: Sequence[str] = (),
+) -> None:
+    """No cell is ever cut. Where a terminal is too narrow, columns go in the order of ``spare``, and that is said."""
+    console = stdout()
+    lines, left_out = aligned(headings, rows, right, spare, console.width if console.is_terminal else None)
+    for number, line in enumerate(lines):
+        console.print(Text(line, style="" if number else "bold"), soft_wrap=True)
+    if left_out:
+        console.print(f"(a wider terminal shows {', '.join(left_out)})", soft_wrap=True)
+
+
+def aligned(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Collection[str],
+    spare: Sequence[str],
+    width: int | None,
+) -> tuple[list[str], list[str]]:
+    """The lines of a table, and the headings of what was left out of them so that they fit."""
+    widths = [max(map(cell_len, column)) for column in zip(headings, *rows, strict=True)]
+    shown, left_out = list(range(len(headings))), []
+    for heading in spare:
+        if width is None or sum(widths[n] for n in shown) + 2 * (len(shown) - 1) <= width:
+            break
+        if heading in headings:
+            shown.remove(list(headings).index(heading))
+            left_out.append(heading)
+
+    def padded(cells: Sequence[str], n: int) -> str:
+        space = " " * (widths[n] - cell_len(cells[n]))
+        return space + cells[n] if headings[n] in right else cells[n] + space
+
+    return ["  ".join(padded(cells, n) for n in shown).rstrip() for cells in (headings, *rows)], left_out
 
 
 def size(num_bytes: float) -> str:

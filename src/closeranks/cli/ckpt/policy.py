@@ -7,7 +7,6 @@ was given on the command line stands, what a run measured comes next, and the re
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from closeranks.plan.policy import Policy, Situation
 
 HELP = """Say how often a job should save, from how often it fails and what a save costs.
@@ -33,9 +30,11 @@ written and kept, what many jobs on one store do to each other, and a [checkpoin
 picture shows the same. Without options: a job of 24 hours on preemptible machines that fails every 3 hours.
 """
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)(?:/s)?")
-_SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
-_SIZES["TiB"] = 2.0**40
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)(?:/S)?")
+_SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30}
+_SIZES["TIB"] = 2.0**40
+_SPARE = ("cost", "kept", "written", "saves", "store in use", "redo per failure", "needed every")
+"""Columns that a narrow terminal does without, in this order."""
 _BANDWIDTH, _REMOTE_BANDWIDTH = "1.5GB/s", "0.5GB/s"
 
 
@@ -44,15 +43,19 @@ def register(app: typer.Typer) -> None:
 
 
 def policy(
-    mtbf: Annotated[str, typer.Option(help="Between failures of the job: 3h, 90min.")] = "",
+    mtbf: Annotated[str, typer.Option(help="Between failures of the job, like 90min.  [default: 3h]")] = "",
     ranks: Annotated[int, typer.Option(min=0, help="Without --mtbf: as a fleet's jobs of so many ranks fail.")] = 0,
-    save_cost: Annotated[str, typer.Option(help="Training stands so long for a save; 0.05s.")] = "",
-    durable: Annotated[str, typer.Option(help="Until a save counts on the nearest disk; from --bandwidth.")] = "",
-    restart: Annotated[str, typer.Option(help="From a failure until training goes on; 60s.")] = "",
-    step: Annotated[str, typer.Option(help="One training step; 1s.")] = "",
-    state: Annotated[str, typer.Option(help="Size of the whole state; 14GB.")] = "",
-    bandwidth: Annotated[str, typer.Option(help="Of the nearest disk; 1.5GB/s.")] = "",
-    remote_bandwidth: Annotated[str, typer.Option(help="Of the store all jobs share; 0.5GB/s; 0B: none.")] = "",
+    save_cost: Annotated[str, typer.Option(help="Training stands so long for a save.  [default: 0.05s]")] = "",
+    durable: Annotated[
+        str, typer.Option(help="Until a save counts on the nearest disk.  [default: from --bandwidth]")
+    ] = "",
+    restart: Annotated[str, typer.Option(help="From a failure until training goes on.  [default: 60s]")] = "",
+    step: Annotated[str, typer.Option(help="One training step.  [default: 1s]")] = "",
+    state: Annotated[str, typer.Option(help="Size of the whole state.  [default: 14GB]")] = "",
+    bandwidth: Annotated[str, typer.Option(help="Of the nearest disk.  [default: 1.5GB/s]")] = "",
+    remote_bandwidth: Annotated[
+        str, typer.Option(help="Of the store all jobs share; 0B: none.  [default: 0.5GB/s]")
+    ] = "",
     price: Annotated[float, typer.Option(min=0, help="Of the store, per GB and month.")] = 0.023,
     jobs: Annotated[int, typer.Option(min=1, help="Like this one, that share the store.")] = 1,
     length: Annotated[str, typer.Option(help="Work to be done.")] = "24h",
@@ -63,8 +66,8 @@ def policy(
     keep: Annotated[int, typer.Option(min=2, help="Checkpoints that stay in each place.")] = 3,
     preemptible: Annotated[bool, typer.Option("--preemptible/--on-demand", help="Machines that may be taken.")] = True,
     run: Annotated[Path | None, typer.Option(help="Take costs that this run measured.", metavar="RUN")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG.", metavar="OUT.png")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG, too.", metavar="OUT.png")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
     from closeranks.plan.policy import Situation, policy_for
 
@@ -77,9 +80,7 @@ def policy(
     _check_picture(picture)
     found = policy_for(situation)
     if picture is not None:
-        from closeranks.plan.policy_picture import draw_policy
-
-        draw_policy(found, picture)
+        _draw(found, picture)
     if as_json:
         _print_json(found)
     else:
@@ -199,7 +200,7 @@ def _seconds(option: str, text: str) -> float:
 
 
 def _bytes(option: str, text: str) -> float:
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(text.strip().upper())
     if match is None or match[2] not in _SIZES:
         raise _refusal(option, text, "is no number of bytes", "14GB, 512MiB or 1.5GB/s")
     return float(match[1]) * _SIZES[match[2]]
@@ -229,6 +230,16 @@ def _check_picture(picture: Path | None) -> None:
         raise SetupError(f"{picture} does not end in .png", "Pictures are drawn as PNG.")
 
 
+def _draw(found: Policy, picture: Path) -> None:
+    from closeranks.core.errors import SetupError
+    from closeranks.plan.policy_picture import draw_policy
+
+    try:
+        draw_policy(found, picture)
+    except OSError as error:
+        raise SetupError(f"{picture} cannot be written: {error.strerror or error}", "Name another place.") from error
+
+
 def _print_json(found: Policy) -> None:
     import json
     import math
@@ -248,31 +259,21 @@ def _print_json(found: Policy) -> None:
 
 
 def _print(found: Policy, measured: Measured, picture: Path | None) -> None:
-    from rich.console import Console
-
+    from closeranks.cli.ckpt.places import print_table, stdout
     from closeranks.plan import policy_text
 
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 120
+    console = stdout()
+
+    def show(rows: policy_text.Rows) -> None:
+        print_table(rows[0], rows[1:], right=rows[0][1:], spare=_SPARE)
+
     console.print(policy_text.headline(found, measured.num_saves), "", sep="\n", soft_wrap=True)
-    console.print(_table(policy_text.places(found)))
+    show(policy_text.places(found))
     for title, remark, rows in policy_text.tables(found):
         console.print("", title, sep="\n")
-        console.print(_table(rows))
+        show(rows)
         if remark:
             console.print(remark, soft_wrap=not console.is_terminal)
     console.print("", policy_text.closing(found), sep="\n", soft_wrap=True)
     if picture is not None:
         console.print(f"\npicture: {picture}", soft_wrap=True)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table

@@ -109,13 +109,11 @@ def _going(storage: Storage, folders: Sequence[Folder], what: Removal) -> list[G
 
 
 def _say(going: Sequence[Going], num_left: int, dry_run: bool) -> None:
-    from closeranks.cli.ckpt.places import plain_table, size, stdout
+    from closeranks.cli.ckpt.places import print_table, size
 
     if going:
-        table = plain_table("would go" if dry_run else "gone", "what", "frees", right=frozenset(("frees",)))
-        for row in going:
-            table.add_row(row.name, row.why, size(row.num_bytes))
-        stdout().print(table)
+        rows = [(row.name, row.why, size(row.num_bytes)) for row in going]
+        print_table(("would go" if dry_run else "gone", "what", "frees"), rows, right=("frees",))
     freed = size(sum(row.num_bytes for row in going))
     stays = "1 checkpoint stays" if num_left == 1 else f"{num_left} checkpoints stay"
     if not going:

@@ -30,17 +30,21 @@ def show(
     place: Annotated[str, typer.Argument(help="A run, one checkpoint, or a URL of those.", metavar="CHECKPOINT")],
     patterns: Annotated[
         list[str] | None,
-        typer.Argument(help='Only tensors whose section/key matches, such as "model/*".', metavar="[PATTERN]..."),
+        typer.Argument(help='Only tensors whose section/key matches, such as "model/*".', metavar="PATTERN"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
     import json
 
     from closeranks.checkpoint.difference import facts
-    from closeranks.cli.ckpt.places import matches, pick, size, stdout
+    from closeranks.cli.ckpt.places import in_order, matches, pick, size, stdout
+    from closeranks.core.errors import CheckpointError
 
     found, manifest = pick(place)
     tensors = {name: one for name, one in facts(manifest).items() if matches(name, patterns or [])}
+    if patterns and not tensors:
+        raise CheckpointError(f"no tensor of {found.path} is named so", "Without a pattern, all are listed.")
+    tensors = dict(sorted(tensors.items(), key=lambda item: in_order(item[0])))
     if as_json:
         rows = [_row(*name, one) for name, one in tensors.items()]
         told = {"path": found.path, "state": found.state, "step": manifest.step, "layout": manifest.layout}
@@ -48,7 +52,9 @@ def show(
         return
     console = stdout()
     kind = "full" if manifest.is_full else f"refers to {len(manifest.referred())} files of earlier checkpoints"
-    console.print(f"{found.path}: step {manifest.step}, {size(manifest.num_bytes)}, {kind}, saved by {manifest.layout}")
+    ranks = f"{manifest.num_ranks} {'rank' if manifest.num_ranks == 1 else 'ranks'}"  # of a save by torch DCP
+    what = f"step {manifest.step}, {size(manifest.num_bytes)}, {kind}, saved by {manifest.layout or ranks}"
+    console.print(f"{found.path}: {what}", soft_wrap=True)
     if not patterns:
         console.print("\ntree")
         for line in _lines(manifest.tree):
@@ -57,20 +63,26 @@ def show(
 
 
 def _print_tensors(tensors: dict[tuple[str, str], Facts]) -> None:
-    from closeranks.cli.ckpt.places import plain_table, shape_text, size, stdout
+    from closeranks.cli.ckpt.places import print_table, shape_text, size, stdout
 
     console = stdout()
     for section in dict.fromkeys(section for section, _ in tensors):
         held = {key: one for (of, key), one in tensors.items() if of == section}
         total = sum(one.num_bytes for one in held.values())
-        console.print(f"\n{section}: {len(held)} tensors, {size(total)}")
-        table = plain_table("key", "shape", "dtype", "bytes", "digest", "chunks", right=frozenset(("bytes", "chunks")))
-        for key, one in held.items():
-            cells = (shape_text(one.shape), one.dtype, f"{one.num_bytes:,}", f"{one.digest:016x}")
-            table.add_row(f"  {key}", *cells, str(one.num_chunks))
-        console.print(table)
-    if not tensors:
-        console.print("\nno tensor matches")
+        console.print(f"\n{section}: {len(held)} {'tensor' if len(held) == 1 else 'tensors'}, {size(total)}")
+        rows = [
+            (
+                f"  {key}",
+                shape_text(one.shape),
+                one.dtype,
+                f"{one.num_bytes:,}",
+                f"{one.digest:016x}",
+                str(one.num_chunks),
+            )
+            for key, one in held.items()
+        ]
+        headings = ("  key", "shape", "dtype", "bytes", "digest", "chunks")
+        print_table(headings, rows, right=("bytes", "chunks"), spare=("chunks", "bytes", "digest"))
 
 
 def _lines(value: Any, name: str = "") -> Iterator[str]:
@@ -81,7 +93,7 @@ def _lines(value: Any, name: str = "") -> Iterator[str]:
         for key, one in value.items():
             yield from (f"  {line}" if name else line for line in _lines(one, str(key)))
     else:
-        yield f"{name} = {value}"
+        yield f"{name} = {value if value != '' else repr('')}"
 
 
 def _row(section: str, key: str, one: Facts) -> dict[str, Any]:

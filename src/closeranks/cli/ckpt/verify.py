@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from closeranks.checkpoint.verify import Finding
 
 HELP = """Read every byte of a run's checkpoints, or of one, and compare it with the digests taken when it was saved.
 
@@ -18,6 +21,9 @@ HELP = """Read every byte of a run's checkpoints, or of one, and compare it with
 Every finding names its checkpoint, file and tensor. Exit status: 0 all is sound, 1 damage was found, 2 nothing to
 verify.
 """
+
+_LISTED = 10
+"""Lines about one file: a lost one has thousands of tensors."""
 
 
 def register(app: typer.Typer) -> None:
@@ -48,14 +54,35 @@ def verify(
         rows = [asdict(finding) for finding in findings]
         print(json.dumps({**told, "seconds": seconds, "is_sound": not damage, "findings": rows}, indent=1))
     else:
-        for finding in findings:
-            typer.echo(f"{'DAMAGED' if finding.is_damage else 'note   '}  {finding}")
+        for line in _lines(findings):
+            typer.echo(line)
         what = f"{num_sealed} checkpoint{'' if num_sealed == 1 else 's'}, {seen.num_chunks:,} chunks"
         rate = f"{size(seen.num_bytes)} in {seconds:.1f} s, {seen.num_bytes / seconds / 1e9:.2f} GB/s"
-        verdict = f"{len(damage)} damaged" if damage else "all sound"
-        typer.echo(f"{what}: {verdict} ({rate})")
+        wrong = {finding.checkpoint or finding.what for finding in damage}
+        typer.echo(f"{what}: {f'{len(wrong)} damaged' if wrong else 'all sound'} ({rate})")
+        sound = [found.name for found in catalogue if found.manifest is not None and found.name not in wrong]
+        if wrong and sound:
+            typer.echo(f"The newest sound one is {sound[0]}: a run that resumes passes over the damaged.")
     if damage:
         raise typer.Exit(1)
+
+
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """One line for each fault: tensors that share one, as those of a lost file do, are counted."""
+    from dataclasses import replace
+
+    files: dict[tuple[str, str], dict[tuple[str, bool], list[Finding]]] = {}
+    for finding in findings:
+        faults = files.setdefault((finding.checkpoint, finding.file), {})
+        faults.setdefault((finding.what, finding.is_damage), []).append(finding)
+    for faults in files.values():
+        for held in list(faults.values())[:_LISTED]:
+            num_tensors = len({finding.tensor for finding in held} - {""})
+            finding = held[0] if num_tensors < 2 else replace(held[0], tensor="")
+            more = f" ({num_tensors} tensors)" if num_tensors > 1 else ""
+            yield f"{'DAMAGED' if finding.is_damage else 'note   '}  {finding}{more}"
+        if len(faults) > _LISTED:
+            yield f"         and {len(faults) - _LISTED} more of this file: --json names them all"
 
 
 @contextmanager

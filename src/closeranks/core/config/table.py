@@ -35,7 +35,9 @@ def _refuse_conversions(node: Any) -> None:
 class Table(BaseModel):
     """One table of the job. The docstring under each field is its help in ``--explain`` and in the JSON Schema."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:

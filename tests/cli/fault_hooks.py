@@ -1,0 +1,75 @@
+"""Hooks that jobs of fault tests name: they order what happens by steps and saves, never by time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from closeranks import Hook, Session
+from closeranks.checkpoint.courier import Courier
+from closeranks.checkpoint.manifest import MANIFEST, part_name
+from closeranks.core import faults
+
+PATIENCE_S = 200.0
+
+
+class Patient(Hook):
+    """Waits for each save before the next step, so that none is missed for want of time."""
+
+    def on_step(self, session: Session, step: Any) -> None:
+        saver = session._saving._own
+        for report in saver.wait(PATIENCE_S) if saver is not None else ():
+            session._saving._hear(report)
+
+
+class WritersDie(Patient):
+    """What the environment wants dead are writers only, and only up to a step; then the run is asked to stop.
+
+    The trainer passes the same points in its last save, and must live. How each writer ended is noted.
+    """
+
+    LAST, STOP = 7, 8
+
+    def on_start(self, session: Session) -> None:
+        faults._DEATH = None
+        notes, last_words = session.folder / f"deaths-{session.world.rank}", Courier._last_words
+
+        def noted(courier: Courier) -> str:
+            words = last_words(courier)
+            with notes.open("a") as file:
+                file.write(words + "\n")
+            return words
+
+        Courier._last_words = noted  # type: ignore[method-assign]
+
+    def on_step(self, session: Session, step: Any) -> None:
+        super().on_step(session, step)
+        if session.world.is_lead and step.step == self.LAST - 2:
+            _leave_litter(session.folder / "checkpoints" / f"step-{step.step - 1:08d}")
+        if step.step == self.LAST:
+            os.environ.pop("CLOSERANKS_KILL_AT")
+        if step.step == self.STOP:
+            session.stop("enough was seen")
+
+
+class OneWriterDies(WritersDie):
+    """Only those of rank 1: that of rank 0 would leave the lease of a store behind, which lasts."""
+
+    def on_start(self, session: Session) -> None:
+        super().on_start(session)
+        if session.world.is_lead:
+            os.environ["CLOSERANKS_KILL_AT"] = ""
+
+
+def _leave_litter(checkpoint: Path) -> None:
+    """What a commit leaves behind that was killed: the next collection has a single file to remove."""
+    if (checkpoint / MANIFEST).exists():
+        (checkpoint / part_name(0, 2)).write_text("left by a kill")
+
+
+class SavedAgain(Hook):
+    """Saves a resumed state as it is, untrained, in the folder ``as-it-was`` of the run."""
+
+    def on_start(self, session: Session) -> None:
+        session.save(session.folder / "as-it-was")
