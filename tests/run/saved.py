@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from closeranks.checkpoint.reader import open_newest
 from torch import Tensor
 
 from closeranks.checkpoint.capture import Item
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import Settings
+from closeranks.checkpoint.reader import open_newest
 from closeranks.checkpoint.saver import Saver
 from closeranks.core.pieces import Piece
 

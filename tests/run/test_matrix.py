@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from closeranks.checkpoint.reader import CheckpointReader, open_newest
 
 from closeranks import Hook, Session
+from closeranks.checkpoint.reader import CheckpointReader, open_newest
 from closeranks.core.environment import set_world
 from closeranks.core.pieces import Piece
 from closeranks.core.world import World
