@@ -65,6 +65,7 @@ def run(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_it_runs_without_processes_of_dcp() -> None:
     names = ["closeranks", "torch.save", "dcp", "dcp thread", "dcp thread staged"]
     found = run("--no-memory", *(word for name in names for word in ("--only", name)))

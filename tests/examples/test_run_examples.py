@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,12 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if line["event"] == "step"]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
+def tiered(name: str) -> Any:
+    """The models of these are trained elsewhere, too."""
+    return pytest.param(name, marks=[pytest.mark.slow] * (name in ("digits", "pairs")))
+
+
+@pytest.mark.parametrize("name", [tiered(path.stem) for path in sorted(EXAMPLES.glob("*.toml"))])
 def test_a_job_trains(tmp_path: Path, name: str) -> None:
     changes = [*FEWER[name], "run.folder=run", "telemetry.report=false"]
     done = closeranks("train", EXAMPLES / f"{name}.toml", "-n", 2, *changes, cwd=tmp_path)
@@ -47,8 +53,8 @@ def test_the_own_model_trains_from_its_folder(tmp_path: Path) -> None:
     [
         ("ten_lines", "after 100 steps"),
         ("own_loop", "loss 0."),
-        ("hooks", "held-out accuracy"),
-        ("bare_loop", "step 30"),
+        pytest.param("hooks", "held-out accuracy", marks=pytest.mark.slow),
+        pytest.param("bare_loop", "step 30", marks=pytest.mark.slow),
     ],
 )
 def test_a_script_says_what_it_should(tmp_path: Path, name: str, words: str) -> None:

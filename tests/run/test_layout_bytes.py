@@ -90,7 +90,13 @@ TRAFFIC: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", TRAFFIC)
+SELDOM = {
+    *("zero 2, once a step", "zero 3, once a step", "hsdp in flat shards", "split, recomputed", "stages of a V"),
+    *("split replicas", "split and sharded", "bf16"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SELDOM)) for case in TRAFFIC])
 def test_calls_and_bytes_on_the_wire_are_what_facts_says(tmp_path: Path, case: str) -> None:
     text, changes = TRAFFIC[case]
     job, layout = job_of(text, changes), Layout.parse(text)

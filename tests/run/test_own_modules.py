@@ -60,8 +60,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SELDOM = {"flat shards, nothing beside it", "stages", "stages of a V", "a table", "both"}
+
+
 @pytest.mark.world
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SELDOM)) for case in CASES])
 def test_trains_the_same_model_as_one_process(tmp_path: Path, case: str) -> None:
     text, model = CASES[case]
     set_world(World(launcher="testing"))
