@@ -34,7 +34,7 @@ def test_a_table_of_a_job_file() -> None:
     [
         ({"name": "adam"}, "'adamw' or 'sgd'"),
         ({"lr": -1.0}, "greater than or equal to 0"),
-        ({"lr": float("nan")}, "greater than or equal to 0"),
+        ({"lr": float("nan")}, "finite number"),
         ({"betas": (0.9, 1.0)}, "less than 1"),
         ({"clip": -1}, "greater than or equal to 0"),
         ({"name": "sgd", "nesterov": True, "momentum": 0.0}, "nesterov needs momentum"),

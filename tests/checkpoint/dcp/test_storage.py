@@ -208,7 +208,7 @@ def test_a_torn_newest_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_an_empty_place_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(dcp.CheckpointException, match="there is no sound checkpoint at"):
+    with pytest.raises(dcp.CheckpointException, match="there is no checkpoint at"):
         load(tmp_path, {"model": {"w": torch.zeros(1)}})
 
 
