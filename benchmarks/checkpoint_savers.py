@@ -27,8 +27,8 @@ from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import Report, Settings
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.checkpoint.saver import Saver
-from closeranks.checkpoint.storage.open import open_storage
 from closeranks.core.pieces import Piece
+from closeranks.storage.open import open_storage
 
 WAIT_S = 300.0
 State = Mapping[str, Tensor]

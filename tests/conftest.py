@@ -1,6 +1,36 @@
-"""Laws are checked without a deadline: a busy machine is not a counterexample."""
+"""Laws are checked without a deadline: a busy machine is not a counterexample. Object stores stand once a session."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
+
+from tests.storage import servers
+from tests.storage.proxy import Standing
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """A store that knows conditional puts."""
+    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """A store that asks for keys, and keeps what it holds on a disk."""
+    with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def proxied() -> Iterator[Standing]:
+    """What stands between a client and a store, and breaks things by rule."""
+    standing = Standing()
+    yield standing
+    standing.close()

@@ -26,8 +26,8 @@ from closeranks.checkpoint.manifest import (
     folder_name,
     moved,
 )
-from closeranks.checkpoint.storage.local import LocalStorage
 from closeranks.core.pieces import Piece
+from closeranks.storage.local import LocalStorage
 
 Array = np.ndarray[Any, Any]
 State = Mapping[tuple[str, str], "Whole"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from closeranks.checkpoint.storage.protocol import Bytes, DeniedError, ExistsError, MissingError
+from closeranks.storage.protocol import Bytes, DeniedError, ExistsError, MissingError
 
 
 class Killed(BaseException):

@@ -12,9 +12,9 @@ import numpy as np
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import MANIFEST, Chunk, Manifest, decode_latest, decode_manifest, folder_name
 from closeranks.checkpoint.order import Order, Report, Settings
-from closeranks.checkpoint.storage.open import open_storage
-from closeranks.checkpoint.storage.protocol import Storage
 from closeranks.core.pieces import Piece
+from closeranks.storage.open import open_storage
+from closeranks.storage.protocol import Storage
 
 State = Mapping[str, np.ndarray]
 """Tensors of section ``model``, one-dimensional float32; a name that begins with ``frozen`` never changes."""

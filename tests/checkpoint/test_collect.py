@@ -15,7 +15,7 @@ from closeranks.checkpoint import collect as collecting
 from closeranks.checkpoint import writing
 from closeranks.checkpoint.collect import Folder, Holding, Keep, age, collect, doomed, removal
 from closeranks.checkpoint.manifest import MANIFEST, folder_name
-from closeranks.checkpoint.storage.protocol import StorageError
+from closeranks.storage.protocol import StorageError
 from tests.checkpoint import saving
 from tests.checkpoint.memory_storage import Killed, MemoryStorage
 

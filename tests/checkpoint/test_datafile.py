@@ -12,8 +12,8 @@ from closeranks.checkpoint import datafile
 from closeranks.checkpoint.datafile import SaveError, Source
 from closeranks.checkpoint.digests import blake3_hex, crc32c, spread_digest
 from closeranks.checkpoint.manifest import Chunk, DataFile
-from closeranks.checkpoint.storage.local import LocalStorage
 from closeranks.core.pieces import Piece
+from closeranks.storage.local import LocalStorage
 
 
 def chunks_of(*arrays: tuple[str, str, np.ndarray]) -> tuple[dict[int, Chunk], Source]:

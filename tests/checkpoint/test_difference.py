@@ -11,8 +11,8 @@ import torch
 from closeranks.checkpoint import values
 from closeranks.checkpoint.difference import diff, tree_differences
 from closeranks.checkpoint.reader import CheckpointReader
-from closeranks.checkpoint.storage.local import LocalStorage
 from closeranks.checkpoint.values import Largest, largest_difference
+from closeranks.storage.local import LocalStorage
 from tests.checkpoint import making
 from tests.checkpoint.making import Whole, a_state, by_ranges, filled
 

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from closeranks.checkpoint.catalogue import find
 from closeranks.checkpoint.digests import blake3_hex
 from closeranks.checkpoint.reader import CheckpointReader, open_newest
-from closeranks.checkpoint.storage.local import LocalStorage
 from closeranks.checkpoint.verify import verify_all
 from closeranks.core.pieces import Piece
+from closeranks.storage.local import LocalStorage
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = {

@@ -23,13 +23,13 @@ from closeranks.checkpoint import writing
 from closeranks.checkpoint.catalogue import find
 from closeranks.checkpoint.courier import Courier
 from closeranks.checkpoint.reader import CheckpointReader
-from closeranks.checkpoint.storage.lease import Terms
-from closeranks.checkpoint.storage.local import LocalStorage
-from closeranks.checkpoint.storage.remote import RemoteStorage
 from closeranks.core.pieces import Piece
+from closeranks.storage.lease import Terms
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.checkpoint.saving import kinds, memfd, order, save, settings
-from tests.checkpoint.storage import servers
+from tests.storage import servers
 
 pytestmark = pytest.mark.world
 

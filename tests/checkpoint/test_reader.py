@@ -19,11 +19,11 @@ from closeranks.checkpoint.chunks import Chunks
 from closeranks.checkpoint.manifest import Entry
 from closeranks.checkpoint.overlaps import plan
 from closeranks.checkpoint.reader import CheckpointReader, open_newest, straight
-from closeranks.checkpoint.storage.local import LocalStorage
-from closeranks.checkpoint.storage.open import open_storage
 from closeranks.checkpoint.verify import verify_all
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.open import open_storage
 from tests.checkpoint import making, saving
 from tests.checkpoint.cutting import cuts, shapes
 from tests.checkpoint.making import Whole, a_state, by_ranges, by_rows, filled, held

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from closeranks.checkpoint.manifest import folder_name
 from closeranks.checkpoint.references import absent, candidates, read_base, standing
-from closeranks.checkpoint.storage.local import LocalStorage
+from closeranks.storage.local import LocalStorage
 from tests.checkpoint.saving import order, save, settings
 
 

@@ -20,10 +20,10 @@ from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import Order, Report, Settings
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.checkpoint.saver import Saver
-from closeranks.checkpoint.storage.open import open_storage
 from closeranks.core.errors import SetupError
 from closeranks.core.pieces import Piece
 from closeranks.run.proof import Record
+from closeranks.storage.open import open_storage
 from closeranks.testing import run_world
 
 from .test_capture import refuse

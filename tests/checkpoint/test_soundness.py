@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from closeranks.checkpoint import soundness
 from closeranks.checkpoint.manifest import Entry, Manifest, encode_manifest
 from closeranks.checkpoint.soundness import read_manifest, sound_manifest, uncovered
-from closeranks.checkpoint.storage.local import LocalStorage
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
+from closeranks.storage.local import LocalStorage
 from tests.checkpoint import making
 from tests.checkpoint.cutting import cuts, shapes
 from tests.checkpoint.making import Whole, a_state, filled

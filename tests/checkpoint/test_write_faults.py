@@ -18,13 +18,13 @@ import pytest
 from closeranks.checkpoint import writing
 from closeranks.checkpoint.courier import Courier
 from closeranks.checkpoint.order import Report
-from closeranks.checkpoint.storage.local import LocalStorage
-from closeranks.checkpoint.storage.patience import Patience
-from closeranks.checkpoint.storage.remote import RemoteStorage
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.patience import Patience
+from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.checkpoint.saving import assert_loads, kinds, memfd, order, save, settings
-from tests.checkpoint.storage import servers
-from tests.checkpoint.storage.proxy import Rule, Standing
+from tests.storage import servers
+from tests.storage.proxy import Rule, Standing
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting file systems needs root")
 _FIFREEZE, _FITHAW = 0xC0045877, 0xC0045878
@@ -192,19 +192,6 @@ def test_a_disk_that_stands_still(tmp_path: Path) -> None:
             one.close()
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def proxied() -> Iterator[Standing]:
-    standing = Standing()
-    yield standing
-    standing.close()
-
-
 @pytest.mark.world
 @pytest.mark.parametrize(
     "rule",
@@ -215,7 +202,7 @@ def proxied() -> Iterator[Standing]:
     ],
     ids=["mid-part", "joining the parts", "the manifest"],
 )
-def test_a_connection_that_is_cut(store: servers.Server, proxied: Standing, tmp_path: Path, rule: Rule) -> None:
+def test_a_connection_that_is_cut(moto: servers.Server, proxied: Standing, tmp_path: Path, rule: Rule) -> None:
     """The local tier does not care; far away nothing counts until a later save gets through."""
     near, far = tmp_path / "near", f"s3://{servers.BUCKET}/{tmp_path.name}"
     few = Patience(num_tries=2, first_s=0.01)
@@ -226,7 +213,7 @@ def test_a_connection_that_is_cut(store: servers.Server, proxied: Standing, tmp_
         return RemoteStorage(far, servers.options(proxy.endpoint), patience=few, part_bytes=5 << 20)
 
     where = settings(near, remote=far)
-    with proxied(store.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
+    with proxied(moto.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "open_storage", opened)
         assert kinds(save(big(1, 16), where), "remote")[-1] == "committed"
         proxy.rules.append(rule)
@@ -242,4 +229,4 @@ def test_a_connection_that_is_cut(store: servers.Server, proxied: Standing, tmp_
         assert saving.committed_names(storage) == ["step-00000001", "step-00000003"]
         loaded = saving.load(storage, "step-00000003")
         assert all((loaded[key] == value).all() for key, value in saving.state(3, 16 * 125_000).items())
-        assert servers.unfinished_uploads(store.endpoint) == []
+        assert servers.unfinished_uploads(moto.endpoint) == []

@@ -13,7 +13,7 @@ import pytest
 
 from closeranks.checkpoint import wire, writer, writing
 from closeranks.checkpoint.order import Report, decode_report, encode_order
-from closeranks.checkpoint.storage.local import LocalStorage
+from closeranks.storage.local import LocalStorage
 from tests.checkpoint import saving
 from tests.checkpoint.saving import memfd, order, settings
 

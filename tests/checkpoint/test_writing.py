@@ -11,8 +11,8 @@ import pytest
 from closeranks.checkpoint import writing
 from closeranks.checkpoint.manifest import folder_name
 from closeranks.checkpoint.order import Report
-from closeranks.checkpoint.storage.local import LocalStorage
-from closeranks.checkpoint.storage.protocol import Bytes, DeniedError, StorageError
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.protocol import Bytes, DeniedError, StorageError
 from tests.checkpoint import saving
 from tests.checkpoint.saving import assert_loads, kinds, order, save, settings
 

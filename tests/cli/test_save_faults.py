@@ -14,21 +14,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.storage.remote import RemoteStorage
+from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
-from tests.checkpoint.storage import servers
-from tests.checkpoint.storage.proxy import Proxy, Rule, Standing
 from tests.checkpoint.test_write_faults import _FIFREEZE, _FITHAW, disk
 from tests.cli.commands import ROOT, started, wait_for_line
 from tests.cli.fault_jobs import IMPORTABLE, STEPS, Course, course, failed, go, hook, saved, write_job
 from tests.cli.test_endings import gone_within, last_step
+from tests.storage import servers
+from tests.storage.proxy import Proxy, Rule, Standing
 
 pytestmark = [pytest.mark.world, pytest.mark.timeout(300)]
 
@@ -36,9 +36,9 @@ ENUMERATE = """
 import json
 from closeranks.core.faults import POINTS
 import closeranks.checkpoint.writer
-import closeranks.checkpoint.storage.local
+import closeranks.storage.local
 written = list(POINTS)
-import closeranks.checkpoint.storage.remote
+import closeranks.storage.remote
 stored = [label for label in POINTS if label not in written]
 import closeranks.checkpoint.saver
 taken = [label for label in POINTS if label not in written + stored]
@@ -240,26 +240,6 @@ def test_sigusr1_twice_at_once_saves_and_goes_on(tmp_path: Path) -> None:
 # Object stores
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    """A store that remembers what it held when it is killed."""
-    with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def proxied() -> Iterator[Standing]:
-    standing = Standing()
-    yield standing
-    standing.close()
-
-
 def access(endpoint: str) -> dict[str, str]:
     keys = {"AWS_ACCESS_KEY_ID": servers.KEY, "AWS_SECRET_ACCESS_KEY": servers.SECRET}
     return {**keys, "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": endpoint}
@@ -307,13 +287,13 @@ CUT_TWICE = Rule("PUT", "step-00000004/data-0000", times=2, cut_after_bytes=5000
     ids=["refused", "throttled and cut", "lost connections"],
 )
 def test_a_store_that_fails_during_a_run(
-    tmp_path: Path, undisturbed: Course, store: servers.Server, proxied: Standing, rules: list[Rule], lost: list[int]
+    tmp_path: Path, undisturbed: Course, moto: servers.Server, proxied: Standing, rules: list[Rule], lost: list[int]
 ) -> None:
     """For good, as far as one save is concerned: that one is lost. What passes is waited for."""
     url, run = far(tmp_path), tmp_path / "run"
     for rule in rules:
         rule.num_applied = 0
-    with proxied(store.endpoint, *rules) as proxy:
+    with proxied(moto.endpoint, *rules) as proxy:
         env = {**access(proxy.endpoint), "FORCE_COLOR": "1"}
         done = go(tmp_path, *PATIENT, f"checkpoint.folder={url}", env=env, timeout_s=250)
         assert done.code == 0, done.err
@@ -321,8 +301,8 @@ def test_a_store_that_fails_during_a_run(
     assert failed(run) == lost
     assert saved(run) == [step for step in range(2, STEPS + 1, 2) if step not in lost]
     assert ("\x1b[1;31mstep 4 was not saved" in done.out) == bool(lost)
-    assert unfinished(store, tmp_path) == []
-    assert_resumes_elsewhere(tmp_path, url, store, undisturbed)
+    assert unfinished(moto, tmp_path) == []
+    assert_resumes_elsewhere(tmp_path, url, moto, undisturbed)
 
 
 LARGE = ("model.dim=256", "model.ffn_dim=1024", "model.num_layers=4")
@@ -340,25 +320,25 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Course:
 
 @pytest.mark.slow
 def test_a_connection_lost_in_the_middle_of_a_part(
-    tmp_path: Path, large: Course, store: servers.Server, proxied: Standing
+    tmp_path: Path, large: Course, moto: servers.Server, proxied: Standing
 ) -> None:
     url, run = far(tmp_path), tmp_path / "run"
     rule = Rule("PUT", "step-00000004/data-00001", times=-1, cut_after_bytes=1 << 20)
-    with proxied(store.endpoint, rule) as proxy:
+    with proxied(moto.endpoint, rule) as proxy:
         settings = (*PATIENT, *LARGE, f"checkpoint.folder={url}")
         done = go(tmp_path, *settings, env=access(proxy.endpoint), timeout_s=250)
     assert done.code == 0, done.err
     assert rule.num_applied > 1, "it was tried again"
     assert failed(run) == failed(run, rank=1) == [4]
     assert saved(run) == [2, 6, 8, 10, 12]
-    assert unfinished(store, tmp_path) == []
-    assert_resumes_elsewhere(tmp_path, url, store, large, *LARGE)
+    assert unfinished(moto, tmp_path) == []
+    assert_resumes_elsewhere(tmp_path, url, moto, large, *LARGE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", labels()[1])
-def test_a_writer_killed_while_it_uploads(tmp_path: Path, large: Course, store: servers.Server, label: str) -> None:
-    url, run, env = far(tmp_path), tmp_path / "run", access(store.endpoint)
+def test_a_writer_killed_while_it_uploads(tmp_path: Path, large: Course, moto: servers.Server, label: str) -> None:
+    url, run, env = far(tmp_path), tmp_path / "run", access(moto.endpoint)
     settings = (*LARGE, f"checkpoint.folder={url}", "checkpoint.timeout_s=15")
     done = go(tmp_path, hook("OneWriterDies"), *settings, env={**env, "CLOSERANKS_KILL_AT": label}, timeout_s=200)
     assert done.code == 0, done.err
@@ -367,27 +347,27 @@ def test_a_writer_killed_while_it_uploads(tmp_path: Path, large: Course, store: 
     assert {2, 8, 9} <= {*saved(run), *failed(run)}, "those between fall due by steps or are tried again by time"
     done = go(tmp_path, *settings, "checkpoint.resume=auto", env=env)
     assert done.code == 0, done.err
-    assert saving.latest_manifest(opened(store, url)).digests() == large.digests
+    assert saving.latest_manifest(opened(moto, url)).digests() == large.digests
 
 
 @pytest.mark.slow
 def test_a_store_that_is_killed_and_started_again_between_saves(
-    tmp_path: Path, undisturbed: Course, disks: servers.Server
+    tmp_path: Path, undisturbed: Course, rclone: servers.Server
 ) -> None:
     url, run = far(tmp_path), tmp_path / "run"
     words = ("train", write_job(tmp_path), "-n", 2, *PATIENT, f"checkpoint.folder={url}")
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**access(disks.endpoint), **IMPORTABLE}.items():
+        for key, value in {**access(rclone.endpoint), **IMPORTABLE}.items():
             patch.setenv(key, value)
         with started(*words, cwd=tmp_path) as (process, _):
             wait_for_line(process, "saved step 4")
-            disks.kill()
-            disks.start()
+            rclone.kill()
+            rclone.start()
             _, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
     assert saved(run)[-1] == STEPS
     assert set(saved(run)) | set(failed(run)) == set(range(2, STEPS + 1, 2))
-    assert_resumes_elsewhere(tmp_path, url, disks, undisturbed)
+    assert_resumes_elsewhere(tmp_path, url, rclone, undisturbed)
 
 
 @pytest.mark.slow
@@ -400,12 +380,12 @@ def test_a_store_that_is_killed_and_started_again_between_saves(
     ids=["refused", "lost"],
 )
 def test_a_second_place_that_is_down_for_a_while(
-    tmp_path: Path, undisturbed: Course, store: servers.Server, proxied: Standing, rule: Rule
+    tmp_path: Path, undisturbed: Course, moto: servers.Server, proxied: Standing, rule: Rule
 ) -> None:
     """The first place goes on without it; later ones reach it again."""
     url, run = far(tmp_path), tmp_path / "run"
     rule.num_applied = 0
-    with proxied(store.endpoint, rule) as proxy:
+    with proxied(moto.endpoint, rule) as proxy:
         done = go(tmp_path, *PATIENT, f"checkpoint.remote={url}", env=access(proxy.endpoint), timeout_s=280)
     assert done.code == 0, done.err
     every = list(range(2, STEPS + 1, 2))
@@ -415,7 +395,7 @@ def test_a_second_place_that_is_down_for_a_while(
     assert saved(run, "remote") == [step for step in every if step != 4]
     assert "step 4 was not saved" in done.out
     assert course(run) == undisturbed
-    assert saving.latest_manifest(opened(store, url)).digests() == undisturbed.digests
+    assert saving.latest_manifest(opened(moto, url)).digests() == undisturbed.digests
 
 
 def is_uploading(proxy: Proxy) -> bool:
@@ -423,11 +403,11 @@ def is_uploading(proxy: Proxy) -> bool:
 
 
 @pytest.mark.slow
-def test_sigterm_while_an_upload_is_under_way(tmp_path: Path, store: servers.Server, proxied: Standing) -> None:
+def test_sigterm_while_an_upload_is_under_way(tmp_path: Path, moto: servers.Server, proxied: Standing) -> None:
     """A slow store: the save under way is given up for the last one, which is there before the grace is over."""
     url, run = far(tmp_path), tmp_path / "run"
     words = ("train", write_job(tmp_path), "-n", 2, *LONG, f"checkpoint.folder={url}")
-    with proxied(store.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
+    with proxied(moto.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
         for key, value in access(proxy.endpoint).items():
             patch.setenv(key, value)
         with started(*words, cwd=tmp_path) as (process, _):
@@ -440,4 +420,4 @@ def test_sigterm_while_an_upload_is_under_way(tmp_path: Path, store: servers.Ser
             _, err = process.communicate(timeout=60)
             assert process.returncode == 143, err
             assert time.monotonic() - asked_at < 30.0, "within the grace"
-    assert_saved_at_the_end(run, saving.latest_manifest(opened(store, url)).step)
+    assert_saved_at_the_end(run, saving.latest_manifest(opened(moto, url)).step)

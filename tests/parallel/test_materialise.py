@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from closeranks.core.errors import ModelError
-from closeranks.core.pieces import Piece
+from closeranks.core.pieces import Piece, cut_out
 from closeranks.core.protocols import ModelSpec
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig, ModelConfig, PairsConfig
 from closeranks.models.user import UserSpec
 from closeranks.parallel.group import Group
-from closeranks.parallel.materialise import Built, Target, build, cut_out, empty, fill, materialise
+from closeranks.parallel.materialise import Built, Target, build, empty, fill, materialise
 from closeranks.parallel.ties import named_tensors
 from closeranks.testing import run_world
 

@@ -19,12 +19,12 @@ from torch import nn
 from closeranks import Hook, Session
 from closeranks.checkpoint.catalogue import find
 from closeranks.checkpoint.reader import CheckpointReader, open_newest
-from closeranks.checkpoint.storage.open import open_storage
 from closeranks.core.errors import CheckpointError
 from closeranks.core.events import Resumed, Saved, SaveFailed, Warned
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
 from closeranks.run.loop import drive
+from closeranks.storage.open import open_storage
 from closeranks.telemetry.recorder import read_events
 from closeranks.testing import run_world
 from tests.run.saved import tensors, tree

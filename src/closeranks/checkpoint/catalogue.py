@@ -14,9 +14,9 @@ from typing import Literal
 from closeranks.checkpoint.digests import blake3_hex
 from closeranks.checkpoint.manifest import LATEST, MANIFEST, Latest, Manifest, decode_latest, parse_folder
 from closeranks.checkpoint.soundness import read_document, sound_manifest
-from closeranks.checkpoint.storage.open import open_storage
-from closeranks.checkpoint.storage.protocol import MissingError, Storage, StorageError
 from closeranks.core.errors import CheckpointError
+from closeranks.storage.open import open_storage
+from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 FOLDER = "checkpoints"
 """In a run's folder."""

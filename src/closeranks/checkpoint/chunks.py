@@ -15,8 +15,8 @@ from threading import Lock
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import DataFile, Entry, Manifest
 from closeranks.checkpoint.soundness import FIX
-from closeranks.checkpoint.storage.protocol import MissingError, Storage, StorageError
 from closeranks.core.errors import CheckpointError
+from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 
 class Chunks:

@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 from closeranks.checkpoint.manifest import LATEST, MANIFEST, decode_latest, decode_manifest, parse_folder
-from closeranks.checkpoint.storage.protocol import DeniedError, MissingError, Storage
 from closeranks.core.errors import CheckpointError
 from closeranks.core.faults import declare, point
+from closeranks.storage.protocol import DeniedError, MissingError, Storage
 
 MANIFEST_REMOVED = declare("collect.manifest_removed", "a checkpoint counts no more; its files are still there")
 FILE_REMOVED = declare("collect.file_removed", "a file that nobody refers to is gone")
@@ -108,10 +108,6 @@ def doomed(manifests: Sequence[Dated], keep_last: int, keep_every: int, keep_bes
     ]
     kept |= {name for _, _, name in sorted(row for row in rated if isfinite(row[0]))[:keep_best]}
     return tuple(manifest.name for manifest in reversed(newest) if manifest.name not in kept)
-
-
-def _is_rated(metric: float | None) -> TypeGuard[float]:
-    return metric is not None and isfinite(metric)
 
 
 def removal(folders: Sequence[Folder], keep: Keep | None, before: str, spare: Collection[str] = ()) -> Removal:

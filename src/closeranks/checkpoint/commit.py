@@ -37,10 +37,10 @@ from closeranks.checkpoint.manifest import (
 from closeranks.checkpoint.order import Order
 from closeranks.checkpoint.overlaps import plan
 from closeranks.checkpoint.references import absent
-from closeranks.checkpoint.storage.protocol import ExistsError, MissingError, Storage, StorageError
 from closeranks.core.errors import CheckpointError
 from closeranks.core.faults import declare, point
 from closeranks.core.pieces import Piece
+from closeranks.storage.protocol import ExistsError, MissingError, Storage, StorageError
 
 PARTS_GATHERED = declare("commit.parts_gathered", "the parts of all ranks are there and make up the whole state")
 MANIFEST_PUBLISHED = declare("commit.manifest_published", "the checkpoint counts; latest names the one before")

@@ -17,8 +17,8 @@ from itertools import accumulate
 
 from closeranks.checkpoint.digests import blake3_hex, crc32c, spread_digest
 from closeranks.checkpoint.manifest import Chunk, DataFile
-from closeranks.checkpoint.storage.protocol import Storage
 from closeranks.core.faults import declare, point
+from closeranks.storage.protocol import Storage
 
 FIRST_BYTES = declare("save.first_bytes", "the header and the first chunk of a data file were handed to the medium")
 HALF_WAY = declare("save.half_way", "half of a data file's chunks were handed to the medium")

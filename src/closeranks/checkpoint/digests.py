@@ -30,8 +30,8 @@ from blake3 import blake3
 from crc32c import crc32c as _crc32c
 
 from closeranks.checkpoint.overlaps import Box, runs
-from closeranks.checkpoint.storage.protocol import Bytes
 from closeranks.core.pieces import Piece
+from closeranks.storage.protocol import Bytes
 
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),

@@ -25,9 +25,9 @@ from closeranks.checkpoint.chunks import Chunks
 from closeranks.checkpoint.manifest import Entry, Manifest
 from closeranks.checkpoint.overlaps import Box, Overlap, Run, plan
 from closeranks.checkpoint.soundness import FIX, read_manifest, uncovered
-from closeranks.checkpoint.storage.protocol import Storage
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
+from closeranks.storage.protocol import Storage
 
 _KEPT_BYTES = 64 << 20
 """Of chunks that were used in part: neighbouring pieces, read one after another, share them."""

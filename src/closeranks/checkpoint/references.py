@@ -22,8 +22,8 @@ from closeranks.checkpoint.manifest import (
     decode_manifest,
     moved,
 )
-from closeranks.checkpoint.storage.protocol import MissingError, Storage, StorageError
 from closeranks.core.errors import CheckpointError
+from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 
 def read_base(storage: Storage) -> Manifest | None:

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 from closeranks.checkpoint.digests import item_bytes
 from closeranks.checkpoint.manifest import MANIFEST, DataFile, Entry, Manifest, decode_manifest, parse_folder
 from closeranks.checkpoint.overlaps import plan
-from closeranks.checkpoint.storage.protocol import MissingError, Storage, StorageError
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
+from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 FIX = "Use an earlier checkpoint."
 DOCUMENT_BYTES = 1 << 30

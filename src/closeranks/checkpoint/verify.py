@@ -21,8 +21,8 @@ from closeranks.checkpoint.chunks import Chunks
 from closeranks.checkpoint.digests import blake3_hex, spread_digest
 from closeranks.checkpoint.manifest import LATEST, MANIFEST, DataFile, Entry, Manifest
 from closeranks.checkpoint.soundness import uncovered
-from closeranks.checkpoint.storage.protocol import Storage, StorageError
 from closeranks.core.errors import CheckpointError
+from closeranks.storage.protocol import Storage, StorageError
 
 _THREADS = 4
 

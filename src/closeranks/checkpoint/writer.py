@@ -38,9 +38,9 @@ from closeranks.checkpoint.order import (
     decode_settings,
     encode_report,
 )
-from closeranks.checkpoint.storage import lease
 from closeranks.core.faults import declare, point
 from closeranks.core.linux import die_with_parent
+from closeranks.storage import lease
 
 RECEIVED = declare("writer.order_received", "a writer process has an order and the buffer; nothing was begun")
 

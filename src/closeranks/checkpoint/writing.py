@@ -23,10 +23,10 @@ from closeranks.checkpoint.commit import commit, committed, encode_failure, fail
 from closeranks.checkpoint.datafile import Digests, SaveError, Source, digests_of, read_back, write
 from closeranks.checkpoint.manifest import Entry, Manifest, Part, data_name, encode_part, part_name
 from closeranks.checkpoint.order import Order, Report, Settings, Tier, session_of
-from closeranks.checkpoint.storage.open import open_storage
-from closeranks.checkpoint.storage.protocol import Storage, StorageError
 from closeranks.core.errors import CloseranksError
 from closeranks.core.faults import declare, point
+from closeranks.storage.open import open_storage
+from closeranks.storage.protocol import Storage, StorageError
 
 ORDERED = declare("save.ordered", "an order to save was taken up; nothing was written")
 READ_BACK = declare("save.read_back", "a rank's data came back whole from the medium; its part is not published")

@@ -5,6 +5,7 @@
     │   ├── ConfigError                      the job file or the command line (all problems at once)
     │   ├── ModelError                       a model, factory or loss that cannot be used
     │   ├── DataError                        a dataset that is missing, empty, or holds bad values
+    │   │   └── BadRecordError               one record of it, which a job may skip
     │   ├── CheckpointError                  a state file that is missing, foreign or damaged
     │   └── SetupError                       the machine: folder, port, device, disk space
     ├── RunFailed                   exit 1   a worker died or raised; carries the report
@@ -51,6 +52,10 @@ class ModelError(UserError): ...
 
 
 class DataError(UserError): ...
+
+
+class BadRecordError(DataError):
+    """One record cannot be used: damaged, or refused by a check. A job may skip it (``data.on_bad``)."""
 
 
 class CheckpointError(UserError): ...
@@ -111,6 +116,7 @@ _KINDS: dict[str, type[CloseranksError]] = {
         UserError,
         ModelError,
         DataError,
+        BadRecordError,
         CheckpointError,
         SetupError,
         RunFailed,

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +61,18 @@ class Piece:
     def flattened(self, first: int, last: int) -> Piece:
         """Elements ``first`` to ``last`` of this box, row by row."""
         return replace(self, flat=(first, last))
+
+
+def cut_out(whole: Tensor, piece: Piece) -> Tensor:
+    """A piece of a tensor; a view, but for a flat range of a box that is not contiguous."""
+    box = whole
+    for dim, (start, size) in enumerate(zip(piece.start, piece.size, strict=True)):
+        box = box.narrow(dim, start, size)
+    if piece.flat is None:
+        return box
+    first, last = piece.flat
+    if box.ndim < 2 or first == last:
+        return box.reshape(-1)[first:last]
+    row = prod(piece.size[1:])
+    begin, end = first // row, -(-last // row)  # only the rows it touches are ever copied
+    return box[begin:end].reshape(-1)[first - begin * row : last - begin * row]

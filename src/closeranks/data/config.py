@@ -1,7 +1,7 @@
 """Which data does a job train on? The table ``[data]``.
 
-Invariant: every variant has the keys that any loop reads (``prefetch``, ``check_finite``, ``seq_len``), so that nobody
-asks which variant it is.
+Invariant: every variant has the keys that any loop reads (``_CommonData`` and ``seq_len``), so that nobody asks which
+variant it is.
 """
 
 from __future__ import annotations
@@ -16,15 +16,46 @@ from closeranks.core.registry import did_you_mean, is_dotted
 EvalFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+class ChecksConfig(Table):
+    """What a sample must be; one that is not is a bad record (``data.on_bad``)."""
+
+    ranges: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    """Smallest and largest value allowed, by name of the batch's tensor: ``{image = [0, 255]}``."""
+    lengths: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    """Fewest and most elements along the first dim of a sample's tensor."""
+    fields: dict[str, str] = Field(default_factory=dict)
+    """The schema: each tensor's dtype and shape, ``{image = "uint8[28,28]"}``; ``?`` allows any size."""
+    hooks: tuple[str, ...] = ()
+    """``package.module:function`` of your own checks: called with one sample (a dict of tensors), each returns the
+    reason why the sample is bad, or nothing."""
+
+
 class _CommonData(Table):
     yields: ClassVar[str] = ""
     """What its batches hold; a model says the same of itself in ``reads``. Empty: the user knows."""
     vocab_size: ClassVar[int] = 0
     """Distinct tokens; 0 where there are none or only the user knows."""
     prefetch: int = Field(default=2, ge=0)
-    """Steps that a background thread reads ahead; 0 reads inside the step."""
+    """Steps read ahead in the background; 0 reads inside the step."""
+    workers: int = Field(default=0, ge=0)
+    """Processes of each rank that read ahead. 0: a thread of the rank itself, which is best where reading is cheap."""
+    shuffle: Literal["full", "blocks", "none"] = "full"
+    """``full``: any sample may stand next to any other. ``blocks``: samples that lie together are read within a short
+    while, for data that lies far away or on slow disks. ``none``: in the order they are stored."""
+    shuffle_block: int = Field(default=0, ge=0)
+    """With ``blocks``: neighbouring samples that stay together. 0: as many as a file holds, or 1024."""
+    shuffle_window: int = Field(default=16, ge=1)
+    """With ``blocks``: how many blocks are mixed with each other at a time."""
     check_finite: bool = True
-    """Refuse a batch that holds NaN or infinity, naming the samples."""
+    """Samples with NaN or infinity are bad records."""
+    checks: ChecksConfig = ChecksConfig()
+    """Further checks of every sample."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """A bad record (damaged, or refused by a check) stops the run, or counts nothing and is remembered."""
+    max_bad: int = Field(default=100, ge=0)
+    """With ``on_bad = "skip"``: the run stops when more records than this were skipped."""
+    log_samples: bool = False
+    """Write down which samples every step took, in the run's ``metrics/samples-*.jsonl``."""
 
 
 class TextConfig(_CommonData):
@@ -67,6 +98,56 @@ class PairsDataConfig(_CommonData):
     seq_len: ClassVar[int] = 0
 
 
+class _StoredConfig(_CommonData):
+    path: str
+    """A file or folder, or the URL of one (``s3://bucket/folder``)."""
+    format: str = ""
+    """Empty: found out from the files. Else ``shards``, ``webdataset``, ``parquet``, ``arrow``, ``jsonl``,
+    ``megatron``, ``mds``, ``images`` or ``numpy``."""
+    eval_path: str = ""
+    """Data for evaluation. Empty: ``eval_fraction`` of the data itself."""
+    eval_fraction: EvalFraction = 0.0
+    """Share of the samples, at the end of the data, that is kept for evaluation."""
+    cache: str = ""
+    """Folder on this host for files that lie far away, shared by its ranks. Empty: ``~/.cache/closeranks/data``."""
+    cache_bytes: int = Field(default=64 << 30, ge=1)
+    """What the cache may take; the file used longest ago makes room."""
+    index: str = ""
+    """Folder for the indexes of formats that have none. Empty: beside the data if that can be written, else in the
+    cache."""
+
+
+class TokensConfig(_StoredConfig):
+    """Token ids for language models: shards of ``closeranks data build``, Megatron's ``.bin``/``.idx``, NumPy arrays,
+    or a field of any format of records."""
+
+    yields: ClassVar[str] = "tokens"
+    name: Literal["tokens"] = "tokens"
+    seq_len: int = Field(default=1024, ge=1)
+    """Target tokens per sample."""
+    packing: Literal["stream", "documents"] = "stream"
+    """``stream``: windows over all documents in a row. ``documents``: whole documents are packed into samples and do
+    not see each other; long ones are cut."""
+    field: str = ""
+    """For formats of records: which field holds the tokens, or text whose bytes are the tokens. Empty: ``tokens``,
+    ``input_ids`` or ``text``."""
+
+
+class RecordsConfig(_StoredConfig):
+    """Records as samples: images with labels, features, anything with named fields."""
+
+    name: Literal["records"] = "records"
+    fields: dict[str, str] = Field(default_factory=dict)
+    """Which of a record's fields the batch holds, and under which name: ``{x = "jpg", y = "cls"}``. Empty: all."""
+    image_size: int = Field(default=0, ge=0)
+    """Images are cut and scaled to this many pixels square. 0: as they are, which must then be the same for all."""
+    transform: str = ""
+    """``package.module:function``: called with the list of a batch's decoded records, returns the batch, a dict of
+    tensors."""
+    seq_len: int = Field(default=0, ge=0)
+    """Tokens per sample, for models that must know; 0 where there are none."""
+
+
 class UserDataConfig(_CommonData):
     """A dataset of the user's own: any object with a length and items."""
 
@@ -89,7 +170,51 @@ class UserDataConfig(_CommonData):
         return value
 
 
-_OWN = ("text", "digits", "pairs")
+SingleData: TypeAlias = Annotated[
+    Annotated[TextConfig, Tag("text")]
+    | Annotated[DigitsDataConfig, Tag("digits")]
+    | Annotated[PairsDataConfig, Tag("pairs")]
+    | Annotated[TokensConfig, Tag("tokens")]
+    | Annotated[RecordsConfig, Tag("records")]
+    | Annotated[UserDataConfig, Tag("user")],
+    Discriminator(lambda value: _variant(value)),
+    BeforeValidator(lambda value: _known(value, _SINGLE)),
+]
+
+
+class MixturePart(Table):
+    """One source of a mixture."""
+
+    weight: float = Field(gt=0.0)
+    """How much of the mixture it makes up, against the other weights."""
+    data: SingleData
+    """The table of any other data. What governs the whole (shuffling, checks, workers) is said once, in ``[data]``."""
+
+
+class MixtureConfig(_CommonData):
+    """Several sources in fixed proportions, at every moment of the run."""
+
+    name: Literal["mixture"] = "mixture"
+    parts: dict[str, MixturePart] = Field(min_length=1)
+    """``[data.parts.web]`` with ``weight`` and ``[data.parts.web.data]``, and so on."""
+
+    @property
+    def yields(self) -> str:  # type: ignore[override]
+        """What all of its parts hold, where they agree."""
+        kinds = {part.data.yields for part in self.parts.values()}
+        return kinds.pop() if len(kinds) == 1 else ""
+
+    @property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        return max(part.data.vocab_size for part in self.parts.values())
+
+    @property
+    def seq_len(self) -> int:
+        return max(part.data.seq_len for part in self.parts.values())
+
+
+_SINGLE = ("text", "digits", "pairs", "tokens", "records")
+_OWN = (*_SINGLE, "mixture")
 
 
 def _name_of(value: Any) -> Any:
@@ -101,10 +226,10 @@ def _variant(value: Any) -> str:
     return str(name) if name in _OWN else "user"
 
 
-def _known(value: Any) -> Any:
+def _known(value: Any, names: tuple[str, ...] = _OWN) -> Any:
     name = _name_of(value)
-    if isinstance(name, str) and name not in _OWN and ":" not in name:
-        raise ValueError(f"there is no data '{name}'. {did_you_mean(name, (*_OWN, 'package.module:factory'))}")
+    if isinstance(name, str) and name not in names and ":" not in name:
+        raise ValueError(f"there is no data '{name}'. {did_you_mean(name, (*names, 'package.module:factory'))}")
     return value
 
 
@@ -112,6 +237,9 @@ DataConfig: TypeAlias = Annotated[
     Annotated[TextConfig, Tag("text")]
     | Annotated[DigitsDataConfig, Tag("digits")]
     | Annotated[PairsDataConfig, Tag("pairs")]
+    | Annotated[TokensConfig, Tag("tokens")]
+    | Annotated[RecordsConfig, Tag("records")]
+    | Annotated[MixtureConfig, Tag("mixture")]
     | Annotated[UserDataConfig, Tag("user")],
     Discriminator(_variant),
     BeforeValidator(_known),

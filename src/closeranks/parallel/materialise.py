@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.keys import derive_seed
-from closeranks.core.pieces import Piece
+from closeranks.core.pieces import Piece, cut_out
 from closeranks.core.protocols import ModelSpec
 from closeranks.parallel.deferred import Recording, Unfaithful, record
 from closeranks.parallel.group import Group
@@ -105,21 +104,6 @@ def fill(targets: Iterable[Target], source: Source, device: torch.device) -> Non
         for target in pieces:
             target.tensor.copy_(cut_out(whole, target.piece))
         del whole
-
-
-def cut_out(whole: Tensor, piece: Piece) -> Tensor:
-    """A piece of a tensor; a view, but for a flat range of a box that is not contiguous."""
-    box = whole
-    for dim, (start, size) in enumerate(zip(piece.start, piece.size, strict=True)):
-        box = box.narrow(dim, start, size)
-    if piece.flat is None:
-        return box
-    first, last = piece.flat
-    if box.ndim < 2 or first == last:
-        return box.reshape(-1)[first:last]
-    row = prod(piece.size[1:])
-    begin, end = first // row, -(-last // row)  # only the rows it touches are ever copied
-    return box[begin:end].reshape(-1)[first - begin * row : last - begin * row]
 
 
 def materialise(

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from closeranks.checkpoint.catalogue import find
 from closeranks.checkpoint.reader import CheckpointReader
-from closeranks.checkpoint.storage.open import open_storage
-from closeranks.checkpoint.storage.protocol import StorageError
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.run.parts import Parts
 from closeranks.run.saving import AUTO, Origin, place_of
 from closeranks.run.state import check_fits, restore_state, unsaved
 from closeranks.run.weights import load_weights
+from closeranks.storage.open import open_storage
+from closeranks.storage.protocol import StorageError
 
 
 def restore(parts: Parts, folder: Path) -> Origin:

@@ -22,13 +22,13 @@ from closeranks.checkpoint.manifest import parse_folder
 from closeranks.checkpoint.order import Report, Settings
 from closeranks.checkpoint.rhythm import Rhythm
 from closeranks.checkpoint.saver import Saver
-from closeranks.checkpoint.storage.open import open_storage
-from closeranks.checkpoint.storage.protocol import StorageError
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.elastic.vote import Verdict
 from closeranks.run.parts import Parts
 from closeranks.run.state import items, tree_of
+from closeranks.storage.open import open_storage
+from closeranks.storage.protocol import StorageError
 
 FOLDER, AUTO = "checkpoints", "auto"
 _TRIES = 3

@@ -10,9 +10,9 @@ import torch
 
 from closeranks.checkpoint.manifest import decode_latest
 from closeranks.checkpoint.reader import CheckpointReader, open_newest
-from closeranks.checkpoint.storage.local import LocalStorage
 from closeranks.checkpoint.weights.dcp_folder import open_dcp
 from closeranks.core.pieces import Piece
+from closeranks.storage.local import LocalStorage
 from closeranks.testing import run_world
 from tests.checkpoint.dcp.worlds import Flat, load_into, load_plain, refused_save, save_all, save_asynchronously
 from tests.checkpoint.making import Whole, by_ranges, filled, write

@@ -24,9 +24,9 @@ from closeranks.checkpoint.dcp.names import Names
 from closeranks.checkpoint.dcp.storage_reader import CheckpointStorageReader
 from closeranks.checkpoint.dcp.storage_writer import CheckpointStorageWriter
 from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.storage.local import LocalStorage
-from closeranks.checkpoint.storage.protocol import DeniedError
 from closeranks.core.errors import CheckpointError
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.protocol import DeniedError
 from tests.checkpoint.making import a_state, by_ranges, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

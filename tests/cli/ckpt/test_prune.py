@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.checkpoint.manifest import folder_name
-from closeranks.checkpoint.storage.local import LocalStorage
+from closeranks.storage.local import LocalStorage
 from tests.checkpoint import saving
 from tests.checkpoint.saving import order, save, settings
 from tests.cli.ckpt.calling import Said, ckpt

@@ -28,11 +28,11 @@ from torch.futures import Future
 from closeranks.checkpoint.dcp.outgoing import Outgoing, Tensorlike
 from closeranks.checkpoint.dcp.planner import LazyPlanner
 from closeranks.checkpoint.dcp.storage_writer import CheckpointStorageWriter
-from closeranks.checkpoint.storage.disk import fsync_folder
 from closeranks.checkpoint.weights.protocol import bands
 from closeranks.checkpoint.weights.safetensors_file import FORMAT_NAMES
 from closeranks.core.errors import CheckpointError, SetupError
 from closeranks.core.pieces import Piece
+from closeranks.storage.disk import fsync_folder
 
 OnBytes = Callable[[int], None]
 _FILE = "__0_0.distcp"

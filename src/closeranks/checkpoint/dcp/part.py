@@ -18,9 +18,9 @@ from closeranks.checkpoint.datafile import SaveError, read_back, write
 from closeranks.checkpoint.digests import crc32c, item_bytes
 from closeranks.checkpoint.manifest import Chunk, DataFile, Entry, Part, data_name
 from closeranks.checkpoint.shares import Holding, shares
-from closeranks.checkpoint.storage.protocol import Storage, StorageError
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
+from closeranks.storage.protocol import Storage, StorageError
 
 _FIX = "What was saved before still counts: save again later."
 

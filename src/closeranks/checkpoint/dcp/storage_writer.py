@@ -33,10 +33,10 @@ from closeranks.checkpoint.dcp.tree import KEY, kept
 from closeranks.checkpoint.dcp.values import encode
 from closeranks.checkpoint.manifest import MANIFEST, Part, decode_part, encode_part, folder_name, parse_folder
 from closeranks.checkpoint.order import Order
-from closeranks.checkpoint.storage.open import open_storage
-from closeranks.checkpoint.storage.protocol import StorageError
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
+from closeranks.storage.open import open_storage
+from closeranks.storage.protocol import StorageError
 
 _LOCK_WAIT_S = 60.0
 _LOCKS: dict[str, ExitStack] = {}

@@ -71,18 +71,3 @@ def bands(piece: Piece, itemsize: int, max_bytes: int = BAND_BYTES) -> Iterator[
         else:
             part = piece.flattened(piece.flat[0] + first, piece.flat[0] + last)
         yield Band(part, first, last - first)
-
-
-def cut_from(whole: Tensor, piece: Piece) -> Tensor:
-    """A piece of a tensor that lies in memory or is mapped; copies no more than the rows that a flat range touches."""
-    box = whole
-    for dim, (start, size) in enumerate(zip(piece.start, piece.size, strict=True)):
-        box = box.narrow(dim, start, size)
-    if piece.flat is None:
-        return box
-    first, last = piece.flat
-    if box.ndim < 2 or first == last:
-        return box.reshape(-1)[first:last]
-    row = prod(piece.size[1:])
-    begin, end = first // row, -(-last // row)
-    return box[begin:end].reshape(-1)[first - begin * row : last - begin * row]

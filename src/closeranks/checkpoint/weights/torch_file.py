@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.checkpoint.weights.index import read_index
-from closeranks.checkpoint.weights.protocol import cut_from
 from closeranks.core.errors import CheckpointError
-from closeranks.core.pieces import Piece
+from closeranks.core.pieces import Piece, cut_out
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 NESTED = ("model", "state_dict", "module", "model_state_dict", "weights")
@@ -48,7 +47,7 @@ class TorchFile:
         return self._tensors[name].dtype
 
     def read(self, name: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
-        part = cut_from(self._tensors[name].detach(), piece)
+        part = cut_out(self._tensors[name].detach(), piece)
         return torch.empty(piece.local_shape, dtype=dtype or part.dtype).copy_(part)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from closeranks.checkpoint.collect import Folder, Keep, Removal
-    from closeranks.checkpoint.storage.protocol import Storage
+    from closeranks.storage.protocol import Storage
 
 HELP = """Remove the checkpoints of a run that nobody needs any more, and what failed saves left behind.
 
@@ -38,8 +38,8 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
     from closeranks.checkpoint.collect import Keep
-    from closeranks.checkpoint.storage.protocol import DeniedError, StorageError
     from closeranks.core.errors import CheckpointError
+    from closeranks.storage.protocol import DeniedError, StorageError
 
     try:
         _prune(run, Keep(keep_last, keep_every, keep_best), dry_run)

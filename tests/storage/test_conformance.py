@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.storage.lease import Terms
-from closeranks.checkpoint.storage.local import LocalStorage
-from closeranks.checkpoint.storage.patience import Patience
-from closeranks.checkpoint.storage.protocol import DeniedError, ExistsError, MissingError, Storage, StorageError
-from closeranks.checkpoint.storage.remote import RemoteStorage
-from tests.checkpoint.storage import servers
+from closeranks.storage.lease import Terms
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.patience import Patience
+from closeranks.storage.protocol import DeniedError, ExistsError, MissingError, Storage, StorageError
+from closeranks.storage.remote import RemoteStorage
+from tests.storage import servers
 
 PART = 256 << 10
 SOON = Patience(num_tries=6, first_s=0.01, longest_s=0.05)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from s3fs.errors import translate_boto_error
 
-from closeranks.checkpoint.storage.failures import ForgottenError, is_passing, of_disk, of_store
-from closeranks.checkpoint.storage.multipart import part_size
-from closeranks.checkpoint.storage.patience import Patience, persist
-from closeranks.checkpoint.storage.protocol import (
+from closeranks.storage.failures import ForgottenError, is_passing, of_disk, of_store
+from closeranks.storage.multipart import part_size
+from closeranks.storage.patience import Patience, persist
+from closeranks.storage.protocol import (
     DeniedError,
     ExistsError,
     FullError,

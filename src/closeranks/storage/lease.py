@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from closeranks.checkpoint.storage.names import LOCK
-from closeranks.checkpoint.storage.protocol import DeniedError, MissingError, Storage, StorageError
+from closeranks.storage.names import LOCK
+from closeranks.storage.protocol import DeniedError, MissingError, Storage, StorageError
 
 _LOG = logging.getLogger(__name__)
 _HELD: dict[str, Storage] = {}

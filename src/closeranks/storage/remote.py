@@ -16,15 +16,15 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
-from closeranks.checkpoint.storage import lease
-from closeranks.checkpoint.storage.connection import Connection, connect
-from closeranks.checkpoint.storage.failures import ForgottenError
-from closeranks.checkpoint.storage.multipart import PART_BYTES, MultipartSink, Target, content_md5
-from closeranks.checkpoint.storage.names import checked, is_shown
-from closeranks.checkpoint.storage.patience import Patience, persist
-from closeranks.checkpoint.storage.protocol import Bytes, ExistsError, MissingError, Sink, StorageError
-from closeranks.checkpoint.storage.stream import StreamSink
 from closeranks.core.faults import declare, point
+from closeranks.storage import lease
+from closeranks.storage.connection import Connection, connect
+from closeranks.storage.failures import ForgottenError
+from closeranks.storage.multipart import PART_BYTES, MultipartSink, Target, content_md5
+from closeranks.storage.names import checked, is_shown
+from closeranks.storage.patience import Patience, persist
+from closeranks.storage.protocol import Bytes, ExistsError, MissingError, Sink, StorageError
+from closeranks.storage.stream import StreamSink
 
 _LOG = logging.getLogger(__name__)
 PUT = declare("document put", "a document is in an object store")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from closeranks.checkpoint.storage.failures import is_passing, of_store
+from closeranks.storage.failures import is_passing, of_store
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

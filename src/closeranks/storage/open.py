@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from closeranks.checkpoint.storage.local import LocalStorage
-from closeranks.checkpoint.storage.protocol import Storage
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.protocol import Storage
 
 _LOCAL = ("file://", "local://")
 
@@ -21,6 +21,6 @@ def open_storage(place: str | Path) -> Storage:
             return LocalStorage(Path(text.removeprefix(prefix)))
     if "://" not in text:
         return LocalStorage(Path(text).expanduser())
-    from closeranks.checkpoint.storage.remote import RemoteStorage
+    from closeranks.storage.remote import RemoteStorage
 
     return RemoteStorage(text)

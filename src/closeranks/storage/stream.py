@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from closeranks.checkpoint.storage.failures import of_store
-from closeranks.checkpoint.storage.protocol import Bytes, StorageError
+from closeranks.storage.failures import of_store
+from closeranks.storage.protocol import Bytes, StorageError
 
 _LOG = logging.getLogger(__name__)
 

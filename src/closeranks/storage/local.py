@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from closeranks.checkpoint.storage.disk import (
+from closeranks.core.faults import declare, point
+from closeranks.storage.disk import (
     DiskSink,
     fsync_folder,
     make_folder,
@@ -26,10 +27,9 @@ from closeranks.checkpoint.storage.disk import (
     read_range,
     write_all,
 )
-from closeranks.checkpoint.storage.failures import of_disk
-from closeranks.checkpoint.storage.names import LOCK, checked, is_shown
-from closeranks.checkpoint.storage.protocol import Bytes, DeniedError, ExistsError, MissingError, Sink, StorageError
-from closeranks.core.faults import declare, point
+from closeranks.storage.failures import of_disk
+from closeranks.storage.names import LOCK, checked, is_shown
+from closeranks.storage.protocol import Bytes, DeniedError, ExistsError, MissingError, Sink, StorageError
 
 WRITTEN_ASIDE = declare("document written aside", "a document is whole and fsynced under a temporary name")
 IN_PLACE = declare("document in place", "a document has its name, which is not fsynced in its folder yet")

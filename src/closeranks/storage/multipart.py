@@ -19,10 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from closeranks.checkpoint.storage.failures import ForgottenError
-from closeranks.checkpoint.storage.patience import Patience, Tries, persist
-from closeranks.checkpoint.storage.protocol import Bytes, MissingError, StorageError
 from closeranks.core.faults import declare, point
+from closeranks.storage.failures import ForgottenError
+from closeranks.storage.patience import Patience, Tries, persist
+from closeranks.storage.protocol import Bytes, MissingError, StorageError
 
 PART_BYTES = 16 << 20
 NUM_STREAMS = 4

@@ -8,9 +8,9 @@ import fsspec.config
 import pytest
 from fsspec.registry import _registry
 
-from closeranks.checkpoint.storage.connection import connect
-from closeranks.checkpoint.storage.open import open_storage
 from closeranks.core.errors import SetupError
+from closeranks.storage.connection import connect
+from closeranks.storage.open import open_storage
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "local://{}"])
@@ -61,7 +61,7 @@ def test_settings_of_a_person_win_and_are_kept(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_folder_needs_neither_torch_nor_fsspec() -> None:
     script = (
-        "import sys; from closeranks.checkpoint.storage.open import open_storage; open_storage('/tmp').names();"
+        "import sys; from closeranks.storage.open import open_storage; open_storage('/tmp').names();"
         "print([name for name in ('torch', 'fsspec', 's3fs', 'aiohttp') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"

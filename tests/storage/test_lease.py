@@ -16,11 +16,11 @@ import pytest
 
 from closeranks.checkpoint.courier import Courier
 from closeranks.checkpoint.order import Report
-from closeranks.checkpoint.storage.lease import Lease, Terms, decode, give_back, mine
-from closeranks.checkpoint.storage.protocol import DeniedError, StorageError
-from closeranks.checkpoint.storage.remote import RemoteStorage
+from closeranks.storage.lease import Lease, Terms, decode, give_back, mine
+from closeranks.storage.protocol import DeniedError, StorageError
+from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
-from tests.checkpoint.storage import servers
+from tests.storage import servers
 
 TERMS = Terms(renew_s=0.05, lease_s=0.4, poll_s=0.01)
 

@@ -11,9 +11,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from closeranks.checkpoint.storage.failures import of_disk
-from closeranks.checkpoint.storage.protocol import Bytes, FullError, StorageError
 from closeranks.core.faults import declare, point
+from closeranks.storage.failures import of_disk
+from closeranks.storage.protocol import Bytes, FullError, StorageError
 
 WINDOW_BYTES = 8 << 20
 """One system call writes at most this much, and the kernel is then told to start on it."""

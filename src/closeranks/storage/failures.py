@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-from closeranks.checkpoint.storage.protocol import (
+from closeranks.storage.protocol import (
     DeniedError,
     ExistsError,
     FullError,

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.storage.failures import ForgottenError
-from closeranks.checkpoint.storage.multipart import NUM_STREAMS
-from closeranks.checkpoint.storage.protocol import DeniedError, ExistsError, MissingError, Storage, StorageError
-from closeranks.checkpoint.storage.remote import RemoteStorage
-from tests.checkpoint.storage import servers
-from tests.checkpoint.storage.proxy import Rule, Standing
-from tests.checkpoint.storage.servers import Server
-from tests.checkpoint.storage.test_conformance import PART, SOON, put
+from closeranks.storage.failures import ForgottenError
+from closeranks.storage.multipart import NUM_STREAMS
+from closeranks.storage.protocol import DeniedError, ExistsError, MissingError, Storage, StorageError
+from closeranks.storage.remote import RemoteStorage
+from tests.storage import servers
+from tests.storage.proxy import Rule, Standing
+from tests.storage.servers import Server
+from tests.storage.test_conformance import PART, SOON, put
 
 DATA = os.urandom(2 * PART + 1000)
 
@@ -236,7 +236,7 @@ def child(script: str, environ: dict[str, str]) -> subprocess.CompletedProcess[s
 
 USE = """
 import sys, time
-from closeranks.checkpoint.storage.open import open_storage
+from closeranks.storage.open import open_storage
 storage = open_storage(sys.argv[1] if len(sys.argv) > 1 else {url!r})
 storage.publish("latest", b"1")
 sink = storage.create("data", 6 << 20)
@@ -264,7 +264,7 @@ def test_the_environment_names_the_endpoint_and_the_process_ends_soon(rclone: Se
 @pytest.mark.parametrize("label", ["part sent", "parts sent", "upload complete", "document put"])
 def test_a_killed_upload_is_not_there_and_swept_away(rclone: Server, prefix: str, label: str) -> None:
     script = f"""
-from closeranks.checkpoint.storage.remote import RemoteStorage
+from closeranks.storage.remote import RemoteStorage
 storage = RemoteStorage("s3://{prefix}", part_bytes={PART})
 sink = storage.create("data", {len(DATA)})
 sink.write(bytes({len(DATA)}))

@@ -6,7 +6,7 @@ root. Names that begin with a dot are the storage's own (locks, unfinished docum
 
 from __future__ import annotations
 
-from closeranks.checkpoint.storage.protocol import StorageError
+from closeranks.storage.protocol import StorageError
 
 LOCK = ".lock"
 

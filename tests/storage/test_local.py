@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.storage.local import LocalStorage
-from closeranks.checkpoint.storage.protocol import (
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.protocol import (
     DeniedError,
     ExistsError,
     FullError,
     MissingError,
     StorageError,
 )
-from tests.checkpoint.storage.test_conformance import put
+from tests.storage.test_conformance import put
 
 MIB = 1 << 20
 
@@ -216,7 +216,7 @@ def test_a_disk_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 SAVE = """
 import sys
 from pathlib import Path
-from closeranks.checkpoint.storage.local import LocalStorage
+from closeranks.storage.local import LocalStorage
 storage = LocalStorage(Path(sys.argv[1]))
 sink = storage.create("step-00000002/data", 200)
 sink.write(b"x" * 100)
@@ -261,7 +261,7 @@ def test_a_kill_leaves_every_document_old_or_new(
 HOLD = """
 import sys
 from pathlib import Path
-from closeranks.checkpoint.storage.local import LocalStorage
+from closeranks.storage.local import LocalStorage
 with LocalStorage(Path(sys.argv[1])).lock("a writer"):
     print("held", flush=True)
     sys.stdin.read()

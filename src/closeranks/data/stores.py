@@ -1,0 +1,82 @@
+"""What must stored data offer, so that any format serves any job?
+
+Two kinds: ``Records`` (each record is a sample: images, features, pairs) and ``Tokens`` (one long stream with the ends
+of its documents). Invariants: a record or token is found by its number alone, in any order and from any process; what a
+store returns has passed the checksums that its format carries; a record that has not is a ``BadRecordError`` which
+names file, offset and reason. Order, batches and ranks are not a store's business. Stores can be pickled (they open
+their files again), and are read from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Record: TypeAlias = Mapping[str, Any]
+"""Named values: bytes, str, int, float, bool, None, lists and dicts of those (JSON), or numpy arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something lies, for people: ``file`` as they know it (a path or URL), ``offset`` in bytes or rows."""
+
+    file: str
+    offset: int
+    unit: str = "byte"
+
+    def __str__(self) -> str:
+        return f"'{self.file}', {self.unit} {self.offset}"
+
+
+class Records(Protocol):
+    """Records by number."""
+
+    identity: str
+    """Names the content, not the path alone: a resumed run refuses other data. Cheap to make (no full read)."""
+    block: int
+    """Records that lie together, so that reading them in a row is cheap; 0 where any order costs the same."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Ints) -> list[Record]:
+        """In the order asked for. ``BadRecordError`` for the first that is damaged."""
+        ...
+
+    def where(self, index: int) -> Place: ...
+
+    def files_of(self, indices: Ints) -> Sequence[str]:
+        """Names of the files these records lie in, in the order first needed, without repeats."""
+        ...
+
+
+class Tokens(Protocol):
+    """A stream of token ids, cut into documents."""
+
+    identity: str
+    dtype: np.dtype[Any]
+    vocab_size: int
+    """Ids are below it; 0 where the format does not say."""
+    block: int
+    """Tokens that lie together (in one file); 0 where any order costs the same."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def ends(self) -> npt.NDArray[Any]:
+        """Where each document ends in the stream, ascending; memory-mapped or computed once. The last is
+        ``num_tokens``. Empty documents are allowed."""
+        ...
+
+    def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
+        """``length`` tokens from each start, one row each, across documents and files alike. [n, length]"""
+        ...
+
+    def where(self, start: int) -> Place: ...
+
+    def files_of(self, starts: Ints, length: int) -> Sequence[str]: ...
