@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from closeranks.checkpoint.manifest import MANIFEST, part_name
 from closeranks.core import faults
 
 PATIENCE_S = 200.0
+
+
+STAND_AT = "CLOSERANKS_TEST_STAND_AT"
 
 
 class Patient(Hook):
@@ -73,3 +77,14 @@ class SavedAgain(Hook):
 
     def on_start(self, session: Session) -> None:
         session.save(session.folder / "as-it-was")
+
+
+class StandsStill(Patient):
+    """After the step that the environment names, with every save done, until somebody kills the run."""
+
+    def on_step(self, session: Session, step: Any) -> None:
+        super().on_step(session, step)
+        if step.step == int(os.environ[STAND_AT]):
+            if session.world.is_lead:
+                (session.folder / "standing").touch()
+            signal.pause()

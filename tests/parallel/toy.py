@@ -54,7 +54,10 @@ class ToyChain:
         tokens: Tensor = batch["tokens"]
         return tokens
 
-    def call(self, module: nn.Module, number: int, hidden: Tensor) -> Tensor:
+    def beside(self, module: nn.Module, batch: Mapping[str, Any]) -> None:
+        return None
+
+    def call(self, module: nn.Module, number: int, hidden: Tensor, beside: None = None) -> Tensor:
         torch.default_generator.manual_seed(derive_seed(self.seed, "unit", number))
         output: Tensor = module.get_submodule(self.units[number])(hidden)
         return output
@@ -103,6 +106,9 @@ class ToyWork:
 
     def enter(self, module: nn.Module, micro: int) -> Tensor:
         return self.chain.enter(module, self.batches[micro])
+
+    def beside(self, module: nn.Module, micro: int) -> None:
+        return None
 
     def leave(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
         loss = self.chain.leave(module, output, self.batches[micro])

@@ -40,7 +40,7 @@ def assembled(job: Job) -> Iterator[Parts]:
     try:
         yield parts
     finally:
-        parts.loader.close()
+        parts.supply.close()
         parts.opened.close()
 
 

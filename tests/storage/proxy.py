@@ -40,6 +40,16 @@ class Rule:
     num_applied: int = 0
 
 
+def pausing(reached: threading.Event, go_on: threading.Event) -> Callable[[], None]:
+    """For ``Rule.then``: says that the request came, and keeps it until it may go on."""
+
+    def pause() -> None:
+        reached.set()
+        go_on.wait(20)
+
+    return pause
+
+
 @dataclass
 class Proxy:
     upstream: str

@@ -9,10 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from closeranks.storage.download import RANGE_BYTES
 from closeranks.storage.lease import Terms
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.patience import Patience
-from closeranks.storage.protocol import DeniedError, ExistsError, MissingError, Storage, StorageError
+from closeranks.storage.protocol import (
+    ChangedError,
+    DeniedError,
+    ExistsError,
+    MissingError,
+    StoppedError,
+    Storage,
+    StorageError,
+)
 from closeranks.storage.remote import RemoteStorage
 from tests.storage import servers
 
@@ -80,6 +89,52 @@ def test_names_are_those_of_one_folder_and_never_stale(opener: Opener) -> None:
     here.remove("step-00000001/part")
     assert there.names("step-00000001") == ["manifest.json"]
     assert there.names("step-0") == []
+
+
+def test_entries_are_all_that_is_shown_however_deep(opener: Opener) -> None:
+    here, there = opener(), opener()
+    assert here.entries() == []
+    sizes = {"b": 3, "a/deep/er": 5, "a/x": 0, "a.b": 1, "with space + plus%": 2}
+    for name, num_bytes in sizes.items():
+        put(here, name, b"x" * num_bytes)
+    put(here, ".hidden/a", b"1")
+    put(here, "a/.hidden", b"1")
+    found = there.entries()
+    assert [(entry.name, entry.num_bytes) for entry in found] == sorted(sizes.items())
+    assert [there.entry(entry.name) for entry in found] == found
+    for name in ("nothing", "a"):
+        with pytest.raises(MissingError, match=name):
+            there.entry(name)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, RANGE_BYTES, 2 * RANGE_BYTES + 4097])
+def test_a_file_is_fetched_as_it_was_listed(opener: Opener, num_bytes: int) -> None:
+    data = os.urandom(num_bytes)
+    put(opener(), "a/data", data, step=1 << 20)
+    [entry] = opener().entries()
+    assert b"".join(opener().fetch(entry)) == data
+
+
+@pytest.mark.parametrize("num_bytes", [999, 1000, 1001, 0])
+def test_another_file_is_not_fetched_in_its_stead(opener: Opener, num_bytes: int) -> None:
+    put(opener(), "data", os.urandom(1000))
+    entry = opener().entry("data")
+    put(opener(), "data", os.urandom(num_bytes))
+    with pytest.raises(ChangedError, match="data"):
+        list(opener().fetch(entry))
+    opener().remove("data")
+    with pytest.raises(MissingError, match="data"):
+        list(opener().fetch(entry))
+
+
+def test_fetching_ends_when_nobody_wants_it_any_more(storage: Storage) -> None:
+    put(storage, "data", os.urandom(3 * RANGE_BYTES), step=1 << 20)
+    stop = threading.Event()
+    coming = storage.fetch(storage.entry("data"), stop)
+    next(coming)
+    stop.set()
+    with pytest.raises(StoppedError, match="given up"):
+        list(coming)
 
 
 def test_a_document_is_replaced_only_when_asked(opener: Opener) -> None:

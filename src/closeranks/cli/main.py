@@ -13,6 +13,7 @@ import typer
 from closeranks import __version__
 from closeranks.cli import config, layout, report, run, sample, train
 from closeranks.cli.ckpt import front as ckpt
+from closeranks.cli.data import front as data
 from closeranks.core.errors import CloseranksError
 
 _TOUR = """Train PyTorch models on one process or on many.
@@ -39,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, run, sample, config, layout, ckpt, report):
+for verb in (train, run, sample, config, layout, data, ckpt, report):
     verb.register(app)
 
 

@@ -69,6 +69,16 @@ class StepDone(Event):
     seconds: float = 0.0
     data_wait_s: float = 0.0
     """Time this rank stood waiting for its next batch."""
+    data_read_s: float = 0.0
+    """What its readers spent on this step's samples, in the background too: reading them where they lie,"""
+    data_fetch_s: float = 0.0
+    """bringing their files here,"""
+    data_decode_s: float = 0.0
+    """decoding them,"""
+    data_collate_s: float = 0.0
+    """and making a batch of them."""
+    num_bad: int = 0
+    """Bad samples of this step, over all ranks, which count nothing."""
     memory_bytes: int = 0
     """Peak on the accelerator since the run began, or the resident set on a CPU."""
 

@@ -64,8 +64,9 @@ class Crossing:
 class Chain(Protocol):
     """A model as units in a row: what pipeline stages are cut from.
 
-    Call sequence: the first stage calls ``enter`` and its units, later ones their units on what they were sent, the
-    last one ``leave``. Without a pipeline the spec's own ``loss`` does all of it, with the same result.
+    Call sequence: every stage calls ``beside``; then the first one ``enter`` and its units, later ones their units on
+    what they were sent, the last one ``leave``. Without a pipeline the spec's own ``loss`` does it all, with the same
+    result.
     """
 
     units: tuple[str, ...]
@@ -77,7 +78,12 @@ class Chain(Protocol):
         """What the first unit reads."""
         ...
 
-    def call(self, module: nn.Module, number: int, hidden: Tensor) -> Tensor:
+    def beside(self, module: nn.Module, batch: Batch) -> Any:
+        """What units read besides the hidden states (where documents end, say). Every stage finds it in the batch, once
+        for all of its units; None where there is nothing."""
+        ...
+
+    def call(self, module: nn.Module, number: int, hidden: Tensor, beside: Any = None) -> Tensor:
         """Run unit ``number``; the random stream is keyed by it. ``module`` may lack units of other stages."""
         ...
 

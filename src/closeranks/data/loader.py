@@ -1,41 +1,31 @@
 """How do batches reach the step before it asks for them?
 
-A background thread reads whole steps ahead through a bounded queue. Invariant: steps come out in order, none is lost
-and none is made up: a thread that fails is raised by the next ``take``, and by every one after it.
+A background thread, or processes of this rank, read whole steps ahead, within bounds. Invariants: steps come out in
+order, none is lost and none is made up, whoever reads; a reader that fails is raised by the ``take`` of its step, one
+that dies by the next, and by every one after it.
 
 Call sequence, by the loop: ``start(step)``, ``take(step)``, ``take(step + 1)``, ..., ``close()``.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from dataclasses import dataclass
-from queue import Empty, Queue
-from typing import TypeAlias, cast
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from closeranks.core.blame import describe
-from closeranks.core.errors import CloseranksError, DataError
-from closeranks.core.protocols import Batch, Source
-from closeranks.data.order import Schedule
-from closeranks.data.reader import Loaded, Reader, map_tensors
-
-_LOG = logging.getLogger(__name__)
-_CLOSE_TIMEOUT_S = 10.0
-_Ready: TypeAlias = Queue[list[Loaded] | CloseranksError]
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """One life of the background thread."""
-
-    thread: threading.Thread
-    ready: _Ready
-    stopped: threading.Event
+from closeranks.core.errors import CloseranksError
+from closeranks.core.protocols import Source
+from closeranks.data.ahead import Ahead
+from closeranks.data.crew import Crew
+from closeranks.data.nursery import Nursery
+from closeranks.data.order import Order, Schedule
+from closeranks.data.placing import Placing
+from closeranks.data.quarantine import Quarantine
+from closeranks.data.reader import Loaded, Reader, ReadPlan
+from closeranks.data.settings import ReadSettings
+from closeranks.data.timing import StageTimes
 
 
 class Loader:
@@ -44,109 +34,102 @@ class Loader:
     def __init__(
         self,
         source: Source,
+        order: Order,
         schedule: Schedule,
-        seed: int,
         *,
         data_rank: int = 0,
         data_size: int = 1,
         device: torch.device | None = None,
-        prefetch: int = 2,
-        check_finite: bool = True,
+        settings: ReadSettings | None = None,
         even: bool = False,
+        quarantine: Quarantine | None = None,
     ) -> None:
-        if len(source) != schedule.num_samples:
-            raise ValueError(f"a schedule for {schedule.num_samples} samples over a source of {len(source)}")
-        self._reader = Reader(source, schedule, seed, data_rank, data_size, check_finite, even)
-        self._device = _indexed(device or torch.device("cpu"))
-        self._prefetch = prefetch
+        """What stands in ``quarantine`` when ``start`` is called is not read; what is found bad is told by ``take``
+        and added by the loop."""
+        if order.num_samples != schedule.num_samples:
+            raise ValueError(f"a schedule for {schedule.num_samples} samples over an order of {order.num_samples}")
+        self._plan = ReadPlan(source, order, schedule, data_rank, data_size, settings or ReadSettings(), even)
+        self._quarantine = quarantine
+        self._placing = Placing(device)
         self._next: int | None = None
-        self._ahead: _Ahead | None = None
+        self._nursery: Nursery | None = None
+        self._crew: Crew | None = None
+        self._reader: Reader | None = None
+        self._ahead: Ahead | None = None
+        self._load: Callable[[int], list[Loaded]] | None = None
         self._failure: CloseranksError | None = None
         self.wait_s = 0.0
         """How long ``take`` has waited for reading, over the life of the loader."""
+        self.last_times = StageTimes()
+        """What reading the step that was taken last came to, added up over whoever read it."""
 
     def start(self, step: int) -> None:
-        """Stand before ``step`` and begin to read ahead from there."""
-        self.close()
+        """Stand before ``step`` and begin to read ahead from there. With processes, call it from a thread that lives
+        as long as the loader."""
+        self._stop()
         self._next, self._failure = step, None
-        if self._prefetch > 0 and step < self._reader.schedule.num_steps:
-            ready: _Ready = Queue(maxsize=self._prefetch)
-            stopped = threading.Event()
-            thread = threading.Thread(
-                target=self._read_ahead, args=(step, ready, stopped), name="closeranks-loader", daemon=True
-            )
-            self._ahead = _Ahead(thread, ready, stopped)
-            thread.start()
+        known = {} if self._quarantine is None else self._quarantine.known()
+        plan, settings = replace(self._plan, known=known), self._plan.settings
+        steps = range(step, plan.schedule.num_steps)
+        if not steps:
+            return
+        if settings.workers:
+            self._crew = Crew(plan, step, self._nursery_now())
+            load = self._crew.read
+        else:
+            self._reader = Reader(plan, step)
+            load = self._reader.read
+        self._load = self._placing.loading(load)
+        if settings.prefetch and not (settings.workers and not self._placing.is_cuda):
+            depth = 1 if settings.workers else settings.prefetch  # processes read ahead themselves; a thread pins
+            self._ahead = Ahead(self._load, steps, depth, plan.source.identity)
 
     def take(self, step: int) -> list[Loaded]:
         """This rank's micro-batches of ``step``, on the device; an empty list where it has none."""
-        if step != self._next or step >= self._reader.schedule.num_steps:
+        if step != self._next or step >= self._plan.schedule.num_steps:
             place = "is not started" if self._next is None else f"stands before step {self._next}"
-            raise ValueError(f"take({step}), but the loader {place} of {self._reader.schedule.num_steps}")
+            raise ValueError(f"take({step}), but the loader {place} of {self._plan.schedule.num_steps}")
         if self._failure is not None:
             raise self._failure
+        assert self._load is not None
         began = time.perf_counter()
-        outcome = self._load(step) if self._ahead is None else self._ahead.ready.get()
-        self.wait_s += time.perf_counter() - began
-        if isinstance(outcome, CloseranksError):
-            self._failure = outcome
-            raise outcome
+        try:
+            loaded = self._load(step) if self._ahead is None else self._ahead.take()
+        except CloseranksError as error:
+            self._failure = error
+            raise
+        finally:
+            self.wait_s += time.perf_counter() - began
         self._next = step + 1
-        return [Loaded(one.micro_batch, self._on_device(one.batch)) for one in outcome]
+        self.last_times = sum((one.times for one in loaded), StageTimes())
+        return self._placing.placed(loaded)
 
     def close(self) -> None:
-        """Stop reading ahead and join the thread. Safe to call twice; ``start`` opens the loader again."""
-        ahead, self._ahead, self._next = self._ahead, None, None
-        if ahead is None:
-            return
-        ahead.stopped.set()
-        _drain(ahead.ready)  # a thread that waits for room puts its last step and sees the flag
-        ahead.thread.join(_CLOSE_TIMEOUT_S)
-        if ahead.thread.is_alive():
-            identity = self._reader.source.identity
-            _LOG.warning(
-                "reading of %s did not stop within %g s; its thread is left behind", identity, _CLOSE_TIMEOUT_S
-            )
+        """Stop reading ahead; threads and processes are gone when this returns, within seconds. Safe to call twice;
+        ``start`` opens the loader again."""
+        nursery, self._nursery = self._nursery, None
+        self._stop(nursery)
 
-    def _load(self, step: int) -> list[Loaded]:
-        return [Loaded(one.micro_batch, self._pinned(one.batch)) for one in self._reader.read(step)]
+    def _stop(self, nursery: Nursery | None = None) -> None:
+        """Whoever reads leaves; so does the nursery, where it is given: else another start need not wait for it."""
+        self._next = self._load = None
+        crew, self._crew = self._crew, None
+        ahead, self._ahead = self._ahead, None
+        reader, self._reader = self._reader, None
+        if crew is not None:
+            crew.stop()
+        if ahead is not None:
+            ahead.close()
+        if nursery is not None:
+            nursery.close()
+        if crew is not None:
+            crew.close()
+        if reader is not None and not (ahead and ahead.is_alive):
+            reader.source.close()
 
-    def _read_ahead(self, first: int, ready: _Ready, stopped: threading.Event) -> None:
-        step = first
-        try:
-            if self._device.type == "cuda":
-                # Pinning belongs to the thread's current device: left at 0, every rank would open a context there.
-                torch.cuda.set_device(self._device)
-            for step in range(first, self._reader.schedule.num_steps):
-                if stopped.is_set():
-                    return
-                ready.put(self._load(step))
-        except CloseranksError as error:
-            ready.put(error)
-        except BaseException as error:  # whatever ends this thread must reach the loop, which would wait forever
-            failure = DataError(f"reading step {step} of {self._reader.source.identity} raised {describe(error)}")
-            failure.__cause__ = error
-            ready.put(failure)
-
-    def _pinned(self, batch: Batch) -> Batch:
-        """Page-locked copies where a GPU follows: only from those can a copy run beside the computation."""
-        return cast(Batch, map_tensors(batch, Tensor.pin_memory)) if self._device.type == "cuda" else batch
-
-    def _on_device(self, batch: Batch) -> Batch:
-        if self._device.type == "cpu":
-            return batch
-        return cast(Batch, map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True)))
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """``cuda`` means the current device of whoever says it; the background thread must not ask for itself."""
-    is_bare = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if is_bare else device
-
-
-def _drain(queue: _Ready) -> None:
-    try:
-        while True:
-            queue.get_nowait()
-    except Empty:
-        return
+    def _nursery_now(self) -> Nursery:
+        if self._nursery is not None and not self._nursery.is_alive:
+            self._nursery.close()
+            self._nursery = None
+        self._nursery = self._nursery or Nursery()
+        return self._nursery

@@ -1,22 +1,29 @@
 """What are a rank's batches of one step, as tensors in host memory?
 
-Invariant: what leaves here has the rows it was asked for and, where asked, finite values only; whatever goes wrong
-while reading is a ``DataError`` that names the data and the samples.
+Invariants: a micro-batch holds the same samples whoever reads it, ahead of its step or in it; what leaves here has
+passed the job's checks, and what was left out is named with it; whatever goes wrong while reading is an error that
+names the data and the samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
-from closeranks.core.blame import describe
-from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.protocols import Batch, Source
-from closeranks.data.order import Ints, MicroBatch, OrderWindow, Schedule
+from closeranks.data.coming import Coming
+from closeranks.data.order import MicroBatch, Order, Schedule
+from closeranks.data.quarantine import BadSample
+from closeranks.data.rows import MAX_STAND_INS, RowReader
+from closeranks.data.settings import ReadSettings
+from closeranks.data.source import PlacedSource, placed
+from closeranks.data.stores import Ints
+from closeranks.data.timing import StageTimes, measure
+
+Packed: TypeAlias = tuple[Batch, tuple[BadSample, ...], tuple[float, float, float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,50 +32,93 @@ class Loaded:
 
     micro_batch: MicroBatch
     batch: Batch
+    skipped: tuple[BadSample, ...] = ()
+    """Samples of the micro-batch that its batch lacks."""
+    times: StageTimes = field(default_factory=StageTimes)
+
+    def packed(self) -> Packed:
+        """What another process does not know already, in few and plain pieces: each object costs when it is sent."""
+        times = self.times
+        return self.batch, self.skipped, (times.read_s, times.fetch_s, times.decode_s, times.collate_s)
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch, packed: Packed) -> Loaded:
+        batch, skipped, times = packed
+        return cls(_without(micro_batch, len(skipped)), batch, skipped, StageTimes(*times))
 
 
-@dataclass(slots=True)
-class Reader:
-    """Reads what one data rank needs; holds no place in the run."""
+def _without(micro_batch: MicroBatch, num_skipped: int) -> MicroBatch:
+    """A micro-batch of which so many samples were bad; one that has none left weighs nothing."""
+    if not num_skipped:
+        return micro_batch
+    is_spare = micro_batch.is_spare or num_skipped == micro_batch.last - micro_batch.first
+    return replace(micro_batch, is_spare=is_spare, num_skipped=num_skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Every ``count``-th micro-batch of a rank, from ``number`` on: what one of several processes reads."""
+
+    number: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Everything that decides what a rank reads; can be sent to another process if the source can."""
 
     source: Source
+    order: Order
     schedule: Schedule
-    seed: int
     data_rank: int = 0
     data_size: int = 1
-    check_finite: bool = True
+    settings: ReadSettings = field(default_factory=ReadSettings)
     even: bool = False
     """Whether ranks with fewer micro-batches read a spare."""
-    _order: OrderWindow = field(init=False, repr=False)
+    known: Mapping[int, BadSample] = field(default_factory=dict)
+    """Samples in quarantine when reading starts."""
 
-    def __post_init__(self) -> None:
-        self._order = OrderWindow(self.schedule.num_samples, self.seed)
+    def assigned(self, step: int) -> tuple[MicroBatch, ...]:
+        return self.schedule.assigned(step, self.data_rank, self.data_size, even=self.even)
+
+    def sequence(self, step: int, share: Share) -> Iterator[MicroBatch]:
+        """All micro-batches of a share from ``step`` to the end of the run, counted from ``step`` on."""
+        number = 0
+        for later in range(step, self.schedule.num_steps):
+            for micro_batch in self.assigned(later):
+                if number % share.count == share.number:
+                    yield micro_batch
+                number += 1
+
+
+class Reader:
+    """Reads a plan, micro-batch after micro-batch from one step on; a reader stands at one place."""
+
+    def __init__(self, plan: ReadPlan, step: int, share: Share | None = None) -> None:
+        self.plan = plan
+        self.source: PlacedSource = placed(plan.source)
+        self._rows = RowReader(self.source, plan.settings, plan.known)
+        sequence = plan.sequence(step, share or Share())
+        self._coming = Coming(self.source, plan.order, sequence, plan.settings.max_wanted)
 
     def read(self, step: int) -> list[Loaded]:
-        """This rank's micro-batches of a step; none where the step has fewer micro-batches than ranks."""
-        assigned = self.schedule.assigned(step, self.data_rank, self.data_size, even=self.even)
-        return [Loaded(micro_batch, self._read_one(micro_batch)) for micro_batch in assigned]
+        """All micro-batches of the step the reader stands before; none where the step has fewer than there are ranks.
+        Only for a reader without a share."""
+        return [self.read_next() for _ in self.plan.assigned(step)]
 
-    def _read_one(self, micro_batch: MicroBatch) -> Batch:
-        indices = self._order.indices(micro_batch.first, micro_batch.last)
-        try:
-            batch = self.source.read(indices)
-        except CloseranksError:
-            raise
-        except Exception as error:
-            what = f"reading {name_samples(indices)} of {self.source.identity} raised {describe(error)}"
-            raise DataError(what, "Mend the dataset, or remove the sample from it.") from error
-        check_shape(batch, indices, self.source.identity)
-        if self.check_finite:
-            check_values(batch, indices, self.source.identity)
-        return batch
+    def read_next(self) -> Loaded:
+        planned = self._coming.next()
+        micro_batch = planned.micro_batch
+        with measure() as times:
+            rows = self._rows.read(planned.ids, self._after(micro_batch))
+        return Loaded(_without(micro_batch, len(rows.skipped)), rows.batch, rows.skipped, times)
 
-
-def name_samples(indices: Ints, limit: int = 8) -> str:
-    """``sample 3``, or ``samples 3, 5 and 70 more``."""
-    shown = ", ".join(str(int(index)) for index in indices[:limit])
-    rest = f" and {len(indices) - limit} more" if len(indices) > limit else ""
-    return f"sample{'s' if len(indices) > 1 else ''} {shown}{rest}"
+    def _after(self, micro_batch: MicroBatch) -> Iterator[Ints]:
+        """The samples that follow in the order, as many at a time: stand-ins for a batch that is bad throughout."""
+        size = micro_batch.last - micro_batch.first
+        for number in range(MAX_STAND_INS):
+            first = micro_batch.last + number * size
+            yield self.plan.order.between(first, first + size)
 
 
 def map_tensors(value: Any, apply: Callable[[Tensor], Tensor]) -> Any:
@@ -81,26 +131,3 @@ def map_tensors(value: Any, apply: Callable[[Tensor], Tensor]) -> Any:
         items = [map_tensors(item, apply) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
-
-
-def check_shape(batch: Any, indices: Ints, identity: str) -> None:
-    """A batch is a dict of tensors with one row for each sample asked for."""
-    if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
-        what = f"read() of {identity} returned {type(batch).__name__}, not a dict of tensors"
-        raise DataError(what, "Return named tensors whose first dim is the sample.")
-    for key, value in batch.items():
-        if isinstance(value, Tensor) and (value.dim() == 0 or value.shape[0] != len(indices)):
-            what = f"'{key}' of {identity} has shape {tuple(value.shape)} for {len(indices)} samples"
-            raise DataError(what, "The first dim of every tensor in a batch is the sample.")
-
-
-def check_values(batch: Batch, indices: Ints, identity: str) -> None:
-    """NaN or infinity in the data would only show as a loss that is not finite, far from its cause."""
-    for key, value in batch.items():
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            continue
-        finite = torch.isfinite(value)
-        if not bool(finite.all()):
-            rows = (~finite.flatten(1).all(dim=1) if finite.dim() > 1 else ~finite).numpy()
-            what = f"'{key}' of {identity} holds NaN or infinity in {name_samples(indices[rows])}"
-            raise DataError(what, "Clean or remove these samples, or set data.check_finite = false to let them in.")

@@ -1,9 +1,10 @@
 """Do all ranks take this step, and what did it come to?
 
 [Note: the vote] ONE small all-reduce per step carries everything the ranks must agree on: summed loss and weight, the
-squared gradient norm, whether every value was finite, and whether somebody asked to drain or to save. From its sum
-follow, on the device, the one factor that scales all gradients (1/weight, loss scale and clipping folded together) and
-the flag that gates the optimizer. The host reads it later, so that an accelerator is never waited for within a step.
+squared gradient norm, whether every value was finite, whether somebody asked to drain or to save, and how many samples
+were left out. From its sum follow, on the device, the one factor that scales all gradients (1/weight, loss scale and
+clipping folded together) and the flag that gates the optimizer. The host reads it later, so that an accelerator is
+never waited for within a step.
 
 Invariant: every rank holds the same bits of the verdict, so all take the step or none does, and all stop together.
 """
@@ -37,6 +38,8 @@ class Ballot:
     save: bool = False
     is_told: bool = False
     """Whether the drain was asked for from outside, by a signal."""
+    num_bad: int = 0
+    """Samples of this step that this rank speaks for and that could not be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Outcome:
     drain: bool
     save: bool
     is_told: bool
+    num_bad: int
     metrics: dict[str, float]
 
 
@@ -72,7 +76,7 @@ class Verdict:
         """Sync point on CUDA: returns once the device has finished this step's vote."""
         if self._event is not None:
             self._event.synchronize()
-        loss, weight, _, _, drain, save, told, *rest = self._host.tolist()
+        loss, weight, _, _, drain, save, told, skipped, *rest = self._host.tolist()
         sums, (taken, _, norm, loss_scale) = rest[:-_NUM_DERIVED], rest[-_NUM_DERIVED:]
         weight = weight or 1.0
         return Outcome(
@@ -84,6 +88,7 @@ class Verdict:
             drain=drain > 0,
             save=save > 0,
             is_told=told > 0,
+            num_bad=round(skipped),
             metrics={name: value / weight for name, value in zip(self._names, sums, strict=True)},
         )
 
@@ -108,7 +113,8 @@ class Vote:
     def _fill(self, ballot: Ballot) -> Tensor:
         """This rank's votes as one float64 vector, loss, weight, norm, nonfinite, the wishes, then the metrics."""
         nonfinite = ~(ballot.norm_squared + ballot.loss).isfinite()
-        wishes = torch.tensor([ballot.drain, ballot.save, ballot.is_told], dtype=torch.float64, device="cpu")
+        said = [ballot.drain, ballot.save, ballot.is_told, ballot.num_bad]
+        wishes = torch.tensor(said, dtype=torch.float64, device="cpu")
         metrics = [ballot.metrics[name] for name in self._metrics]
         votes = torch.stack([ballot.loss, ballot.weight, ballot.norm_squared, nonfinite.double(), *metrics])
         wishes = wishes.to(votes.device, non_blocking=True)

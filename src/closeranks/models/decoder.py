@@ -19,6 +19,7 @@ from closeranks.core.errors import ModelError
 from closeranks.facts.llama import LlamaShape, rope_frequencies
 from closeranks.models.attention import attend
 from closeranks.models.axis import TensorAxis
+from closeranks.models.documents import Apart, keep_apart
 from closeranks.models.linear import Linear
 from closeranks.models.streams import enter_unit, unit_stream
 from closeranks.models.vocabulary import split_cross_entropy
@@ -61,15 +62,16 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.attention = attention
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``cos`` and ``sin`` by position, for all rows or for each; ``bias`` keeps documents of a row apart."""
         # -1, not the shape's count: under tensor parallelism this rank holds a share of the heads.
         split = (*hidden.shape[:2], -1, self.head_dim)
         # Here, not in the decoder: blocks hand on a share of the sequence, attention alone sees its whole length.
-        cos, sin = cos[: hidden.shape[1]], sin[: hidden.shape[1]]
+        cos, sin = cos[..., : hidden.shape[1], :], sin[..., : hidden.shape[1], :]
         queries = rotate(self.q_proj(hidden).view(split), cos, sin)
         keys = rotate(self.k_proj(hidden).view(split), cos, sin)
         values = self.v_proj(hidden).view(split)
-        mixed = attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), self.attention)
+        mixed = attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), self.attention, bias)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -102,8 +104,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.dim, shape.norm_eps)
         self.dropout = dropout
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        hidden = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin))
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None = None) -> Tensor:
+        hidden = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin, bias))
         return hidden + self._dropped(self.mlp(self.post_attention_layernorm(hidden)))
 
     def _dropped(self, change: Tensor) -> Tensor:
@@ -157,16 +159,21 @@ class Decoder(nn.Module):
             hidden = hidden.bfloat16()
         return hidden
 
-    def through(self, layer: int, hidden: Tensor) -> Tensor:
+    def apart(self, documents: Tensor | None) -> Apart | None:
+        """What the blocks need where rows hold several documents."""
+        return None if documents is None else keep_apart(documents, self.rope_cos, self.rope_sin)
+
+    def through(self, layer: int, hidden: Tensor, apart: Apart | None = None) -> Tensor:
         """Unit ``layer + 1``: one block, on a random stream of its own where it draws."""
+        beside = (self.rope_cos, self.rope_sin) if apart is None else apart
         with unit_stream(layer + 1) if self._draws else nullcontext():
-            output: Tensor = self.layers[layer](hidden, self.rope_cos, self.rope_sin)
+            output: Tensor = self.layers[layer](hidden, *beside)
         return output
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        hidden, apart = self.embed(tokens), self.apart(documents)
         for layer in range(len(self.layers)):
-            hidden = self.through(layer, hidden)
+            hidden = self.through(layer, hidden, apart)
         if self._draws:  # so that a loop which never seeds does not drop the same again
             enter_unit(torch.default_generator.initial_seed(), len(self.layers) + 1)
         normed: Tensor = self.norm(hidden)
@@ -197,7 +204,7 @@ class TokenLoss(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [batch, positions] in, logits out; with targets, the summed loss."""
+    """Tokens [batch, positions] in, logits out; with targets, the summed loss. ``documents`` as in ``documents``."""
 
     def __init__(self, shape: LlamaShape, *, max_len: int, dropout: float = 0.0, attention: str = "auto") -> None:
         super().__init__()
@@ -218,8 +225,14 @@ class Llama(nn.Module):
         self.tie()
         return self
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.lm_head(self.model(tokens))
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        logits: Tensor = self.lm_head(self.model(tokens, documents))
         if targets is None:
             return logits
         total: Tensor = self.token_loss(logits, targets, mask)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod, sqrt
 
 import torch
@@ -20,6 +21,7 @@ from closeranks.models.batches import take
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import LlamaConfig
 from closeranks.models.decoder import Llama
+from closeranks.models.documents import Apart, counted
 from closeranks.models.fill import fill_constant, fill_normal
 
 INIT_STD = 0.02
@@ -67,11 +69,15 @@ class LlamaSpec:
         module.tie()
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """``tokens`` [B, S+1]: each position predicts the next. An optional ``mask`` [B, S] weighs the targets."""
-        tokens, targets, mask = _parted(batch)
+        """``tokens`` [B, S+1]: each position predicts the next.
+
+        Optional: ``mask`` [B, S] weighs the targets; ``documents`` [B, S+1] numbers the documents of each row, which
+        then do not see each other, -1 for padding.
+        """
+        parted = _parted(batch)
         with _vocabulary_named(self.shape):
-            total = module(tokens, targets, mask)
-        return _weighed(total, targets, mask)
+            total = module(parted.tokens, parted.targets, parted.mask, parted.documents)
+        return parted.weighed(total)
 
 
 class LlamaChain:
@@ -84,34 +90,56 @@ class LlamaChain:
         self.costs = _unit_flops(shape, seq_len)
 
     def enter(self, module: nn.Module, batch: Batch) -> Tensor:
-        return _parted(batch)[0]
+        return _parted(batch).tokens
 
-    def call(self, module: nn.Module, number: int, hidden: Tensor) -> Tensor:
+    def beside(self, module: nn.Module, batch: Batch) -> Apart | None:
+        assert isinstance(module, Llama)
+        return module.model.apart(_parted(batch).documents)
+
+    def call(self, module: nn.Module, number: int, hidden: Tensor, beside: Apart | None = None) -> Tensor:
         assert isinstance(module, Llama)
         if number == 0:
             with _vocabulary_named(self.shape):
                 return module.model.embed(hidden)
         if number <= self.shape.num_layers:
-            return module.model.through(number - 1, hidden)
+            return module.model.through(number - 1, hidden, beside)
         output: Tensor = module.get_submodule(self.units[number])(hidden)
         return output
 
     def leave(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
         assert isinstance(module, Llama)
-        _, targets, mask = _parted(batch)
+        parted = _parted(batch)
         with _vocabulary_named(self.shape):
-            total = module.token_loss(output, targets, mask)
-        return _weighed(total, targets, mask)
+            total = module.token_loss(output, parted.targets, parted.mask)
+        return parted.weighed(total)
 
 
-def _parted(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs, targets and mask of a batch."""
+@dataclass(frozen=True, slots=True)
+class _Parted:
+    """A batch as the model reads it, [B, S] each."""
+
+    tokens: Tensor
+    targets: Tensor
+    mask: Tensor | None
+    """How much each target weighs; none: all the same."""
+    documents: Tensor | None
+    """Of the inputs."""
+
+    def weighed(self, total: Tensor) -> Loss:
+        return Loss(total=total, weight=float(self.targets.numel()) if self.mask is None else self.mask.sum())
+
+
+def _parted(batch: Batch) -> _Parted:
     tokens = take(batch, "tokens", "llama").long()
-    return tokens[:, :-1], tokens[:, 1:], batch.get("mask")
-
-
-def _weighed(total: Tensor, targets: Tensor, mask: Tensor | None) -> Loss:
-    return Loss(total=total, weight=float(targets.numel()) if mask is None else mask.sum())
+    documents: Tensor | None = batch.get("documents")
+    mask: Tensor | None = batch.get("mask")
+    if documents is None:
+        return _Parted(tokens[:, :-1], tokens[:, 1:], mask, None)
+    if documents.shape != tokens.shape:
+        what = f"'documents' of a batch is {list(documents.shape)} and its tokens are {list(tokens.shape)}"
+        raise ModelError(what, "Number the document of every token, -1 for padding.")
+    own = counted(documents)
+    return _Parted(tokens[:, :-1], tokens[:, 1:], own if mask is None else mask * own, documents[:, :-1])
 
 
 @contextmanager

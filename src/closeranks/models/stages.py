@@ -57,7 +57,10 @@ class UserChain:
             return caught.input
         raise self._never_called()
 
-    def call(self, module: nn.Module, number: int, hidden: Tensor) -> Tensor:
+    def beside(self, module: nn.Module, batch: Batch) -> None:
+        """A user's units read what the one before gave, and nothing else."""
+
+    def call(self, module: nn.Module, number: int, hidden: Tensor, beside: None = None) -> Tensor:
         with unit_stream(number):
             output = module.get_submodule(self.units[number])(hidden)
         if not isinstance(output, Tensor):

@@ -35,9 +35,9 @@ class Work(Protocol):
     """What a pipeline does with micro-batches: the step's or the evaluation's side of it.
 
     Call sequence, by the executor, for every micro-batch and each stage of this rank: ``before_forward``, in the first
-    stage ``enter``, the stage, in the last one ``leave``, all inside ``context``. Later, outside of it, around every
-    backward that adds to gradients of a stage: ``begin_backward`` and ``end_backward``. Here stages are counted among
-    this rank's own.
+    stage ``enter``, in all of them ``beside``, the stage, in the last one ``leave``, all inside ``context``. Later,
+    outside of it, around every backward that adds to gradients of a stage: ``begin_backward`` and ``end_backward``.
+    Here stages are counted among this rank's own.
     """
 
     num_micro: int
@@ -56,6 +56,10 @@ class Work(Protocol):
 
     def enter(self, module: nn.Module, micro: int) -> Tensor:
         """What the first stage reads."""
+        ...
+
+    def beside(self, module: nn.Module, micro: int) -> Any:
+        """What the units of any stage read besides."""
         ...
 
     def leave(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
@@ -193,7 +197,8 @@ class _Run:
         entrance = self._entrance(at)
         with work.context():
             work.before_forward(self._local[at.stage], at.micro)
-            output = module(work.enter(module, at.micro) if entrance is None else _opened(entrance))
+            hidden = work.enter(module, at.micro) if entrance is None else _opened(entrance)
+            output = module(hidden, work.beside(module, at.micro))
             if at.stage == self._last_stage:
                 output = work.leave(module, at.micro, output)
         if at.stage != self._last_stage:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -93,9 +94,9 @@ def _stage(module: nn.Module, chain: Chain, own: range) -> nn.Module:
     return skeleton.root
 
 
-def _run_units(chain: Chain, stage: nn.Module, own: range, hidden: Tensor) -> Tensor:
+def _run_units(chain: Chain, stage: nn.Module, own: range, hidden: Tensor, beside: Any = None) -> Tensor:
     for number in own:
-        hidden = chain.call(stage, number, hidden)
+        hidden = chain.call(stage, number, hidden, beside)
     return hidden
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Loss, Source
 from closeranks.data.order import MicroBatch
 from closeranks.data.reader import Loaded, map_tensors
+from closeranks.data.rows import read_plain
+from closeranks.data.settings import ReadSettings
 from closeranks.run.job import micro_batch_size
 from closeranks.run.parts import Parts
 from closeranks.run.step import seed_streams
@@ -72,7 +75,7 @@ def _sums(parts: Parts, source: Source) -> Tensor:
             loaded = _read(parts, source, micro_batch)
             key(micro_batch)
             with parts.precision.context(parts.device):
-                count(micro_batch, parts.spec.loss(parts.module, parts.precision.cast(loaded.batch)))
+                count(loaded.micro_batch, parts.spec.loss(parts.module, parts.precision.cast(loaded.batch)))
     return tally.row()
 
 
@@ -94,5 +97,10 @@ def _share(parts: Parts, num_samples: int) -> Iterator[MicroBatch]:
 
 
 def _read(parts: Parts, source: Source, micro_batch: MicroBatch) -> Loaded:
-    batch = source.read(np.arange(micro_batch.first, micro_batch.last))
-    return Loaded(micro_batch, map_tensors(batch, lambda tensor: tensor.to(parts.device)))
+    """By the job's rules for bad samples. One that is bad throughout is worked off with others and counts nothing."""
+    ids = np.arange(micro_batch.first, micro_batch.last, dtype=np.int64)
+    rows = read_plain(source, ids, ReadSettings.of(parts.job.data))
+    if rows.skipped:
+        is_spare = micro_batch.is_spare or rows.num_rows == 0
+        micro_batch = replace(micro_batch, is_spare=is_spare, num_skipped=len(rows.skipped))
+    return Loaded(micro_batch, map_tensors(rows.batch, lambda tensor: tensor.to(parts.device)), rows.skipped)

@@ -18,7 +18,7 @@ from closeranks.data.sources.user import as_source
 from closeranks.models.build import spec_for
 from closeranks.models.user import UserSpec
 from closeranks.run.hooks import Hook, TensorBoard
-from closeranks.run.job import Job, load_job
+from closeranks.run.job import Job, check_vocabulary, load_job
 from closeranks.run.parts import Ingredients
 
 
@@ -32,9 +32,11 @@ class Described:
 
 def from_job(job: Job) -> Described:
     def ingredients() -> Ingredients:
+        source = open_source(job.data, "train", job.run.seed)
+        check_vocabulary(job, getattr(source, "vocab_size", 0))
         return Ingredients(
             spec=spec_for(job.model, seq_len=job.data.seq_len),
-            source=open_source(job.data, "train", job.run.seed),
+            source=source,
             eval_source=open_source(job.data, "eval", job.run.seed),
         )
 

@@ -14,7 +14,7 @@ from closeranks.agent.config import AgentConfig
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.core.config.load import Loaded, load
 from closeranks.core.config.table import Table
-from closeranks.core.errors import Problem
+from closeranks.core.errors import ConfigError, Problem
 from closeranks.data.config import DataConfig
 from closeranks.facts.layout import Demands, Layout, counted, legal_problems
 from closeranks.facts.nearest import advise
@@ -62,10 +62,20 @@ def check_pairing(job: Job) -> Iterable[Problem]:
     if need and have and need != have:
         what = f"model '{job.model.name}' reads {need}, but data '{job.data.name}' holds {have}"
         yield Problem("data.name", what, f"Choose data that holds {need}, or another model.")
+    yield from _vocabulary_problems(job, job.data.vocab_size)
+
+
+def _vocabulary_problems(job: Job, num_tokens: int) -> Iterable[Problem]:
     vocab = demands(job, 1).vocab_size
-    if 0 < vocab < job.data.vocab_size:
-        what = f"the data's vocabulary has {job.data.vocab_size} tokens, the model's only {vocab}"
-        yield Problem("model.vocab_size", what, f"Set it to {job.data.vocab_size} or more.")
+    if 0 < vocab < num_tokens:
+        what = f"the data's vocabulary has {num_tokens} tokens, the model's only {vocab}"
+        yield Problem("model.vocab_size", what, f"Set it to {num_tokens} or more.")
+
+
+def check_vocabulary(job: Job, num_tokens: int) -> None:
+    """``num_tokens``: what stored data turned out to hold when it was opened; 0 where it does not say."""
+    if problems := list(_vocabulary_problems(job, num_tokens)):
+        raise ConfigError(problems)
 
 
 def check_axes(job: Job) -> Iterable[Problem]:

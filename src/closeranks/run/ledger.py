@@ -62,7 +62,8 @@ class Ledger:
     def _account(self, index: int, outcome: Outcome) -> StepDone:
         parts, now = self._parts, time.monotonic()
         seconds, self._marked_at = now - self._marked_at, now
-        waited_s, self._waited_s = parts.loader.wait_s - self._waited_s, parts.loader.wait_s
+        waited_s, self._waited_s = parts.supply.wait_s - self._waited_s, parts.supply.wait_s
+        spent = parts.supply.pop_times()
         position = parts.schedule.position(index + 1)
         return StepDone(
             step=index + 1,
@@ -77,6 +78,11 @@ class Ledger:
             metrics=outcome.metrics,
             seconds=seconds,
             data_wait_s=waited_s,
+            data_read_s=spent.read_s,
+            data_fetch_s=spent.fetch_s,
+            data_decode_s=spent.decode_s,
+            data_collate_s=spent.collate_s,
+            num_bad=outcome.num_bad,
             memory_bytes=peak_memory_bytes(parts.device),
         )
 

@@ -18,6 +18,10 @@ from closeranks.core.protocols import ModelSpec, Reducer, Source
 from closeranks.core.world import World
 from closeranks.data.loader import Loader
 from closeranks.data.order import MicroBatch, Schedule
+from closeranks.data.orders import order_of
+from closeranks.data.quarantine import Quarantine
+from closeranks.data.settings import ReadSettings
+from closeranks.data.source import placed
 from closeranks.elastic.vote import Verdict, Vote
 from closeranks.facts.layout import Layout
 from closeranks.optim.optimizer import Optimizer
@@ -33,6 +37,7 @@ from closeranks.run.distribute import Freezing, make_reducer, wishes_of
 from closeranks.run.job import Job, check_workers, layout_for, micro_batch_size
 from closeranks.run.overseer import current_link
 from closeranks.run.store import make_store
+from closeranks.run.supply import Supply
 from closeranks.telemetry.device import measure_matmul_flops
 
 
@@ -74,7 +79,7 @@ class Parts:
     """Losses are sums: divided by a micro-batch's size, they stay within fp16's range under the scale."""
     schedule: Schedule
     source: Source
-    loader: Loader
+    supply: Supply
     eval_source: Source | None
     warnings: tuple[str, ...]
     measured_flops: float
@@ -174,22 +179,30 @@ def _build(
         loss_divisor=loss_divisor(spec, job.train) if precision.scales_loss else 1.0,
         schedule=schedule,
         source=ingredients.source,
-        loader=Loader(
-            ingredients.source,
-            schedule,
-            job.run.seed,
-            data_rank=groups.data.rank,
-            data_size=groups.data.size,
-            device=device,
-            prefetch=job.data.prefetch,
-            check_finite=job.data.check_finite,
-            even=reducer.needs_equal_counts,
-        ),
+        supply=make_supply(job, ingredients.source, schedule, groups, device, even=reducer.needs_equal_counts),
         eval_source=ingredients.eval_source,
         warnings=applied.warnings,
         measured_flops=measured_flops,
         watchers=[],
     )
+
+
+def make_supply(
+    job: Job, source: Source, schedule: Schedule, groups: Groups, device: torch.device, *, even: bool
+) -> Supply:
+    order, quarantine = order_of(job.data, placed(source), job.run.seed), Quarantine(job.data.max_bad)
+    loader = Loader(
+        source,
+        order,
+        schedule,
+        data_rank=groups.data.rank,
+        data_size=groups.data.size,
+        device=device,
+        settings=ReadSettings.of(job.data),
+        even=even,
+        quarantine=quarantine,
+    )
+    return Supply(loader, quarantine, order, groups, groups.world.rank, logs_samples=job.data.log_samples)
 
 
 def schedule_of(train: TrainConfig, num_samples: int) -> Schedule:

@@ -115,11 +115,15 @@ class Saving:
         """The vote says so: all ranks save at the next boundary."""
         self._is_asked, self._is_granted = False, True
 
+    @property
+    def is_granted(self) -> bool:
+        """Whether ``proceed`` is due, when nothing more happens between two steps."""
+        return self._is_granted
+
     def proceed(self, step: int) -> None:
-        """All ranks, when nothing more happens between two steps: take what was granted."""
-        if self._is_granted:
-            self._is_granted = False
-            self._begin(step)
+        """All ranks: take what was granted."""
+        self._is_granted = False
+        self._begin(step)
 
     def evaluated(self, result: Evaluated) -> None:
         """All ranks, with the same loss: one of the best so far is taken at once, before hooks may change anything."""

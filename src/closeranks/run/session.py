@@ -79,7 +79,7 @@ class Session:
             opened.callback(self.recorder.close)
             self._furnish(hooks)
             self._opened = opened.pop_all()
-        ends = (self._profiler.close, self.parts.loader.close, self._collector.release, self._emit_end)
+        ends = (self._profiler.close, self.parts.supply.close, self._collector.release, self._emit_end)
         for close in (*ends, self._saving.close, self._end_hooks):
             self._opened.callback(close)
 
@@ -88,8 +88,9 @@ class Session:
         if self.world.is_lead:
             self.recorder.add_sink(lambda event: self._overseer.send_event(encode(event)))
         self._hooks = Hooks([*hooks, *hooks_of(self.job)])
-        window = parse_window(self.job.telemetry.profile) or NO_STEPS
-        self._profiler = StepProfiler(window, self.folder, self.world.rank)
+        self._profiler = StepProfiler(
+            parse_window(self.job.telemetry.profile) or NO_STEPS, self.folder, self.world.rank
+        )
         self._collector = CollectorPause(self.job.train.gc_every)
         self._stop_reason, self._ending, self._detail = "", "", ""
         self._is_begun = self._is_entered = False
@@ -102,8 +103,6 @@ class Session:
         """Steps finished so far, those before a resume included."""
         self._saving = Saving(self.parts, self.folder, self._emit, self._origin)
         self._ledger = Ledger(self.parts)
-
-    # What a user's loop needs
 
     @property
     def model(self) -> nn.Module:
@@ -139,8 +138,6 @@ class Session:
         loss = self._last.loss if self._last else float("nan")
         return Result(self.num_done, loss, self._eval, self.folder, self._ending or "finished", self._detail)
 
-    # The run
-
     def __iter__(self) -> Iterator[Step]:
         if self._is_begun:
             raise UserError("this session has run already", "Open a new Session, with checkpoint.resume to go on.")
@@ -174,7 +171,7 @@ class Session:
             self._emit(Warned(text))
         self.parts.module.train()
         self._hooks.on_start(self)
-        self.parts.loader.start(self.num_done)
+        self.parts.supply.start(self.num_done, self.folder)
         self._collector.hold()
         self._ledger.restart_clock()
 
@@ -189,7 +186,9 @@ class Session:
         every = self.job.train.eval_every
         if every and self.num_done % every == 0 and self.parts.eval_source is not None and not self._ending:
             self.evaluate()
-        self._saving.proceed(self.num_done)
+        if self._saving.is_granted:
+            self._note(self._ledger.flush())  # what is saved knows of every sample that was skipped
+            self._saving.proceed(self.num_done)
 
     def _pause(self, phase: Phase) -> None:
         """Before anything but training: no step is half-way, and every verdict is read."""
@@ -202,6 +201,7 @@ class Session:
         for entry in settled:
             self._last = entry.done
             self._emit(entry.done)
+            self.parts.supply.settle(entry.done, self._emit)
             self._hooks.on_step(self, entry.done)
             if self.num_done >= self.parts.schedule.num_steps:
                 continue  # the end is here anyway, and saves
@@ -233,8 +233,8 @@ class Session:
             raise
 
     def _emit_end(self) -> None:
-        seconds = time.monotonic() - self._opened_at
-        self._emit(RunEnded(self.num_done, self._ending or "finished", seconds, self._detail))
+        ending, seconds = self._ending or "finished", time.monotonic() - self._opened_at
+        self._emit(RunEnded(self.num_done, ending, seconds, self._detail))
 
     def __enter__(self) -> Self:
         self._is_entered = True

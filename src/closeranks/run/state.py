@@ -146,6 +146,7 @@ def tree_of(parts: Parts, step: int) -> dict[str, Any]:
         "schedule": {"lr": parts.optimizer.lr(step), "num_steps": parts.schedule.num_steps},
         "random": {"seed": parts.job.run.seed, "keyed_by": ["seed", "step", "micro_batch"]},
         "identity": _identity(parts),
+        "data": parts.supply.state(),
         "algorithm": parts.job.optim.name,
         "config": parts.job.model_dump(mode="json"),
         "versions": {"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -209,6 +210,7 @@ def check_fits(parts: Parts, saved: Saved) -> int:
 
 def restore_state(parts: Parts, saved: Saved) -> None:
     """Put a saved state that fits back into the parts. Where it raises, the parts hold some of it and some not."""
+    parts.supply.load_state(saved.tree.get("data", {}))
     for one in kept(parts):
         saved.read_into(MODEL, one.piece.name, one.piece, one.tensor)
     for memory in _memories(parts):
@@ -265,6 +267,7 @@ def _identity(parts: Parts) -> dict[str, Any]:
     """What must be equal for a resumed run to be the same run."""
     return {
         "data": parts.source.identity,
+        "order": parts.supply.described,
         "num_samples": len(parts.source),
         "seed": parts.job.run.seed,
         "global_batch": parts.job.train.global_batch,
@@ -272,12 +275,17 @@ def _identity(parts: Parts) -> dict[str, Any]:
     }
 
 
-_KEYS = {"seed": "run.seed", "global_batch": "train.global_batch", "precision": "train.precision"}
+_KEYS = {
+    "order": "data.shuffle",
+    "seed": "run.seed",
+    "global_batch": "train.global_batch",
+    "precision": "train.precision",
+}
 
 
 def _refuse_foreign(parts: Parts, saved: Mapping[str, Any]) -> None:
     for key, value in _identity(parts).items():
-        if saved.get(key) != value:
+        if saved.get(key, "") != value:
             place = _KEYS.get(key, "data")
             what = f"the state was saved with another {place}: {saved.get(key)!r}, not {value!r}"
             raise CheckpointError(what, f"Set {place} back, or start anew without checkpoint.resume.")

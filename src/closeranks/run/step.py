@@ -33,6 +33,7 @@ class Step:
         self.index = index
         """Number of steps finished before this one."""
         self._assigned = parts.assigned(index)
+        self._loaded: Sequence[Loaded] = ()
         self._num_taken = self._num_done = 0
         self._is_taken = self._is_committed = False
         self._scale = parts.loss_scale.scale / parts.loss_divisor
@@ -73,7 +74,7 @@ class Step:
         if self._num_done + 1 != self._num_taken:
             raise self._out_of_turn("step.backward(loss) was called again")
         reducer = self._parts.reducer
-        scaled = self._weighed(self._assigned[self._num_done], loss)
+        scaled = self._weighed(self._loaded[self._num_done].micro_batch, loss)
         with torch.autocast(self._parts.device.type, enabled=False):
             reducer.begin_backward(is_last=self._num_taken == len(self._assigned))
             scaled.backward()
@@ -88,7 +89,8 @@ class Step:
         parts, tally = self._parts, self._tally
         parts.reducer.finish()
         norm = norm_squared(parts.reducer.spoken(), parts.device)
-        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save, is_told)
+        num_bad = parts.supply.num_bad(self.index)
+        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save, is_told, num_bad)
         verdict = parts.vote.cast(ballot, self._scale)  # the ONE small all-reduce
         for watch in parts.watchers:
             watch(self.index, verdict)
@@ -112,7 +114,8 @@ class Step:
             what = "the micro-batches of this step are taken already: it was run or iterated before"
             raise UserError(what, "Call step.run() once, or iterate over the step once.", step=self.index + 1)
         self._is_taken = True
-        return self._parts.loader.take(self.index)
+        self._loaded = self._parts.supply.take(self.index, self._assigned)
+        return self._loaded
 
     def _open(self, micro_batch: MicroBatch, stage: int = 0) -> None:
         """Before a micro-batch's forward in one of this rank's stages."""

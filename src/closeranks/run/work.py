@@ -64,6 +64,9 @@ class PipelineWork:
     def enter(self, module: nn.Module, micro: int) -> Tensor:
         return self._chain.enter(module, self._batch(micro))
 
+    def beside(self, module: nn.Module, micro: int) -> Any:
+        return self._chain.beside(module, self._batch(micro))
+
     def leave(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
         loss = self._chain.leave(module, output, self._batch(micro))
         return self._after(self._loaded[micro].micro_batch, loss)

@@ -11,6 +11,7 @@ import errno
 from collections.abc import Iterator
 
 from closeranks.storage.protocol import (
+    ChangedError,
     DeniedError,
     ExistsError,
     FullError,
@@ -113,6 +114,7 @@ _KIND_OF_STATUS: dict[int, type[StorageError]] = {
     404: MissingError,
     412: ExistsError,
     413: FullError,
+    416: ChangedError,
     507: FullError,
 }
 _KIND_OF_CODE: dict[str, type[StorageError]] = {
@@ -126,6 +128,7 @@ _WORDS_OF_KIND: dict[type[StorageError], str] = {
     DeniedError: "refused; check the credentials, and what they allow here",
     MissingError: "there is no such object or bucket",
     ExistsError: "it is there already",
+    ChangedError: "it is shorter than it should be",
     FullError: "the store has no room for it",
     ForgottenError: "the store has forgotten this upload; the file must be sent anew",
 }

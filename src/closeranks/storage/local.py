@@ -1,4 +1,4 @@
-"""How does a folder on a disk hold checkpoints?
+"""How does a folder on a disk hold checkpoints, and show the files below it?
 
 Data files lie under their final names at once and count by the manifest; documents appear whole by a link or a rename.
 Invariant: at any moment a kill or a power cut leaves every document as it was before or as it is after, never between.
@@ -13,13 +13,15 @@ import secrets
 import shutil
 import socket
 import stat
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from closeranks.core.faults import declare, point
 from closeranks.storage.disk import (
+    WINDOW_BYTES,
     DiskSink,
     fsync_folder,
     make_folder,
@@ -28,8 +30,19 @@ from closeranks.storage.disk import (
     write_all,
 )
 from closeranks.storage.failures import of_disk
+from closeranks.storage.listing import on_disk
 from closeranks.storage.names import LOCK, checked, is_shown
-from closeranks.storage.protocol import Bytes, DeniedError, ExistsError, MissingError, Sink, StorageError
+from closeranks.storage.protocol import (
+    Bytes,
+    ChangedError,
+    DeniedError,
+    Entry,
+    ExistsError,
+    MissingError,
+    Sink,
+    StoppedError,
+    StorageError,
+)
 
 WRITTEN_ASIDE = declare("document written aside", "a document is whole and fsynced under a temporary name")
 IN_PLACE = declare("document in place", "a document has its name, which is not fsynced in its folder yet")
@@ -86,6 +99,28 @@ class LocalStorage:
     def read_fresh(self, name: str, chunk_bytes: int) -> Iterator[bytes]:
         with _opened(self._path(name)) as fd:
             yield from read_from_medium(fd, chunk_bytes)
+
+    def entry(self, name: str) -> Entry:
+        path = self._path(name)
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise of_disk(error, "looking for", path) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise MissingError(f"{path} is not a file")
+        return Entry(name, found.st_size, str(found.st_mtime_ns))
+
+    def entries(self) -> list[Entry]:
+        return on_disk(self._root)
+
+    def fetch(self, entry: Entry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
+        with _opened(self._path(entry.name)) as fd:
+            for start in range(0, entry.num_bytes, WINDOW_BYTES):
+                if stop is not None and stop.is_set():
+                    raise StoppedError(f"reading {self._path(entry.name)} was given up")
+                yield read_range(fd, start, min(WINDOW_BYTES, entry.num_bytes - start))
+        if self.entry(entry.name) != entry:
+            raise ChangedError(f"{self._path(entry.name)} is not the file that was listed; it was replaced or cut")
 
     def create(self, name: str, num_bytes: int) -> Sink:
         return DiskSink(self._path(name), num_bytes)

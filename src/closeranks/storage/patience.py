@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from closeranks.storage.failures import is_passing, of_store
+from closeranks.storage.protocol import StorageError
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,17 +42,27 @@ class Tries:
     count: int = 0
 
 
-def persist(act: Callable[[], T], doing: str, url: str, patience: Patience, tries: Tries | None = None) -> T:
-    """``act`` until it succeeds; a ``StorageError`` once it is refused or patience ends."""
+def persist(
+    act: Callable[[], T],
+    doing: str,
+    url: str,
+    patience: Patience,
+    tries: Tries | None = None,
+    pause: Callable[[float], object] = time.sleep,
+) -> T:
+    """``act`` until it succeeds; a ``StorageError`` once it is refused or patience ends. One that ``act`` itself raised
+    is a verdict already, and passed on."""
     tries = tries if tries is not None else Tries()
     pauses = patience.pauses()
     while True:
         tries.count += 1
         try:
             return act()
+        except StorageError:
+            raise
         except Exception as error:  # foreign code: file systems raise what their client libraries raise
             pause_s = next(pauses, None) if is_passing(error) else None
             if pause_s is None:
                 raise of_store(error, doing, url) from error
             _LOG.info("%s %s: %s; once more in %.1f s", doing, url, error, pause_s)
-            time.sleep(pause_s)
+            pause(pause_s)

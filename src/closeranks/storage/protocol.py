@@ -1,4 +1,4 @@
-"""What must a place offer to hold checkpoints?
+"""What must a place offer to hold checkpoints, or data to read?
 
 Names are relative to the storage's root, with ``/`` between folders. Call sequence of a save: ``create`` for each data
 file, then ``publish`` of small documents, the one that makes it count last. Invariants: what ``Sink.close`` or
@@ -8,8 +8,10 @@ leaves nothing that counts. Imports no torch: the writer is a process without it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 Bytes = bytes | bytearray | memoryview
@@ -42,6 +44,28 @@ class DeniedError(StorageError):
     """Not allowed: permissions, a read-only file system, credentials."""
 
     is_final = True
+
+
+class ChangedError(StorageError):
+    """What is there now is not what was listed."""
+
+    is_final = True
+
+
+class StoppedError(StorageError):
+    """The caller no longer wants it."""
+
+    is_final = True
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file as it was when it was looked at."""
+
+    name: str
+    num_bytes: int
+    version: str
+    """Changes when the content may have: modification time in ns on a disk, ETag or the like in a store."""
 
 
 class Sink(Protocol):
@@ -82,6 +106,20 @@ class Storage(Protocol):
     def read_fresh(self, name: str, chunk_bytes: int) -> Iterator[bytes]:
         """All of a file piece by piece, from the medium where that can be asked for, not from a cache of the writer's
         own: what certifies a file must have seen what lies there."""
+        ...
+
+    def entry(self, name: str) -> Entry:
+        """One file as it is now."""
+        ...
+
+    def entries(self) -> list[Entry]:
+        """All files below, however deep, sorted by name; hidden ones and those of hidden folders left out. Where there
+        is no such folder: empty, or ``MissingError`` where the place can tell."""
+        ...
+
+    def fetch(self, entry: Entry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
+        """All of a file piece by piece, exactly as it was listed; ``ChangedError`` where it is another by now. Any
+        piece may be followed by that error: nothing counts before the end. ``StoppedError`` soon after ``stop``."""
         ...
 
     def create(self, name: str, num_bytes: int) -> Sink:

@@ -1,4 +1,4 @@
-"""How does a place behind an fsspec URL hold checkpoints?
+"""How does a place behind an fsspec URL hold checkpoints, or data to read?
 
 Object stores have no rename: an object appears whole when its upload is complete, and a document that must not replace
 another is put on the condition that there is none. Invariants: nothing is answered from a listing kept in memory, every
@@ -8,9 +8,10 @@ request that may succeed a moment later is tried again, and memory is bounded by
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -19,11 +20,13 @@ from typing import Any
 from closeranks.core.faults import declare, point
 from closeranks.storage import lease
 from closeranks.storage.connection import Connection, connect
+from closeranks.storage.download import Origin, downloaded
 from closeranks.storage.failures import ForgottenError
+from closeranks.storage.listing import in_s3, of_any, to_entry
 from closeranks.storage.multipart import PART_BYTES, MultipartSink, Target, content_md5
 from closeranks.storage.names import checked, is_shown
 from closeranks.storage.patience import Patience, persist
-from closeranks.storage.protocol import Bytes, ExistsError, MissingError, Sink, StorageError
+from closeranks.storage.protocol import Bytes, Entry, ExistsError, MissingError, Sink, StorageError
 from closeranks.storage.stream import StreamSink
 
 _LOG = logging.getLogger(__name__)
@@ -94,6 +97,21 @@ class RemoteStorage:
                     yield coming.popleft().result()
             while coming:
                 yield coming.popleft().result()
+
+    def entry(self, name: str) -> Entry:
+        info = self._ask(lambda: self._info(name), "looking for", name)
+        if info["type"] == "directory":
+            raise MissingError(f"{self._named(name)} is not a file")
+        return to_entry(name, info, self._named(name))
+
+    def entries(self) -> list[Entry]:
+        self._at.fs.invalidate_cache()
+        list_all = in_s3 if self._at.is_s3 else of_any
+        return list_all(self._at, self._url, self._ask)
+
+    def fetch(self, entry: Entry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
+        origin = Origin(self._at, self._path(entry.name), self._named(entry.name), self._patience)
+        return downloaded(origin, entry, lambda: self.entry(entry.name), stop or threading.Event())
 
     def create(self, name: str, num_bytes: int) -> Sink:
         if self._at.is_s3:

@@ -3,6 +3,7 @@
     RUN/job.toml                    the whole job, every default filled in
     RUN/config.json                 the same for machines
     RUN/metrics/rank-00000.jsonl    events of each rank, one JSON line each
+    RUN/metrics/samples-00000.jsonl which samples each step took (data.log_samples)
     RUN/logs/rank-00000.log         what each worker printed
     RUN/checkpoints/step-00000400/  the state after that step; RUN/checkpoints/latest names the newest
     RUN/curve.png, RUN/report.md    what people look at
@@ -51,6 +52,9 @@ class RunFolder:
 
     def metrics(self, rank: int) -> Path:
         return self.path / "metrics" / f"rank-{rank:05d}.jsonl"
+
+    def samples(self, rank: int) -> Path:
+        return self.path / "metrics" / f"samples-{rank:05d}.jsonl"
 
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:05d}.log"

@@ -43,7 +43,6 @@ class Throughput:
 
     items: int = 0
     seconds: float = 0.0
-    data_wait_s: float = 0.0
     first_steps_s: float = 0.0
 
     @property
@@ -101,7 +100,6 @@ class History:
         return Throughput(
             items=sum(step.items for step in counted),
             seconds=sum(step.seconds for step in counted),
-            data_wait_s=sum(step.data_wait_s for step in counted),
             first_steps_s=sum(step.seconds for step in self.steps if step.step in self.first_steps),
         )
 

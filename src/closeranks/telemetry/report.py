@@ -13,6 +13,7 @@ from pathlib import Path
 
 from closeranks.core.events import Evaluated, RunStarted, Saved, StepDone
 from closeranks.telemetry import wording
+from closeranks.telemetry.feeding import feeding
 from closeranks.telemetry.folder import RunFolder, Settings
 from closeranks.telemetry.history import Caution, History, load_history
 from closeranks.telemetry.lines import is_cpu, parameters
@@ -240,8 +241,9 @@ def _memory(history: History, started: RunStarted) -> str:
 
 
 def _data_wait(history: History) -> str:
-    work = history.throughput()
-    return f"{wording.share(work.data_wait_s / work.seconds)} of the steps' time" if work.seconds > 0 else ""
+    bad = sum(step.num_bad for step in history.steps)
+    said = feeding([step for step in history.steps if step.step not in history.first_steps])
+    return f"{said}; {bad} bad samples were skipped" if bad and said else said
 
 
 def _checkpoint(run: RunFolder, history: History) -> str:

@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import UnidentifiedImageError
 from torch.utils.data import TensorDataset
 
-from closeranks.core.errors import DataError, UserError
+from closeranks.core.errors import BadRecordError, DataError, UserError
 from closeranks.core.protocols import Source
 from closeranks.data.config import UserDataConfig
 from closeranks.data.sources.open import open_source
 from closeranks.data.sources.user import MapSource, as_source
+from closeranks.data.timing import measure
 
 
 class Rows:
@@ -80,6 +82,49 @@ def test_an_error_names_the_sample_and_the_line() -> None:
 
     with pytest.raises(DataError, match=r"sample 1 of torn raised ValueError: bad row \(.*test_user.py:\d+\)"):
         MapSource(Torn(1, 2), "torn").read(np.array([0, 1]))
+
+
+class Raising(Rows):
+    """Samples that are errors are raised."""
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.rows[index], BaseException):
+            raise self.rows[index]
+        return self.rows[index]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("bad row"), OSError("image file is truncated"), UnidentifiedImageError("cannot identify")]
+)
+def test_a_sample_that_is_at_fault_itself_may_be_skipped(error: Exception) -> None:
+    with pytest.raises(BadRecordError, match="sample 1 of torn raised"):
+        MapSource(Raising(1, error), "torn").read(np.array([0, 1]))
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file"), ConnectionResetError("lost"), TimeoutError(), MemoryError()]
+)
+def test_data_out_of_reach_is_no_samples_fault(error: Exception) -> None:
+    with pytest.raises(DataError, match="sample 1 of torn raised") as caught:
+        MapSource(Raising(1, error), "torn").read(np.array([0, 1]))
+    assert not isinstance(caught.value, BadRecordError)
+
+
+def test_a_batched_getter_that_fails_names_all_it_was_asked_for() -> None:
+    class Batched(Rows):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            raise ValueError("one of them")
+
+    with pytest.raises(BadRecordError, match=r"one of samples 2, 0 of torn raised ValueError"):
+        MapSource(Batched(1, 2, 3), "torn").read(np.array([2, 0]))
+    with pytest.raises(BadRecordError, match=r"sample 2 of torn raised ValueError"):
+        MapSource(Batched(1, 2, 3), "torn").read(np.array([2]))
+
+
+def test_stacking_is_counted_under_its_name() -> None:
+    with measure() as times:
+        MapSource([torch.zeros(200_000)] * 8).read(np.arange(8))
+    assert times.collate_s > times.read_s
 
 
 def test_empty_and_foreign_datasets() -> None:

@@ -9,8 +9,16 @@ from typing import Literal, overload
 
 from closeranks.core.protocols import Source
 from closeranks.data.config import DataConfig
-from closeranks.data.sources import digits, pairs, text, user  # noqa: F401  each registers its kind
-from closeranks.data.sources.registry import SOURCES, Split
+from closeranks.data.sources import (  # noqa: F401  each registers its kind
+    digits,
+    mixture,
+    pairs,
+    records,
+    text,
+    tokens,
+    user,
+)
+from closeranks.data.sources.registry import Split, opener_of
 
 
 @overload
@@ -23,5 +31,4 @@ def open_source(config: DataConfig, split: Literal["eval"], seed: int) -> Source
 
 def open_source(config: DataConfig, split: Split, seed: int) -> Source | None:
     """The training or the evaluation part of the data; None where the job keeps nothing for evaluation."""
-    kind = "user" if ":" in config.name else config.name
-    return SOURCES[kind](config, split, seed)
+    return opener_of(config.name)(config, split, seed)

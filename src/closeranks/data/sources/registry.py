@@ -20,6 +20,11 @@ Opener: TypeAlias = Callable[[Any, Split, int], Source | None]
 SOURCES: Registry[Opener] = Registry("data")
 
 
+def opener_of(name: str) -> Opener:
+    """Of a kind of ours, or of the user's own data (``package.module:factory``)."""
+    return SOURCES["user" if ":" in name else name]
+
+
 def num_held_out(num_samples: int, fraction: float, identity: str) -> int:
     """How many samples are kept for evaluation: none at fraction 0, else at least one, and never all."""
     if fraction == 0.0:

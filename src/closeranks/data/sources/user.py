@@ -6,7 +6,7 @@ error in the user's code names the sample and the line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +17,10 @@ from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.protocols import Batch, Source
 from closeranks.core.registry import load_object
 from closeranks.data.config import UserDataConfig
-from closeranks.data.order import Ints
+from closeranks.data.sources.faults import fault, name_any_of
 from closeranks.data.sources.registry import SOURCES, Split
+from closeranks.data.stores import Ints
+from closeranks.data.timing import stage
 
 
 class MapSource:
@@ -43,22 +45,24 @@ class MapSource:
 
     def read(self, indices: Ints) -> Batch:
         samples = self._samples([int(index) for index in indices])
-        return _named(default_collate(samples), samples[0], self.identity)
+        with stage("collate"):
+            return _named(default_collate(samples), samples[0], self.identity)
 
     def _samples(self, indices: list[int]) -> list[Any]:
         """Through ``__getitems__`` where the dataset has it (one call per batch), as torch's own loader does."""
         if hasattr(self._dataset, "__getitems__"):
-            return list(self._dataset.__getitems__(indices))
-        return [self._sample(index) for index in indices]
+            return list(self._asked(self._dataset.__getitems__, indices, name_any_of(indices)))
+        return [self._asked(self._dataset.__getitem__, index, f"sample {index}") for index in indices]
 
-    def _sample(self, index: int) -> Any:
+    def _asked(self, ask: Callable[[Any], Any], which: Any, named: str) -> Any:
         try:
-            return self._dataset[index]
+            return ask(which)
         except CloseranksError:
             raise
         except Exception as error:
-            what = f"sample {index} of {self.identity} raised {describe(error)}"
-            raise DataError(what, "Mend the dataset, or remove the sample from it.") from error
+            raise fault(
+                f"{named} of {self.identity}", error, "Mend the dataset, or remove the sample from it."
+            ) from error
 
 
 def _named(collated: Any, sample: Any, identity: str) -> Batch:

@@ -1,0 +1,124 @@
+"""``closeranks data assign``: who reads what at a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from closeranks.cli.data.assigning import Share
+    from closeranks.cli.data.jobs import Reading
+
+HELP = """Show which data rank reads which samples at a step, and what changes when a run goes on with other workers.
+
+\b
+  closeranks data assign -n 8                        job.toml in this folder, its first step
+  closeranks data assign -n 8 examples/tiny.toml --step 40
+  closeranks data assign -n 8 -n 3 job.toml --step 40        resumed by three: the same samples, other ranks
+  closeranks data assign -n 4 job.toml train.global_batch=12 --json
+
+Positions count all samples that the run reads, from 0; the sample that stands at a position follows from the job alone,
+so a step has the same samples for any number of workers and after any resume. Steps count from 0. Ranks that hold parts
+of one model (tensor, pipeline) read the same samples and are one data rank.
+"""
+_LISTED = 12
+"""Samples in a cell of the table."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("assign", help=HELP, short_help="Show who reads what at a step.")(assign)
+
+
+def assign(
+    workers: Annotated[
+        list[int], typer.Option("-n", "--workers", min=1, help="Workers; give it again to compare another number.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="The job, then values to change.", metavar="[JOB.toml] [TABLE.KEY=VALUE]..."),
+    ] = None,
+    step: Annotated[int, typer.Option(min=0, help="Which step, counted from 0.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
+) -> None:
+    import json
+    from pathlib import Path
+
+    from closeranks.cli.data.assigning import compare, shares_of
+    from closeranks.cli.data.jobs import open_reading, sort_words
+    from closeranks.core.errors import UserError
+
+    reading = open_reading(sort_words(words or [], Path.cwd()))
+    if step >= reading.schedule.num_steps:
+        what = f"the run of {reading.name} has {reading.schedule.num_steps} steps, and step {step} was asked for"
+        raise UserError(what, f"Name one of 0 to {reading.schedule.num_steps - 1}.")
+    shares = {count: shares_of(reading, step, count) for count in dict.fromkeys(workers)}
+    if as_json:
+        print(json.dumps(_told(reading, step, shares), indent=1))
+        return
+    _print_head(reading, step)
+    for count, held in shares.items():
+        _print_shares(count, held)
+    first, *others = shares.values()
+    for other in others:
+        typer.echo(f"\n{compare(first, other)}")
+
+
+def _print_head(reading: Reading, step: int) -> None:
+    schedule = reading.schedule
+    first, last = schedule.position(step), schedule.position(step + 1)
+    micro = schedule.num_micro_batches(step)
+    epoch = first // reading.order.num_samples
+    typer.echo(
+        f"{reading.name}: step {step} of {schedule.num_steps}, epoch {epoch}: positions {first:,} to {last - 1:,}, "
+        f"{last - first} samples in {micro} {'micro-batch' if micro == 1 else 'micro-batches'}"
+    )
+
+
+def _print_shares(count: int, shares: Sequence[Share]) -> None:
+    from closeranks.cli.ckpt.places import print_table
+
+    ranks = f"{len(shares)} data {'rank' if len(shares) == 1 else 'ranks'}"
+    typer.echo(f"\n{count} {'worker' if count == 1 else 'workers'}, {ranks}")
+    rows = [
+        [str(share.rank), *(_spans(share.micro_batches)), _ids(share.samples), _short(share.files)]
+        if share.micro_batches
+        else [str(share.rank), "none", "", "", ""]
+        for share in shares
+    ]
+    headings: tuple[str, ...] = ("data rank", "micro-batches", "positions", "samples", "files")
+    if not any(row[4] for row in rows):
+        headings, rows = headings[:4], [row[:4] for row in rows]
+    print_table(headings, rows, right=("data rank",), spare=("files", "positions"))
+
+
+def _spans(micro_batches: Sequence[Any]) -> tuple[str, str]:
+    first, last = micro_batches[0], micro_batches[-1]
+    numbers = str(first.index) if first.index == last.index else f"{first.index}-{last.index}"
+    return numbers, f"{first.first}-{last.last - 1}"
+
+
+def _ids(samples: Sequence[int]) -> str:
+    more = f" and {len(samples) - _LISTED} more" if len(samples) > _LISTED else ""
+    return ", ".join(map(str, samples[:_LISTED])) + more
+
+
+def _short(files: Sequence[str], limit: int = 3) -> str:
+    names = [name.rstrip("/").rpartition("/")[2] for name in files]
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _told(reading: Reading, step: int, shares: dict[int, list[Share]]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    schedule = reading.schedule
+    return {
+        "job": reading.name,
+        "step": step,
+        "num_steps": schedule.num_steps,
+        "first_position": schedule.position(step),
+        "last_position": schedule.position(step + 1) - 1,
+        "workers": {str(count): [asdict(share) for share in held] for count, held in shares.items()},
+    }

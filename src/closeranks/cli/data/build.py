@@ -1,0 +1,144 @@
+"""``closeranks data build``: raw text and records into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from closeranks.data.build.build import Reporter, Summary
+
+HELP = """Turn text, JSONL, Parquet, tar, or folders of them into shards that training reads fast and in any order.
+
+\b
+  closeranks data build books/ --out shards                          every file a document, every byte a token
+  closeranks data build web.jsonl.zst --out shards --tokenizer tokenizer.json --processes 8
+  closeranks data build dump.parquet --out shards --field body --eos 0
+  closeranks data build corpus.txt --out shards --split line
+  closeranks data build photos/ train.tar.gz --out shards --kind records
+
+INPUT is a file, a folder or a URL of those: text, JSONL (also .gz and .zst), Parquet, Arrow and Hugging Face data sets,
+tar (also .tar.gz), MDS, image folders. A folder is what most of its bytes are; what is left out is told.
+
+Tokens: bytes (a vocabulary of 256) or the tokenizer.json of a Hugging Face model. --eos auto puts the file's
+end-of-document token behind every document, where it has one; bytes have none. Special tokens that the tokenizer would
+put around a text are left out, and texts of more than 4 million characters are encoded in pieces, cut after a line.
+Records: all fields as they are; images stay encoded.
+
+The shards are the same to the byte for any number of processes. A build that was killed goes on from its finished
+shards when the same command is given again; changed inputs or settings need --overwrite. A record that cannot be used
+stops the build and is named; with --on-bad skip it is left out, counted and written down in dataset.json.
+
+Then train on it:   [data]   name = "tokens"   path = "shards"   (or name = "records").
+Exit status: 0 built, 1 a process of the build was lost, 2 something needs your hand.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("build", help=HELP, short_help="Turn text, JSONL, Parquet, tar or folders into shards.")(build)
+
+
+def build(
+    inputs: Annotated[list[str], typer.Argument(help="Files, folders or URLs, in this order.", metavar="INPUT...")],
+    out: Annotated[str, typer.Option(help="Folder for the shards; new, empty, or of the same build.")],
+    tokenizer: Annotated[str, typer.Option(help="'bytes', or a tokenizer.json.")] = "bytes",
+    kind: Annotated[Literal["tokens", "records"], typer.Option(help="What the shards hold.")] = "tokens",
+    field: Annotated[
+        str, typer.Option(help="For tokens from records: the field with the text. Default: text, content or txt.")
+    ] = "",
+    eos: Annotated[str, typer.Option(help="End-of-document token: an id, 'auto' or 'none'.")] = "auto",
+    split: Annotated[
+        Literal["file", "line"], typer.Option(help="A document of a text file: the whole file, or each line.")
+    ] = "file",
+    shard_size: Annotated[
+        str, typer.Option(help="About how large a shard becomes; each is built by one process in one go.")
+    ] = "256MB",
+    processes: Annotated[int, typer.Option(min=0, help="Processes that build; 0: one per core.")] = 0,
+    format_: Annotated[str, typer.Option("--format", help="What the inputs are, where names do not say it.")] = "",
+    on_bad: Annotated[Literal["stop", "skip"], typer.Option(help="What to do with a record that cannot be used.")] = (
+        "stop"
+    ),
+    resume: Annotated[
+        bool, typer.Option("--resume/--overwrite", help="Go on with a build that was cut short, or build anew.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON, for programs.")] = False,
+) -> None:
+    import json
+
+    from closeranks.core.errors import DataError
+    from closeranks.data.build.build import Request, build_shards
+    from closeranks.data.build.sizes import parse_size
+
+    if "://" in out or not out.strip():
+        raise DataError(f"--out '{out}' names no folder of this host", "Build into one, and copy that.")
+    request = Request(
+        inputs=tuple(inputs),
+        out=Path(out).expanduser(),
+        tokenizer=tokenizer,
+        kind=kind,
+        field=field,
+        eos=eos,
+        split=split,
+        shard_bytes=parse_size(shard_size, "--shard-size"),
+        num_processes=processes,
+        format=format_,
+        on_bad=on_bad,
+        is_overwriting=not resume,
+    )
+    with _reporter() as reporter:
+        summary = build_shards(request, reporter)
+    if as_json:
+        print(json.dumps(summary.told(), indent=1))
+    else:
+        for line in _lines(summary, out):
+            typer.echo(line)
+
+
+def _lines(summary: Summary, out: str) -> Iterator[str]:
+    from closeranks.cli.ckpt.places import size
+
+    if summary.is_old:
+        yield f"{out}: built before from the same inputs with the same settings; nothing to do"
+    if summary.kind == "records":
+        what = _count(summary.num_documents, "record")
+    else:
+        what = f"{_count(summary.num_documents, 'document')}, {_count(summary.num_tokens, 'token')}"
+    shards = _count(summary.num_shards, "shard")
+    rate = (
+        "" if summary.is_old else f" in {summary.seconds:.1f} s ({summary.read_bytes / summary.seconds / 1e6:.1f} MB/s)"
+    )
+    resumed = f"; {summary.num_resumed} of {summary.num_parts} parts were done before" if summary.num_resumed else ""
+    yield f"{out}: {what} in {shards}, {size(summary.num_bytes)}{rate}{resumed}"
+    if summary.num_skipped:
+        yield f"{_count(summary.num_skipped, 'record')} skipped:"
+        yield from (f"  {one}" for one in summary.skipped)
+        if summary.num_skipped > len(summary.skipped):
+            yield f"  and {summary.num_skipped - len(summary.skipped):,} more"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@contextmanager
+def _reporter() -> Iterator[Reporter]:
+    """Remarks go to stderr, and so does a bar, on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from closeranks.data.build.build import Reporter
+
+    console = Console(stderr=True, markup=False, highlight=False)
+    columns: tuple[Any, ...] = (TextColumn("building"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
+    with bar:
+        task = bar.add_task("building", total=None)
+        yield Reporter(
+            on_total=lambda total, done: bar.update(task, total=total, completed=done),
+            on_bytes=lambda num_bytes: bar.update(task, advance=num_bytes),
+            on_remark=lambda text: typer.echo(text, err=True),
+        )

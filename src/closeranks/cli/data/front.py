@@ -1,0 +1,30 @@
+"""``closeranks data``: make data ready for training, prove it, look at it; one file per verb."""
+
+from __future__ import annotations
+
+import importlib
+
+import typer
+
+HELP = """Make data ready for training, prove that it is sound, and see what a run will read.
+
+\b
+  closeranks data build books/ --out books-shards             text, byte by byte, in shards
+  closeranks data build web/*.jsonl.gz --out web --tokenizer tokenizer.json --processes 8
+  closeranks data verify web                                  read every block, and name what is damaged
+  closeranks data stats web --seq-len 2048 --picture web.png  counts, lengths, duplicates
+  closeranks data show 123 job.toml                           the 123rd sample of the run's order
+  closeranks data assign -n 8 -n 3 job.toml --step 40         who reads what at a step, before and after a resize
+
+Training reads shards, and WebDataset tars, Parquet, Arrow, JSONL, Megatron, MDS, image folders and NumPy files where
+they lie; `build` is for raw text, for tokenizing once instead of in every run, and for compressed files.
+"""
+VERBS = ("build", "verify", "stats", "show", "assign")
+
+data = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
+
+
+def register(app: typer.Typer) -> None:
+    for verb in VERBS:
+        importlib.import_module(f"closeranks.cli.data.{verb}").register(data)
+    app.add_typer(data, name="data", short_help="Make data ready for training, prove it, look at it.")

@@ -1,0 +1,91 @@
+"""Which job does a person mean, and what does its run read in which order?
+
+Imports torch, by way of the sources. Invariant: source, order and schedule are those that ``train`` would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from closeranks.cli.launching import look_beside
+from closeranks.core.errors import UserError
+from closeranks.data.config import MixtureConfig
+from closeranks.data.mixing import MixtureOrder, Turns
+from closeranks.data.order import Order, Schedule
+from closeranks.data.orders import order_of
+from closeranks.data.source import PlacedSource, placed
+from closeranks.data.sources.open import open_source
+from closeranks.run.job import Job, load_job
+from closeranks.run.parts import schedule_of
+
+DEFAULT = "job.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Which part of a mixture a position belongs to."""
+
+    part: str
+    sample: int
+    """Its number in the part."""
+    epoch: int
+    """Of the part: each goes through its own at its own pace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a run reads."""
+
+    name: str
+    job: Job
+    source: PlacedSource
+    order: Order
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What was named on the command line: a place, and values to change."""
+
+    place: str
+    overrides: tuple[str, ...]
+
+    @property
+    def is_job(self) -> bool:
+        return self.place.endswith(".toml")
+
+
+def sort_words(words: Sequence[str], folder: Path) -> Words:
+    """A place comes first, if there is one; else it is the folder's ``job.toml``."""
+    if words and ("=" not in words[0] or Path(words[0]).exists()):
+        return Words(words[0], tuple(words[1:]))
+    if not (folder / DEFAULT).is_file():
+        what = f"no job was named, and there is no {DEFAULT} in this folder"
+        raise UserError(what, "Name a job file, or the path of a data set where the verb takes one.")
+    return Words(DEFAULT, tuple(words))
+
+
+def open_reading(words: Words) -> Reading:
+    path = Path(words.place)
+    job = load_job(path, words.overrides).value
+    look_beside(path)
+    source = placed(open_source(job.data, "train", job.run.seed))
+    order = order_of(job.data, source, job.run.seed)
+    return Reading(words.place, job, source, order, schedule_of(job.train, len(source)))
+
+
+def turn_at(reading: Reading, position: int) -> Turn | None:
+    """None where the data is no mixture."""
+    config, order = reading.job.data, reading.order
+    if not isinstance(config, MixtureConfig) or not isinstance(order, MixtureOrder):
+        return None
+    place = np.array([position], dtype=np.int64)
+    numbers, draws = Turns.of(order.weights).at(place)
+    number, draw = int(numbers[0]), int(draws[0])
+    offset = sum(part.num_samples for part in order.parts[:number])
+    sample = int(order.at(place)[0]) - offset
+    return Turn(list(config.parts)[number], sample, draw // order.parts[number].num_samples)

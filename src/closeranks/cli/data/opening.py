@@ -1,0 +1,120 @@
+"""Which stored data does a person mean by a path, or a job by its table?
+
+Imports no torch. Invariant: what is opened is what training would read, by the same detection of formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from closeranks.core.errors import DataError
+from closeranks.data.config import DataConfig, RecordsConfig, SingleData, TokensConfig
+from closeranks.data.files.open import open_files
+from closeranks.data.files.protocol import Files
+from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.open import SHARDS, detect, open_records, open_tokens
+from closeranks.data.shards.manifest import read_manifest
+from closeranks.data.stores import Place, Records, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Stored data: ``tokens`` or ``records``."""
+
+    name: str
+    format: str
+    files: Files
+    tokens: Tokens | None = None
+    records: Records | None = None
+    text_bytes: int = 0
+    """What its texts were before they became tokens; 0 where nobody wrote it down."""
+    seq_len: int = 0
+    """What a job asks for; 0 where there is none."""
+
+    @property
+    def noun(self) -> str:
+        return "documents" if self.tokens is not None else "records"
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.tokens.ends) if self.tokens is not None else len(self._records)
+
+    @property
+    def identity(self) -> str:
+        return self.tokens.identity if self.tokens is not None else self._records.identity
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokens.vocab_size if self.tokens is not None else 0
+
+    @property
+    def _records(self) -> Records:
+        assert self.records is not None
+        return self.records
+
+    def where(self, number: int) -> Place:
+        if self.tokens is None:
+            return self._records.where(number)
+        return self.tokens.where(_start(self.tokens, number))
+
+    def read(self, number: int) -> dict[str, Any]:
+        if self.tokens is None:
+            return dict(self._records.read(np.array([number], dtype=np.int64))[0])
+        start, end = _start(self.tokens, number), int(self.tokens.ends[number])
+        if start == end:
+            return {"tokens": np.zeros(0, dtype=self.tokens.dtype)}
+        return {"tokens": self.tokens.read(np.array([start], dtype=np.int64), end - start)[0]}
+
+
+def _start(tokens: Tokens, number: int) -> int:
+    return int(tokens.ends[number - 1]) if number else 0
+
+
+def open_path(path: str, format: str = "") -> Opened:
+    """As records where a format has them, else as tokens."""
+    if "://" not in path and not Path(path).expanduser().exists():
+        raise DataError(f"there is no file or folder '{path}'", "Check the name.")
+    return _open(path, open_files(path), format, IndexPlace())
+
+
+def _open(name: str, files: Files, format: str, place: IndexPlace) -> Opened:
+    format = format or detect(files)
+    if format == SHARDS:
+        manifest = read_manifest(files)
+        if manifest.head.kind == "tokens":
+            text_bytes = int(manifest.about.provenance.get("text_bytes", 0))
+            return Opened(name, format, files, tokens=open_tokens(files, format, place, ""), text_bytes=text_bytes)
+    if format == "megatron":
+        return Opened(name, format, files, tokens=open_tokens(files, format, place, ""))
+    return Opened(name, format, files, records=open_records(files, format, place))
+
+
+def open_config(config: DataConfig, name: str = "") -> Iterator[Opened]:
+    """The stored data of a job's table; of a mixture, each part."""
+    for part, table in _tables(config, name or config.name):
+        files = open_files(table.path, cache=table.cache, cache_bytes=table.cache_bytes)
+        place = IndexPlace(table.index, table.cache)
+        shown = f"{part} ({table.path})"
+        if isinstance(table, RecordsConfig):
+            yield Opened(shown, table.format, files, records=open_records(files, table.format, place))
+            continue
+        tokens = open_tokens(files, table.format, place, table.field)
+        is_ours = (table.format or detect(files)) == SHARDS
+        text_bytes = int(read_manifest(files).about.provenance.get("text_bytes", 0)) if is_ours else 0
+        yield Opened(shown, table.format, files, tokens=tokens, text_bytes=text_bytes, seq_len=table.seq_len)
+
+
+def _tables(config: DataConfig, name: str) -> Iterator[tuple[str, TokensConfig | RecordsConfig]]:
+    parts: dict[str, SingleData] = {key: part.data for key, part in getattr(config, "parts", {}).items()} or {
+        name: config  # type: ignore[dict-item]
+    }
+    for key, table in parts.items():
+        if not isinstance(table, TokensConfig | RecordsConfig):
+            what = f"data '{table.name}' of the job is not stored as tokens or records"
+            raise DataError(what, "Count data that is: name = 'tokens' or 'records', or a path.")
+        yield key, table

@@ -1,0 +1,103 @@
+"""Is every byte of a data set what it should be, as far as its format can tell?
+
+Invariant: everything is read; a finding names the file, the offset and what of the data it hits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from closeranks.cli.data.opening import open_path
+from closeranks.core.errors import BadRecordError, DataError
+from closeranks.data.build.salvage import read_or_blame
+from closeranks.data.files.open import open_files
+from closeranks.data.shards.detect import is_shards
+from closeranks.data.shards.manifest import read_manifest
+from closeranks.data.shards.verify import verify
+from closeranks.data.stores import Records, Tokens
+
+_RECORDS_AT_ONCE = 256
+_TOKENS_AT_ONCE = 1 << 20
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    file: str
+    offset: int
+    reason: str
+    first: int
+    last: int
+    """Samples hit: ``[first, last)``."""
+    text: str
+    """All of it, in a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    what: str
+    """What was looked at."""
+    how: str
+    """What it was compared with."""
+    findings: tuple[Finding, ...]
+
+
+def prove(path: str, format: str, on_progress: OnProgress) -> Proof:
+    files = open_files(path)
+    if format in ("", "shards") and is_shards(files):
+        found = verify(files, on_progress)
+        told = tuple(Finding(one.file, one.offset, one.reason, one.first, one.last, str(one)) for one in found)
+        return Proof(_shards_in_words(path), "every block against its checksum", told)
+    opened = open_path(path, format)
+    how = f"every record read, with what checks {opened.format} carries"
+    what = f"{opened.num_samples:,} {opened.noun}"
+    if opened.tokens is not None:
+        return Proof(what, "every token read", tuple(_bad_tokens(opened.tokens, on_progress)))
+    assert opened.records is not None
+    return Proof(what, how, tuple(_bad_records(opened.records, on_progress)))
+
+
+def _shards_in_words(path: str) -> str:
+    try:
+        manifest = read_manifest(open_files(path))
+    except DataError:
+        return "a data set whose description cannot be read"
+    noun = "documents" if manifest.head.kind == "tokens" else "records"
+    count = len(manifest.shards)
+    return f"{count:,} {'shard' if count == 1 else 'shards'}, {manifest.num_items:,} {noun}"
+
+
+def _bad_records(store: Records, on_progress: OnProgress) -> Iterator[Finding]:
+    for first in range(0, len(store), _RECORDS_AT_ONCE):
+        last = min(first + _RECORDS_AT_ONCE, len(store))
+        for index, (_, reason) in enumerate(read_or_blame(store, first, last), first):
+            if reason:
+                place = store.where(index)
+                text = reason if place.file in reason else f"{place}: {reason}"
+                yield Finding(place.file, place.offset, reason, index, index + 1, f"{text} (record {index})")
+        on_progress(last, len(store))
+
+
+def _bad_tokens(store: Tokens, on_progress: OnProgress) -> Iterator[Finding]:
+    for start in range(0, store.num_tokens, _TOKENS_AT_ONCE):
+        length = min(_TOKENS_AT_ONCE, store.num_tokens - start)
+        try:
+            tokens = store.read(np.array([start], dtype=np.int64), length)
+        except BadRecordError as error:
+            place = store.where(start)
+            yield Finding(place.file, place.offset, error.what, start, start + length, error.what)
+        else:
+            if store.vocab_size and int(tokens.max()) >= store.vocab_size:
+                yield _outside(store, start, tokens)
+        on_progress(start + length, store.num_tokens)
+
+
+def _outside(store: Tokens, start: int, tokens: np.ndarray) -> Finding:
+    at = int(np.argmax(tokens[0] >= store.vocab_size))
+    place = store.where(start + at)
+    reason = f"token {int(tokens[0, at])} lies outside the vocabulary of {store.vocab_size}"
+    return Finding(place.file, place.offset, reason, start + at, start + at + 1, f"{place}: {reason}")

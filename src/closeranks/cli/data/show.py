@@ -1,0 +1,60 @@
+"""``closeranks data show``: the n-th sample of a run, or of a data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HELP = """Show the sample that a run reads at a position, or the n-th sample of stored data.
+
+\b
+  closeranks data show 123                              position 123 of job.toml in this folder
+  closeranks data show 123 job.toml run.seed=7          with values changed, as `train` would see them
+  closeranks data show 123 shards/                      document or record 123, as it is stored
+  closeranks data show 123 shards/ --tokenizer tokenizer.json
+  closeranks data show 0 photos/ --save out/            images and other fields as files
+
+Positions count all samples that a run reads, from 0, over all epochs; which sample stands there follows from the job
+alone, whatever the number of workers. Tells the sample's number, its epoch, where it lies and what it holds: tokens as
+text where they are bytes or a tokenizer is given, images by their size, numbers summarised.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("show", help=HELP, short_help="Show the n-th sample of a run, or of stored data.")(show)
+
+
+def show(
+    number: Annotated[int, typer.Argument(min=0, help="Which sample, counted from 0.", metavar="N")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A job or a data set, then values to change.", metavar="[JOB.toml|PATH] [TABLE.KEY=VALUE]..."
+        ),
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(help="The tokenizer.json that the tokens were made with.")] = "",
+    save: Annotated[Path | None, typer.Option(help="Write the sample's fields into this folder.", metavar="FOLDER")] = (
+        None
+    ),
+    length: Annotated[int, typer.Option(min=1, help="Characters or ids to print of a field.")] = 600,
+    format_: Annotated[str, typer.Option("--format", help="What PATH is, where names do not say it.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
+) -> None:
+    import json
+
+    from closeranks.cli.data.jobs import sort_words
+    from closeranks.cli.data.showing import decoder_of, lines, save_fields, shown_of_job, shown_of_path
+
+    place = sort_words(words or [], Path.cwd())
+    decode = decoder_of(tokenizer)
+    shown = shown_of_job(place, number) if place.is_job else shown_of_path(place, number, format_)
+    written = save_fields(shown, save, decode) if save is not None else []
+    if as_json:
+        print(json.dumps({**shown.told(decode), "files": [str(path) for path in written]}, indent=1))
+        return
+    for line in lines(shown, decode, length):
+        typer.echo(line)
+    for path in written:
+        typer.echo(f"wrote {path}")

@@ -1,0 +1,90 @@
+"""``closeranks data stats``: how much there is, how long, how often the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from closeranks.cli.data.surveying import Surveyed
+
+HELP = """Count a data set: documents or records, tokens, lengths, exact duplicates, which tokens occur.
+
+\b
+  closeranks data stats shards/
+  closeranks data stats shards/ --seq-len 2048 --picture lengths.png
+  closeranks data stats job.toml                        the data of a job; of a mixture, each part
+  closeranks data stats s3://bucket/shards --fast       by the index alone, without reading the content
+
+Lengths are tokens of a document, or bytes of a record; median and p95 are exact up to 65,535 and within one percent
+beyond. Duplicates are documents that equal an earlier one to the byte, by a BLAKE3 digest of 128 bits; a record's own
+key is not compared. Beyond --limit documents an even sample of contents is kept, and that is said. With --seq-len: how
+many samples there are, and how full rows of whole documents become (data.packing = "documents").
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("stats", help=HELP, short_help="Count documents, tokens, lengths and duplicates.")(stats)
+
+
+def stats(
+    place: Annotated[
+        str | None, typer.Argument(help="A data set, or a job; without one, job.toml here.", metavar="[PATH|JOB.toml]")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values of the job to change.", metavar="[TABLE.KEY=VALUE]...")
+    ] = None,
+    seq_len: Annotated[
+        int, typer.Option(min=0, help="Tokens per sample, to tell how full packed rows become; 0: the job's.")
+    ] = 0,
+    picture: Annotated[Path | None, typer.Option(help="Draw the lengths into this PNG.", metavar="OUT.png")] = None,
+    limit: Annotated[int, typer.Option(min=2, help="Digests kept to find duplicates, of 16 bytes each.")] = 8 << 20,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Tokens by the index alone: no duplicates, no coverage.")
+    ] = False,
+    format_: Annotated[str, typer.Option("--format", help="What PATH is, where names do not say it.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
+) -> None:
+    import json
+
+    from closeranks.cli.data.surveying import Wish, check_picture, survey
+    from closeranks.cli.data.verify import progress
+
+    check_picture(picture)
+    words = [] if place is None else [place, *(overrides or [])]
+    with progress("reading") as on_progress:
+        found = survey(words, Wish(seq_len, limit, fast, format_), on_progress)
+    if picture is not None:
+        from closeranks.cli.data.picture import draw
+
+        draw(found, picture)
+    if as_json:
+        print(json.dumps([one.told() for one in found], indent=1))
+        return
+    for number, one in enumerate(found):
+        if number:
+            typer.echo("")
+        _print(one)
+    if picture is not None:
+        typer.echo(f"\npicture: {picture}")
+
+
+def _print(found: Surveyed) -> None:
+    from closeranks.cli.ckpt.places import print_table
+
+    typer.echo(f"{found.name}: {found.headline()}")
+    for name, value in found.rows():
+        typer.echo(f"  {name:<12} {value}")
+    bars = found.survey.lengths.bars()
+    if bars:
+        typer.echo("")
+        most = max(bar.count for bar in bars)
+        rows = [
+            (f"{bar.first:,}", f"{bar.last - 1:,}", f"{bar.count:,}", f"{bar.count / found.survey.lengths.count:.1%}",
+             "#" * round(40 * bar.count / most))
+            for bar in bars
+        ]  # fmt: skip
+        headings = (found.unit, "to", found.noun, "share", "")
+        print_table(headings, rows, right=headings[:4], spare=("", "share"))

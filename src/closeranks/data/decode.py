@@ -1,0 +1,233 @@
+"""What values do the bytes of a record stand for?
+
+The last part of a field's name says what its bytes are: ``jpg jpeg png webp ppm pgm bmp gif tif tiff``, ``image`` and
+``img`` an image; ``npy`` and ``npz`` arrays; ``json``; ``cls``, ``cls2``, ``index``, ``inx``, ``id`` and ``int`` a
+whole number; ``txt``, ``text``, ``transcript`` and ``caption`` text. Other bytes become an array of bytes, other values
+stay what they are, lists of numbers become arrays and what is nested gets names with dots (``json.label``).
+Invariants: nothing is ever unpickled: a field that would need it is a ``DataError``, since no job gets further by
+skipping it; bytes that are not what their name says are a ``BadRecordError`` with place and reason; images are uint8
+[height, width, 3], whatever was stored, so that grey ones and coloured ones go into one batch.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from closeranks.core.errors import BadRecordError, DataError
+from closeranks.data.stores import Record
+from closeranks.data.timing import stage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Decoded: TypeAlias = dict[str, Any]
+"""Named values: arrays, str, int, float, bool; None and lists that are no arrays stay what they are."""
+Where: TypeAlias = Callable[[int], object]
+"""Where the n-th record of a batch lies; asked only when something is wrong with it."""
+
+IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "ppm", "pgm", "pbm", "bmp", "gif", "tif", "tiff", "image", "img"])
+NUMBERS = frozenset(["cls", "cls2", "index", "inx", "id", "int"])
+TEXTS = frozenset(["txt", "text", "transcript", "caption"])
+PICKLED = frozenset(["pkl", "pickle", "pt", "pth", "joblib", "pyd"])
+
+_ALL: Mapping[str, str] = MappingProxyType({})
+_DEEP_MODES = ("I", "F")
+
+
+def decode(record: Record, image_size: int = 0, fields: Mapping[str, str] = _ALL, where: object = "") -> Decoded:
+    """``fields``: name in the result -> name in the record; empty: all, under their own names. ``image_size``: images
+    are cut to their centre square and scaled to this many pixels; 0: as they are."""
+    chosen = fields or {name: name for name in record}
+    decoded: Decoded = {}
+    try:
+        for name, source in chosen.items():
+            decoded.update(_flat(name, _value(record, source, image_size)))
+    except _Unusable as error:
+        place = f" at {where}" if where != "" else ""
+        raise BadRecordError(f"Bad record{place}: field '{error.field}' {error}") from error.__cause__
+    except _Refused as error:
+        place = f" at {where}" if where != "" else ""
+        raise DataError(
+            f"The record{place} holds {error}, which would have to be unpickled: that can run any code",
+            "Leave the field out (data.fields), or store it as .npy, .json or text.",
+        ) from None
+    return decoded
+
+
+def decode_batch(
+    records: Sequence[Record], image_size: int = 0, fields: Mapping[str, str] = _ALL, where: Where | None = None
+) -> list[Decoded]:
+    """Like ``decode`` for each; the time counts as ``decode``."""
+    with stage("decode"):
+        if where is None:
+            return [decode(record, image_size, fields) for record in records]
+        return [decode(record, image_size, fields, Late(where, number)) for number, record in enumerate(records)]
+
+
+class Late:
+    """A place that is only looked up when it is shown."""
+
+    def __init__(self, where: Where, number: int) -> None:
+        self._where, self._number = where, number
+
+    def __str__(self) -> str:
+        return str(self._where(self._number))
+
+
+class _Unusable(Exception):
+    """A field whose bytes are not what its name says; ``str`` completes "field 'x' ..."."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
+class _Refused(Exception):
+    """A field that would have to be unpickled; ``str`` names it."""
+
+
+def _value(record: Record, name: str, image_size: int) -> Any:
+    """Of a field, or of what is nested in one: ``json.label`` where the record has only ``json``."""
+    if name in record:
+        return _decoded(name, record[name], image_size)
+    outer, dot, inner = name.rpartition(".")
+    while dot and outer not in record:
+        outer, dot, more = outer.rpartition(".")
+        inner = f"{more}.{inner}"
+    if not dot:
+        raise _Unusable(name, f"is not there, only {', '.join(sorted(record))}")
+    value = _decoded(outer, record[outer], image_size)
+    for part in inner.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise _Unusable(name, f"is not there: nothing in '{outer}' is called '{part}'")
+        value = value[part]
+    return value
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for inner, deeper in value.items():
+        yield from _flat(f"{name}.{inner}", deeper)
+
+
+def _decoded(name: str, value: Any, image_size: int) -> Any:
+    kind = name.rpartition(".")[2].lower()
+    if isinstance(value, Mapping) and value.keys() == {"bytes", "path"} and value["bytes"] is not None:
+        return _image(name, value["bytes"], image_size)  # how Hugging Face's datasets store an image in a column
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _of_bytes(name, kind, value, image_size)
+    if isinstance(value, (list, tuple)):
+        return _array_of(value)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        raise _Refused(f"field '{name}', an array of objects")
+    return value
+
+
+def _of_bytes(name: str, kind: str, value: bytes | bytearray | memoryview, image_size: int) -> Any:
+    if kind in PICKLED:
+        raise _Refused(f"field '{name}'")
+    if kind in IMAGES:
+        return _image(name, value, image_size)
+    if kind in ("npy", "npz"):
+        return (_npy if kind == "npy" else _npz)(name, bytes(value))
+    if kind not in NUMBERS and kind not in TEXTS and kind not in ("json", "jsn"):
+        return np.frombuffer(bytearray(value), np.uint8)
+    try:
+        text = str(value, "utf-8")
+        return text if kind in TEXTS else int(text) if kind in NUMBERS else _nested(json.loads(text))
+    except UnicodeDecodeError as error:
+        raise _Unusable(name, f"is not UTF-8 (byte {error.start})") from error
+    except (ValueError, RecursionError) as error:
+        raise _Unusable(name, f"is no {'number' if kind in NUMBERS else 'JSON'}: {error}") from error
+
+
+def _nested(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _nested(inner) for name, inner in value.items()}
+    return _array_of(value) if isinstance(value, list) else value
+
+
+def _array_of(values: Sequence[Any]) -> Any:
+    """Numbers in even rows as an array; anything else stays a list."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):
+        return values
+    return array if array.dtype.kind in "biuf" else values
+
+
+def _npy(name: str, data: bytes) -> npt.NDArray[Any]:
+    try:
+        return _read_npy(name, io.BytesIO(data))
+    except (ValueError, EOFError, OSError, SyntaxError, TypeError) as error:
+        raise _Unusable(name, f"is no array of NumPy's: {error}") from error
+
+
+def _read_npy(name: str, file: io.BytesIO) -> npt.NDArray[Any]:
+    """Never through ``np.load``, which takes what it does not know for a pickle."""
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"format version {version[0]}.{version[1]} is not known")
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    if read_header(file)[2].hasobject:
+        raise _Refused(f"field '{name}', an array of objects")
+    file.seek(0)
+    array: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+    return array
+
+
+def _npz(name: str, data: bytes) -> dict[str, npt.NDArray[Any]]:
+    import zipfile
+    import zlib
+
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = [member for member in archive.namelist() if member.endswith(".npy")]
+            return {member[:-4]: _read_npy(name, io.BytesIO(archive.read(member))) for member in members}
+    except (ValueError, EOFError, OSError, SyntaxError, TypeError, NotImplementedError, RuntimeError) as error:
+        raise _Unusable(name, f"is no archive of NumPy's: {error}") from error
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise _Unusable(name, f"is no archive of NumPy's: {error}") from error
+
+
+def _image(name: str, data: bytes | bytearray | memoryview, image_size: int) -> npt.NDArray[np.uint8]:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError(
+            "Images cannot be decoded without Pillow", "Install it: pip install 'closeranks[data]'."
+        ) from error
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.mode.startswith(_DEEP_MODES):
+                raise _Unusable(name, "is an image of more than 8 bits a channel; store it as .npy")
+            return np.array(_sized(image, image_size))
+    except (MemoryError, _Unusable):
+        raise
+    except Exception as error:  # Pillow's decoders raise whatever their parsers come upon
+        raise _Unusable(name, f"is no sound image: {error or type(error).__name__}") from error
+
+
+def _sized(image: Image, image_size: int) -> Image:
+    if not image_size:
+        return image.convert("RGB")
+    from PIL.Image import Resampling
+
+    width, height = image.size
+    shorter = min(width, height)
+    # JPEG can be unpacked at a half, a quarter or an eighth: far faster, and still at least twice what is wanted.
+    image.draft("RGB", (2 * image_size * width // shorter, 2 * image_size * height // shorter))
+    width, height = image.size
+    shorter = min(width, height)
+    left, top = (width - shorter) / 2, (height - shorter) / 2
+    box = (left, top, left + shorter, top + shorter)
+    return image.convert("RGB").resize((image_size, image_size), Resampling.BILINEAR, box)

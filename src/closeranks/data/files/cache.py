@@ -1,0 +1,196 @@
+"""How does a file that lies far away come to this host once, and stay for as long as it is needed?
+
+One folder for all processes of a host, all data sets and all jobs:
+
+    part-<key>   being fetched: locked exclusively by who fetches it
+    file-<key>   whole: locked shared by who reads it, exclusively by who removes it
+
+    find (shared lock) ── not there ──> begin (exclusive lock on the part) ──> reserve room ──> fill ──> rename
+                                          └─ another has it: wait, look again
+
+Invariants: under its name a file is whole, of the version its key names, and never changes; of several processes that
+need it one fetches it; a process that is killed leaves a part without a lock, which counts for nothing and goes with
+the next count; a path that was handed out stays until it is let go.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+
+from closeranks.core.faults import declare, point
+from closeranks.data.files.filling import Item, Progress, fill, is_sound
+from closeranks.data.files.flocks import Flock, try_exclusive, try_shared
+from closeranks.data.files.room import FILE, PART, Need, Room, Terms
+from closeranks.data.files.sentences import locked_out, no_room, of_cache, too_large
+from closeranks.data.files.shelf import mark_ahead, mark_used
+from closeranks.data.timing import stage
+
+_LOG = logging.getLogger(__name__)
+FILE_WHOLE = declare("file whole aside", "a file from far away is whole in the cache, under a temporary name")
+_LONGEST_POLL_S = 0.5
+
+Bring = Callable[[], Generator[bytes, None, None]]
+"""Begins to fetch an item, piece by piece."""
+Wanted = Callable[[], Collection[str]]
+"""Names in the cache of what this process needs next, which makes room last."""
+
+
+class Outcome(Enum):
+    """What became of a wish."""
+
+    HERE = "here"
+    ELSEWHERE = "somebody else fetches it"
+    FAILED = "left to who needs it"
+    NO_ROOM = "no room without driving out what is needed sooner"
+
+
+class Held:
+    """A whole file that stays until it is released."""
+
+    __slots__ = ("_lock", "path")
+
+    def __init__(self, lock: Flock) -> None:
+        self._lock = lock
+        self.path = lock.path
+
+    def release(self) -> None:
+        if self._lock.is_mine:
+            mark_used(self._lock.fd)
+        self._lock.release()
+
+
+class Cache:
+    def __init__(self, folder: Path, max_bytes: int, terms: Terms | None = None) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self._terms = terms or Terms()
+        self._room = Room(folder, max_bytes, self._terms)
+        self._verified: set[str] = set()
+
+    def __reduce__(self) -> tuple[type[Cache], tuple[Path, int, Terms]]:
+        """A copy in another process shares the folder, nothing else."""
+        return Cache, (self.folder, self.max_bytes, self._terms)
+
+    def path_of(self, item: Item) -> Path:
+        return self.folder / f"{FILE}{item.key}"
+
+    def hold(self, item: Item, bring: Bring, wanted: Wanted = frozenset) -> Held:
+        with self._worded():
+            lock = self._found(item)
+            if lock is None:
+                with stage("fetch"):
+                    lock = self._brought(item, bring, wanted)
+            mark_used(lock.fd)
+            return Held(lock)
+
+    def fetch_ahead(self, item: Item, bring: Bring, wanted: Wanted) -> Outcome:
+        """Waits for nobody, and drives out nothing that is needed sooner."""
+        with self._worded():
+            if (lock := self._found(item)) is None:
+                part = self._begun(item)
+                if part is None:
+                    return Outcome.ELSEWHERE
+                lock = self._filled(part, item, bring, Need(item.num_bytes, wanted, is_ahead=True))
+                if lock is None:
+                    return Outcome.NO_ROOM
+            mark_ahead(lock.fd)
+            lock.release()
+            return Outcome.HERE
+
+    def close(self) -> None:
+        with self._worded():
+            self._room.close()
+
+    @contextmanager
+    def _worded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise of_cache(error, self.folder) from error
+
+    def _part_of(self, item: Item) -> Path:
+        return self.folder / f"{PART}{item.key}"
+
+    def _found(self, item: Item) -> Flock | None:
+        """Locked shared, or None. A damaged one is thrown away, to be fetched again."""
+        path = self.path_of(item)
+        try:
+            # Whoever makes room may lock it for a moment, under the folder's lock: either it goes or it comes free.
+            until = time.monotonic() + self._terms.lock_s
+            while (lock := try_shared(path)) is None:
+                if time.monotonic() > until:
+                    raise locked_out(path, self._terms.lock_s)
+                time.sleep(self._terms.poll_s)
+        except FileNotFoundError:
+            return None
+        # A digest takes reading all of it: once for each process.
+        known = replace(item, digest="") if item.key in self._verified else item
+        if is_sound(lock.fd, known):
+            self._verified.add(item.key)
+            return lock
+        _LOG.warning("%s in the cache is damaged; %s is fetched again", path, item.url)
+        lock.remove()
+        return None
+
+    def _brought(self, item: Item, bring: Bring, wanted: Wanted) -> Flock:
+        """By this process or another; fetched anew where the other gave up."""
+        if item.num_bytes > self.max_bytes:
+            raise too_large(item.url, item.num_bytes, self.max_bytes)
+        progress = Progress(self._part_of(item), item.url, self._terms.stall_s)
+        waited_s, pause_s = 0.0, self._terms.poll_s
+        while True:
+            part = self._begun(item)
+            if part is None:
+                progress.check()
+                lock = self._found(item)
+            else:
+                lock = self._filled(part, item, bring, Need(item.num_bytes, wanted, is_ahead=False))
+                waited_s += pause_s
+                if lock is None and waited_s > self._terms.room_s:
+                    raise no_room(item.url, item.num_bytes, self.folder, self.max_bytes, self._terms.room_s)
+                pause_s = min(_LONGEST_POLL_S, 2 * pause_s)
+            if lock is not None:
+                return lock
+            time.sleep(pause_s)
+
+    def _begun(self, item: Item) -> Flock | None:
+        """The exclusive lock on the part, or None where somebody else has it."""
+        try:
+            return try_exclusive(self._part_of(item), create=True)
+        except FileNotFoundError:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return try_exclusive(self._part_of(item), create=True)
+
+    def _filled(self, part: Flock, item: Item, bring: Bring, need: Need) -> Flock | None:
+        """The lock on the whole file, shared; None where there is no room. Nothing half-made stays, whatever comes."""
+        is_whole = False
+        try:
+            if (found := self._found(item)) is not None:  # finished between our look and our lock
+                return found
+            os.ftruncate(part.fd, 0)  # what a killed process left
+            if not self._room.reserve(part.fd, need):
+                return None
+            fill(part.fd, item, bring(), lambda num_bytes: self._room.make_free(replace(need, num_bytes=num_bytes)))
+            point(FILE_WHOLE)
+            self._name(part, item)
+            is_whole = True
+            return part
+        finally:
+            if not is_whole:
+                part.remove()
+
+    def _name(self, part: Flock, item: Item) -> None:
+        """Under the folder's lock, so that nobody counts it twice, or removes it while its lock changes."""
+        with self._room.locked():
+            path = self.path_of(item)
+            os.rename(part.path, path)
+            part.path = path
+            part.share()
+        self._verified.add(item.key)

@@ -1,0 +1,93 @@
+"""How are files on a disk of this host offered as data?
+
+They lie where they are needed: nothing is fetched, wanted or let go. Invariant: a file that was listed and is held has
+the size and the time of modification that it had then, or ``hold`` says so; whoever maps a file that was cut would die
+of a bus error instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from closeranks.core.errors import DataError
+from closeranks.data.files.protocol import FileInfo
+from closeranks.data.files.sentences import empty, of_storage
+from closeranks.storage.failures import of_disk
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.names import checked
+from closeranks.storage.protocol import ChangedError, Entry, StorageError
+
+
+class LocalFiles:
+    """A folder, or one file."""
+
+    is_local = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self._listing: dict[str, FileInfo] | None = None
+
+    @property
+    def url(self) -> str:
+        return str(self._path)
+
+    def list(self) -> Sequence[FileInfo]:
+        if self._listing is None:
+            try:
+                found = self._entries()
+            except StorageError as error:
+                raise of_storage(error) from error
+            except OSError as error:
+                raise of_storage(of_disk(error, "looking for", self._path)) from error
+            if not found:
+                raise empty(self.url)
+            self._listing = {entry.name: FileInfo(entry.name, entry.num_bytes, entry.version) for entry in found}
+        return tuple(self._listing.values())
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[Path]:
+        path = self._path_of(name)
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise of_storage(of_disk(error, "looking for", path)) from error
+        listed = (self._listing or {}).get(name)
+        if listed is not None and (found.st_size, str(found.st_mtime_ns)) != (listed.num_bytes, listed.version):
+            how = f"it had {listed.num_bytes} bytes then and has {found.st_size} now"
+            raise of_storage(ChangedError(f"{path} is not the file that was listed: {how}, or was written since"))
+        yield path
+
+    def read(self, name: str) -> bytes:
+        path = self._path_of(name)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise of_storage(of_disk(error, "reading", path)) from error
+
+    def want(self, names: Sequence[str]) -> None:
+        return
+
+    def full_name(self, name: str) -> str:
+        return str(self._path_of(name))
+
+    def close(self) -> None:
+        return
+
+    def _entries(self) -> Sequence[Entry]:
+        if self._path.is_file():
+            return [LocalStorage(self._path.parent).entry(self._path.name)]
+        if not self._path.exists():
+            raise DataError(f"there is no file or folder {self._path}", "Check data.path.")
+        return LocalStorage(self._path).entries()
+
+    def _path_of(self, name: str) -> Path:
+        try:
+            checked(name)
+        except StorageError as error:
+            raise of_storage(error) from error
+        # By its kind, so that ``f/f`` is found, too; one that may not be looked at fails when it is opened.
+        is_itself = name == self._path.name and os.path.isfile(self._path)
+        return self._path if is_itself else self._path / name

@@ -1,0 +1,28 @@
+"""Where does the data lie that a path or URL names?
+
+A path or ``file://`` URL is on a disk of this host; every other URL goes through fsspec and a cache on this host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from closeranks.data.files.cache import Cache
+from closeranks.data.files.local import LocalFiles
+from closeranks.data.files.protocol import Files
+from closeranks.data.files.remote import RemoteFiles
+from closeranks.storage.open import open_storage
+
+CACHE = "~/.cache/closeranks/data"
+
+
+def open_files(
+    path: str, *, cache: str = "", cache_bytes: int = 64 << 30, digests: Mapping[str, str] | None = None
+) -> Files:
+    """Makes no request. ``digests``: BLAKE3 by name, which what is fetched is compared with; a disk of this host is
+    taken at its word. ``SetupError`` for a URL of unknown or uninstalled kind."""
+    storage = open_storage(path)
+    if storage.is_local:
+        return LocalFiles(Path(storage.url))
+    return RemoteFiles(path, Cache(Path(cache or CACHE).expanduser().absolute(), cache_bytes), digests)

@@ -1,0 +1,144 @@
+"""How are files behind a URL offered as data?
+
+Listed once, fetched whole into the cache of this host when they are held, or a little before when they are wanted.
+Invariants: every byte is of the version that was listed; a pickled copy knows the same listing; a forked child opens
+its own connections; no request is made before something is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from closeranks.data.files.ahead import Ahead
+from closeranks.data.files.cache import Cache, Outcome
+from closeranks.data.files.filling import Item
+from closeranks.data.files.forks import registered
+from closeranks.data.files.protocol import FileInfo
+from closeranks.data.files.sentences import empty, not_listed, of_storage
+from closeranks.storage.open import open_storage
+from closeranks.storage.protocol import Entry, MissingError, Storage, StorageError
+
+
+class RemoteFiles:
+    """A folder, or one file. A URL that ends in ``/`` is a folder and not looked at as a file first."""
+
+    is_local = False
+
+    def __init__(self, url: str, cache: Cache, digests: Mapping[str, str] | None = None) -> None:
+        self._given = url
+        self._base = url.rstrip("/")
+        self._cache = cache
+        self._digests = dict(digests or {})
+        self._listing: dict[str, FileInfo] | None = None
+        self.forget()
+        registered(self)
+
+    def forget(self) -> None:
+        self._lock = threading.Lock()
+        self._storage: Storage | None = None
+        self._ahead = Ahead(self._fetch_ahead)
+
+    def __getstate__(self) -> dict[str, Any]:
+        live = ("_lock", "_storage", "_ahead")
+        return {name: value for name, value in self.__dict__.items() if name not in live}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.forget()
+        registered(self)
+
+    @property
+    def url(self) -> str:
+        return self._given.rstrip("/")
+
+    def list(self) -> Sequence[FileInfo]:
+        return tuple(self._listed().values())
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[Path]:
+        entry = self._entry(name)
+        with _worded():
+            held = self._cache.hold(self._item(entry), lambda: self._bring(entry), self._wanted)
+        try:
+            yield held.path
+        finally:
+            held.release()
+            self._ahead.room_changed()
+
+    def read(self, name: str) -> bytes:
+        """Of the version that was listed, where it was: hidden files and those that came later are not."""
+        with _worded():
+            if name in self._listed():
+                return b"".join(self._bring(self._entry(name)))
+            return self._opened().read(name)
+
+    def want(self, names: Sequence[str]) -> None:
+        self._ahead.want(names)
+
+    def full_name(self, name: str) -> str:
+        return f"{self._base}/{name}"
+
+    def close(self) -> None:
+        self._ahead.close()
+        self._cache.close()
+
+    def _opened(self) -> Storage:
+        with self._lock:
+            if self._storage is None:
+                self._storage = open_storage(self._base)
+            return self._storage
+
+    def _listed(self) -> dict[str, FileInfo]:
+        with self._lock:
+            if self._listing is None:
+                with _worded():
+                    found = self._as_file() or open_storage(self._base).entries()
+                if not found:
+                    raise empty(self.url)
+                self._listing = {entry.name: FileInfo(entry.name, entry.num_bytes, entry.version) for entry in found}
+            return self._listing
+
+    def _as_file(self) -> Sequence[Entry]:
+        """The file that the URL itself names, if it does; its folder is the place from then on."""
+        folder, _, name = self._given.rpartition("/")
+        if not name or folder.endswith(":/") or "::" in folder:
+            return []
+        try:
+            entry = open_storage(folder).entry(name)
+        except MissingError:
+            return []
+        self._base = folder
+        return [entry]
+
+    def _entry(self, name: str) -> Entry:
+        info = self._listed().get(name)
+        if info is None:
+            raise not_listed(name, self.url)
+        return Entry(info.name, info.num_bytes, info.version)
+
+    def _item(self, entry: Entry) -> Item:
+        return Item(self.full_name(entry.name), entry.num_bytes, entry.version, self._digests.get(entry.name, ""))
+
+    def _wanted(self) -> Collection[str]:
+        listed = self._listed()
+        known = (self._entry(name) for name in self._ahead.wanted if name in listed)
+        return {self._cache.path_of(self._item(entry)).name for entry in known}
+
+    def _bring(self, entry: Entry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
+        return self._opened().fetch(entry, stop)
+
+    def _fetch_ahead(self, name: str, stop: threading.Event) -> Outcome:
+        entry = self._entry(name)
+        return self._cache.fetch_ahead(self._item(entry), lambda: self._bring(entry, stop), self._wanted)
+
+
+@contextmanager
+def _worded() -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        raise of_storage(error) from error

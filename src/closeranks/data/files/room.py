@@ -1,0 +1,176 @@
+"""Is there room in the cache for one more file, and who leaves to make it?
+
+What counts is what lies in the folder, counted under one lock each time: no number that could drift is kept anywhere. A
+file that is being fetched has its final size from the start, so room that was promised counts as taken. Invariants: the
+sizes of all files together never exceed the limit; no file goes that somebody holds; files go only if that is enough.
+
+[Note: claims] Counting takes time in the number of files, too much to do it for each of a hundred thousand small ones.
+A process therefore takes room in larger pieces: an empty file of the claim's size, locked while the process lives and
+counted like any other, which shrinks by what is taken out of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from closeranks.data.files.flocks import Flock, try_exclusive
+from closeranks.data.files.forks import registered
+from closeranks.data.files.sentences import locked_out
+from closeranks.data.files.shelf import Stored, going, stored
+
+FILE, PART, CLAIM = "file-", "part-", "claim-"
+"""How the names of whole files, of those being fetched, and of claims begin; nothing else in the folder is ours."""
+_LOCK = ".lock"
+_SMALL = 16
+"""A file is small where so many fit into a claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How long the cache waits for others."""
+
+    room_s: float = 60.0
+    """For files to be let go where all are held."""
+    lock_s: float = 60.0
+    """For the folder's lock, which nobody keeps for longer than a count takes."""
+    stall_s: float = 600.0
+    """For another process that fetches a file and makes no progress; its own retries take up to five minutes."""
+    poll_s: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Room that somebody asks for."""
+
+    num_bytes: int
+    wanted: Callable[[], Collection[str]]
+    """Names of files that the same process will need."""
+    is_ahead: bool
+    """Not needed now: it must not drive out what is needed sooner."""
+
+
+class Room:
+    def __init__(self, folder: Path, max_bytes: int, terms: Terms) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self.terms = terms
+        self._claim: Flock | None = None
+        registered(self)
+
+    def forget(self) -> None:
+        self._claim = None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        path = self.folder / _LOCK
+        until = time.monotonic() + self.terms.lock_s
+        while (lock := try_exclusive(path, create=True)) is None:
+            if time.monotonic() > until:
+                raise locked_out(path, self.terms.lock_s)
+            time.sleep(random.uniform(0.001, 0.005))
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def reserve(self, fd: int, need: Need) -> bool:
+        """Give the file its final size, if there is room for it."""
+        with self.locked():
+            if not self._taken_from_claim(need) and not self._freed(need):
+                return False
+            os.ftruncate(fd, need.num_bytes)
+            return True
+
+    def make_free(self, need: Need) -> bool:
+        """On a disk that is full before the limit is reached: whether anything could go."""
+        with self.locked():
+            files, _ = self._counted()
+            return self._removed(files, need, at_least=1) > 0
+
+    def close(self) -> None:
+        if self._claim is not None:
+            self._claim.remove()
+            self._claim = None
+
+    def _freed(self, need: Need) -> bool:
+        files, num_bytes = self._counted()
+        excess = num_bytes + need.num_bytes - self.max_bytes
+        return excess <= 0 or self._removed(files, need, at_least=excess) >= excess
+
+    def _taken_from_claim(self, need: Need) -> bool:
+        """See [Note: claims]. False where the file is too large for one, or there is no room for a whole claim."""
+        claim_bytes = self.max_bytes >> 10
+        if need.num_bytes * _SMALL > claim_bytes:
+            return False
+        if self._claim is None:
+            self._claim = try_exclusive(self.folder / f"{CLAIM}{os.getpid()}-{secrets.token_hex(4)}", create=True)
+        if self._claim is None:  # swept between its making and its lock, by a process that counted
+            return False
+        left = os.fstat(self._claim.fd).st_size
+        if left < need.num_bytes:
+            if not self._freed(Need(claim_bytes - left, need.wanted, need.is_ahead)):
+                return False
+            left = claim_bytes
+        os.ftruncate(self._claim.fd, left - need.num_bytes)
+        return True
+
+    def _counted(self) -> tuple[list[Stored], int]:
+        """Whole files, and the bytes of all; what a killed process left behind is removed on the way."""
+        files: list[Stored] = []
+        num_bytes = 0
+        with os.scandir(self.folder) as found:
+            for entry in found:
+                try:
+                    if entry.name.startswith(FILE):
+                        files.append(stored(entry.name, entry.stat()))
+                        num_bytes += files[-1].num_bytes
+                    elif entry.name.startswith((PART, CLAIM)) and not _swept(Path(entry.path)):
+                        num_bytes += entry.stat().st_size
+                except FileNotFoundError:  # its process gave it up, or finished it under the name counted next
+                    continue
+        return files, num_bytes
+
+    def _removed(self, files: list[Stored], need: Need, at_least: int) -> int:
+        """Bytes that went: as many as asked for or a file more, or none. Locks first: a file that is held stays."""
+        victims: list[Flock] = []
+        freed = 0
+        try:
+            for file in going(files, need.wanted(), time.time(), is_ahead=need.is_ahead):
+                if freed >= at_least:
+                    break
+                if (lock := _unheld(self.folder / file.name)) is not None:
+                    victims.append(lock)
+                    freed += file.num_bytes
+            if freed < at_least:
+                return 0
+            for lock in victims:
+                lock.path.unlink(missing_ok=True)
+            return freed
+        finally:
+            for lock in victims:
+                lock.release()
+
+
+def _swept(path: Path) -> bool:
+    lock = _unheld(path)
+    if lock is None:
+        return False
+    lock.remove()
+    return True
+
+
+def _unheld(path: Path) -> Flock | None:
+    try:
+        return try_exclusive(path)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM):
+            return None
+        raise

@@ -1,0 +1,156 @@
+"""Which format does a folder of files have, and what reads it?
+
+Names decide, then the format's own look at them; a folder of our own shards is one whatever else lies there. Invariant:
+a folder is read by one format alone: one that fits several, or none, is an error that says what was looked for and what
+was found. A format's module is imported only when files of its kind are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import PurePosixPath
+from typing import Any
+
+from closeranks.core.errors import DataError
+from closeranks.core.registry import did_you_mean
+from closeranks.data.files.protocol import FileInfo, Files
+from closeranks.data.formats.index import IndexPlace
+from closeranks.data.stores import Records, Tokens
+
+SHARDS = "shards"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One that can be found out from names."""
+
+    name: str
+    module: str
+    """With ``is_format`` and ``open_records`` or ``open_tokens`` or both."""
+    suffixes: tuple[str, ...]
+    """Of the files that make it worth asking, compressed ones too. The module knows them as well, but need not be
+    imported for this."""
+    shown: str
+    """What is looked for, in words."""
+
+
+_PACKED = ("", ".gz", ".zst", ".zstd", ".bz2", ".xz")
+FORMATS = (
+    Format("webdataset", "webdataset", (*(f".tar{p}" for p in (*_PACKED, ".lz4")), ".tgz", ".tbz2", ".txz"), ".tar"),
+    Format("parquet", "parquet", (".parquet", ".pq", ".parq"), ".parquet"),
+    Format("arrow", "arrow", (".arrow", ".arrows", ".feather", ".ipc", "dataset_dict.json"), ".arrow"),
+    Format("jsonl", "jsonl", tuple(s + p for s in (".jsonl", ".ndjson") for p in _PACKED), ".jsonl .ndjson"),
+    Format("megatron", "megatron", (".idx",), ".bin with .idx"),
+    Format("mds", "mds", ("index.json",), "index.json of MDS"),
+    Format(
+        "images",
+        "images",
+        (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"),
+        ".jpg .png and the like",
+    ),
+    Format("numpy", "numpy_files", (".npy", ".npz"), ".npy"),
+)
+_BY_NAME = {format.name: format for format in FORMATS}
+_CONVERT = "Name another folder, or make shards of it with 'closeranks data build'."
+
+
+def open_records(files: Files, format: str, index: IndexPlace) -> Records:
+    """``format``: empty to find out, else one of ``FORMATS`` or ``shards``."""
+    name = _settled(files, format)
+    if name == SHARDS:
+        from closeranks.data.shards.records import ShardRecords
+
+        return ShardRecords(files)
+    module = _module(name)
+    if not hasattr(module, "open_records"):
+        raise DataError(f"'{files.url}' ({name}) holds tokens, not records", 'Say name = "tokens" in [data].')
+    records: Records = module.open_records(files, index)
+    return records
+
+
+def open_tokens(files: Files, format: str, index: IndexPlace, field: str) -> Tokens:
+    """``field``: where the tokens are in formats of records; empty: found in the first one."""
+    name = _settled(files, format)
+    if name == SHARDS:
+        return _shard_tokens(files, index, field)
+    module = _module(name)
+    tokens: Tokens
+    if name == "numpy":
+        tokens = module.open_tokens(files, index, field)
+        return tokens
+    if hasattr(module, "open_tokens"):
+        tokens = module.open_tokens(files, index)
+        return tokens
+    return _tokens_of(module.open_records(files, index), files, field, index)
+
+
+def detect(files: Files) -> str:
+    """The name of the format; ``DataError`` where there is none or more than one."""
+    if _is_shards(files):
+        return SHARDS
+    infos = files.list()
+    found = [format for format in FORMATS if _has_any(infos, format) and _module(format.name).is_format(infos, files)]
+    if len(found) == 1:
+        return found[0].name
+    if found:
+        kinds = ", ".join(f"{format.name} ({_count(infos, format)} files)" for format in found)
+        raise DataError(f"'{files.url}' mixes formats: {kinds}", "Say which one is meant (data.format).")
+    looked = ", ".join(f"{format.name} ({format.shown})" for format in FORMATS)
+    raise DataError(
+        f"'{files.url}' holds no data of a known format: there {_seen(infos)}, "
+        f"looked for: shards (dataset.json), {looked}",
+        _CONVERT,
+    )
+
+
+def _settled(files: Files, format: str) -> str:
+    if not format:
+        return detect(files)
+    names = (*_BY_NAME, SHARDS)
+    if format not in names:
+        raise DataError(f"There is no format '{format}'", did_you_mean(format, names))
+    return format
+
+
+def _module(name: str) -> Any:
+    return import_module(f"closeranks.data.formats.{_BY_NAME[name].module}")
+
+
+def _has_any(infos: Sequence[FileInfo], format: Format) -> bool:
+    return any(info.name.lower().endswith(format.suffixes) for info in infos)
+
+
+def _count(infos: Sequence[FileInfo], format: Format) -> int:
+    return sum(info.name.lower().endswith(format.suffixes) for info in infos)
+
+
+def _seen(infos: Sequence[FileInfo]) -> str:
+    """``are 3 .csv, 1 .md``: the endings found, most frequent first."""
+    endings = Counter(PurePosixPath(info.name).suffix or PurePosixPath(info.name).name for info in infos)
+    shown = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(6))
+    return f"are {shown}{', ...' if len(endings) > 6 else ''}" if infos else "are no files"
+
+
+def _is_shards(files: Files) -> bool:
+    from closeranks.data.shards.detect import is_shards
+
+    return is_shards(files)
+
+
+def _shard_tokens(files: Files, index: IndexPlace, field: str) -> Tokens:
+    from closeranks.data.shards.manifest import read_manifest
+    from closeranks.data.shards.records import ShardRecords
+    from closeranks.data.shards.tokens import ShardTokens
+
+    if read_manifest(files).head.kind == "tokens":
+        return ShardTokens(files)
+    return _tokens_of(ShardRecords(files), files, field, index)
+
+
+def _tokens_of(records: Records, files: Files, field: str, index: IndexPlace) -> Tokens:
+    from closeranks.data.formats.tokens_of import RecordTokens
+
+    return RecordTokens(records, files, field, index)

@@ -1,0 +1,53 @@
+"""In which order does a job go through its data?
+
+The one place where the table ``[data]``, the source and the seed become an order. Invariant: it follows from those
+alone; a part of a mixture keeps its order when other parts come, go or change their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from closeranks.core.keys import derive_seed
+from closeranks.data.config import DataConfig, MixtureConfig
+from closeranks.data.mixing import MixtureOrder
+from closeranks.data.order import BlockOrder, FullOrder, Order, SequentialOrder
+
+_BLOCK = 1024
+
+
+class Sized(Protocol):
+    """What an order must know of a source."""
+
+    @property
+    def block(self) -> int:
+        """Samples that lie together; 0 where any order costs the same."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class _Mixed(Sized, Protocol):
+    """The source of a mixture."""
+
+    @property
+    def parts(self) -> Sequence[Sized]: ...
+
+
+def order_of(config: DataConfig, source: Sized, seed: int) -> Order:
+    """The order of a run. In a mixture, what ``[data]`` says of shuffling goes for each part, with its own blocks."""
+    if not isinstance(config, MixtureConfig):
+        return _single(config, source, seed)
+    named = zip(config.parts, cast(_Mixed, source).parts, strict=True)
+    orders = tuple(_single(config, part, derive_seed(seed, "part", name)) for name, part in named)
+    return MixtureOrder(orders, tuple(part.weight for part in config.parts.values()))
+
+
+def _single(config: DataConfig, source: Sized, seed: int) -> Order:
+    if config.shuffle == "none":
+        return SequentialOrder(len(source))
+    if config.shuffle == "blocks":
+        block = config.shuffle_block or source.block or _BLOCK
+        return BlockOrder(len(source), seed, block, config.shuffle_window)
+    return FullOrder(len(source), seed)

@@ -1,0 +1,96 @@
+"""Which samples does a run leave out, and when are they too many?
+
+A sample is in quarantine from the step that would have trained on it: what was read ahead of its step does not count
+yet, so that a resumed run finds the same list. Invariants: a sample is listed once, whoever and however many found it;
+what ``state`` gives is plain values, in the order of the samples, the same on every rank that added the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from closeranks.core.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BadSample:
+    """A sample that cannot be used."""
+
+    sample: int
+    """Its number in the data."""
+    place: str
+    """Where it lies, for people; empty where the data does not say."""
+    reason: str
+
+    @property
+    def told(self) -> str:
+        """Reason and place; the place once, where the reason names it already."""
+        return self.reason if not self.place or self.place in self.reason else f"{self.reason} ({self.place})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sample": self.sample, "place": self.place, "reason": self.reason}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> BadSample:
+        return cls(int(fields["sample"]), str(fields["place"]), str(fields["reason"]))
+
+
+def merge(found: Iterable[BadSample]) -> tuple[BadSample, ...]:
+    """What several ranks found, each sample once and in order; of two reasons the first in the alphabet, so that all
+    ranks keep the same one."""
+    kept: dict[int, BadSample] = {}
+    for bad in sorted(found):
+        kept.setdefault(bad.sample, bad)
+    return tuple(kept.values())
+
+
+class Quarantine:
+    """The samples a run leaves out."""
+
+    def __init__(self, max_bad: int, found: Iterable[BadSample] = ()) -> None:
+        self.max_bad = max_bad
+        self._found: dict[int, BadSample] = {}
+        self.add(found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, sample: int) -> bool:
+        return sample in self._found
+
+    @property
+    def samples(self) -> tuple[BadSample, ...]:
+        """In the order of their numbers."""
+        return tuple(sorted(self._found.values()))
+
+    def known(self) -> dict[int, BadSample]:
+        """By number, as it stands now; a reader leaves these out without reading them."""
+        return dict(self._found)
+
+    def add(self, found: Iterable[BadSample]) -> tuple[BadSample, ...]:
+        """Those that were not known before. One that was keeps the reason it was first given."""
+        fresh = tuple(bad for bad in merge(found) if bad.sample not in self._found)
+        self._found.update({bad.sample: bad for bad in fresh})
+        return fresh
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._found) > self.max_bad
+
+    def check(self, step: int | None = None) -> None:
+        """``DataError`` once more samples were skipped than the job allows."""
+        if self.is_over:
+            shown = "; ".join(f"sample {bad.sample}: {bad.told}" for bad in self.samples[:3])
+            more = f"; and {len(self) - 3} more" if len(self) > 3 else ""
+            what = f"{len(self)} bad samples were skipped, more than data.max_bad = {self.max_bad} ({shown}{more})"
+            raise DataError(what, "Mend the data, or raise data.max_bad to let the run lose more of it.", step=step)
+
+    def state(self) -> list[dict[str, Any]]:
+        return [bad.to_json() for bad in self.samples]
+
+    def load(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """The list of a saved run, in place of this one."""
+        self._found = {}
+        self.add(BadSample.from_json(row) for row in rows)

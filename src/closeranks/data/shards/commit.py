@@ -1,0 +1,135 @@
+"""When do shards become a data set?
+
+When ``dataset.json`` lists them: written whole, last, and atomically in place of an older one. Invariants: every shard
+it lists is whole and durable before; with ``extend`` the shards that were listed stay where they were, so that earlier
+samples keep their numbers; to commit the same twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from crc32c import crc32c
+
+from closeranks.core.errors import DataError
+from closeranks.core.faults import declare, point
+from closeranks.data.shards.encoding import Form, decode_forms
+from closeranks.data.shards.layout import Footer, Head, UnsoundShard, encode_footer, footer_digest
+from closeranks.data.shards.manifest import NAME, About, Manifest, ShardEntry, decode_manifest, encode_manifest
+from closeranks.data.shards.opening import read_ends
+from closeranks.storage.disk import read_range
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.protocol import StorageError
+
+SHARDS_READ = declare("shards read back", "all shards are whole; dataset.json is not written")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished shard, as its own file tells it."""
+
+    entry: ShardEntry
+    head: Head
+    notes: Mapping[str, Any]
+
+    @property
+    def forms(self) -> list[Form]:
+        return decode_forms(self.notes.get("forms", []))
+
+
+def commit(
+    folder: str | Path, names: Sequence[str], about: About, *, head: Head | None = None, extend: bool = False
+) -> Manifest:
+    """Make these shards, in this order, the data set of ``folder``. ``head`` says what a data set without any shards
+    would hold. ``extend``: they come after those that its ``dataset.json`` lists already."""
+    folder = Path(folder)
+    before = _standing(folder) if extend else None
+    finished = [open_shard(folder / name) for name in names]
+    heads = {*([before.head] if before else []), *(shard.head for shard in finished), *([head] if head else [])}
+    if len(heads) != 1:
+        words = "; ".join(sorted(f"{h.kind} {h.dtype} in blocks of {h.block_bytes}" for h in heads)) or "nothing"
+        raise DataError(
+            f"the shards of '{folder}' are no one data set: {words}", "Build each into a folder of its own."
+        )
+    manifest = joined(before, Manifest(heads.pop(), about, _fields(finished), tuple(s.entry for s in finished)), folder)
+    point(SHARDS_READ)
+    try:
+        LocalStorage(folder).publish(NAME, encode_manifest(manifest), replace=True)
+    except StorageError as error:
+        raise DataError(f"'{folder / NAME}' cannot be written: {error}", "Run the same build again.") from error
+    return manifest
+
+
+def joined(before: Manifest | None, new: Manifest, folder: Path) -> Manifest:
+    """The data set with the new shards after the old ones. Pure."""
+    for shard in new.shards:
+        if new.about.vocab_size and shard.data_bytes and shard.largest >= new.about.vocab_size:
+            what = f"'{folder / shard.name}' holds the token {shard.largest}, and the vocabulary has"
+            raise DataError(f"{what} {new.about.vocab_size}", "Name the tokenizer that the shards were made with.")
+    if before is None:
+        return new
+    for key in ("vocab_size", "tokenizer", "tokenizer_digest"):
+        old, now = getattr(before.about, key), getattr(new.about, key)
+        if old != now:
+            what = f"{key} is {now!r}, and the data set in '{folder}' has {old!r}"
+            raise DataError(what, "Append with the same tokenizer, or build into a new folder.")
+    known = {shard.name: shard for shard in before.shards}
+    if any(known.get(shard.name, shard) != shard for shard in new.shards):
+        raise DataError(f"a shard of '{folder}' is to be listed twice with different content", "Give it a new number.")
+    added = tuple(shard for shard in new.shards if shard.name not in known)
+    if not added:
+        return before
+    fields = {
+        name: tuple(sorted({*before.fields.get(name, ()), *new.fields.get(name, ())}))
+        for name in {*before.fields, *new.fields}
+    }
+    about = replace(new.about, provenance={**new.about.provenance, "before": dict(before.about.provenance)})
+    return Manifest(before.head, about, fields, before.shards + added)
+
+
+def open_shard(path: Path) -> Finished:
+    """``DataError`` for one that is not whole."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            footer, checksums = read_ends(fd)
+            notes = json.loads(_notes(fd, footer, checksums.tolist()))
+        finally:
+            os.close(fd)
+    except UnsoundShard as error:
+        raise DataError(f"'{path}' cannot be used: {error}", "Remove it and run the same build again.") from error
+    except OSError as error:
+        raise DataError(f"'{path}' cannot be read: {error.strerror or error}") from error
+    return Finished(ShardEntry.of(path.name, footer, footer_digest(encode_footer(footer))), footer.head, notes)
+
+
+def _notes(fd: int, footer: Footer, checksums: Sequence[int]) -> bytes:
+    """From whole blocks, each checked."""
+    shape, size = footer.shape, footer.head.block_bytes
+    first = shape.notes_offset // size * size
+    data = read_range(fd, first, shape.table_offset - first)
+    for start in range(0, len(data), size):
+        if crc32c(data[start : start + size]) != checksums[(first + start) // size]:
+            raise UnsoundShard(f"the block at byte {first + start} does not match its checksum")
+    return data[shape.notes_offset - first :][: shape.notes_bytes]
+
+
+def _standing(folder: Path) -> Manifest | None:
+    try:
+        return decode_manifest((folder / NAME).read_bytes(), str(folder / NAME))
+    except FileNotFoundError:
+        return None
+
+
+def _fields(finished: Iterable[Finished]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, set[str]] = {}
+    for shard in finished:
+        for form in shard.forms:
+            for field in form:
+                found.setdefault(field.name, set()).add(field.words)
+    return {name: tuple(sorted(kinds)) for name, kinds in found.items()}

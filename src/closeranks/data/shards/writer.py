@@ -1,0 +1,195 @@
+"""How do documents and records become shards, by several processes and over several tries?
+
+A plan cuts the inputs into parts, in a way that does not depend on the number of processes. One process at a time
+writes a part:
+
+    with TokenShardWriter(folder, "uint16", part=3, vocab_size=50257, build=digest_of_plan) as writer:
+        for tokens, cursor in documents_from(writer.cursor):  # None: from the beginning
+            writer.append(tokens, cursor=cursor)              # where the input goes on after this document
+        names = writer.finish()                               # the part's shards, in order
+
+and when all parts are done one process calls ``commit.commit(folder, names_of_all_parts, About(...))``. A single
+writer needs no part number, and ``finish_alone(about)`` does both. ``RecordShardWriter`` is the same for records.
+
+Invariants: a writer that was killed anywhere is constructed again and goes on after its last finished shard (the torn
+one is dropped: at most ``shard_bytes`` are done twice); the result is byte for byte that of an undisturbed build;
+shards of another build (``build``) are never continued. ``BadRecordError`` leaves the writer as it was: the caller may
+go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from closeranks.core.errors import BadRecordError, DataError
+from closeranks.data.shards.commit import commit, open_shard
+from closeranks.data.shards.encoding import PREFIX, Form, Value, encode, encode_forms
+from closeranks.data.shards.layout import BLOCK_BYTES, SUFFIX, TOKEN_DTYPES, Head
+from closeranks.data.shards.manifest import About, Manifest, ShardEntry
+from closeranks.data.shards.shard_file import ShardFile
+
+SHARD_BYTES = 256 << 20
+Self = TypeVar("Self", bound="_Writer")
+_DECIMALS = 5
+
+
+class _Writer:
+    """What both kinds share: shards one after the other, and going on after those that are finished."""
+
+    def __init__(
+        self, folder: str | Path, head: Head, part: int | None, first: int, build: str, shard_bytes: int
+    ) -> None:
+        self.folder = Path(folder)
+        self._head, self._build, self._shard_bytes = head, build, shard_bytes
+        self._prefix = "shard-" if part is None else f"shard-{part:0{_DECIMALS}d}-"
+        self._next = first
+        self._file: ShardFile | None = None
+        self.shards: list[ShardEntry] = []
+        """Those that are finished, also by earlier tries."""
+        self.cursor: Any = None
+        """Of the last append that a finished shard holds: where the input goes on. None: at its beginning."""
+        self._last_cursor: Any = None
+        self.num_bytes = 0
+        """Of data appended by this process."""
+        self._resume()
+
+    @property
+    def num_done(self) -> int:
+        """Documents or records in finished shards."""
+        return sum(shard.num_items for shard in self.shards)
+
+    def _name(self, number: int) -> str:
+        return f"{self._prefix}{number:0{_DECIMALS}d}{SUFFIX}"
+
+    def _resume(self) -> None:
+        while (path := self.folder / self._name(self._next)).exists():
+            found = open_shard(path)
+            if found.head != self._head or found.notes.get("build") != self._build:
+                what = f"'{path}' is a shard of another build"
+                raise DataError(what, "Name another folder, or remove this one.")
+            self.shards.append(found.entry)
+            self.cursor = self._last_cursor = found.notes.get("cursor")
+            self._next += 1
+
+    def _room(self, num_bytes: int) -> ShardFile:
+        """Where an item of this size goes: into a new shard where it would make this one too large."""
+        if self._file is not None and self._file.num_bytes + num_bytes + 8 > self._shard_bytes:
+            self._finish_shard()
+        if self._file is None:
+            self._file = ShardFile(self.folder / self._name(self._next), self._head)
+        return self._file
+
+    def _note(self, num_bytes: int, cursor: Any) -> None:
+        self._last_cursor = cursor
+        self.num_bytes += num_bytes
+
+    def _notes(self) -> tuple[dict[str, Any], int]:
+        """What a shard's notes hold beyond what any shard's do, and its largest token; begins anew."""
+        raise NotImplementedError
+
+    def _finish_shard(self) -> None:
+        if self._file is None:
+            return
+        own, largest = self._notes()
+        notes = {"build": self._build, "cursor": self._last_cursor, **own}
+        self.shards.append(self._file.finish(notes, largest))
+        self._file = None
+        self.cursor = self._last_cursor
+        self._next += 1
+
+    def finish(self) -> tuple[str, ...]:
+        """Finish the last shard; the names of all, in order. Without items there are none."""
+        self._finish_shard()
+        return tuple(shard.name for shard in self.shards)
+
+    def finish_alone(self, about: About, *, extend: bool = False) -> Manifest:
+        """For a single writer: finish, and write ``dataset.json``."""
+        return commit(self.folder, self.finish(), about, head=self._head, extend=extend)
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What is not finished is given up; finished shards stay."""
+        if self._file is not None:
+            self._file.abort()
+            self._file = None
+
+
+class TokenShardWriter(_Writer):
+    """Documents of token ids. ``first`` is the number of the first shard: to go on after those of a data set."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: str,
+        *,
+        vocab_size: int = 0,
+        part: int | None = None,
+        first: int = 0,
+        build: str = "",
+        shard_bytes: int = SHARD_BYTES,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        if dtype not in TOKEN_DTYPES:
+            raise DataError(f"tokens cannot be stored as '{dtype}'", f"Choose one of {', '.join(TOKEN_DTYPES)}.")
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        limit = int(np.iinfo(dtype).max) + 1
+        self._limit = min(vocab_size or limit, limit)
+        self._largest = 0
+        super().__init__(folder, Head("tokens", dtype, block_bytes), part, first, build, shard_bytes)
+
+    def append(self, tokens: npt.ArrayLike, *, cursor: Any = None) -> None:
+        """One document, which may be empty."""
+        ids = np.asarray(tokens)
+        largest = 0
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise BadRecordError(f"a document is an array of {ids.ndim} dims of {ids.dtype}, not a row of integers")
+        if ids.size:
+            smallest, largest = int(ids.min()), int(ids.max())
+            if smallest < 0 or largest >= self._limit:
+                wrong = smallest if smallest < 0 else largest
+                raise BadRecordError(f"a document holds the token {wrong}, and tokens are from 0 to {self._limit - 1}")
+        data = ids.astype(self._dtype, copy=False).tobytes()
+        self._room(len(data)).append(data)
+        self._largest = max(self._largest, largest)
+        self._note(len(data), cursor)
+
+    def _notes(self) -> tuple[dict[str, Any], int]:
+        largest, self._largest = self._largest, 0
+        return {}, largest
+
+
+class RecordShardWriter(_Writer):
+    """Records of named values. ``first`` is the number of the first shard: to go on after those of a data set."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        part: int | None = None,
+        first: int = 0,
+        build: str = "",
+        shard_bytes: int = SHARD_BYTES,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self._forms: dict[Form, int] = {}
+        super().__init__(folder, Head("records", "", block_bytes), part, first, build, shard_bytes)
+
+    def append(self, record: Mapping[str, Value], *, cursor: Any = None) -> None:
+        form, body = encode(record)
+        file = self._room(len(body) + PREFIX.size)
+        file.append(PREFIX.pack(self._forms.setdefault(form, len(self._forms))) + body)
+        self._note(len(body) + PREFIX.size, cursor)
+
+    def _notes(self) -> tuple[dict[str, Any], int]:
+        forms, self._forms = list(self._forms), {}
+        return {"forms": encode_forms(forms)}, 0

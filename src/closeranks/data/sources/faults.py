@@ -1,0 +1,34 @@
+"""Whose fault is an error of the user's own code while samples are read: the sample's, or the data's as a whole?
+
+Invariant: only a sample's own fault may be skipped; data that is out of reach never looks like a bad sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from closeranks.core.blame import describe
+from closeranks.core.errors import BadRecordError, DataError
+
+
+def fault(named: str, error: Exception, fix: str) -> DataError:
+    """What to raise for an error of the user's code; ``named`` says what was being read, and from where."""
+    what = f"{named} raised {describe(error)}"
+    if _is_out_of_reach(error):
+        return DataError(what, "Check that the files it needs are there and can be read.")
+    return BadRecordError(what, fix)
+
+
+def _is_out_of_reach(error: Exception) -> bool:
+    """Image libraries raise a bare ``OSError`` without a number for a damaged image: that one is the sample's."""
+    if not isinstance(error, OSError):
+        return isinstance(error, MemoryError)
+    is_of_image = type(error) is OSError or type(error).__module__.startswith("PIL")
+    return error.errno is not None or not is_of_image
+
+
+def name_any_of(indices: Sequence[int], limit: int = 8) -> str:
+    """``sample 3``, or ``one of samples 3, 5 and 70 more``."""
+    shown = ", ".join(map(str, indices[:limit]))
+    more = f" and {len(indices) - limit} more" if len(indices) > limit else ""
+    return f"sample {shown}" if len(indices) == 1 else f"one of samples {shown}{more}"

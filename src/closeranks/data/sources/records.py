@@ -1,0 +1,189 @@
+"""How do stored records become samples: which fields, under which names, as which tensors?
+
+A batch is one read of the store, decoded together, then stacked field by field; or handed to a function of the user's
+own. Invariant: what fields there are is settled when the data is opened, from its first records; a record that differs
+is a ``BadRecordError`` which names the sample, where it lies and what was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import cast
+
+import numpy as np
+from torch import Tensor
+
+from closeranks.core.errors import BadRecordError, CloseranksError, DataError, UserError
+from closeranks.core.protocols import Batch
+from closeranks.core.registry import load_object
+from closeranks.data.config import RecordsConfig
+from closeranks.data.decode import IMAGES, decode_batch
+from closeranks.data.files.protocol import Files
+from closeranks.data.formats.open import open_records
+from closeranks.data.sources.collate import Columns, Decoded, Field, Misfit, is_inside, is_same, settle, stack
+from closeranks.data.sources.faults import fault, name_any_of
+from closeranks.data.sources.registry import SOURCES, Split
+from closeranks.data.sources.stored import close, files_of, index_place, name_of, samples_of
+from closeranks.data.stores import Ints, Record, Records
+from closeranks.data.timing import stage
+
+_PROBED = 8
+"""Records that settle what the fields are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a job wants of each record."""
+
+    fields: Mapping[str, str]
+    """Name in the batch -> name in the record; empty: all."""
+    image_size: int = 0
+    transform: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What the first records say of all."""
+
+    columns: Columns
+    """The tensors of a batch; none where a function makes them."""
+    fields: Mapping[str, str]
+    """What is decoded, as in ``Wish``: where the job names nothing, the fields that tensors are made of."""
+    is_plain: bool = False
+    """Decoding changes nothing, and is left out: it costs more than reading."""
+
+
+class RecordsSource:
+    """Sample i is record i."""
+
+    def __init__(self, store: Records, files: Files, wish: Wish, samples: range, identity: str) -> None:
+        self.identity = identity
+        self.block = store.block
+        self._store, self._files = store, files
+        self._wish = wish
+        self._samples = samples
+        self._settled = Settled({}, wish.fields) if wish.transform else _settle(store, wish, identity)
+        if wish.transform:
+            _transform(wish.transform)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, indices: Ints) -> Batch:
+        decoded = self._decoded(self._store.read(self._numbers(indices)), indices)
+        with stage("collate"):
+            return self._transformed(decoded, indices) if self._wish.transform else self._stacked(decoded, indices)
+
+    def where(self, index: int) -> str:
+        return str(self._store.where(self._samples.start + index))
+
+    def want(self, indices: Ints) -> None:
+        if not self._files.is_local:
+            self._files.want(self._store.files_of(self._numbers(indices)))
+
+    def close(self) -> None:
+        close(self._store, self._files)
+
+    def _numbers(self, indices: Ints) -> Ints:
+        return np.asarray(indices, dtype=np.int64) + self._samples.start
+
+    def _decoded(self, records: Sequence[Record], indices: Ints) -> Sequence[Decoded]:
+        fields = self._settled.fields
+        if self._settled.is_plain:
+            return [{name: record.get(source) for name, source in fields.items()} for record in records]
+        return decode_batch(records, self._wish.image_size, fields, where=lambda row: self.where(int(indices[row])))
+
+    def _stacked(self, decoded: Sequence[Decoded], indices: Ints) -> Batch:
+        batch: dict[str, Tensor] = {}
+        for name, field in self._settled.columns.items():
+            try:
+                batch[name] = stack(field, [record.get(name) for record in decoded])
+            except Misfit as error:
+                index = int(indices[error.row])
+                what = f"sample {index} of {self.identity} ({self.where(index)}): '{name}' {error}"
+                raise BadRecordError(what, _advice(field)) from None
+        return batch
+
+    def _transformed(self, decoded: Sequence[Decoded], indices: Ints) -> Batch:
+        try:
+            return _transform(self._wish.transform)(decoded)
+        except CloseranksError:
+            raise
+        except Exception as error:
+            place = f" ({self.where(int(indices[0]))})" if len(indices) == 1 else ""
+            named = f"data.transform = '{self._wish.transform}' for {name_any_of(indices.tolist())}{place}"
+            raise fault(named, error, "Mend the function, or the record.") from error
+
+
+def _advice(field: Field) -> str:
+    if field.is_image:
+        return "Set data.image_size, which makes all images alike, or mend the record."
+    return "Make the values alike in data.transform, or mend the record."
+
+
+@cache
+def _transform(path: str) -> Callable[[Sequence[Decoded]], Batch]:
+    """Loaded where it is called, so that a source can be sent to a worker whatever the function is."""
+    function = load_object(path, place="data.transform")
+    if not callable(function):
+        raise UserError(f"data.transform = '{path}' cannot be called", "Name a function.")
+    return cast(Callable[[Sequence[Decoded]], Batch], function)
+
+
+def _settle(store: Records, wish: Wish, identity: str) -> Settled:
+    """By the first records that can be read."""
+    records, decoded = _probe(store, wish, identity)
+    pairs = list(zip(records, decoded, strict=True))
+    names = {name: wish.fields.get(name, name) for values in decoded for name in values}
+    images = {name for name, source in names.items() if any(_is_image(record, source) for record in records)}
+    columns = settle(decoded, images, identity, is_asked_for=bool(wish.fields))
+    stored = dict.fromkeys(name for record in records for name in record)
+    fields = wish.fields or {name: name for name in stored if any(is_inside(column, name) for column in columns)}
+    is_plain = all(is_same(record.get(names[name]), values.get(name)) for name in columns for record, values in pairs)
+    return Settled(columns, fields, is_plain)
+
+
+def _probe(store: Records, wish: Wish, identity: str) -> tuple[list[Record], list[Decoded]]:
+    records: list[Record] = []
+    decoded: list[Decoded] = []
+    bad = None
+    for number in range(min(_PROBED, len(store))):
+        try:
+            record = store.read(np.array([number], dtype=np.int64))[0]
+            decoded += decode_batch([record], wish.image_size, wish.fields, where=partial(_place, store, number))
+            records.append(record)
+        except BadRecordError as error:
+            bad = error
+    if not decoded:
+        what = f"none of the first records of {identity} can be used; the last: {bad}"
+        raise DataError(what, "Mend the data, or say in data.fields which fields it has.")
+    return records, decoded
+
+
+def _place(store: Records, number: int, _: int) -> str:
+    return str(store.where(number))
+
+
+def _is_image(record: Record, field: str) -> bool:
+    """Stored as bytes of a name that says so, or as Hugging Face's datasets do."""
+    value = record.get(field)
+    if isinstance(value, Mapping):
+        return value.keys() == {"bytes", "path"}
+    return isinstance(value, (bytes, bytearray, memoryview)) and field.rpartition(".")[2].lower() in IMAGES
+
+
+@SOURCES.register("records")
+def open_records_source(config: RecordsConfig, split: Split, seed: int) -> RecordsSource | None:
+    files = files_of(config, split)
+    if files is None:
+        return None
+    store = open_records(files, config.format, index_place(config))
+    name = name_of(config, files)
+    if len(store) == 0:
+        raise DataError(f"{name} holds no records", "Give it at least one.")
+    samples = samples_of(config, split, len(store), name)
+    wish = Wish(config.fields, config.image_size, config.transform)
+    identity = f"{name} ({split}, samples {samples.start}:{samples.stop}, {store.identity})"
+    return RecordsSource(store, files, wish, samples, identity)

@@ -1,0 +1,34 @@
+"""How does an array that was read become a tensor a model can take?
+
+Invariant: integers keep their values and, where torch can compute with it, their small type; 64-bit floats become
+32-bit, which is what models hold. Nothing read-only leaves here: a batch is its taker's own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_WIDENED = {"uint32": np.int64, "uint64": np.int64, "float64": np.float32}
+_NUMERIC = "biuf"
+
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in _NUMERIC
+
+
+@cache
+def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What an array of this type is stored as in a batch; native byte order."""
+    return np.dtype(_WIDENED.get(dtype.name, dtype.newbyteorder("=")))
+
+
+def to_tensor(array: npt.NDArray[Any]) -> Tensor:
+    """Without a copy where the array is writable and of a type torch knows."""
+    array = np.ascontiguousarray(array, dtype=tensor_dtype(array.dtype))
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -1,0 +1,219 @@
+"""How does a process of the loader come to be, and how does it live?
+
+Run as ``python -P -m closeranks.data.worker CONTROL_FD RANK_PID``: the nursery of one rank. It imports torch once and
+forks a process for every seat it is sent; a rank itself, with its threads and its CUDA, is never forked. A process
+reads its share of the rank's micro-batches in order, as far ahead as it is told, and waits to be hung up on when it is
+done or has failed. Invariants: the nursery has one thread and dies when its rank is gone, however it went; a process
+dies with the nursery; nothing here ends because of a signal to the whole job, since the rank decides what that means.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.spawn
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from closeranks.core.blame import describe
+from closeranks.core.errors import CloseranksError, DataError
+from closeranks.core.keys import derive_seed
+from closeranks.core.linux import die_with_parent
+from closeranks.data import messages
+from closeranks.data.messages import Exited, Failed, Go, HungUp, Seat
+
+if TYPE_CHECKING:
+    from closeranks.data.reader import ReadPlan
+
+_LEAVE_S = 0.5
+"""For a process that is hung up on in the middle of a read, before it is killed."""
+
+
+class Forker:
+    """Forks, reaps and tells."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[int, tuple[int, int]] = {}  # pidfd -> (key, pid)
+        self._waiting = select.poll()
+        self._waiting.register(control, select.POLLIN)
+
+    def serve(self) -> None:
+        """Until the rank hangs up; then the processes have a moment to leave by themselves."""
+        try:
+            while True:
+                for fd, _ in self._waiting.poll():
+                    self._reap(fd) if fd in self._children else self._obey()
+        except HungUp:
+            self._end_all()
+
+    def _obey(self) -> None:
+        wish, fds = messages.receive(self._control)
+        if isinstance(wish, Seat):
+            self._fork(wish, fds)
+            return
+        for pidfd, (key, _) in self._children.items():
+            if key == wish.key:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    def _fork(self, seat: Seat, fds: list[int]) -> None:
+        nursery = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _live(seat, fds, nursery, (self._control.fileno(), *self._children))
+        for fd in fds:
+            os.close(fd)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = (seat.key, pid)
+        self._waiting.register(pidfd, select.POLLIN)
+
+    def _reap(self, pidfd: int) -> None:
+        key, pid = self._children.pop(pidfd)
+        self._waiting.unregister(pidfd)
+        os.close(pidfd)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with suppress(HungUp):  # the rank is leaving
+            messages.send(self._control, Exited(key, status))
+
+    def _end_all(self) -> None:
+        self._waiting.unregister(self._control)
+        until = time.monotonic() + _LEAVE_S
+        while self._children and (left_s := until - time.monotonic()) > 0:
+            for fd, _ in self._waiting.poll(left_s * 1000):
+                self._reap(fd)
+        for pidfd, (_, pid) in list(self._children.items()):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _live(seat: Seat, fds: list[int], nursery: int, inherited: tuple[int, ...]) -> NoReturn:
+    """The life of a process, which ends here, whatever the code of the dataset does."""
+    code = 1
+    try:
+        die_with_parent(nursery)
+        for fd in inherited:
+            os.close(fd)
+        _work(seat, socket.socket(fileno=fds[0]), fds[1])
+        code = 0
+    except HungUp:
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _work(seat: Seat, rank: socket.socket, plan_fd: int) -> None:
+    try:
+        _read_all(_open(seat, plan_fd), seat, rank)
+    except HungUp:
+        raise
+    except BaseException as error:  # whatever it is must reach the rank, which would wait forever
+        messages.send(rank, Failed.of(error, "starting a process that reads"))
+    while True:
+        messages.receive(rank)
+
+
+def _open(seat: Seat, plan_fd: int) -> ReadPlan:
+    sys.path[:] = seat.sys_path
+    if seat.main_path:
+        multiprocessing.spawn.prepare({"init_main_from_path": seat.main_path})
+    from closeranks.data.sending import unpack
+
+    plan: ReadPlan = unpack(plan_fd)
+    os.close(plan_fd)
+    return plan
+
+
+def _read_all(plan: ReadPlan, seat: Seat, rank: socket.socket) -> None:
+    from closeranks.data.reader import Reader, Share
+    from closeranks.data.transport import Outbox
+
+    share = Share(seat.number, seat.count)
+    reader, outbox, permit = Reader(plan, seat.step, share), Outbox(), _Permit(rank)
+    streams = derive_seed("reading", repr(plan.order))
+    for micro_batch in plan.sequence(seat.step, share):
+        for slot in permit.wait_for(micro_batch.step):
+            outbox.reuse(slot)
+        _seed(derive_seed(streams, micro_batch.step, micro_batch.index))
+        try:
+            loaded = reader.read_next()
+        except CloseranksError:
+            raise
+        except BaseException as error:
+            what = f"reading step {micro_batch.step + 1} of {plan.source.identity} raised {describe(error)}"
+            raise DataError(what) from error
+        parcel, fd = outbox.put(loaded.packed())
+        messages.send(rank, parcel, *(() if fd is None else (fd,)))
+        if fd is not None:
+            os.close(fd)
+
+
+class _Permit:
+    """How far this process may read, by what its rank has said."""
+
+    def __init__(self, rank: socket.socket) -> None:
+        self._rank = rank
+        self._until = 0
+
+    def wait_for(self, step: int) -> list[int]:
+        """Returns when ``step`` may be read, with the slots that were freed meanwhile."""
+        free: list[int] = []
+        while True:
+            try:
+                go, _ = messages.receive(self._rank, flags=0 if step >= self._until else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return free
+            assert isinstance(go, Go)
+            self._until = max(self._until, go.step)
+            free += go.free
+
+
+def _seed(seed: int) -> None:
+    """Key the global random streams by the micro-batch: forked processes would all draw the same, and what a dataset
+    draws should not depend on how many processes there are. About 20 microseconds."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+def _prepare() -> None:
+    import torch
+
+    import closeranks.data.reader
+    import closeranks.data.sending
+    import closeranks.data.transport  # noqa: F401  imported once, for all who are forked from here
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection in a process would copy every page that it marks
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    control, rank = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    if rank:
+        die_with_parent(rank)
+    del sys.argv[1:]
+    try:
+        _prepare()
+        Forker(control).serve()
+    except HungUp:
+        os._exit(0)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

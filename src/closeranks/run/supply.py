@@ -1,0 +1,129 @@
+"""What are a run's steps fed with, and what was left out?
+
+Between the loader and the step stand the log of samples and the quarantine. A bad sample is found by the rank that
+reads it; the vote carries how many there were, and only when there were any do the ranks tell each other which.
+Invariant: every rank holds the same quarantine after a step is settled, so that any of them may save it and all stop
+together when it overflows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.errors import SetupError
+from closeranks.core.events import Event, StepDone, Warned
+from closeranks.data.loader import Loader
+from closeranks.data.order import MicroBatch, Order
+from closeranks.data.quarantine import BadSample, Quarantine, merge
+from closeranks.data.reader import Loaded
+from closeranks.data.timing import StageTimes
+from closeranks.parallel.mesh import Groups
+from closeranks.telemetry.folder import RunFolder
+
+
+@dataclass(slots=True)
+class Supply:
+    """The data of one run, as its steps see it."""
+
+    loader: Loader
+    quarantine: Quarantine
+    order: Order
+    groups: Groups
+    rank: int
+    logs_samples: bool = False
+    _times: StageTimes = field(default_factory=StageTimes)
+    _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
+    """Bad samples of steps that are not settled yet, found here."""
+    _log: int | None = None
+
+    @property
+    def wait_s(self) -> float:
+        return self.loader.wait_s
+
+    @property
+    def speaks(self) -> bool:
+        """Ranks of one replica read the same samples; one of them counts them."""
+        return self.groups.tensor.rank == 0 and self.groups.pipeline.rank == 0
+
+    def start(self, step: int, folder: Path) -> None:
+        """Begin to read for ``step`` and those after it."""
+        self.loader.start(step)
+        if self.logs_samples and self.speaks:
+            self._open_log(folder)
+
+    def _open_log(self, folder: Path) -> None:
+        """Which samples each step takes is written down from now on."""
+        path = RunFolder(folder).samples(self.rank)
+        try:
+            self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            fix = "Make it writable, or set data.log_samples = false."
+            raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=self.rank) from error
+
+    def take(self, step: int, assigned: Sequence[MicroBatch]) -> Sequence[Loaded]:
+        """This rank's micro-batches of a step, which are ``assigned`` to it; a spare is another's to count."""
+        loaded = self.loader.take(step)
+        self._times += self.loader.last_times
+        if self.speaks:
+            own = [one for one, planned in zip(loaded, assigned, strict=True) if not planned.is_spare]
+            if bad := tuple(sample for one in own for sample in one.skipped):
+                self._found[step] = bad
+            if self._log is not None:
+                self._write(step, own)
+        return loaded
+
+    def pop_times(self) -> StageTimes:
+        """What reading took for the steps since this was asked last."""
+        times, self._times = self._times, StageTimes()
+        return times
+
+    def num_bad(self, step: int) -> int:
+        """For the vote: bad samples of a step that this rank counts."""
+        return len(self._found.get(step, ()))
+
+    def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
+        """All ranks, where the vote of a step counted any: agree on which they were, say so, and stop at too many."""
+        if not done.num_bad:
+            return
+        own = json.dumps([sample.to_json() for sample in self._found.pop(done.step - 1, ())])
+        heard = [BadSample.from_json(row) for text in self.groups.world.gather_text(own) for row in json.loads(text)]
+        fresh = self.quarantine.add(merge(heard))
+        for bad in fresh if self.rank == 0 else ():
+            emit(Warned(f"sample {bad.sample} is skipped: {bad.told}", done.step))
+        self.quarantine.check(done.step)
+
+    @property
+    def described(self) -> str:
+        """The order in words; empty for the usual one."""
+        return self.order.described
+
+    def state(self) -> dict[str, Any]:
+        return {"quarantine": self.quarantine.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.quarantine.load(state.get("quarantine", ()))
+
+    def close(self) -> None:
+        self.loader.close()
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    def _write(self, step: int, loaded: Sequence[Loaded]) -> None:
+        assert self._log is not None
+        rows = [
+            {
+                "step": step + 1,
+                "micro_batch": one.micro_batch.index,
+                "first": one.micro_batch.first,
+                "samples": [int(sample) for sample in self.order.between(one.micro_batch.first, one.micro_batch.last)],
+                "skipped": [bad.sample for bad in one.skipped],
+            }
+            for one in loaded
+        ]
+        os.write(self._log, "".join(f"{json.dumps(row)}\n" for row in rows).encode())

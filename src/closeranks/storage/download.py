@@ -1,0 +1,143 @@
+"""How is a file brought from a store, a range at a time?
+
+    begin (a few ranges at once) -> take (in order; one that broke off is asked for again by itself) -> yield
+
+Invariants: at most ``NUM_STREAMS`` ranges are in memory beside the one handed out; all bytes are of the version that
+was listed (S3 says with every answer which one it is of, elsewhere the file is looked at once more at the end); a
+caller that stops waits for no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from closeranks.storage.connection import Connection
+from closeranks.storage.listing import version_of
+from closeranks.storage.patience import Patience, persist
+from closeranks.storage.protocol import ChangedError, Entry, StoppedError
+
+RANGE_BYTES = 8 << 20
+NUM_STREAMS = 4
+"""Ranges on their way at once: one connection of an object store is far slower than the store."""
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a file comes from."""
+
+    at: Connection
+    path: str
+    url: str
+    """For people."""
+    patience: Patience
+
+    @property
+    def is_async(self) -> bool:
+        return bool(self.at.fs.async_impl)
+
+
+def downloaded(
+    origin: Origin, entry: Entry, look: Callable[[], Entry], stop: threading.Event
+) -> Generator[bytes, None, None]:
+    """``look`` asks for the file as it is now."""
+    coming: deque[_Range] = deque()
+    try:
+        for start in range(0, entry.num_bytes, RANGE_BYTES):
+            coming.append(_Range(origin, entry, start, min(start + RANGE_BYTES, entry.num_bytes), stop))
+            if len(coming) >= (NUM_STREAMS if origin.is_async else 1):
+                yield coming[0].arrived()
+                coming.popleft()
+        while coming:
+            yield coming[0].arrived()
+            coming.popleft()
+    finally:
+        for span in coming:
+            span.drop()
+    if not (origin.at.is_s3 and entry.num_bytes) and look() != entry:
+        raise _changed(origin.url)
+
+
+@dataclass(slots=True)
+class _Range:
+    """On its way from the moment it is made."""
+
+    origin: Origin
+    entry: Entry
+    start: int
+    end: int
+    stop: threading.Event
+    pending: Future[bytes] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pending = self._begun()
+
+    def arrived(self) -> bytes:
+        url, patience = self.origin.url, self.origin.patience
+        data = persist(self._taken, "reading", url, patience, pause=self.stop.wait)
+        if len(data) != self.end - self.start:
+            raise _changed(url, f"{len(data)} of {self.end - self.start} bytes came from byte {self.start} on")
+        return data
+
+    def drop(self) -> None:
+        if self.pending is not None:
+            self.pending.cancel()
+
+    def _taken(self) -> bytes:
+        self.pending = pending = self.pending or self._begun()
+        while not (self.stop.is_set() or wait([pending], _LOOK_S).done):
+            pass
+        if self.stop.is_set():
+            raise _stopped(self.origin.url)
+        self.pending = None
+        return pending.result()
+
+    def _begun(self) -> Future[bytes]:
+        if self.stop.is_set():
+            raise _stopped(self.origin.url)
+        fs, path = self.origin.at.fs, self.origin.path
+        if self.origin.at.is_s3:
+            return asyncio.run_coroutine_threadsafe(_s3_range(self.origin, self.entry, self.start, self.end), fs.loop)
+        if self.origin.is_async:
+            return asyncio.run_coroutine_threadsafe(fs._cat_file(path, start=self.start, end=self.end), fs.loop)
+        return _done(partial(fs.cat_file, path, start=self.start, end=self.end))
+
+
+async def _s3_range(origin: Origin, entry: Entry, start: int, end: int) -> bytes:
+    fs = origin.at.fs
+    bucket, key, _ = fs.split_path(origin.path)
+    answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **fs.req_kw)
+    body = answer["Body"]
+    try:
+        found = version_of({"ETag": answer.get("ETag")})
+        if found and entry.version and found != entry.version:
+            raise _changed(origin.url)
+        data: bytes = await body.read()
+        return data
+    finally:
+        body.close()
+
+
+def _done(read: Callable[[], Any]) -> Future[bytes]:
+    """What a file system without a loop of its own does at once, in the caller's thread."""
+    future: Future[bytes] = Future()
+    try:
+        future.set_result(read())
+    except Exception as error:  # foreign code: judged where it is taken
+        future.set_exception(error)
+    return future
+
+
+def _changed(url: str, how: str = "") -> ChangedError:
+    return ChangedError(f"{url} is not the file that was listed; it was replaced or cut" + (f": {how}" if how else ""))
+
+
+def _stopped(url: str) -> StoppedError:
+    return StoppedError(f"reading {url} was given up")

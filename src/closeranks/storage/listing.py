@@ -1,0 +1,113 @@
+"""Which files lie below a place, how large are they, and how would one notice that one of them changed?
+
+Every file system words its answers differently; here they become entries. Invariants: nothing that is there is left out
+in silence except what is hidden (a link to nowhere and a name that cannot be used are errors); a page of a long listing
+is asked for again by itself, or a store that throttles one request in twenty could never list a hundred pages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from closeranks.storage.connection import Connection
+from closeranks.storage.failures import of_disk
+from closeranks.storage.names import checked, is_shown
+from closeranks.storage.protocol import Entry, StorageError
+
+Ask = Callable[[Callable[[], Any], str, str], Any]
+"""Runs a request with patience: (request, doing, name)."""
+
+_VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "content_md5", "checksum", "Content-MD5", "Digest")
+_TIME_KEYS = ("LastModified", "last_modified", "Last-Modified", "mtime", "modified", "updated", "created")
+
+
+def version_of(info: Mapping[str, Any]) -> str:
+    """The store's own mark of the content, else the time it was last written; quotes and the mark of a weak tag are
+    noise, which listings and answers to a read do not agree on."""
+    value = next((info[key] for key in (*_VERSION_KEYS, *_TIME_KEYS) if info.get(key)), "")
+    if isinstance(value, datetime):  # of one file, fsspec's own memory:// says a date here and seconds there
+        value = value.timestamp()
+    return str(value).removeprefix("W/").strip('"')
+
+
+def to_entry(name: str, info: Mapping[str, Any], url: str) -> Entry:
+    if info.get("size") is None:
+        raise StorageError(f"{url} does not say how large it is, so nobody could tell whether it arrived whole")
+    return Entry(name, int(info["size"]), version_of(info))
+
+
+def is_visible(name: str) -> bool:
+    return all(is_shown(part) for part in name.split("/"))
+
+
+def in_s3(at: Connection, url: str, ask: Ask) -> list[Entry]:
+    bucket, key, _ = at.fs.split_path(at.root)
+    prefix = f"{key}/" if key else ""
+    found = ((str(info["Key"])[len(prefix) :], info) for info in _pages(at.fs, bucket, prefix, ask))
+    shown = ((name, info) for name, info in found if name and not name.endswith("/") and is_visible(name))
+    return _sorted(Entry(checked(name), int(info["Size"]), version_of(info)) for name, info in shown)
+
+
+def _pages(fs: Any, bucket: str, prefix: str, ask: Ask) -> Iterator[Mapping[str, Any]]:
+    where: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, **fs.req_kw}
+    while True:
+        request = dict(where)
+        page = ask(lambda request=request: fs.call_s3("list_objects_v2", **request), "listing", "")  # type: ignore[misc]
+        yield from page.get("Contents", [])
+        if not page.get("IsTruncated"):
+            return
+        where["ContinuationToken"] = page["NextContinuationToken"]
+
+
+def of_any(at: Connection, url: str, ask: Ask) -> list[Entry]:
+    """Some file systems (plain HTTP) list names alone: those are asked for one by one."""
+    found: Mapping[str, Mapping[str, Any]] = ask(lambda: at.fs.find(f"{at.root}/", detail=True), "listing", "")
+    entries = []
+    for path, info in found.items():
+        name = path.removeprefix(at.root).lstrip("/")
+        if not name or not is_visible(name) or info.get("type", "file") != "file":
+            continue
+        if info.get("size") is None:
+            info = ask(lambda path=path: at.fs.info(path), "looking for", name)  # type: ignore[misc]
+        entries.append(to_entry(checked(name), info, f"{url}/{name}"))
+    return _sorted(entries)
+
+
+def on_disk(root: Path) -> list[Entry]:
+    """Links are followed, those to folders as well; one that leads back up ends there."""
+    entries: list[Entry] = []
+    try:
+        _walk(str(root), "", frozenset(), entries)
+    except FileNotFoundError as error:
+        if not root.exists():
+            return []
+        raise of_disk(error, "listing", error.filename or root) from error
+    except OSError as error:
+        raise of_disk(error, "listing", error.filename or root) from error
+    return _sorted(entries)
+
+
+def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]], entries: list[Entry]) -> None:
+    here = os.stat(folder)
+    mark = (here.st_dev, here.st_ino)
+    if mark in above:
+        return
+    with os.scandir(folder) as found:
+        for child in found:
+            if not is_shown(child.name):
+                continue
+            if child.is_dir():
+                _walk(child.path, f"{prefix}{child.name}/", above | {mark}, entries)
+            elif child.is_file():
+                stat = child.stat()
+                entries.append(Entry(prefix + child.name, stat.st_size, str(stat.st_mtime_ns)))
+            elif child.is_symlink():
+                os.stat(child.path)  # leads nowhere: raises, since a shard that is not there must not go unnoticed
+
+
+def _sorted(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: entry.name)

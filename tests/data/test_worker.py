@@ -1,0 +1,365 @@
+"""Processes that read: one nursery serves all tests here, since importing torch takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from closeranks.core.errors import CloseranksError, DataError, SetupError, UserError
+from closeranks.data.crew import Crew, Stopped
+from closeranks.data.messages import RemoteTraceback
+from closeranks.data.nursery import Nursery
+from closeranks.data.order import FullOrder, Schedule
+from closeranks.data.quarantine import BadSample
+from closeranks.data.reader import Loaded, Reader, ReadPlan
+from closeranks.data.settings import ReadSettings
+
+from .doubles import (
+    CountingSource,
+    DrawingSource,
+    DyingSource,
+    FailingSource,
+    HeldSource,
+    LocalSource,
+    LoggedSource,
+    MixedSource,
+    SlowSource,
+    StoredSource,
+    StuckSource,
+)
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    one = Nursery()
+    yield one
+    assert processes_of(one) == []
+    one.close()
+    assert not one.is_alive
+
+
+def plan_of(source: CountingSource, steps: int = STEPS, known: Any = None, **settings: Any) -> ReadPlan:
+    """Four micro-batches of two samples a step."""
+    schedule = Schedule.for_steps(len(source), 8, 2, steps)
+    return ReadPlan(source, FullOrder(len(source), 5), schedule, settings=ReadSettings(**settings), known=known or {})
+
+
+@contextlib.contextmanager
+def crew_of(plan: ReadPlan, nursery: Nursery, step: int = 0) -> Iterator[Crew]:
+    crew = Crew(plan, step, nursery)
+    try:
+        yield crew
+    finally:
+        crew.close()
+
+
+def all_of(plan: ReadPlan, nursery: Nursery, step: int = 0) -> list[list[Loaded]]:
+    with crew_of(plan, nursery, step) as crew:
+        return [crew.read(later) for later in range(step, plan.schedule.num_steps)]
+
+
+def processes_of(nursery: Nursery) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children").read_text().split()]
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def sample_at(plan: ReadPlan, step: int, micro_batch: int) -> int:
+    return int(plan.order.at(torch.tensor([step * 8 + micro_batch * 2]).numpy())[0])
+
+
+def ids(loaded: list[Loaded]) -> list[int]:
+    return [int(n) for one in loaded for n in one.batch["id"]]
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 0), (1, 1), (3, 1), (3, 4)])
+def test_processes_read_what_the_rank_itself_would(nursery: Nursery, workers: int, prefetch: int) -> None:
+    plan = plan_of(CountingSource(20), workers=workers, prefetch=prefetch)
+    reader = Reader(plan, 0)
+    alone = [reader.read(step) for step in range(STEPS)]
+    read = all_of(plan, nursery)
+    assert [ids(step) for step in read] == [ids(step) for step in alone]
+    assert [[one.micro_batch for one in step] for step in read] == [[one.micro_batch for one in s] for s in alone]
+    assert all(
+        torch.equal(a.batch["x"], b.batch["x"])
+        for s, t in zip(read, alone, strict=True)
+        for a, b in zip(s, t, strict=True)
+    )
+    assert [ids(step) for step in all_of(plan, nursery, step=3)] == [ids(step) for step in alone[3:]]
+    assert processes_of(nursery) == []
+
+
+def test_batches_of_any_kind_and_size_arrive(nursery: Nursery) -> None:
+    """Some are sixty times the size of others."""
+    plan = plan_of(MixedSource(20), workers=2)
+    reader = Reader(plan, 0)
+    for step, read in enumerate(all_of(plan, nursery)):
+        for one, other in zip(read, reader.read(step), strict=True):
+            for name in ("id", "wide", "half", "is_even", "strided", "empty"):
+                assert torch.equal(one.batch[name], other.batch[name])
+            assert one.batch["text"] == other.batch["text"]
+
+
+def test_batches_stay_valid_after_the_crew_is_gone(nursery: Nursery) -> None:
+    plan = plan_of(CountingSource(20), steps=12, workers=2)
+    read = all_of(plan, nursery)
+    assert [ids(step) for step in read] == [ids(Reader(plan, step).read(step)) for step in range(12)]
+
+
+def test_memory_is_bounded_by_what_is_read_ahead(nursery: Nursery) -> None:
+    plan = plan_of(CountingSource(20), steps=60, workers=2, prefetch=2)
+    with crew_of(plan, nursery) as crew:
+        for step in range(60):
+            crew.read(step)
+        assert crew.num_slots <= (2 + 1 + 1) * 4  # ahead, asked for, and not yet let go of
+
+
+def test_nobody_reads_further_ahead_than_told(nursery: Nursery, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    with crew_of(plan_of(LoggedSource(20, str(path)), steps=20, workers=2, prefetch=2), nursery) as crew:
+        for step in range(20):
+            allowed = 4 * min(20, step + 2)
+            until(lambda most=allowed: len(path.read_text()) >= most)  # type: ignore[misc]
+            assert len(path.read_text()) == allowed
+            crew.read(step)
+
+
+def test_what_a_dataset_draws_does_not_depend_on_the_number_of_processes(nursery: Nursery) -> None:
+    drawn = [
+        [
+            one.batch["drawn"][0].tolist()
+            for step in all_of(plan_of(DrawingSource(20), workers=workers), nursery)
+            for one in step
+        ]
+        for workers in (1, 3)
+    ]
+    assert drawn[0] == drawn[1]
+    assert len({tuple(values) for values in drawn[0]}) == STEPS * 4
+
+
+def test_arrays_of_a_dataset_in_memory_are_the_processes_own(nursery: Nursery) -> None:
+    source = HeldSource(20)
+    before = source.array.copy()
+    for step in all_of(plan_of(source, workers=1), nursery):
+        for one in step:
+            assert torch.equal(one.batch["tensor"], source.tensor[one.batch["id"]])
+    assert (source.array == before).all()
+
+
+def test_bad_samples_are_told(nursery: Nursery) -> None:
+    known = {7: BadSample(7, "there", "known")}
+    plan = plan_of(StoredSource(20, damaged=(3,), nan=(11,)), known=known, workers=2, on_bad="skip")
+    reader = Reader(plan, 0)
+    for step, read in enumerate(all_of(plan, nursery)):
+        alone = reader.read(step)
+        assert [one.skipped for one in read] == [one.skipped for one in alone]
+        assert [one.micro_batch for one in read] == [one.micro_batch for one in alone]
+        assert ids(read) == ids(alone)
+
+
+def test_times_come_along(nursery: Nursery) -> None:
+    read = all_of(plan_of(SlowSource(20, "decode", 0.01), steps=2, workers=2), nursery)
+    assert all(one.times.decode_s >= 0.01 for step in read for one in step)
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "match"),
+    [
+        (OSError("torn"), DataError, r"of failing raised OSError: torn \(.*doubles.py:\d+\)"),
+        (SetupError("the disk is gone", "Mount it."), SetupError, "the disk is gone. Mount it."),
+        (EOFError("short"), DataError, "raised EOFError: short"),
+        (SystemExit(4), DataError, "reading step 2 of failing raised SystemExit: 4"),
+    ],
+)
+def test_an_error_comes_at_its_step_with_its_traceback_and_ever_after(
+    nursery: Nursery, error: BaseException, kind: type[CloseranksError], match: str
+) -> None:
+    bad = sample_at(plan_of(CountingSource(40)), 1, 2)
+    with crew_of(plan_of(FailingSource(40, bad, error), workers=3), nursery) as crew:
+        assert len(crew.read(0)) == 4
+        for _ in range(2):
+            with pytest.raises(kind, match=match) as caught:
+                crew.read(1)
+            cause = caught.value.__cause__
+            assert isinstance(cause, RemoteTraceback)
+            assert "in process 1 of 3 that read failing\n" in str(cause)
+            assert "raise self._error" in str(cause)
+
+
+@pytest.mark.parametrize(
+    ("status", "match"),
+    [(3, "process 3 of 3 that read dying exited with code 3"), (-signal.SIGKILL, "was killed by SIGKILL; if nobody")],
+)
+def test_a_process_that_dies_is_named_with_its_end(nursery: Nursery, status: int, match: str) -> None:
+    bad = sample_at(plan_of(CountingSource(40)), 0, 2)
+    with crew_of(plan_of(DyingSource(40, bad, status), workers=3, prefetch=1), nursery) as crew:
+        for _ in range(2):
+            with pytest.raises(DataError, match=match) as caught:
+                crew.read(0)
+    assert "lower data.workers or data.prefetch" in caught.value.fix
+
+
+def test_a_process_killed_from_outside_is_found_by_the_next_read(nursery: Nursery) -> None:
+    """Even though all that this read asks for lies there already."""
+    with crew_of(plan_of(CountingSource(20), steps=50, workers=2, prefetch=4), nursery) as crew:
+        crew.read(0)
+        victim = processes_of(nursery)[1]
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: victim not in processes_of(nursery))
+        with pytest.raises(DataError, match="process 2 of 2 that read counting was killed by SIGKILL"):
+            crew.read(1)
+
+
+def test_signals_to_the_job_do_not_end_a_process(nursery: Nursery) -> None:
+    with crew_of(plan_of(CountingSource(20), steps=20, workers=2), nursery) as crew:
+        crew.read(0)
+        for pid in (nursery.pid, *processes_of(nursery)):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(pid, number)
+        for step in range(1, 20):
+            assert len(crew.read(step)) == 4
+
+
+def test_close_ends_a_process_that_is_stuck_in_a_read(nursery: Nursery, tmp_path: Path) -> None:
+    path = tmp_path / "here"
+    with crew_of(plan_of(StuckSource(20, sample_at(plan_of(CountingSource(20)), 0, 1), str(path)), workers=2), nursery):
+        until(path.exists)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5.0
+    assert processes_of(nursery) == []
+
+
+def test_stop_wakes_whoever_waits(nursery: Nursery, tmp_path: Path) -> None:
+    path, woken = tmp_path / "here", threading.Event()
+    plan = plan_of(StuckSource(20, sample_at(plan_of(CountingSource(20)), 0, 1), str(path)), workers=2)
+
+    def wait_in_vain(crew: Crew) -> None:
+        with pytest.raises(Stopped):
+            crew.read(0)
+        woken.set()
+
+    with crew_of(plan, nursery) as crew:
+        thread = threading.Thread(target=wait_in_vain, args=(crew,))
+        thread.start()
+        until(path.exists)
+        crew.stop()
+        thread.join(10)
+    assert woken.is_set()
+
+
+def test_closing_at_once_leaves_nothing(nursery: Nursery) -> None:
+    for _ in range(3):
+        with crew_of(plan_of(CountingSource(20), steps=1000, workers=2), nursery):
+            pass
+    assert processes_of(nursery) == []
+
+
+def test_a_dataset_that_cannot_be_sent_is_refused_before_anything_starts(nursery: Nursery) -> None:
+    with pytest.raises(UserError, match="cannot be sent to loader processes"):
+        Crew(plan_of(LocalSource(20), workers=2), 0, nursery)
+    assert processes_of(nursery) == []
+
+
+def test_a_dataset_that_does_not_arrive_is_an_error_of_the_first_read(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Elsewhere(CountingSource):
+        pass
+
+    Elsewhere.__qualname__ = "Elsewhere"
+    monkeypatch.setattr(sys.modules[__name__], "Elsewhere", Elsewhere, raising=False)
+    with crew_of(plan_of(Elsewhere(20), workers=2), nursery) as crew, pytest.raises(UserError) as caught:
+        crew.read(0)
+    assert "does not arrive in loader processes: AttributeError: Can't get attribute 'Elsewhere'" in str(caught.value)
+
+
+# Beyond one nursery
+
+
+_SCRIPT = """
+import os, sys, threading
+from pathlib import Path
+from closeranks.data.loader import Loader
+from closeranks.data.order import FullOrder, Schedule
+from closeranks.data.settings import ReadSettings
+from tests.data.doubles import CountingSource
+
+class Own(CountingSource):
+    identity = "a dataset of the script's own"
+
+def begin(found):
+    loader = Loader(Own(20), FullOrder(20, 5), Schedule.for_steps(20, 8, 2, 99), settings=ReadSettings(workers=2))
+    loader.start(0)
+    assert len(loader.take(0)) == 4
+    found.append(loader)
+
+if __name__ == "__main__":
+    found = []
+    begin(found)
+    thread = threading.Thread(target=begin, args=(found,))
+    thread.start()
+    thread.join()
+    nurseries = [loader._nursery.pid for loader in found]
+    children = [pid for one in nurseries for pid in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+    print(*nurseries, *children, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_processes_die_with_their_rank_whichever_thread_started_them(tmp_path: Path) -> None:
+    """The dataset is a class of the script itself, too."""
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    root = Path(__file__).parents[2]
+    rank = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        text=True,
+    )
+    with rank:
+        assert rank.stdout is not None
+        pids = [int(word) for word in rank.stdout.readline().split()]
+        assert len(pids) == 6
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        rank.kill()
+    until(lambda: not any(_is_running(pid) for pid in pids), 10.0)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_death_of_the_nursery_is_told() -> None:
+    one = Nursery()
+    with crew_of(plan_of(CountingSource(20), workers=1), one) as crew:
+        os.kill(one.pid, signal.SIGKILL)
+        with pytest.raises(DataError, match="parent of the processes that read counting was killed by SIGKILL"):
+            crew.read(0)
+    one.close()
