@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.data.calling import data
 from tests.cli.test_terminal import Terminal
-from tests.data.build.material import contents, json_lines, rows, texts_folder, tiny_tokenizer
+from tests.data.building.material import contents, json_lines, rows, texts_folder, tiny_tokenizer
 
 pytestmark = pytest.mark.world
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.cli.data.calling import data
-from tests.data.build.material import json_lines, png, rows, tar_bytes, tiny_tokenizer
+from tests.data.building.material import json_lines, png, rows, tar_bytes, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from closeranks.data.build.build import Reporter, Summary
+    from closeranks.data.building.build import Reporter, Summary
 
 HELP = """Turn text, JSONL, Parquet, tar, or folders of them into shards that training reads fast and in any order.
 
@@ -70,8 +70,8 @@ def build(
     import json
 
     from closeranks.core.errors import DataError
-    from closeranks.data.build.build import Request, build_shards
-    from closeranks.data.build.sizes import parse_size
+    from closeranks.data.building.build import Request, build_shards
+    from closeranks.data.building.sizes import parse_size
 
     if "://" in out or not out.strip():
         raise DataError(f"--out '{out}' names no folder of this host", "Build into one, and copy that.")
@@ -130,7 +130,7 @@ def _reporter() -> Iterator[Reporter]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from closeranks.data.build.build import Reporter
+    from closeranks.data.building.build import Reporter
 
     console = Console(stderr=True, markup=False, highlight=False)
     columns: tuple[Any, ...] = (TextColumn("building"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -12,7 +12,7 @@ import numpy as np
 
 from closeranks.cli.data.opening import open_path
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.build.salvage import read_or_blame
+from closeranks.data.building.salvage import read_or_blame
 from closeranks.data.files.open import open_files
 from closeranks.data.shards.detect import is_shards
 from closeranks.data.shards.manifest import read_manifest

@@ -59,7 +59,7 @@ def decoder_of(tokenizer: str) -> Decode | None:
         return None
     if tokenizer == "bytes":
         return bytes_as_text
-    from closeranks.data.build.encode import open_decoder
+    from closeranks.data.building.encode import open_decoder
 
     opened = open_decoder(tokenizer)
     return lambda tokens: str(opened.decode(tokens.tolist(), skip_special_tokens=False))

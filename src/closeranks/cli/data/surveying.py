@@ -12,7 +12,7 @@ from typing import Any
 
 from closeranks.cli.data.opening import Opened, open_config, open_path
 from closeranks.core.errors import SetupError, UserError
-from closeranks.data.build.survey import Survey, survey_records, survey_tokens
+from closeranks.data.building.survey import Survey, survey_records, survey_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,59 @@
+"""Which records does a compressed tar hold, read from front to back?
+
+By WebDataset's rule, as ``formats.webdataset`` reads those that are not compressed: neighbouring members whose names
+agree up to the first dot of the last part are one record, and what follows the dot names the field. Invariant: nothing
+is unpacked to the disk and nothing is unpickled; values are the members' bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from closeranks.core.errors import DataError
+
+_KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
+_META = re.compile(r"__[^/]*__($|/)")
+
+
+@dataclass(slots=True)
+class Member:
+    """One record."""
+
+    offset: int
+    """Of its first header, in the tar as it is without compression."""
+    record: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    """Why it cannot be used."""
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """``a/b.c/001.seg.PNG`` is field ``seg.png`` of record ``a/b.c/001``; None for what is no record's."""
+    match = None if _META.match(name) else _KEY_AND_FIELD.match(name)
+    return None if match is None else (match[1], match[2].lower())
+
+
+def members(content: BinaryIO, shown: str) -> Iterator[Member]:
+    member = Member(0)
+    try:
+        with tarfile.open(fileobj=content, mode="r|") as archive:
+            for info in archive:
+                names = split_name(info.name)
+                stream = archive.extractfile(info) if names is not None and info.isfile() else None
+                if names is None or stream is None:
+                    continue
+                key, name = names
+                if key != member.record.get("__key__"):
+                    if member.record:
+                        yield member
+                    member = Member(info.offset, {"__key__": key})
+                if name in member.record:
+                    member.reason = f"record '{key}' has two members '{name}'"
+                member.record[name] = stream.read()
+    except tarfile.TarError as error:
+        raise DataError(f"'{shown}' is no tar archive, or damaged: {error}", "Fetch it anew.") from error
+    if member.record:
+        yield member

@@ -1,0 +1,197 @@
+"""How does a build go, from what a person asked for to a data set?
+
+Call sequence: look at the inputs (nothing is written), decide what to do with the folder, build the parts that are not
+done, describe the whole, remove the traces. Invariant: the data set is described last, in one step: a folder without
+``dataset.json`` is a build that is not finished, and is never read by mistake.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from closeranks.core.errors import Interrupted
+from closeranks.core.faults import point
+from closeranks.data.building.blueprint import Blueprint, PartDone, Settings, Skipped, Tally
+from closeranks.data.building.crew import build_parts
+from closeranks.data.building.encode import BYTES, describe, open_encoder
+from closeranks.data.building.journal import DESCRIBED, PARTS_DONE, Journal, decide
+from closeranks.data.building.looking import blueprint_of
+from closeranks.data.building.plan import ranges
+from closeranks.data.building.standing import found_manifest, standing_of, sweep
+from closeranks.data.shards.commit import commit
+from closeranks.data.shards.manifest import About, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a person asked for."""
+
+    inputs: tuple[str, ...]
+    out: Path
+    tokenizer: str = BYTES
+    kind: str = "tokens"
+    field: str = ""
+    eos: str = "auto"
+    split: str = "file"
+    shard_bytes: int = 256_000_000
+    num_processes: int = 0
+    format: str = ""
+    on_bad: str = "stop"
+    is_overwriting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    kind: str
+    num_documents: int
+    """Or records."""
+    num_tokens: int
+    num_shards: int
+    num_bytes: int
+    """Of the shards."""
+    text_bytes: int
+    num_skipped: int
+    skipped: tuple[str, ...]
+    """The first of them: where, and why."""
+    num_parts: int = 0
+    num_resumed: int = 0
+    """Parts that an earlier start had finished."""
+    is_old: bool = False
+    """The whole was there already."""
+    read_bytes: int = 0
+    """Of the inputs, this time."""
+    seconds: float = 0.0
+
+    def told(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Who is told how it goes."""
+
+    on_total: Callable[[int, int], None] = lambda total, done: None
+    on_bytes: Callable[[int], None] = lambda num_bytes: None
+    on_remark: Callable[[str], None] = lambda text: None
+
+
+def build_shards(request: Request, reporter: Reporter | None = None) -> Summary:
+    """Raises before anything is written where the request cannot be done."""
+    reporter, started_at = reporter or Reporter(), time.monotonic()
+    with TemporaryDirectory(prefix="closeranks-build-") as indexes:
+        blueprint = blueprint_of(request.inputs, settings_of(request), request.out, indexes, reporter.on_remark)
+        if decide(standing_of(blueprint), str(request.out), request.is_overwriting) == "done":
+            Journal(request.out).forget(plan_too=False)  # where a kill came between the description and this
+            return replace(_summary(found_manifest(request.out)), is_old=True)
+        summary, read_bytes = _build(blueprint, request, reporter)
+    return replace(summary, seconds=time.monotonic() - started_at, read_bytes=read_bytes)
+
+
+def settings_of(request: Request) -> Settings:
+    is_tokens = request.kind == "tokens"
+    return Settings(
+        kind=request.kind,
+        field=request.field,
+        split=request.split,
+        format=request.format,
+        shard_bytes=request.shard_bytes,
+        on_bad=request.on_bad,
+        encoder=describe(request.tokenizer, request.eos) if is_tokens else None,
+    )
+
+
+def _build(blueprint: Blueprint, request: Request, reporter: Reporter) -> tuple[Summary, int]:
+    journal = Journal(blueprint.out)
+    with journal.hold():
+        # Asked again: another process may have worked here before the folder was ours.
+        if decide(standing_of(blueprint), str(request.out), request.is_overwriting) == "fresh":
+            sweep(blueprint.out)
+            journal.forget(plan_too=True)
+            journal.begin(blueprint)
+        noted = {part.index: journal.noted(part.index) for part in blueprint.parts}
+        done = {index: part for index, part in noted.items() if part is not None}
+        num_resumed, read_bytes = len(done), _build_parts(blueprint, journal, done, request, reporter)
+        point(PARTS_DONE)
+        manifest = commit(blueprint.out, _shards(done), _about(blueprint, done))
+        point(DESCRIBED)
+        journal.forget(plan_too=False)
+    return replace(_summary(manifest), num_parts=len(done), num_resumed=num_resumed), read_bytes
+
+
+def _build_parts(
+    blueprint: Blueprint, journal: Journal, done: dict[int, PartDone], request: Request, reporter: Reporter
+) -> int:
+    """Adds what is built to ``done``; the bytes that were read."""
+    todo = [part.index for part in blueprint.parts if part.index not in done]
+    total, rest = blueprint.input_bytes, sum(_input_bytes(blueprint, index) for index in todo)
+    reporter.on_total(total, total - rest)
+    if done:
+        reporter.on_remark(f"going on: {len(done):,} of {len(blueprint.parts):,} parts are done")
+
+    def on_part(part: PartDone) -> None:
+        journal.note(part)
+        done[part.index] = part
+
+    try:
+        build_parts(blueprint, todo, request.num_processes or num_cores(), reporter.on_bytes, on_part)
+    except KeyboardInterrupt:
+        what = f"interrupted: {len(done):,} of {len(blueprint.parts):,} parts are built"
+        raise Interrupted(what, "The same command goes on from there.") from None
+    return rest
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _input_bytes(blueprint: Blueprint, index: int) -> int:
+    """Of the inputs, what a part reads."""
+    total = 0
+    for span in ranges(blueprint.parts[index], blueprint.extents):
+        size, units = blueprint.inputs[span.input].num_bytes, blueprint.extents[span.input].num_units
+        total += size * span.last // units - size * span.first // units
+    return total
+
+
+def _shards(done: dict[int, PartDone]) -> list[str]:
+    return [name for index in sorted(done) for name in done[index].shards]
+
+
+def _about(blueprint: Blueprint, done: dict[int, PartDone]) -> About:
+    settings = blueprint.settings
+    tally = sum((done[index].tally for index in sorted(done)), Tally())
+    provenance = {
+        "inputs": [PurePosixPath(text.rstrip("/")).name or text for text in blueprint.given],
+        "num_input_files": len(blueprint.inputs),
+        "input_bytes": blueprint.input_bytes,
+        "settings": settings.told(),
+        "text_bytes": tally.text_bytes,
+        "num_skipped": tally.num_skipped,
+        "skipped": [str(Skipped(*one)) for one in tally.skipped],
+    }
+    if settings.encoder is None:
+        return About(provenance=provenance)
+    encoder = open_encoder(settings.encoder)
+    name = PurePosixPath(settings.encoder.tokenizer).name
+    return About(encoder.vocab_size, name, settings.encoder.digest, provenance)
+
+
+def _summary(manifest: Manifest) -> Summary:
+    told = manifest.about.provenance
+    is_tokens = manifest.head.kind == "tokens"
+    return Summary(
+        kind=manifest.head.kind,
+        num_documents=manifest.num_items,
+        num_tokens=manifest.num_units if is_tokens else 0,
+        num_shards=len(manifest.shards),
+        num_bytes=manifest.num_bytes,
+        text_bytes=int(told.get("text_bytes", 0)),
+        num_skipped=int(told.get("num_skipped", 0)),
+        skipped=tuple(told.get("skipped", ())),
+    )

@@ -1,0 +1,143 @@
+"""What is finished of a build, and may a folder be built into?
+
+A folder that is being built holds ``.build/plan.json`` (which build this is, kept for good) and one document for each
+finished part. Invariants: a document says that a part is done only after its shards are; a folder with the traces of
+one build never takes another's; nothing that no build wrote is ever removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from closeranks.core.errors import DataError, SetupError
+from closeranks.core.faults import declare, point
+from closeranks.data.building.blueprint import Blueprint, PartDone, Tally
+from closeranks.data.building.inputs import fingerprint
+from closeranks.storage.documents import UnsoundDocument, seal, unseal
+from closeranks.storage.local import LocalStorage
+from closeranks.storage.protocol import StorageError
+
+FOLDER = ".build"
+_PLAN = "plan.json"
+_LOCK = "lock"
+_VERSION = 1
+
+PART_WRITTEN = declare("build.part_written", "a part's shards are finished; its document is not written")
+PART_NOTED = declare("build.part_noted", "a part's document is written")
+PARTS_DONE = declare("build.parts_done", "all parts are done; the data set is not described")
+DESCRIBED = declare("build.described", "the data set is described; traces of the build are still there")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a folder holds before a build."""
+
+    state: Literal["new", "ours", "other", "done", "foreign"]
+    """``ours``: begun by the same build; ``other``: by another; ``done``: finished by the same; ``foreign``: files
+    that no build wrote."""
+    what: str = ""
+    """For ``other`` and ``foreign``: what is different."""
+
+
+def decide(standing: Standing, out: str, is_overwriting: bool) -> Literal["fresh", "resume", "done"]:
+    """What to do with a folder; raises where a person must choose."""
+    if standing.state == "foreign":
+        what = f"the folder '{out}' is not empty: it holds {standing.what}"
+        raise DataError(what, "Name a new folder: a build never removes what it did not write.")
+    if is_overwriting or standing.state == "new":
+        return "fresh"
+    if standing.state == "other":
+        fix = "Give --overwrite to build anew, or name another folder."
+        raise DataError(f"'{out}' holds another build: {standing.what}", fix)
+    return "resume" if standing.state == "ours" else "done"
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """In words, which settings are not what they were, or that the inputs are not."""
+    changed = [
+        f"{key} was {found.get(key)!r} and is now {wanted.get(key)!r}"
+        for key in sorted({*found, *wanted} - {"fingerprint"})
+        if found.get(key) != wanted.get(key)
+    ]
+    return ", ".join(changed) or "its inputs have changed since it began"
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.out / FOLDER
+
+    def begin(self, blueprint: Blueprint) -> None:
+        self._publish(_PLAN, told(blueprint))
+
+    def plan(self) -> dict[str, Any] | None:
+        """What the build that was begun here said of itself; None where there is none."""
+        found: dict[str, Any] | None = self._document(_PLAN)
+        return found
+
+    def note(self, done: PartDone) -> None:
+        point(PART_WRITTEN)
+        self._publish(_name(done.index), {"shards": list(done.shards), "tally": done.tally.encode()})
+        point(PART_NOTED)
+
+    def noted(self, index: int) -> PartDone | None:
+        """A part that is done; None where it is not, or its document is damaged: then it is built again."""
+        body = self._document(_name(index))
+        return None if body is None else PartDone(index, tuple(body["shards"]), Tally.decode(body["tally"]))
+
+    def forget(self, *, plan_too: bool) -> None:
+        """The documents of parts are of no use once the whole is described."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path.name != _LOCK and (plan_too or path.name != _PLAN):
+                path.unlink(missing_ok=True)
+
+    def _publish(self, name: str, body: Any) -> None:
+        try:
+            LocalStorage(self.folder).publish(name, seal("build", body, _VERSION), replace=True)
+        except StorageError as error:
+            raise SetupError(str(error).rstrip("."), "Mend that, and give the same command again.") from error
+
+    def _document(self, name: str) -> Any:
+        try:
+            return unseal("build", (self.folder / name).read_bytes(), name, _VERSION)
+        except (FileNotFoundError, NotADirectoryError, UnsoundDocument):
+            return None
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """The folder for this process alone; the lock goes with the process, however it ends."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            what = f"'{self.out}' cannot be written: {error.strerror}"
+            raise SetupError(what, "Name another folder, or mend its permissions.") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            what = f"another process is building into '{self.out}'"
+            raise SetupError(what, "Let it finish, or name another folder.") from error
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+
+def _name(index: int) -> str:
+    return f"part-{index:06d}.json"
+
+
+def told(blueprint: Blueprint) -> dict[str, Any]:
+    """What tells one build from another."""
+    seen = fingerprint(blueprint.places, blueprint.given)
+    return {**blueprint.settings.told(), "inputs": list(blueprint.given), "fingerprint": seen}

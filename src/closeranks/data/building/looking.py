@@ -1,0 +1,104 @@
+"""What is a build to read, and can it? Looked at before anything is written.
+
+Invariant: a mistake that the first record of an input shows (a field that is not there, a format that is not what it
+says) is told now, in one sentence, and not after an hour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from closeranks.core.errors import DataError
+from closeranks.data.building.blueprint import Blueprint, Settings
+from closeranks.data.building.encode import Encoder, open_encoder
+from closeranks.data.building.inputs import STORED, TAR, TEXT, Found, Input, find_inputs
+from closeranks.data.building.plan import Extent, Range, plan
+from closeranks.data.building.reading import Wish, read_range
+from closeranks.data.building.stored import open_store
+from closeranks.data.files.open import open_files
+from closeranks.data.files.protocol import Files
+from closeranks.data.stores import Records
+
+
+def blueprint_of(
+    given: tuple[str, ...], settings: Settings, out: Path, index_folder: str, on_remark: Callable[[str], None]
+) -> Blueprint:
+    """Everything that is decided before the first shard."""
+    places = tuple(_place(text, out) for text in given)
+    found = find_inputs(places, given, settings.format)
+    for text, one in zip(given, found, strict=True):
+        if one.left_out:
+            on_remark(f"note: '{text}' is taken as {one.inputs[0].kind}; {_left_out(one)}")
+    look = _Look(settings, open_encoder(settings.encoder) if settings.encoder is not None else None, index_folder)
+    for one in found:
+        first = next((given for given in one.inputs if given.num_bytes), None)
+        if first is not None:
+            look.check_first(first, places[first.root])
+    inputs = tuple(part for one in found for part in one.inputs)
+    extents = tuple(look.extent(one, places[one.root]) for one in inputs)
+    if not any(extent.num_units for extent in extents):
+        raise DataError("the inputs hold no documents", "Name inputs that do.")
+    return Blueprint(given, places, inputs, extents, plan(extents, settings.shard_bytes), settings, out, index_folder)
+
+
+def _place(text: str, out: Path) -> Files:
+    if not text.strip():
+        raise DataError("the name of an input is empty", "Name a file, a folder, or a URL of those.")
+    if "://" not in text:
+        path = Path(text).expanduser()
+        if not path.exists():
+            raise DataError(f"there is no file or folder '{text}'", "Check the name.")
+        if path.is_dir() and out.resolve().is_relative_to(path.resolve()):
+            raise DataError(f"--out {out} lies inside the input '{text}'", "Name a folder outside of it.")
+    return open_files(text)
+
+
+def _left_out(found: Found) -> str:
+    names = ", ".join(found.left_out[:4]) + (", ..." if len(found.left_out) > 4 else "")
+    count = len(found.left_out)
+    return f"left out: {count:,} other {'file' if count == 1 else 'files'} ({names})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    settings: Settings
+    encoder: Encoder | None
+    index_folder: str
+
+    def extent(self, given: Input, files: Files) -> Extent:
+        """Into what an input can be cut, and what it will become."""
+        factor = self.encoder.bytes_per_byte if self.encoder is not None else 1.0
+        return Extent(int(given.content_bytes * factor), self._num_units(given, files))
+
+    def _num_units(self, given: Input, files: Files) -> int:
+        if given.kind in STORED:
+            return len(self._store(given, files))
+        if given.compression or given.kind == TAR or (given.kind == TEXT and self.settings.split == "file"):
+            return 1
+        return given.num_bytes
+
+    def _store(self, given: Input, files: Files) -> Records:
+        return open_store(given, files, self.index_folder)
+
+    def check_first(self, given: Input, files: Files) -> None:
+        settings = self.settings
+        needs_utf8 = self.encoder is not None and self.encoder.needs_utf8
+        wish = Wish(settings.kind, settings.field, settings.split, needs_utf8)
+        span = Range(0, 0, min(1, self._num_units(given, files)) if given.kind in STORED else given.num_bytes)
+        items = read_range(given, files, span, wish, lambda: self._store(given, files), _quiet)
+        item = next(items, None)
+        if item is not None and item.reason and settings.on_bad == "stop":
+            where = f"'{item.file}', {item.unit} {item.offset}"
+            raise DataError(f"{where}: {item.reason}", _advice(given, settings))
+
+
+def _quiet(num_bytes: int) -> None:
+    return None
+
+
+def _advice(given: Input, settings: Settings) -> str:
+    if settings.kind == "tokens" and given.kind != TEXT:
+        return "Name the field that holds the text with --field, or keep records as they are with --kind records."
+    return "Mend or remove it, say what it is with --format, or leave such records out with --on-bad skip."

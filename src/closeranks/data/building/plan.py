@@ -1,0 +1,102 @@
+"""Which part of the inputs does each shard hold?
+
+All inputs stand in a row, and the row is cut into parts: whole files, or ranges of those that can be cut (bytes of
+lines, numbers of records). Invariant: the plan is a pure function of the inputs and of the size that a part should
+have, never of processes or time: that makes a build byte-identical however many processes work at it, and lets one that
+was killed go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+_SLIVERS = 16
+"""So many slivers make a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What the plan must know of an input."""
+
+    weight: int
+    """Bytes that it is expected to become."""
+    num_units: int
+    """Into how many units it may be cut: bytes, records, or 1 for what only can be read from its beginning."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cut:
+    """A point in the row of inputs: before unit ``unit`` of input ``input``."""
+
+    input: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process reads and writes in one go: the row of inputs from ``first`` to before ``last``."""
+
+    index: int
+    first: Cut
+    last: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Units ``[first, last)`` of one input."""
+
+    input: int
+    first: int
+    last: int
+
+
+def plan(extents: Sequence[Extent], part_bytes: int) -> tuple[Part, ...]:
+    """Parts of about ``part_bytes``, in the order of the inputs; each input lies in one of them, or in neighbours."""
+    cuts = [Cut(0, 0), *_cuts(extents, part_bytes), Cut(len(extents), 0)]
+    cuts = [cut for number, cut in enumerate(cuts) if number == 0 or cut != cuts[number - 1]]
+    return tuple(Part(index, first, last) for index, (first, last) in enumerate(pairwise(cuts)))
+
+
+def _cuts(extents: Iterable[Extent], part_bytes: int) -> Iterator[Cut]:
+    """Slivers are not worth a seek and a second look for the next line: no cut leaves one on either side."""
+    sliver, filled = part_bytes // _SLIVERS, 0
+    for number, extent in enumerate(extents):
+        reached = 0
+        while _weight(extent, reached, extent.num_units) > part_bytes - filled + sliver:
+            unit = _last_unit(extent, reached, part_bytes - filled)
+            if unit == reached and filled == 0:  # one unit is more than a part
+                unit = reached + 1
+            elif part_bytes - filled <= sliver:
+                unit = reached
+            if unit >= extent.num_units:
+                break
+            yield Cut(number, unit)
+            reached, filled = unit, 0
+        filled += _weight(extent, reached, extent.num_units)
+        if filled >= part_bytes:
+            yield Cut(number + 1, 0)
+            filled = 0
+
+
+def _weight(extent: Extent, first: int, last: int) -> int:
+    return extent.weight * last // extent.num_units - extent.weight * first // extent.num_units if last else 0
+
+
+def _last_unit(extent: Extent, reached: int, room: int) -> int:
+    """The last unit before which the input can be cut so that what lies behind ``reached`` fits the room."""
+    return min(reached + extent.num_units * room // extent.weight, extent.num_units - 1)
+
+
+def ranges(part: Part, extents: Sequence[Extent]) -> Iterator[Range]:
+    """What a part takes of each input, in order; inputs without any unit have nothing to take."""
+    for number in range(part.first.input, min(part.last.input + 1, len(extents))):
+        first = part.first.unit if number == part.first.input else 0
+        last = part.last.unit if number == part.last.input else extents[number].num_units
+        if first < last:
+            yield Range(number, first, last)
+
+
+def part_weight(part: Part, extents: Sequence[Extent]) -> int:
+    return sum(_weight(extents[one.input], one.first, one.last) for one in ranges(part, extents))

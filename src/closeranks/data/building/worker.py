@@ -1,0 +1,92 @@
+"""Who builds parts? This process, one after the other, as it is told.
+
+    parent --(Blueprint)--> worker        once
+    parent --(part number)--> worker --(bytes read)...--(PartDone or an error)--> parent
+
+Invariants: it ends when its parent ends, however that happens, and when the parent hangs up; Ctrl-C is the parent's to
+answer. Imports no torch.
+
+    python -P -m closeranks.data.building.worker SOCKET_FD PARENT_PID
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from closeranks.core.blame import describe
+from closeranks.core.errors import CloseranksError, RunFailed, SetupError, encode
+from closeranks.core.linux import die_with_parent
+from closeranks.data.building.blueprint import Blueprint
+from closeranks.data.building.part import Builder
+
+_BEAT_S = 0.1
+
+
+@dataclass(slots=True)
+class _Voice:
+    """Says now and then how many bytes were read."""
+
+    connection: Connection
+    told_at: float = 0.0
+    unsaid: int = field(default=0)
+
+    def __call__(self, num_bytes: int) -> None:
+        self.unsaid += num_bytes
+        now = time.monotonic()
+        if now - self.told_at >= _BEAT_S:
+            self.connection.send(("bytes", self.unsaid))
+            self.told_at, self.unsaid = now, 0
+
+
+def serve(connection: Connection) -> None:
+    blueprint: Blueprint = connection.recv()
+    voice = _Voice(connection)
+    builder = Builder(blueprint, voice)
+    while True:
+        try:
+            index = connection.recv()
+        except EOFError:
+            return
+        connection.send(_done(builder, index, blueprint))
+
+
+def _done(builder: Builder, index: int, blueprint: Blueprint) -> tuple[str, Any]:
+    try:
+        return "done", builder.build(blueprint.parts[index])
+    except CloseranksError as error:
+        return "failed", encode(error)
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except OSError as error:
+        return "failed", encode(disk_error(error, blueprint))
+    except Exception as error:
+        what = f"part {index} of the build raised {describe(error)}"
+        return "failed", encode(RunFailed(what))
+
+
+def disk_error(error: OSError, blueprint: Blueprint) -> CloseranksError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        fix = "Make room, and give the same command again: it goes on from the shards that are finished."
+        return SetupError(f"no room is left for '{blueprint.out}' ({error.strerror})", fix)
+    where = f" '{error.filename}'" if error.filename else ""
+    return SetupError(f"reading or writing{where} failed: {error.strerror or error}", "Give the same command again.")
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Connection(int(sys.argv[1])) as connection:
+        try:
+            serve(connection)
+        except (BrokenPipeError, ConnectionResetError, EOFError):
+            return  # nobody is left to tell
+
+
+if __name__ == "__main__":
+    main()
