@@ -71,6 +71,7 @@ def main() -> None:
     from closeranks.data.order import Schedule
     from closeranks.data.orders import order_of
     from closeranks.data.settings import ReadSettings
+    from closeranks.data.shards import records, tokens  # noqa: F401  opened by name later
     from closeranks.data.source import placed
     from closeranks.data.sources.open import open_source
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,7 @@ def in_s3(at: Connection, url: str, ask: Ask) -> list[Entry]:
 def _pages(fs: Any, bucket: str, prefix: str, ask: Ask) -> Iterator[Mapping[str, Any]]:
     where: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, **fs.req_kw}
     while True:
-        request = dict(where)
-        page = ask(lambda request=request: fs.call_s3("list_objects_v2", **request), "listing", "")  # type: ignore[misc]
+        page = ask(partial(fs.call_s3, "list_objects_v2", **where), "listing", "")
         yield from page.get("Contents", [])
         if not page.get("IsTruncated"):
             return
@@ -72,7 +72,7 @@ def of_any(at: Connection, url: str, ask: Ask) -> list[Entry]:
         if not name or not is_visible(name) or info.get("type", "file") != "file":
             continue
         if info.get("size") is None:
-            info = ask(lambda path=path: at.fs.info(path), "looking for", name)  # type: ignore[misc]
+            info = ask(partial(at.fs.info, path), "looking for", name)
         entries.append(to_entry(checked(name), info, f"{url}/{name}"))
     return _sorted(entries)
 

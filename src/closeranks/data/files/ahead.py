@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from closeranks.data.files.cache import Outcome
 
@@ -63,6 +64,9 @@ class Ahead:
         self._num_changes += 1
         self._changed.notify_all()
 
+    def _has_changed(self, before: int) -> bool:
+        return self._num_changes != before
+
     def _work(self) -> None:
         while (name := self._next()) is not None:
             before = self._num_changes
@@ -77,7 +81,7 @@ class Ahead:
                     self._settled.add(name)
                 else:
                     # Other processes let go, too, and tell nobody.
-                    self._changed.wait_for(lambda before=before: self._num_changes != before, _LOOK_S)  # type: ignore[misc]
+                    self._changed.wait_for(partial(self._has_changed, before), _LOOK_S)
 
     def _next(self) -> str | None:
         """The first that nobody is at; a thread for which there is none ends."""

@@ -1,21 +1,24 @@
 """How are records read from shards?
 
 Where each lies is one gather for the whole batch; then each is decoded by the ``struct`` of its form, arrays as
-read-only views of the map. Invariant: a record is handed out only from blocks that matched their checksum in this
-process.
+read-only views of the map, or all of them together where they are alike (``columns``). Invariant: a record is handed
+out only from blocks that matched their checksum in this process.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.encoding import PREFIX, Decoder, decode_forms
+from closeranks.data.shards.columns import FormColumns
+from closeranks.data.shards.encoding import PREFIX, Decoder, Form, decode_forms
 from closeranks.data.shards.items import ItemIndex, Located
 from closeranks.data.shards.layout import DATA_OFFSET
 from closeranks.data.shards.mapped import AGAIN, MappedShards
@@ -38,6 +41,9 @@ class ShardRecords:
         self._names = [shard.name for shard in manifest.shards]
         self._data_bytes: Ints = manifest.shapes.data_bytes
         self.identity = manifest.identity
+        self._columns: dict[int, list[FormColumns]] = {}
+        """By shard and number of the form; the same object for equal forms of different shards."""
+        self._same: dict[Form, FormColumns] = {}
         self.fields = dict(manifest.fields)
         """Every field's name, and the kinds of its values."""
         self.block = max((shard.num_items for shard in manifest.shards), default=0)
@@ -59,19 +65,47 @@ class ShardRecords:
             half = len(indices) // 2
             return self.read(indices[:half]) + self.read(indices[half:])
         starts, stops = found.begin + DATA_OFFSET, found.end + DATA_OFFSET
-        at = self._shards.place[found.shard] + self._shards.address[found.shard] + starts
-        forms = self._shards.window.gather(at, PREFIX.size, _FORM)[:, 0]
-        records: list[Record] = []
+        forms = self._forms(self._addresses(found))
         rows = zip(found.shard.tolist(), forms.tolist(), starts.tolist(), stops.tolist(), strict=True)
-        for shard, form, start, stop in rows:
-            mapped = self._shards[shard]
-            try:
-                decoders = mapped.decoders or self._decoders(shard)
-                records.append(decoders[form](mapped.view, start, stop))
-            except UNDECODABLE as error:
-                place = Place(self._files.full_name(self._names[shard]), start)
-                raise BadRecordError(f"{place}: the record cannot be decoded ({error})", AGAIN) from error
-        return records
+        return [self._record(*row) for row in rows]
+
+    def columns(self, indices: Ints, names: Collection[str]) -> dict[str, npt.NDArray[Any]] | None:
+        """These fields, one array for all records; None where the records are not alike, or hold something else than
+        numbers there. About 40 µs for any number of records, and the time to copy their bytes."""
+        indices = np.asarray(indices, dtype=np.int64)
+        found = self._located(indices) if len(indices) else None
+        if found is None or np.count_nonzero(found.end - found.begin != found.end[0] - found.begin[0]):
+            return None
+        at = self._addresses(found)
+        forms = self._forms(at)
+        shard, form = int(found.shard[0]), int(forms[0])
+        self._record(shard, form, int(found.begin[0]) + DATA_OFFSET, int(found.end[0]) + DATA_OFFSET)
+        alike = self._columns[shard][form]
+        if not all(self._form(*pair) is alike for pair in set(zip(found.shard.tolist(), forms.tolist(), strict=True))):
+            return None
+        return alike.read(self._shards.window.gather, at, names)
+
+    def _addresses(self, found: Located) -> Ints:
+        return self._shards.place[found.shard] + self._shards.address[found.shard] + found.begin + DATA_OFFSET
+
+    def _forms(self, at: Ints) -> npt.NDArray[np.uint64]:
+        forms: npt.NDArray[np.uint64] = self._shards.window.gather(at, PREFIX.size, _FORM)[:, 0]
+        return forms
+
+    def _form(self, shard: int, number: int) -> FormColumns | None:
+        if not self._shards[shard].decoders:
+            self._decoders(shard)
+        columns = self._columns[shard]
+        return columns[number] if number < len(columns) else None
+
+    def _record(self, shard: int, form: int, start: int, stop: int) -> Record:
+        mapped = self._shards[shard]
+        try:
+            decoders = mapped.decoders or self._decoders(shard)
+            return decoders[form](mapped.view, start, stop)
+        except UNDECODABLE as error:
+            place = Place(self._files.full_name(self._names[shard]), start)
+            raise BadRecordError(f"{place}: the record cannot be decoded ({error})", AGAIN) from error
 
     def _located(self, indices: Ints) -> Located | None:
         """Where they lie, all blocks of theirs checked; None where they lie in too many shards at a time."""
@@ -94,6 +128,7 @@ class ShardRecords:
         except (*UNDECODABLE, KeyError) as error:
             full = self._files.full_name(self._names[shard])
             raise DataError(f"'{full}' cannot be used: its notes make no sense ({error})", AGAIN) from error
+        self._columns[shard] = [self._same.setdefault(form, FormColumns(form)) for form in forms]
         mapped.decoders.extend(Decoder(form) for form in forms)
         return mapped.decoders
 

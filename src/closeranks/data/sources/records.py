@@ -7,12 +7,13 @@ is a ``BadRecordError`` which names the sample, where it lies and what was expec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from closeranks.core.errors import BadRecordError, CloseranksError, DataError, UserError
@@ -26,9 +27,11 @@ from closeranks.data.sources.collate import Columns, Decoded, Field, Misfit, is_
 from closeranks.data.sources.faults import fault, name_any_of
 from closeranks.data.sources.registry import SOURCES, Split
 from closeranks.data.sources.stored import close, files_of, index_place, name_of, samples_of
+from closeranks.data.sources.tensors import tensor_dtype, to_tensor
 from closeranks.data.stores import Ints, Record, Records
 from closeranks.data.timing import stage
 
+ReadColumns: TypeAlias = Callable[[Ints, Collection[str]], Mapping[str, npt.NDArray[Any]] | None]
 _PROBED = 8
 """Records that settle what the fields are."""
 
@@ -65,6 +68,9 @@ class RecordsSource:
         self._wish = wish
         self._samples = samples
         self._settled = Settled({}, wish.fields) if wish.transform else _settle(store, wish, identity)
+        is_stacked = self._settled.is_plain and self._settled.columns.keys() == self._settled.fields.keys()
+        self._columns: ReadColumns | None = getattr(store, "columns", None) if is_stacked else None
+        """Of stores that can read fields of many records at once."""
         if wish.transform:
             _transform(wish.transform)
 
@@ -72,9 +78,26 @@ class RecordsSource:
         return len(self._samples)
 
     def read(self, indices: Ints) -> Batch:
+        if self._columns is not None and (batch := self._together(indices, self._columns)) is not None:
+            return batch
         decoded = self._decoded(self._store.read(self._numbers(indices)), indices)
         with stage("collate"):
             return self._transformed(decoded, indices) if self._wish.transform else self._stacked(decoded, indices)
+
+    def _together(self, indices: Ints, read: ReadColumns) -> Batch | None:
+        """The whole batch field by field; None where its records are not all what the fields are."""
+        fields = self._settled.fields
+        found = read(self._numbers(indices), fields.values())
+        if found is None:
+            return None
+        with stage("collate"):
+            batch: dict[str, Tensor] = {}
+            for name, field in self._settled.columns.items():
+                column = found[fields[name]]
+                if column.shape[1:] != field.shape or tensor_dtype(column.dtype) != field.dtype:
+                    return None
+                batch[name] = to_tensor(column)
+            return batch
 
     def where(self, index: int) -> str:
         return str(self._store.where(self._samples.start + index))
