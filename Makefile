@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install demo test test-slow matrix lint format bench servers clean
+.PHONY: help install demo test test-slow matrix lint format bench bench-data servers clean
 
 help:
 	@echo "make demo       train a small Llama on two workers, draw its curve, let it speak (under a minute)"
@@ -13,6 +13,7 @@ help:
 	@echo "make matrix     resume every layout from every other: 64 pairs on up to 8 processes (about 10 minutes)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      every benchmark that runs here; each ends with one line of JSON"
+	@echo "make bench-data how fast samples arrive, against six other loaders (about 15 minutes, a venv of its own)"
 	@echo "make install    only make .venv"
 
 install: $(VENV)/.installed
@@ -59,5 +60,14 @@ bench: install
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/checkpoint.py
 
+# The other loaders do not agree on their dependencies with ours: they live in a venv beside.
+PEERS := .venv-peers
+bench-data:
+	test -d $(PEERS) || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[data,peers-data]'
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps litdata mosaicml-streaming
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python benchmarks/data.py
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-peers runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.decode import decode, decode_batch
+from closeranks.data.decode import decode, decode_batch, is_image
 from closeranks.data.timing import measure
 
 
@@ -244,3 +244,30 @@ def test_the_time_counts_as_decoding() -> None:
     with measure() as times:
         decode_batch(records)
     assert times.decode_s > 0.5 * times.total_s > 0.0
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_images_are_known_by_their_bytes_where_the_name_says_nothing(format: str, wrapped: bool) -> None:
+    data = encoded(picture(), format)
+    value: Any = {"bytes": data, "path": None} if wrapped else data
+    assert is_image("drawn", value)
+    assert decode({"drawn": value})["drawn"].shape == (4, 6, 3)
+    assert decode({"drawn": value}, 2)["drawn"].shape == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"BM", b"BMW is a car, " * 20, b"\xff\xd8\xff", b"\xff\xd8\xff\xe0\x00\x10" + bytes(50), b"RIFF1234WAVE" * 9],
+)
+def test_what_only_begins_like_an_image_stays_bytes(data: bytes) -> None:
+    assert not is_image("x", data)
+    assert decode({"x": data})["x"].tobytes() == data
+
+
+def test_a_name_that_says_something_is_believed() -> None:
+    assert not is_image("npy", encoded(picture()))
+    with pytest.raises(BadRecordError, match="field 'npy' is no array"):
+        decode({"npy": encoded(picture())})
+    with pytest.raises(BadRecordError, match="field 'txt' is not UTF-8"):
+        decode({"txt": encoded(picture())})

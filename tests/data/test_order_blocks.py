@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
-from closeranks.data.order import BlockOrder, FullOrder, OrderWindow, SequentialOrder, sample_indices
+from closeranks.data.order import BlockOrder, FullOrder, SequentialOrder, sample_indices
 
 small = st.integers(1, 40)
 seeds = st.integers(0, 2**40)
@@ -92,13 +92,6 @@ def test_a_full_order_is_the_order_of_every_earlier_run() -> None:
 
 def test_stored_order() -> None:
     assert SequentialOrder(3).between(1, 8).tolist() == [1, 2, 0, 1, 2, 0, 1]
-
-
-def test_a_window_over_an_order_is_the_order() -> None:
-    order = BlockOrder(9000, 1, 100, 3)
-    window = OrderWindow(order)
-    for first, last in [(0, 10), (10, 20), (4090, 4100), (4100, 12000), (5, 6), (5, 5)]:
-        assert np.array_equal(window.indices(first, last), order.between(first, last))
 
 
 @pytest.mark.parametrize("make", [lambda: FullOrder(0, 1), lambda: SequentialOrder(0), lambda: BlockOrder(0, 1, 1, 1)])

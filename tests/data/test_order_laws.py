@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeranks.data.mixing import MixtureOrder
-from closeranks.data.order import BlockOrder, FullOrder, Order, OrderWindow, Schedule, SequentialOrder
+from closeranks.data.order import BlockOrder, FullOrder, Order, Schedule, SequentialOrder
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,6 @@ def mixtures(draw: st.DrawFn) -> MixtureOrder:
     return MixtureOrder(tuple(parts), tuple(weights))
 
 
-class _Window(OrderWindow):
-    """A short one, so that its ends are met, and epochs of one sample do not take thousands of them."""
-
-    _SIZE = 30
-
-
 lives = st.lists(
     st.builds(Life, st.integers(1, 9), st.integers(1, 6), st.integers(0, 3), st.booleans()), min_size=1, max_size=5
 )
@@ -64,9 +58,8 @@ def play(
     step = 0
     for life in several:
         schedule = Schedule.for_steps(order.num_samples, *batch, step + life.num_steps)
-        windows = [_Window(order) for _ in range(life.data_size)]
         steps = range(step, step + life.num_steps)
-        seen = [_one_step(windows, schedule, now, life.even, skipped) for now in steps]
+        seen = [_one_step(order, schedule, now, life, skipped) for now in steps]
         kept_steps = seen[: max(len(seen) - life.lost, 0)]
         for places in kept_steps:
             assert not kept.keys() & places.keys()
@@ -76,19 +69,19 @@ def play(
 
 
 def _one_step(
-    windows: list[OrderWindow], schedule: Schedule, step: int, even: bool, skipped: frozenset[int]
+    order: Order, schedule: Schedule, step: int, life: Life, skipped: frozenset[int]
 ) -> dict[int, tuple[int, bool]]:
     places: dict[int, tuple[int, bool]] = {}
     counts = set()
-    for rank, window in enumerate(windows):
-        mine = schedule.assigned(step, rank, len(windows), even=even)
+    for rank in range(life.data_size):
+        mine = schedule.assigned(step, rank, life.data_size, even=life.even)
         counts.add(len(mine))
         for one in mine:
-            for place, sample in zip(range(one.first, one.last), window.indices(one.first, one.last), strict=True):
+            for place, sample in zip(range(one.first, one.last), order.between(one.first, one.last), strict=True):
                 if not one.is_spare:
                     assert place not in places
                     places[place] = (int(sample), int(sample) not in skipped)
-    assert not even or len(counts) == 1, "a rank with fewer micro-batches would leave the others waiting"
+    assert not life.even or len(counts) == 1, "a rank with fewer micro-batches would leave the others waiting"
     return places
 
 

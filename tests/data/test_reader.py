@@ -15,8 +15,9 @@ from closeranks.data.config import ChecksConfig
 from closeranks.data.order import FullOrder, Ints, Schedule, SequentialOrder
 from closeranks.data.quarantine import BadSample
 from closeranks.data.reader import Loaded, Reader, ReadPlan, Share, map_tensors
-from closeranks.data.rows import name_samples, read_plain
+from closeranks.data.rows import RowReader, name_samples, read_plain
 from closeranks.data.settings import ReadSettings
+from closeranks.data.source import placed
 
 from .doubles import ChangedSource, CountingSource, FailingSource, StoredSource
 
@@ -130,6 +131,14 @@ def test_a_bad_record_stops_the_run_and_is_named_with_place_and_reason() -> None
         "Mend or remove it, or set data.on_bad = 'skip' to train without such samples."
     )
     assert not isinstance(caught.value, BadRecordError)
+
+
+@pytest.mark.parametrize("known", [{}, {2: BadSample(2, "", "known")}])
+def test_what_a_store_says_to_do_is_told(known: dict[int, BadSample]) -> None:
+    error = BadRecordError("sample 3 is torn", "Copy the shard again.")
+    with pytest.raises(DataError) as caught:
+        RowReader(placed(FailingSource(9, 3, error)), ReadSettings(), known).read(np.arange(5), ())
+    assert caught.value.fix == ("Copy the shard again. Or set data.on_bad = 'skip' to train without such samples.")
 
 
 def test_nan_stops_the_run_too() -> None:

@@ -43,7 +43,7 @@ class _CommonData(Table):
     """``full``: any sample may stand next to any other. ``blocks``: samples that lie together are read within a short
     while, for data that lies far away or on slow disks. ``none``: in the order they are stored."""
     shuffle_block: int = Field(default=0, ge=0)
-    """With ``blocks``: neighbouring samples that stay together. 0: as many as a file holds, or 1024."""
+    """With ``blocks``: neighbouring samples that stay together. 0: as many as most files hold, or 1024."""
     shuffle_window: int = Field(default=16, ge=1)
     """With ``blocks``: how many blocks are mixed with each other at a time."""
     check_finite: bool = True

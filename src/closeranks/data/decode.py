@@ -2,8 +2,9 @@
 
 The last part of a field's name says what its bytes are: ``jpg jpeg png webp ppm pgm bmp gif tif tiff``, ``image`` and
 ``img`` an image; ``npy`` and ``npz`` arrays; ``json``; ``cls``, ``cls2``, ``index``, ``inx``, ``id`` and ``int`` a
-whole number; ``txt``, ``text``, ``transcript`` and ``caption`` text. Other bytes become an array of bytes, other values
-stay what they are, lists of numbers become arrays and what is nested gets names with dots (``json.label``).
+whole number; ``txt``, ``text``, ``transcript`` and ``caption`` text. Where the name says nothing, bytes that begin as a
+JPEG, PNG, WebP or BMP does are an image (``is_image``) and others an array of bytes. Other values stay what they are,
+lists of numbers become arrays and what is nested gets names with dots (``json.label``).
 Invariants: nothing is ever unpickled: a field that would need it is a ``DataError``, since no job gets further by
 skipping it; bytes that are not what their name says are a ``BadRecordError`` with place and reason; images are uint8
 [height, width, 3], whatever was stored, so that grey ones and coloured ones go into one batch.
@@ -36,6 +37,7 @@ IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "ppm", "pgm", "pbm", "bmp", "g
 NUMBERS = frozenset(["cls", "cls2", "index", "inx", "id", "int"])
 TEXTS = frozenset(["txt", "text", "transcript", "caption"])
 PICKLED = frozenset(["pkl", "pickle", "pt", "pth", "joblib", "pyd"])
+_NAMED = IMAGES | NUMBERS | TEXTS | PICKLED | {"npy", "npz", "json", "jsn"}
 
 _ALL: Mapping[str, str] = MappingProxyType({})
 _DEEP_MODES = ("I", "F")
@@ -69,6 +71,42 @@ def decode_batch(
         if where is None:
             return [decode(record, image_size, fields) for record in records]
         return [decode(record, image_size, fields, Late(where, number)) for number, record in enumerate(records)]
+
+
+def is_image(name: str, value: Any) -> bool:
+    """Whether a field is decoded as an image: by its name, or by its bytes where the name says nothing."""
+    if is_embedded(value):
+        value = value["bytes"]
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        return False
+    kind = _kind(name)
+    return kind in IMAGES or (kind not in _NAMED and _looks_like_image(value))
+
+
+def is_plain(name: str) -> bool:
+    """Whether a field's name says nothing of what its bytes are."""
+    return _kind(name) not in _NAMED
+
+
+def is_embedded(value: Any) -> bool:
+    """How Hugging Face's datasets store an image, or a sound, in a column."""
+    return isinstance(value, Mapping) and value.keys() == {"bytes", "path"} and value["bytes"] is not None
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2].lower()
+
+
+def _looks_like_image(value: bytes | bytearray | memoryview) -> bool:
+    """Strict enough that text and numbers are not taken for one: JPEG and BMP have short marks, so that what follows
+    the mark must make sense as well."""
+    head = bytes(value[:16])
+    if head.startswith(b"\x89PNG\r\n\x1a\n") or (head[:4] == b"RIFF" and head[8:12] == b"WEBP"):
+        return True
+    if head.startswith(b"\xff\xd8\xff"):
+        following = 4 + int.from_bytes(head[4:6], "big")  # where the second segment begins
+        return head[3:4] >= b"\xc0" and bytes(value[following : following + 1]) == b"\xff"
+    return head.startswith(b"BM") and int.from_bytes(head[2:6], "little") == len(value) and head[6:10] == bytes(4)
 
 
 class Late:
@@ -120,11 +158,10 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _decoded(name: str, value: Any, image_size: int) -> Any:
-    kind = name.rpartition(".")[2].lower()
-    if isinstance(value, Mapping) and value.keys() == {"bytes", "path"} and value["bytes"] is not None:
-        return _image(name, value["bytes"], image_size)  # how Hugging Face's datasets store an image in a column
+    if is_embedded(value):
+        value = value["bytes"]
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return _of_bytes(name, kind, value, image_size)
+        return _of_bytes(name, _kind(name), value, image_size)
     if isinstance(value, (list, tuple)):
         return _array_of(value)
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -139,7 +176,9 @@ def _of_bytes(name: str, kind: str, value: bytes | bytearray | memoryview, image
         return _image(name, value, image_size)
     if kind in ("npy", "npz"):
         return (_npy if kind == "npy" else _npz)(name, bytes(value))
-    if kind not in NUMBERS and kind not in TEXTS and kind not in ("json", "jsn"):
+    if kind not in _NAMED:
+        if _looks_like_image(value):
+            return _image(name, value, image_size)
         return np.frombuffer(bytearray(value), np.uint8)
     try:
         text = str(value, "utf-8")

@@ -32,7 +32,6 @@ __all__ = [
     "Ints",
     "MicroBatch",
     "Order",
-    "OrderWindow",
     "Schedule",
     "SequentialOrder",
     "UInts",
@@ -185,24 +184,6 @@ def _laid(order: BlockOrder, epoch: int) -> _Laid:
         block_key=block_key,
         window_key=derive_seed(order.seed, "windows", epoch),
     )
-
-
-class OrderWindow:
-    """The same order, a few thousand positions at a time: one call of the permutation costs as much as a batch."""
-
-    _SIZE = 4096
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._first = 0
-        self._indices = np.empty(0, dtype=np.int64)
-
-    def indices(self, first: int, last: int) -> Ints:
-        """The samples at positions ``[first, last)``."""
-        if first < self._first or last > self._first + len(self._indices):
-            self._first = first
-            self._indices = self._order.between(first, max(last, first + self._SIZE))
-        return self._indices[first - self._first : last - self._first]
 
 
 def _refuse_empty(num_samples: int) -> None:

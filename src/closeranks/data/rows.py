@@ -68,7 +68,7 @@ class RowReader:
             found = self._one_by_one(ids, limit=1)
             if not found:  # bad only together: the error itself knows best
                 raise
-            raise self._stopped(found[0]) from error
+            raise self._stopped(found[0], error.fix) from error
         reasons = self.settings.checks.find(batch, len(ids))
         if reasons:
             raise self._stopped(self._bad(ids, reasons)[0])
@@ -79,10 +79,11 @@ class RowReader:
         the source's business, so that no row of it is cut out here."""
         skipped = [self.known[int(sample)] for sample in ids if int(sample) in self.known] if self.known else []
         while len(left := _without(ids, skipped)):
+            advice = ""
             try:
                 batch = read_batch(self.source, left)
-            except BadRecordError:
-                found = self._one_by_one(left)
+            except BadRecordError as error:
+                found, advice = self._one_by_one(left), error.fix
                 if not found:
                     raise
             else:
@@ -90,7 +91,7 @@ class RowReader:
                 if not found:
                     return batch, tuple(skipped)
             if self.settings.on_bad == "stop":
-                raise self._stopped(found[0])
+                raise self._stopped(found[0], advice)
             skipped += found
         return None, tuple(skipped)
 
@@ -111,8 +112,10 @@ class RowReader:
         samples = [(int(ids[row]), reasons[row]) for row in sorted(reasons)]
         return [BadSample(sample, self.source.where(sample), reason) for sample, reason in samples]
 
-    def _stopped(self, bad: BadSample) -> DataError:
-        fix = "Mend or remove it, or set data.on_bad = 'skip' to train without such samples."
+    def _stopped(self, bad: BadSample, advice: str = "") -> DataError:
+        """``advice``: what whoever found it says to do."""
+        otherwise = "set data.on_bad = 'skip' to train without such samples."
+        fix = f"{advice} Or {otherwise}" if advice else f"Mend or remove it, or {otherwise}"
         if "NaN or infinity" in bad.reason:
             fix += " data.check_finite = false lets NaN in."
         return DataError(f"sample {bad.sample} of {self.source.identity} is bad: {bad.told}", fix)

@@ -9,9 +9,10 @@ their files again), and are read from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,7 @@ class Records(Protocol):
     identity: str
     """Names the content, not the path alone: a resumed run refuses other data. Cheap to make (no full read)."""
     block: int
-    """Records that lie together, so that reading them in a row is cheap; 0 where any order costs the same."""
+    """Records that lie together (``typical_block``); 0 where any order costs the same."""
 
     def __len__(self) -> int: ...
 
@@ -53,6 +54,10 @@ class Records(Protocol):
         """Names of the files these records lie in, in the order first needed, without repeats."""
         ...
 
+    def close(self) -> None:
+        """Let go of all files; ``read`` opens them again."""
+        ...
+
 
 class Tokens(Protocol):
     """A stream of token ids, cut into documents."""
@@ -62,7 +67,7 @@ class Tokens(Protocol):
     vocab_size: int
     """Ids are below it; 0 where the format does not say."""
     block: int
-    """Tokens that lie together (in one file); 0 where any order costs the same."""
+    """Tokens that lie together (``typical_block``); 0 where any order costs the same."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -80,3 +85,60 @@ class Tokens(Protocol):
     def where(self, start: int) -> Place: ...
 
     def files_of(self, starts: Ints, length: int) -> Sequence[str]: ...
+
+    def close(self) -> None:
+        """Let go of all files; ``read`` opens them again."""
+        ...
+
+
+@runtime_checkable
+class Columnar(Records, Protocol):
+    """Records whose fields lie apart, so that those nobody asks for need not be decoded."""
+
+    @property
+    def column_names(self) -> Sequence[str]: ...
+
+    def select(self, names: Sequence[str]) -> Records:
+        """The same records with these fields alone, of the same identity."""
+        ...
+
+
+class Checked(Protocol):
+    @property
+    def path(self) -> Path: ...
+
+    def check(self) -> None:
+        """Every byte; ``DataError`` names what is damaged."""
+        ...
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """A store that reads by a saved index, of which opening checks a part."""
+
+    @property
+    def indexes(self) -> Sequence[Checked]: ...
+
+
+def narrowed(records: Records, names: Collection[str]) -> Records:
+    """Only what these fields need, where a format can leave the others out; ``json.label`` needs ``json``. No names, or
+    one that is no column: as they are, for whoever reads to say what is missing."""
+    if not names or not isinstance(records, Columnar):
+        return records
+    found = {name: _column_of(name, records.column_names) for name in names}
+    return records.select([*dict.fromkeys(found.values())]) if "" not in found.values() else records
+
+
+def _column_of(name: str, columns: Sequence[str]) -> str:
+    while name and name not in columns:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def typical_block(counts: Sequence[int] | Ints) -> int:
+    """Items that lie together, from how many each file (or what else is read as a whole) holds; 0 for a single one. The
+    median: blocks then fall on files that are equal but for the last one, and a few odd ones do not matter. Where the
+    files lie does not count: data that moves keeps its order."""
+    held = np.sort(np.asarray(counts, dtype=np.int64))
+    held = held[held > 0]
+    return int(held[len(held) // 2]) if len(held) > 1 else 0

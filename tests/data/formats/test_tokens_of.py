@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.open import open_tokens
 from closeranks.data.formats.tokens_of import RecordTokens
 from closeranks.data.stores import Ints, Place, Record
 from tests.data.formats.local_files import FolderFiles
@@ -42,6 +45,9 @@ class ListRecords:
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return [f"f{number}" for number in dict.fromkeys((indices // 2).tolist())]
+
+    def close(self) -> None:
+        return None
 
 
 def opened(folder: Path, rows: Sequence[Any], field: str = "ids") -> tuple[RecordTokens, ListRecords]:
@@ -162,3 +168,24 @@ def test_what_lies_together_is_counted_in_tokens(tmp_path: Path) -> None:
 def test_pickled_tokens_read_on(tmp_path: Path) -> None:
     tokens, _ = opened(tmp_path, [[1, 2], [3]])
     assert pickle.loads(pickle.dumps(tokens)).read(np.array([1]), 2).tolist() == [[2, 3]]
+
+
+def test_plain_bytes_are_tokens_even_if_they_are_an_image(tmp_path: Path) -> None:
+    data = b"\x89PNG\r\n\x1a\n and so on"
+    tokens, _ = opened(tmp_path, [{"ids": data}])
+    assert tokens.read(np.array([0]), len(data))[0].tobytes() == data
+
+
+def test_of_a_table_only_the_column_of_the_tokens_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "table"
+    folder.mkdir()
+    rows = {"text": ["ab", "c"], "picture": [b"x" * 100, b"y" * 100]}
+    pq.write_table(pa.table(rows), folder / "a.parquet")
+    files, place = FolderFiles(folder), IndexPlace(folder=str(tmp_path / "index"))
+    tokens = open_tokens(files, "", place, "")
+    assert isinstance(tokens, RecordTokens)
+    for one in (tokens, pickle.loads(pickle.dumps(tokens))):
+        assert one.read(np.array([0]), 3).tobytes() == b"abc"
+        assert one._records.column_names == ["text"]
+        one.close()
+        assert one.read(np.array([1]), 2).tobytes() == b"bc"

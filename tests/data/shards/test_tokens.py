@@ -90,7 +90,20 @@ def test_places_and_files_of_samples(tmp_path: Path) -> None:
     last = len(stream) - 1
     assert store.files_of(np.array([last, 0, last]), 1) == [names[-1], names[0]]
     assert store.files_of(np.array([0]), len(stream)) == names
-    assert store.block == max(shard.data_bytes for shard in manifest.shards) // 2
+    sizes = sorted(shard.data_bytes // 2 for shard in manifest.shards)
+    assert store.block == sizes[len(sizes) // 2]
+
+
+def test_no_start_leads_out_of_the_maps(tmp_path: Path) -> None:
+    """Reading gathers by address: a start that is in no shard must never become one, however far it lies away, also
+    where numpy would count it from the end, or its place in bytes wraps around."""
+    write_tokens(tmp_path, documents())
+    store = ShardTokens(opened(tmp_path))
+    store.read(np.arange(0, store.num_tokens - 8, 4), 8)  # all blocks are marked as checked
+    far = [-1, -9, -5000, -40_000, -store.num_tokens - 1, -(1 << 40), -(1 << 62), store.num_tokens, 1 << 40, 1 << 62]
+    for start in (*far, (1 << 62) - 8, -(1 << 63), (1 << 63) - 1):
+        with pytest.raises(IndexError):
+            store.read(np.array([0, start]), 8)
 
 
 def test_a_pickled_store_opens_its_files_again(tmp_path: Path) -> None:

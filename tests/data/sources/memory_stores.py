@@ -47,6 +47,9 @@ class MemoryTokens:
         touched = [f for s in starts.tolist() for f in range(s // block, (s + length - 1) // block + 1)]
         return [f"part-{number}" for number in dict.fromkeys(touched)]
 
+    def close(self) -> None:
+        return None
+
 
 class MemoryRecords:
     """Records in a list, two to a "file"; those in ``bad`` are damaged."""
@@ -73,6 +76,9 @@ class MemoryRecords:
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return [f"part-{number}" for number in dict.fromkeys((indices // 2).tolist())]
+
+    def close(self) -> None:
+        return None
 
 
 class MemoryFiles:

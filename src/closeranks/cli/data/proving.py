@@ -17,7 +17,7 @@ from closeranks.data.files.open import open_files
 from closeranks.data.shards.detect import is_shards
 from closeranks.data.shards.manifest import read_manifest
 from closeranks.data.shards.verify import verify
-from closeranks.data.stores import Records, Tokens
+from closeranks.data.stores import Indexed, Records, Tokens
 
 _RECORDS_AT_ONCE = 256
 _TOKENS_AT_ONCE = 1 << 20
@@ -55,10 +55,22 @@ def prove(path: str, format: str, on_progress: OnProgress) -> Proof:
     opened = open_path(path, format)
     how = f"every record read, with what checks {opened.format} carries"
     what = f"{opened.num_samples:,} {opened.noun}"
+    store = opened.tokens if opened.tokens is not None else opened.records
+    if damaged := tuple(_bad_indexes(store)):  # what is found by a damaged index says nothing of the data
+        return Proof(what, "its index against its checksums", damaged)
     if opened.tokens is not None:
         return Proof(what, "every token read", tuple(_bad_tokens(opened.tokens, on_progress)))
     assert opened.records is not None
     return Proof(what, how, tuple(_bad_records(opened.records, on_progress)))
+
+
+def _bad_indexes(store: object) -> Iterator[Finding]:
+    """Opening checks a part of a large index; this, all of it."""
+    for index in store.indexes if isinstance(store, Indexed) else ():
+        try:
+            index.check()
+        except DataError as error:
+            yield Finding(str(index.path), 0, error.what, 0, 0, str(error))
 
 
 def _shards_in_words(path: str) -> str:

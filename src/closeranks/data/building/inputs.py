@@ -27,14 +27,17 @@ _ENDINGS = {
     ".jsonl": JSONL,
     ".ndjson": JSONL,
     ".json": JSONL,
-    ".parquet": "parquet",
-    ".arrow": "arrow",
+    **dict.fromkeys((".parquet", ".pq", ".parq"), "parquet"),
+    **dict.fromkeys((".arrow", ".arrows", ".feather", ".ipc"), "arrow"),
     ".mds": "mds",
     ".idx": "megatron",
     ".tar": "webdataset",
     ".npy": "numpy",
     ".npz": "numpy",
-    **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".ppm", ".bmp"), "images"),
+    **dict.fromkeys(
+        (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"),
+        "images",
+    ),
     ".crs": "shards",
 }
 _TARS = {
@@ -61,7 +64,7 @@ _NEVER_TEXT = (
         ".snappy",
         ".pdf",
     ),
-    *(".gif", ".tif", ".tiff", ".ico", ".mp3", ".mp4", ".wav", ".flac", ".avi", ".mov", ".woff", ".woff2", ".ttf"),
+    *(".ico", ".mp3", ".mp4", ".wav", ".flac", ".avi", ".mov", ".woff", ".woff2", ".ttf"),
     *(".pkl", ".pickle", ".pt", ".pth", ".bin", ".safetensors", ".h5", ".hdf5", ".db", ".sqlite", ".mo"),
 )
 

@@ -27,7 +27,7 @@ from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_in
 from closeranks.data.formats.maps import Maps
 from closeranks.data.formats.rows import FileRows
 from closeranks.data.formats.spans import Span, spans
-from closeranks.data.stores import Ints, Place, Record
+from closeranks.data.stores import Ints, Place, Record, typical_block
 from closeranks.data.timing import stage
 
 KEPT_BYTES = 256 << 20
@@ -44,7 +44,7 @@ class ArrowRecords:
         self._files, self._place, self._layout, self._selected = files, place, layout, tuple(names)
         infos = [*layout.data, *layout.mapping]
         self._index = saved_index(place, files, infos, "arrow", partial(_build, files, layout), _settings(layout))
-        self.identity = self._index.identity
+        self.indexes, self.identity = (self._index,), self._index.identity
         self._firsts, self._file_batches = self._index["firsts"], self._index["file_batches"]
         self._rows = FileRows([info.name for info in layout.data], np.asarray(self._firsts[self._file_batches]))
         self._mapping = self._index["mapping"] if layout.mapping else None
@@ -64,6 +64,10 @@ class ArrowRecords:
 
     def __len__(self) -> int:
         return self._rows.num_rows if self._mapping is None else len(self._mapping)
+
+    @property
+    def column_names(self) -> Sequence[str]:
+        return self._chosen
 
     def select(self, names: Sequence[str]) -> ArrowRecords:
         """The same rows with these columns alone."""
@@ -156,7 +160,7 @@ class ArrowRecords:
         if self._mapping is not None:
             return 0
         if self._is_compressed:
-            return max(1, len(self) // self._num_batches)
+            return typical_block(np.diff(self._firsts))
         return self._rows.block
 
     @property

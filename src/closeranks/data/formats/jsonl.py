@@ -49,7 +49,7 @@ class JsonlRecords:
         self._rows = FileRows([info.name for info in infos], index["firsts"])
         self._starts, self._sizes = index["starts"], index["sizes"]
         self._maps = Maps(files)
-        self.identity = index.identity
+        self.indexes, self.identity = (index,), index.identity
         self.block = self._rows.block
 
     def __reduce__(self) -> tuple[Any, ...]:

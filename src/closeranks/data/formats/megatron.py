@@ -71,7 +71,7 @@ class MegatronTokens:
         pairs = _pairs(files)
         infos = [info for pair in pairs for info in (pair.data, pair.index)]
         found = saved_index(place, files, infos, NAME, partial(_build, files, pairs), {"version": 1})
-        self.identity = found.identity
+        self.indexes, self.identity = (found,), found.identity
         self.dtype: np.dtype[Any] = np.dtype(_TYPES[int(found["code"][0])])
         self._rows = FileRows([pair.data.name for pair in pairs], found["firsts"])
         self._ends = found["ends"]

@@ -38,7 +38,7 @@ from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_in
 from closeranks.data.formats.maps import Maps
 from closeranks.data.formats.rows import FileRows
 from closeranks.data.formats.spans import spans
-from closeranks.data.stores import Ints, Place, Record
+from closeranks.data.stores import Ints, Place, Record, typical_block
 from closeranks.data.timing import stage
 
 KEPT_BYTES = 256 << 20
@@ -78,7 +78,8 @@ class ParquetRecords:
         schema = pa.ipc.read_schema(pa.py_buffer(index["schema"]))
         self._fields = [schema.field(name) for name in known(names, schema.names, files.url)]
         self.identity = index.identity
-        self.block = max(1, len(self) // self._num_groups)
+        self.indexes = (index,)
+        self.block = typical_block(np.diff(self._firsts))
         self._maps = Maps(files)
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._kept: OrderedDict[int, Any] = OrderedDict()
@@ -89,6 +90,10 @@ class ParquetRecords:
 
     def __len__(self) -> int:
         return self._rows.num_rows
+
+    @property
+    def column_names(self) -> Sequence[str]:
+        return [field.name for field in self._fields]
 
     def select(self, names: Sequence[str]) -> ParquetRecords:
         """The same rows with these columns alone: the others are not decoded."""

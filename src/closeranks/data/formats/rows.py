@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from closeranks.core.errors import DataError
-from closeranks.data.stores import Ints
+from closeranks.data.stores import Ints, typical_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class FileRows:
     @property
     def block(self) -> int:
         """Rows that lie together: as many as a file holds, where there are several."""
-        return max(1, self.num_rows // len(self.names)) if len(self.names) > 1 else 0
+        return typical_block(np.diff(self.firsts))
 
     def files_at(self, rows: Ints) -> Ints:
         """The number of each row's file."""

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.decode import Late, decode
+from closeranks.data.decode import Late, decode, is_plain
 from closeranks.data.files.protocol import Files
 from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
-from closeranks.data.stores import Ints, Place, Record, Records
+from closeranks.data.stores import Ints, Place, Record, Records, narrowed
 
 FIELDS = ("tokens", "input_ids", "text")
 """Which field is taken where none is named."""
@@ -35,8 +35,9 @@ class RecordTokens:
     """The records of a store, one after the other, as one stream."""
 
     def __init__(self, records: Records, files: Files, field: str, place: IndexPlace) -> None:
-        self._records, self._files, self._given, self._place = records, files, field, place
+        self._files, self._given, self._place = files, field, place
         self._field = field or _found_field(records, files)
+        self._records = records = narrowed(records, (self._field,))
         settings: Mapping[str, str | int] = {"field": self._field, "records": records.identity, "version": 1}
         index = saved_index(place, files, files.list(), "tokens-of", self._build, settings)
         self._ends: Ints = index["ends"]
@@ -106,8 +107,11 @@ class RecordTokens:
         touched = [number for first, last in zip(firsts, lasts, strict=True) for number in range(first, last + 1)]
         return self._records.files_of(np.array([*dict.fromkeys(touched)], np.int64))
 
+    def close(self) -> None:
+        self._records.close()
+
     def _tokens_of(self, record: Record, number: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        value = decode(record, fields={"tokens": self._field}, where=Late(self._records.where, number)).get("tokens")
+        value = self._value(record, number)
         try:
             tokens = tokens_in(value)
         except ValueError as error:
@@ -115,6 +119,13 @@ class RecordTokens:
         if len(tokens) and int(tokens.max()) > np.iinfo(dtype).max:
             self._refuse(number, f"has the id {int(tokens.max())}, and the largest was below when it was indexed")
         return tokens.astype(dtype, copy=False)
+
+    def _value(self, record: Record, number: int) -> Any:
+        """Plain bytes are the tokens, whatever they look like: an image, say."""
+        value = record.get(self._field)
+        if isinstance(value, bytes) and is_plain(self._field):
+            return np.frombuffer(value, np.uint8)
+        return decode(record, fields={"tokens": self._field}, where=Late(self._records.where, number)).get("tokens")
 
     def _refuse(self, number: int, reason: str) -> NoReturn:
         raise BadRecordError(f"Bad record at {self._records.where(number)}: field '{self._field}' {reason}")

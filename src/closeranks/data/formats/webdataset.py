@@ -58,7 +58,7 @@ class TarRecords:
         self._starts, self._sizes, self._fields = index["starts"], index["sizes"], index["fields"]
         self._field_names: list[str] = json.loads(index["field_names"].tobytes())
         self._maps = Maps(files)
-        self.identity = index.identity
+        self.indexes, self.identity = (index,), index.identity
         self.block = self._rows.block
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from closeranks.data.shards.items import ItemIndex, Located
 from closeranks.data.shards.layout import DATA_OFFSET
 from closeranks.data.shards.mapped import AGAIN, MappedShards
 from closeranks.data.shards.tokens import check_same, manifest_of
-from closeranks.data.stores import Ints, Place, Record
+from closeranks.data.stores import Ints, Place, Record, typical_block
 
 _FORM = np.dtype("<u8")
 UNDECODABLE = (ValueError, TypeError, IndexError, struct.error, RecursionError)
@@ -46,7 +46,7 @@ class ShardRecords:
         self._same: dict[Form, FormColumns] = {}
         self.fields = dict(manifest.fields)
         """Every field's name, and the kinds of its values."""
-        self.block = max((shard.num_items for shard in manifest.shards), default=0)
+        self.block = typical_block(manifest.shapes.num_items)
 
     def __reduce__(self) -> tuple[Callable[..., ShardRecords], tuple[Files, int, str]]:
         return _reopened_records, (self._files, self._most_mapped, self.identity)

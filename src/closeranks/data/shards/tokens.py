@@ -19,7 +19,7 @@ from closeranks.data.shards.items import Ends, ItemIndex
 from closeranks.data.shards.layout import DATA_OFFSET
 from closeranks.data.shards.manifest import Manifest, read_manifest
 from closeranks.data.shards.mapped import MappedShards
-from closeranks.data.stores import Ints, Place
+from closeranks.data.stores import Ints, Place, typical_block
 
 _FEW_DOCUMENTS = 1 << 20
 """Their ends are kept as an array (8 MiB); those of more are read from the maps as they are needed."""
@@ -40,10 +40,10 @@ class ShardTokens:
         self._first: Ints = np.append(np.int64(0), np.cumsum(data_bytes // self.dtype.itemsize))
         self._last = self._first[1:].astype(np.uint64)
         begin = self._shards.place[:-1] + DATA_OFFSET
-        # One entry more than shards: a start beyond all of them finds an end that no window keeps.
+        # One entry more than shards: a start that is in none of them finds an end that no window keeps.
         self._bias: Ints = np.append(begin - self._first[:-1] * self.dtype.itemsize, 0)
-        self._stop: Ints = np.append(begin + data_bytes, -1)
-        self.block = int(np.diff(self._first).max(initial=0))
+        self._stop: Ints = np.append(begin + data_bytes, np.iinfo(np.int64).min)
+        self.block = typical_block(np.diff(self._first))
         self._ends: npt.NDArray[Any] | None = None
 
     def __reduce__(self) -> tuple[Callable[..., ShardTokens], tuple[Files, int, str]]:

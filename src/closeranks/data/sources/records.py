@@ -20,7 +20,7 @@ from closeranks.core.errors import BadRecordError, CloseranksError, DataError, U
 from closeranks.core.protocols import Batch
 from closeranks.core.registry import load_object
 from closeranks.data.config import RecordsConfig
-from closeranks.data.decode import IMAGES, decode_batch
+from closeranks.data.decode import decode_batch, is_image
 from closeranks.data.files.protocol import Files
 from closeranks.data.formats.open import open_records
 from closeranks.data.sources.collate import Columns, Decoded, Field, Misfit, is_inside, is_same, settle, stack
@@ -28,7 +28,7 @@ from closeranks.data.sources.faults import fault, name_any_of
 from closeranks.data.sources.registry import SOURCES, Split
 from closeranks.data.sources.stored import close, files_of, index_place, name_of, samples_of
 from closeranks.data.sources.tensors import tensor_dtype, to_tensor
-from closeranks.data.stores import Ints, Record, Records
+from closeranks.data.stores import Ints, Record, Records, narrowed
 from closeranks.data.timing import stage
 
 ReadColumns: TypeAlias = Callable[[Ints, Collection[str]], Mapping[str, npt.NDArray[Any]] | None]
@@ -160,7 +160,7 @@ def _settle(store: Records, wish: Wish, identity: str) -> Settled:
     records, decoded = _probe(store, wish, identity)
     pairs = list(zip(records, decoded, strict=True))
     names = {name: wish.fields.get(name, name) for values in decoded for name in values}
-    images = {name for name, source in names.items() if any(_is_image(record, source) for record in records)}
+    images = {name for name, source in names.items() if any(is_image(source, record.get(source)) for record in records)}
     columns = settle(decoded, images, identity, is_asked_for=bool(wish.fields))
     stored = dict.fromkeys(name for record in records for name in record)
     fields = wish.fields or {name: name for name in stored if any(is_inside(column, name) for column in columns)}
@@ -189,20 +189,12 @@ def _place(store: Records, number: int, _: int) -> str:
     return str(store.where(number))
 
 
-def _is_image(record: Record, field: str) -> bool:
-    """Stored as bytes of a name that says so, or as Hugging Face's datasets do."""
-    value = record.get(field)
-    if isinstance(value, Mapping):
-        return value.keys() == {"bytes", "path"}
-    return isinstance(value, (bytes, bytearray, memoryview)) and field.rpartition(".")[2].lower() in IMAGES
-
-
 @SOURCES.register("records")
 def open_records_source(config: RecordsConfig, split: Split, seed: int) -> RecordsSource | None:
     files = files_of(config, split)
     if files is None:
         return None
-    store = open_records(files, config.format, index_place(config))
+    store = narrowed(open_records(files, config.format, index_place(config)), config.fields.values())
     name = name_of(config, files)
     if len(store) == 0:
         raise DataError(f"{name} holds no records", "Give it at least one.")

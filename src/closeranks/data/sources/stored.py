@@ -52,8 +52,6 @@ def samples_per_block(block: int, per_sample: int) -> int:
 
 
 def close(store: Records | Tokens, files: Files) -> None:
-    """Let go of what a store keeps open, where it keeps anything, and of the files."""
-    let_go = getattr(store, "close", None)
-    if let_go is not None:
-        let_go()
+    """Let go of what a store keeps open, and of the files."""
+    store.close()
     files.close()
