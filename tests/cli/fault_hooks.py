@@ -11,6 +11,7 @@ from closeranks import Hook, Session
 from closeranks.checkpoint.courier import Courier
 from closeranks.checkpoint.manifest import MANIFEST, part_name
 from closeranks.core import faults
+from closeranks.core.environment import detect_world
 
 PATIENCE_S = 200.0
 
@@ -88,3 +89,9 @@ class StandsStill(Patient):
             if session.world.is_lead:
                 (session.folder / "standing").touch()
             signal.pause()
+
+
+def odd_on_rank_1(sample: dict[str, Any]) -> str | None:
+    """A check of samples that comes out differently on one rank."""
+    is_odd = detect_world().rank == 1 and int(sample["tokens"][0]) % 5 == 0
+    return "it is odd" if is_odd else None

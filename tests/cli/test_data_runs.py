@@ -189,3 +189,57 @@ def test_a_bad_record_stops_the_run_and_is_named(tmp_path: Path) -> None:
         if isinstance(event, RunEnded)
     )
     assert ended.reason == "failed"
+
+
+@pytest.mark.world
+def test_whole_steps_of_bad_records_are_passed_over(tmp_path: Path) -> None:
+    """More of them in a row than steps that may fail: they did not fail, they were left out."""
+    bad = tuple(range(BATCH, 6 * BATCH))
+    path = write_records(tmp_path, "records", 10 * BATCH, bad=bad)
+    text = SKIPPING.format(path=path, most=len(bad)) + '\nshuffle = "none"\neval_fraction = 0.1'
+    done = closeranks("train", job(tmp_path, text), "-n", 2, "train.steps=8", cwd=tmp_path, timeout_s=90)
+    assert done.code == 0, done.err
+    events = [event for _, event in read_events(tmp_path / "run" / "metrics" / "rank-00000.jsonl")]
+    taken = [event.taken for event in events if isinstance(event, StepDone)]
+    assert taken == [not 2 <= step <= 6 for step in range(1, 9)]
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2"])
+def test_ranks_that_work_on_the_same_samples_skip_the_same(tmp_path: Path, layout: str) -> None:
+    path = write_records(tmp_path, "records", 40, bad=(3, 17))
+    text = SKIPPING.format(path=path, most=2)
+    split = [f"layout={layout}", "train.steps=4", "checkpoint.save=false"]
+    alone = closeranks("train", job(tmp_path, text), "-n", 1, *split[1:], cwd=tmp_path, timeout_s=90)
+    assert alone.code == 0, alone.err
+    both = closeranks("train", job(tmp_path, text), "-n", 2, *split, "run.folder=both", cwd=tmp_path, timeout_s=90)
+    assert both.code == 0, both.err
+    found = [
+        [event for _, event in read_events(tmp_path / run / "metrics" / "rank-00000.jsonl")] for run in ("run", "both")
+    ]
+    one, two = ([event for event in events if isinstance(event, StepDone)] for events in found)
+    assert [event.weight for event in one] == [event.weight for event in two]
+    assert [event.loss for event in two] == pytest.approx([event.loss for event in one], abs=1e-5)
+
+
+@pytest.mark.world
+def test_ranks_of_a_replica_that_read_different_data_are_told(tmp_path: Path) -> None:
+    """A copy of the data that is damaged on one host alone: nobody waits for ever."""
+    path = write_records(tmp_path, "records", 40)
+    text = SKIPPING.format(path=path, most=5) + '\nchecks = {hooks = ["tests.cli.fault_hooks:odd_on_rank_1"]}'
+    split = ["layout=tensor=2", "checkpoint.save=false"]
+    done = closeranks("train", job(tmp_path, text), "-n", 2, *split, cwd=tmp_path, timeout_s=90, env=IMPORTABLE)
+    assert done.code == 2, done.err
+    assert "can be read by some ranks of a replica and not by others" in done.err
+
+
+@pytest.mark.world
+def test_bad_records_of_the_evaluation_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = write_records(tmp_path, "records", 40, bad=(36, 39))
+    text = SKIPPING.format(path=path, most=2) + "\neval_fraction = 0.2"
+    done = closeranks("train", job(tmp_path, text), "-n", 2, "train.steps=2", cwd=tmp_path, timeout_s=90)
+    assert done.code == 0, done.err
+    assert "2 bad samples left out" in done.out + done.err
+    few = closeranks("train", job(tmp_path, text), "-n", 2, "data.max_bad=1", cwd=tmp_path, timeout_s=90)
+    assert few.code == 2
+    assert "bad samples in the evaluation data" in few.err

@@ -61,3 +61,9 @@ def test_every_key_is_explained() -> None:
 def test_reading_a_job_needs_neither_torch_nor_numpy() -> None:
     code = "import sys, closeranks.data.config; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_weight_that_is_no_share(weight: float) -> None:
+    with pytest.raises(ValidationError):
+        adapter.validate_python({"name": "mixture", "parts": {"a": {"weight": weight, "data": {"name": "text"}}}})

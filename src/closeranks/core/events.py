@@ -91,6 +91,8 @@ class Evaluated(Event):
     weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    num_bad: int = 0
+    """Bad samples that were left out, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ SingleData: TypeAlias = Annotated[
 class MixturePart(Table):
     """One source of a mixture."""
 
-    weight: float = Field(gt=0.0)
+    weight: float = Field(gt=0.0, allow_inf_nan=False)
     """How much of the mixture it makes up, against the other weights."""
     data: SingleData
     """The table of any other data. What governs the whole (shuffling, checks, workers) is said once, in ``[data]``."""

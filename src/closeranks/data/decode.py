@@ -80,7 +80,7 @@ def is_image(name: str, value: Any) -> bool:
     if not isinstance(value, (bytes, bytearray, memoryview)):
         return False
     kind = _kind(name)
-    return kind in IMAGES or (kind not in _NAMED and _looks_like_image(value))
+    return kind in IMAGES or (kind not in _NAMED and looks_like_image(value))
 
 
 def is_plain(name: str) -> bool:
@@ -97,7 +97,7 @@ def _kind(name: str) -> str:
     return name.rpartition(".")[2].lower()
 
 
-def _looks_like_image(value: bytes | bytearray | memoryview) -> bool:
+def looks_like_image(value: bytes | bytearray | memoryview) -> bool:
     """Strict enough that text and numbers are not taken for one: JPEG and BMP have short marks, so that what follows
     the mark must make sense as well."""
     head = bytes(value[:16])
@@ -177,7 +177,7 @@ def _of_bytes(name: str, kind: str, value: bytes | bytearray | memoryview, image
     if kind in ("npy", "npz"):
         return (_npy if kind == "npy" else _npz)(name, bytes(value))
     if kind not in _NAMED:
-        if _looks_like_image(value):
+        if looks_like_image(value):
             return _image(name, value, image_size)
         return np.frombuffer(bytearray(value), np.uint8)
     try:

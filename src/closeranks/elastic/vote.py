@@ -48,6 +48,9 @@ class Outcome:
 
     loss: float
     weight: float
+    """What the loss was divided by; 1 where nothing counted."""
+    is_empty: bool
+    """Whether no sample counted: all were bad."""
     grad_norm: float
     loss_scale: float
     taken: bool
@@ -78,10 +81,11 @@ class Verdict:
             self._event.synchronize()
         loss, weight, _, _, drain, save, told, skipped, *rest = self._host.tolist()
         sums, (taken, _, norm, loss_scale) = rest[:-_NUM_DERIVED], rest[-_NUM_DERIVED:]
-        weight = weight or 1.0
+        is_empty, weight = weight == 0, weight or 1.0
         return Outcome(
             loss=loss / weight,
             weight=weight,
+            is_empty=is_empty,
             grad_norm=norm,
             loss_scale=loss_scale,
             taken=taken > 0,

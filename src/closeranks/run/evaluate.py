@@ -7,7 +7,7 @@ the result does not depend on the layout, and evaluating leaves no trace in trai
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from closeranks.data.order import MicroBatch
 from closeranks.data.reader import Loaded, map_tensors
 from closeranks.data.rows import read_plain
 from closeranks.data.settings import ReadSettings
+from closeranks.data.source import placed
 from closeranks.run.job import micro_batch_size
 from closeranks.run.parts import Parts
 from closeranks.run.step import seed_streams
@@ -40,20 +41,31 @@ def evaluate(parts: Parts, step: int) -> Evaluated:
     finally:
         for part, was_training in modes:
             part.training = was_training
-    loss, weight, *metrics = parts.groups.world.sum(sums).tolist()
+    num_bad, loss, weight, *metrics = parts.groups.world.sum(sums).tolist()
     weight = weight or 1.0
+    if num_bad > parts.job.data.max_bad:
+        what = f"{num_bad:.0f} bad samples in the evaluation data, more than data.max_bad = {parts.job.data.max_bad}"
+        raise DataError(what, "`closeranks data verify` names them; mend the data, or raise data.max_bad.", step=step)
     return Evaluated(
         step=step,
         loss=loss / weight,
         weight=weight,
         metrics={name: value / weight for name, value in zip(parts.spec.metrics, metrics, strict=True)},
         seconds=time.monotonic() - started_at,
+        num_bad=round(num_bad),
     )
 
 
 def _sums(parts: Parts, source: Source) -> Tensor:
-    """Loss, weight and metrics over this rank's share, in float64."""
+    """Bad samples, loss, weight and metrics over this rank's share, in float64."""
     tally = Tally(parts.spec.metrics, parts.device, speaks=parts.speaks)
+    num_bad = 0
+
+    def read(planned: MicroBatch) -> Loaded:
+        nonlocal num_bad
+        loaded = _read(parts, source, planned)
+        num_bad += len(loaded.skipped) if parts.supply.speaks and not planned.is_spare else 0
+        return loaded
 
     def count(micro_batch: MicroBatch, loss: Loss) -> Tensor:
         if not micro_batch.is_spare:
@@ -65,18 +77,26 @@ def _sums(parts: Parts, source: Source) -> Tensor:
 
     with torch.no_grad():
         share = list(_share(parts, len(source)))
+        _want(source, share)
         if parts.pipeline is not None:
             size = wave_size(parts.layout.num_stages)
             for first in range(0, len(share), size):
-                wave = [_read(parts, source, micro_batch) for micro_batch in share[first : first + size]]
+                wave = [read(micro_batch) for micro_batch in share[first : first + size]]
                 parts.pipeline.forward_only(PipelineWork(parts, wave, key, count))
-            return tally.row()
-        for micro_batch in share:
-            loaded = _read(parts, source, micro_batch)
+        for micro_batch in share if parts.pipeline is None else ():
+            loaded = read(micro_batch)
             key(micro_batch)
             with parts.precision.context(parts.device):
                 count(loaded.micro_batch, parts.spec.loss(parts.module, parts.precision.cast(loaded.batch)))
-    return tally.row()
+    row = tally.row()
+    return torch.cat([row.new_tensor([num_bad]), row])
+
+
+def _want(source: Source, share: Sequence[MicroBatch]) -> None:
+    """What lies far away is fetched in the order it will be read."""
+    ids = [np.arange(micro_batch.first, micro_batch.last, dtype=np.int64) for micro_batch in share]
+    if ids:
+        placed(source).want(np.concatenate(ids))
 
 
 def wave_size(num_stages: int) -> int:

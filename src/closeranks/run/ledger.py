@@ -91,6 +91,7 @@ class Ledger:
         scaling = self._parts.precision.scales_loss
         loss_scale = outcome.loss_scale * self._parts.loss_divisor
         mends_itself = scaling and loss_scale > self._parts.job.optim.loss_scale.minimum
+        mends_itself = mends_itself or (outcome.is_empty and outcome.num_bad > 0)  # data.max_bad is their limit
         self._num_bad = 0 if outcome.taken or mends_itself else self._num_bad + 1
         if self._num_bad >= self._parts.job.train.patience:
             first = index + 2 - self._num_bad

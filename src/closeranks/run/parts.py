@@ -179,7 +179,7 @@ def _build(
         loss_divisor=loss_divisor(spec, job.train) if precision.scales_loss else 1.0,
         schedule=schedule,
         source=ingredients.source,
-        supply=make_supply(job, ingredients.source, schedule, groups, device, even=reducer.needs_equal_counts),
+        supply=make_supply(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts),
         eval_source=ingredients.eval_source,
         warnings=applied.warnings,
         measured_flops=measured_flops,
@@ -188,8 +188,9 @@ def _build(
 
 
 def make_supply(
-    job: Job, source: Source, schedule: Schedule, groups: Groups, device: torch.device, *, even: bool
+    job: Job, ingredients: Ingredients, schedule: Schedule, groups: Groups, device: torch.device, *, even: bool
 ) -> Supply:
+    source, sources = ingredients.source, (ingredients.source, ingredients.eval_source)
     order, quarantine = order_of(job.data, placed(source), job.run.seed), Quarantine(job.data.max_bad)
     loader = Loader(
         source,
@@ -202,7 +203,15 @@ def make_supply(
         even=even,
         quarantine=quarantine,
     )
-    return Supply(loader, quarantine, order, groups, groups.world.rank, logs_samples=job.data.log_samples)
+    return Supply(
+        loader,
+        quarantine,
+        order,
+        groups,
+        sources=tuple(placed(each) for each in sources if each is not None),
+        logs_samples=job.data.log_samples,
+        must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
+    )
 
 
 def schedule_of(train: TrainConfig, num_samples: int) -> Schedule:

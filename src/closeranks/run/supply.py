@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from closeranks.core.errors import SetupError
+from closeranks.core.errors import DataError, SetupError
 from closeranks.core.events import Event, StepDone, Warned
 from closeranks.data.loader import Loader
 from closeranks.data.order import MicroBatch, Order
 from closeranks.data.quarantine import BadSample, Quarantine, merge
 from closeranks.data.reader import Loaded
+from closeranks.data.source import PlacedSource
 from closeranks.data.timing import StageTimes
 from closeranks.parallel.mesh import Groups
 from closeranks.telemetry.folder import RunFolder
@@ -34,12 +35,19 @@ class Supply:
     quarantine: Quarantine
     order: Order
     groups: Groups
-    rank: int
+    sources: tuple[PlacedSource, ...]
+    """What is read from, for training and evaluation."""
     logs_samples: bool = False
+    must_agree: bool = False
+    """Whether ranks that work on the same micro-batches must find the same samples bad, or wait for each other."""
     _times: StageTimes = field(default_factory=StageTimes)
     _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
     """Bad samples of steps that are not settled yet, found here."""
     _log: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.groups.world.rank
 
     @property
     def wait_s(self) -> float:
@@ -68,6 +76,8 @@ class Supply:
     def take(self, step: int, assigned: Sequence[MicroBatch]) -> Sequence[Loaded]:
         """This rank's micro-batches of a step, which are ``assigned`` to it; a spare is another's to count."""
         loaded = self.loader.take(step)
+        if self.must_agree:
+            self._agree(loaded, step)
         self._times += self.loader.last_times
         if self.speaks:
             own = [one for one, planned in zip(loaded, assigned, strict=True) if not planned.is_spare]
@@ -108,8 +118,22 @@ class Supply:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.quarantine.load(state.get("quarantine", ()))
 
+    def _agree(self, loaded: Sequence[Loaded], step: int) -> None:
+        """Ranks of one replica read the same samples, each for itself: where one finds bad what another does not (a
+        damaged copy on one host), their batches differ in size and a collective would never end."""
+        own = json.dumps([self.groups.data.rank, [bad.sample for one in loaded for bad in one.skipped]])
+        found: dict[int, list[int]] = {}
+        for replica, bad in map(json.loads, self.groups.world.gather_text(own)):
+            if found.setdefault(replica, bad) != bad:
+                odd = sorted(set(found[replica]) ^ set(bad))
+                what = f"sample {odd[0] if odd else bad} can be read by some ranks of a replica and not by others"
+                fix = "Mend the copy on the host that cannot read it, or set data.on_bad = 'stop' to see its error."
+                raise DataError(what, fix, step=step + 1)
+
     def close(self) -> None:
         self.loader.close()
+        for source in self.sources:
+            source.close()
         if self._log is not None:
             os.close(self._log)
             self._log = None

@@ -134,7 +134,8 @@ def is_cpu(device: str) -> bool:
 def evaluated_line(event: Evaluated) -> str:
     metrics = join(_metric_fields(event.metrics))
     loss = f"eval at step {event.step}  loss {wording.number(event.loss)}"
-    return "  ".join(part for part in (loss, metrics, f"({wording.span(event.seconds)})") if part)
+    bad = f"{event.num_bad} bad samples left out" if event.num_bad else ""
+    return "  ".join(part for part in (loss, metrics, bad, f"({wording.span(event.seconds)})") if part)
 
 
 def saved_line(event: Saved) -> str:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.data.building.plan import Cut, Extent, Part, Range, part_weight, plan, ranges
+from closeranks.data.building.plan import Cut, Extent, Part, Range, plan, ranges
 
 extents = st.lists(
     st.one_of(
@@ -41,7 +41,7 @@ def test_parts_are_numbered_and_meet(row: list[Extent], part_bytes: int) -> None
 def test_lines_fill_parts_evenly(sizes: list[int], part_bytes: int) -> None:
     """What can be cut anywhere gives parts of the size asked for, up to a sliver more; only the last is smaller."""
     row = [Extent(size, size) for size in sizes]
-    weights = [part_weight(part, row) for part in plan(row, part_bytes)]
+    weights = [sum(one.last - one.first for one in ranges(part, row)) for part in plan(row, part_bytes)]
     sliver = part_bytes // 16
     assert all(part_bytes - sliver <= weight <= part_bytes + sliver for weight in weights[:-1])
     assert weights[-1] <= part_bytes + sliver

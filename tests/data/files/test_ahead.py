@@ -98,3 +98,17 @@ def test_closing_ends_it() -> None:
     ahead.close()
     end_of_threads()
     assert ahead.wanted == ()
+
+
+def test_what_was_closed_fetches_again_when_it_is_asked_to() -> None:
+    stops: list[bool] = []
+
+    def fetch(name: str, stop: threading.Event) -> Outcome:
+        stops.append(stop.is_set())
+        return Outcome.HERE
+
+    ahead = Ahead(fetch)
+    ahead.close()
+    ahead.want(["a"])
+    end_of_threads()
+    assert stops == [False]

@@ -52,6 +52,9 @@ class FolderFiles:
     def want(self, names: Sequence[str]) -> None:
         self.wanted = [*names]
 
+    def discard(self, name: str) -> None:
+        return None
+
     def full_name(self, name: str) -> str:
         return str(self.root / name)
 

@@ -139,6 +139,23 @@ def test_a_full_disk_moves_the_finished_work_elsewhere(
     assert index_paths(files.root / ".closeranks-index") == []
 
 
+def test_a_place_that_does_not_keep_what_is_written_is_not_used(
+    files: FolderFiles, tmp_path: Path, place: IndexPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lossy(path: Path, subject: Subject, arrays: Arrays) -> None:
+        write_index(path, subject, arrays)
+        if files.root in path.parents:
+            content = bytearray(path.read_bytes())
+            content[0] ^= 1
+            path.write_bytes(content)
+
+    monkeypatch.setattr(index_module, "_write", lossy)
+    build = Builder()
+    assert opened(place, files, build).path.parent == tmp_path / "cache" / "index"
+    assert build.num_calls == 1
+    assert index_paths(files.root / ".closeranks-index") == []
+
+
 def test_no_room_anywhere_is_one_sentence(
     files: FolderFiles, place: IndexPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,9 @@ class MemoryFiles:
     def want(self, names: Sequence[str]) -> None:
         self.wanted.append([*names])
 
+    def discard(self, name: str) -> None:
+        return None
+
     def full_name(self, name: str) -> str:
         return f"{self.url}/{name}"
 

@@ -168,6 +168,20 @@ def test_images_in_a_tar(tmp_path: Path) -> None:
     assert batch["y"].tolist() == [3, 1]
 
 
+def test_a_column_of_images_whatever_it_is_called(tmp_path: Path) -> None:
+    """As Hugging Face stores it; and of a table no other column is read."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((4, 6, 3), 255, dtype=np.uint8)).save(buffer, "JPEG")
+    rows = [{"scan": {"bytes": buffer.getvalue(), "path": f"{n}.jpg"}, "grade": n, "note": "x" * 99} for n in range(5)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    config = RecordsConfig(path=str(tmp_path), fields={"x": "scan", "y": "grade"})
+    source = open_source(config, "train", 0)
+    assert source._store.column_names == ["scan", "grade"]  # type: ignore[attr-defined]
+    batch = in_a_worker(source).read(np.array([3, 0]))
+    assert (batch["x"].shape, batch["x"].dtype, batch["y"].tolist()) == ((2, 3, 4, 6), torch.float32, [3, 0])
+    assert batch["x"].min() > 0.9
+
+
 def test_a_folder_of_images(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-_IMAGES = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"P6": "ppm", b"P5": "pgm"}
+from closeranks.data.decode import looks_like_image
+
+_IMAGES = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp"}
 _NAMED = 12
 
 
@@ -41,7 +43,7 @@ def describe_field(value: Any, length: int) -> str:
 
 
 def _describe_bytes(value: bytes, length: int) -> str:
-    size = f"{len(value):,} bytes"
+    size = f"{len(value):,} byte{'' if len(value) == 1 else 's'}"
     if image := _image_kind(value):
         return f"{size}, {_image_size(value) or image}"
     if value.startswith(b"\x93NUMPY"):
@@ -55,7 +57,9 @@ def _describe_bytes(value: bytes, length: int) -> str:
 
 
 def _image_kind(value: bytes) -> str:
-    return next((kind for magic, kind in _IMAGES.items() if value.startswith(magic)), "")
+    if not looks_like_image(value):
+        return {b"P6\n": "ppm", b"P5\n": "pgm"}.get(value[:3], "")
+    return next(kind for magic, kind in _IMAGES.items() if value.startswith(magic))
 
 
 def _image_size(value: bytes) -> str:

@@ -13,7 +13,7 @@ HELP = """Make data ready for training, prove that it is sound, and see what a r
   closeranks data build web/*.jsonl.gz --out web --tokenizer tokenizer.json --processes 8
   closeranks data verify web                                  read every block, and name what is damaged
   closeranks data stats web --seq-len 2048 --picture web.png  counts, lengths, duplicates
-  closeranks data show 123 job.toml                           the 123rd sample of the run's order
+  closeranks data show 123 job.toml                           the sample at position 123 of the run
   closeranks data assign -n 8 -n 3 job.toml --step 40         who reads what at a step, before and after a resize
 
 Training reads shards, and WebDataset tars, Parquet, Arrow, JSONL, Megatron, MDS, image folders and NumPy files where

@@ -22,6 +22,17 @@ from closeranks.data.stores import Indexed, Records, Tokens
 _RECORDS_AT_ONCE = 256
 _TOKENS_AT_ONCE = 1 << 20
 
+_CARRIED = {
+    "parquet": "pages compared with their checksums where they have any",
+    "arrow": "arrow has no checksums",
+    "jsonl": "JSONL has no checksums",
+    "mds": "shards compared with their hashes where they have any",
+    "webdataset": "tar has no checksums of its content, and nothing was decoded",
+    "images": "image files have no checksums, and nothing was decoded",
+    "numpy": "NumPy has no checksums",
+}
+"""What a format lets reading find out."""
+
 OnProgress = Callable[[int, int], None]
 
 
@@ -53,7 +64,6 @@ def prove(path: str, format: str, on_progress: OnProgress) -> Proof:
         told = tuple(Finding(one.file, one.offset, one.reason, one.first, one.last, str(one)) for one in found)
         return Proof(_shards_in_words(path), "every block against its checksum", told)
     opened = open_path(path, format)
-    how = f"every record read, with what checks {opened.format} carries"
     what = f"{opened.num_samples:,} {opened.noun}"
     store = opened.tokens if opened.tokens is not None else opened.records
     if damaged := tuple(_bad_indexes(store)):  # what is found by a damaged index says nothing of the data
@@ -61,6 +71,7 @@ def prove(path: str, format: str, on_progress: OnProgress) -> Proof:
     if opened.tokens is not None:
         return Proof(what, "every token read", tuple(_bad_tokens(opened.tokens, on_progress)))
     assert opened.records is not None
+    how = f"every record read; {_CARRIED[opened.format]}"
     return Proof(what, how, tuple(_bad_records(opened.records, on_progress)))
 
 

@@ -7,16 +7,13 @@ is unpacked to the disk and nothing is unpickled; values are the members' bytes.
 
 from __future__ import annotations
 
-import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from closeranks.core.errors import DataError
-
-_KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
-_META = re.compile(r"__[^/]*__($|/)")
+from closeranks.data.formats.tar_members import split_name
 
 
 @dataclass(slots=True)
@@ -28,12 +25,6 @@ class Member:
     record: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     """Why it cannot be used."""
-
-
-def split_name(name: str) -> tuple[str, str] | None:
-    """``a/b.c/001.seg.PNG`` is field ``seg.png`` of record ``a/b.c/001``; None for what is no record's."""
-    match = None if _META.match(name) else _KEY_AND_FIELD.match(name)
-    return None if match is None else (match[1], match[2].lower())
 
 
 def members(content: BinaryIO, shown: str) -> Iterator[Member]:

@@ -106,7 +106,9 @@ class Builder:
         """A bad item stops the build, or is counted."""
         skipped = Skipped(item.file, item.offset, item.unit, reason)
         if self._blueprint.settings.on_bad == "stop":
-            raise BadRecordError(str(skipped), "Mend or remove it, or leave such records out with --on-bad skip.")
+            raise BadRecordError(
+                str(skipped), "Mend or remove it, or leave such records out with --on-bad skip --overwrite."
+            )
         tally.skip(skipped)
 
 

@@ -96,7 +96,3 @@ def ranges(part: Part, extents: Sequence[Extent]) -> Iterator[Range]:
         last = part.last.unit if number == part.last.input else extents[number].num_units
         if first < last:
             yield Range(number, first, last)
-
-
-def part_weight(part: Part, extents: Sequence[Extent]) -> int:
-    return sum(_weight(extents[one.input], one.first, one.last) for one in ranges(part, extents))

@@ -40,6 +40,8 @@ class Ahead:
     def want(self, names: Sequence[str]) -> None:
         """What stays wanted and was settled is not looked at again: this is called at every batch."""
         with self._changed:
+            if self._stop.is_set():  # closed before: those who gave up keep their word to stop
+                self._stop = threading.Event()
             self._wanted = tuple(dict.fromkeys(names))
             self._settled &= set(self._wanted)
             num_open = len(self._wanted) - len(self._settled) - len(self._busy & set(self._wanted))

@@ -104,6 +104,12 @@ class Cache:
             lock.release()
             return Outcome.HERE
 
+    def discard(self, item: Item) -> None:
+        """Whoever has it open keeps what it has; the next to hold it fetches it again."""
+        with self._worded():
+            self.path_of(item).unlink(missing_ok=True)
+            _LOG.warning("the copy of %s in the cache was damaged; it is fetched again", item.url)
+
     def close(self) -> None:
         with self._worded():
             self._room.close()

@@ -70,6 +70,9 @@ class LocalFiles:
     def want(self, names: Sequence[str]) -> None:
         return
 
+    def discard(self, name: str) -> None:
+        """There is no copy."""
+
     def full_name(self, name: str) -> str:
         return str(self._path_of(name))
 

@@ -53,6 +53,11 @@ class Files(Protocol):
         returns at once and never raises (``hold`` does)."""
         ...
 
+    def discard(self, name: str) -> None:
+        """Forget this host's copy of a file that lies far away, since it is damaged: ``hold`` brings it again. Nothing
+        happens to a file that lies here."""
+        ...
+
     def full_name(self, name: str) -> str:
         """The path or URL of a file, for messages."""
         ...

@@ -79,6 +79,9 @@ class RemoteFiles:
     def want(self, names: Sequence[str]) -> None:
         self._ahead.want(names)
 
+    def discard(self, name: str) -> None:
+        self._cache.discard(self._item(self._entry(name)))
+
     def full_name(self, name: str) -> str:
         return f"{self._base}/{name}"
 

@@ -165,7 +165,10 @@ def _saved(candidate: _Candidate, subject: Subject, arrays: Arrays) -> Index:
     aside = candidate.path.with_name(f".{candidate.path.name}.{secrets.token_hex(6)}.aside")
     try:
         _write(aside, subject, arrays)
-        _read(aside, subject, in_full=True)
+        try:
+            _read(aside, subject, in_full=True)
+        except UnsoundIndex as error:
+            raise OSError(errno.EIO, f"what was written there does not read back: {error}") from error
         os.replace(aside, candidate.path)
     finally:
         aside.unlink(missing_ok=True)

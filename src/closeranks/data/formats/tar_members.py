@@ -7,6 +7,7 @@ mark, or a ``DataError`` names file, byte and reason: a torn archive lacks sampl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
@@ -26,6 +27,8 @@ _SPARSE = b"S"
 _WITHOUT_DATA = b"123456"
 """Links, devices, folders and pipes: nothing follows the header, whatever size it gives."""
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
+_KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
+_META = re.compile(r"__[^/]*__($|/)")
 _NOTES = _LONG_NAME + _LONG_LINK + _PAX + b"X" + _PAX_GLOBAL
 
 
@@ -50,6 +53,12 @@ class _Noted:
 
 
 _NOTHING = _Noted()
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """WebDataset's rule: ``a/b.c/001.seg.PNG`` is field ``seg.png`` of ``a/b.c/001``; None for what is no field."""
+    match = None if _META.match(name) else _KEY_AND_FIELD.match(name)
+    return None if match is None else (match[1], match[2].lower())
 
 
 def members(view: npt.NDArray[np.uint8], full_name: str) -> Iterator[Member]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -23,15 +22,13 @@ from closeranks.data.files.protocol import FileInfo, Files
 from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
 from closeranks.data.formats.maps import Maps
 from closeranks.data.formats.rows import FileRows
-from closeranks.data.formats.tar_members import Member, members
+from closeranks.data.formats.tar_members import Member, members, split_name
 from closeranks.data.stores import Ints, Place, Record, Records
 
 NAME = "webdataset"
 SUFFIXES = (".tar",)
 COMPRESSED = (".tgz", ".tbz2", ".txz", *(f".tar{packed}" for packed in (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4")))
 
-_KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
-_META = re.compile(r"__[^/]*__($|/)")
 _TELL_EVERY = 4096
 _log = logging.getLogger(__name__)
 
@@ -156,17 +153,17 @@ class _Builder:
 
     def _take(self, member: Member, key: str | None) -> str | None:
         """``key`` is the open sample's; the answer, that of the sample open now."""
-        match = None if _META.match(member.name) else _KEY_AND_FIELD.match(member.name)
-        if match is None or not member.is_regular:
+        names = split_name(member.name)
+        if names is None or not member.is_regular:
             self._num_skipped += 1
             return key
-        name, field = match.groups()
+        name, field = names
         if name != key:
             self._close_sample()
             self._keys += name.encode("utf-8", "surrogateescape")
         self._starts.append(member.start)
         self._sizes.append(member.num_bytes)
-        self._fields.append(self._field_numbers.setdefault(field.lower(), len(self._field_numbers)))
+        self._fields.append(self._field_numbers.setdefault(field, len(self._field_numbers)))
         return name
 
     def _close_sample(self) -> None:

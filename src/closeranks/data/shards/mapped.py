@@ -68,6 +68,7 @@ class MappedShards:
         self._is_bounded = self.most < num_shards
         self._used: Ints = np.zeros(num_shards + 1, dtype=np.int64)
         self._clock = 0
+        self._fetched_again: set[int] = set()
 
     def __getitem__(self, shard: int) -> Mapped:
         """One that is mapped."""
@@ -92,10 +93,17 @@ class MappedShards:
         wanted = set(shard.tolist())
         if len(wanted) > self.most:
             return False
-        self._require(wanted)
-        for begin, end in zip(first.tolist(), last.tolist(), strict=True):
-            while (begin := self._marks.find(b"\0", begin, end + 1)) >= 0:
-                self._check_block(begin)
+        is_settled = False
+        while not is_settled:  # a shard that is fetched again loses the marks it had
+            self._require(wanted)
+            is_settled = all(self._checked(*pair) for pair in zip(first.tolist(), last.tolist(), strict=True))
+        return True
+
+    def _checked(self, begin: int, end: int) -> bool:
+        """False where a damaged copy was thrown away, and everything must be looked at again."""
+        while (begin := self._marks.find(b"\0", begin, end + 1)) >= 0:
+            if not self._check_block(begin):
+                return False
         return True
 
     def _require(self, wanted: set[int]) -> None:
@@ -140,7 +148,9 @@ class MappedShards:
             view = file_map.bytes().data
             return Mapped(file_map, view, checksums, hold.pop_all())
 
-    def _check_block(self, block: int) -> None:
+    def _check_block(self, block: int) -> bool:
+        """Mark a sound block. A copy of a shard that lies far away may be damaged where the shard itself is not: it is
+        thrown away once, and False returned."""
         shard = int(np.searchsorted(self.first_block, block, side="right")) - 1
         mapped, entry = self._mapped[shard], self.manifest.shards[shard]
         number = block - int(self.first_block[shard])
@@ -153,10 +163,17 @@ class MappedShards:
             what = f"'{full}' cannot be read at byte {start}: {error.strerror or error}"
             raise DataError(what, "The device fails, or the file was cut short while it was in use.") from error
         if crc32c(mapped.view[start:stop]) != mapped.checksums[number]:
+            if not self.files.is_local and shard not in self._fetched_again:
+                self._fetched_again.add(shard)
+                self._let_go(shard)
+                self._place_window()
+                self.files.discard(entry.name)
+                return False
             full = self.files.full_name(entry.name)
             what = f"'{full}' is damaged: block {number}, bytes {start} to {stop}, does not match its checksum"
             raise BadRecordError(what, AGAIN)
         self._is_checked[block] = True
+        return True
 
     def notes(self, shard: int) -> bytes:
         """The notes of a shard, which must be sound as a whole."""
