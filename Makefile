@@ -44,7 +44,7 @@ servers:
 	@sh tests/servers.sh
 
 test: lint servers
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu" --durations=60
 
 test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"

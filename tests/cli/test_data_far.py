@@ -94,8 +94,8 @@ def test_errors_and_lost_connections_change_nothing(
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        ("missing", ("shard-00003.crs",)),
-        ("short", ("shard-00003.crs",)),
+        pytest.param("missing", ("shard-00003.crs",), marks=pytest.mark.slow),
+        pytest.param("short", ("shard-00003.crs",), marks=pytest.mark.slow),
         ("flipped", ("shard-00003.crs", "checksum", "data.on_bad")),
         ("full", ("the cache may take", "data.cache_bytes")),
     ],
