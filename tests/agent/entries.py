@@ -98,6 +98,8 @@ def die(payload: Payload, link: WorkerLink) -> None:
 
 def hang(payload: Payload, link: WorkerLink) -> None:
     """Deaf to everything, as a stuck collective is."""
+    for event in payload.get("before", ()):
+        link.send_event(event)
     announce(link)
     wait_forever()
 

@@ -139,8 +139,27 @@ def test_ctrl_c_on_a_hung_run_clears_it_within_two_seconds(host: Host) -> None:
     assert (outcome.reason, outcome.is_clean) == ("interrupted", False)
     assert outcome.statuses == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
     assert host.notes[0].startswith("Ctrl-C: finishing the step and saving, for at most 1.5 s.")
-    assert host.notes[-1].startswith("Killed before they were done: rank 0, 1.")
+    assert host.notes[-1] == "Killed before they were done: rank 0, 1."  # and no word of a save: there is none
     assert not any(exists(event["pid"]) for _, event in host.events)
+
+
+@pytest.mark.parametrize(
+    ("event", "stands"),
+    [
+        ({"event": "saved", "step": 4}, True),
+        ({"event": "resumed", "step": 4}, True),
+        ({"event": "resumed", "step": 0}, False),
+        ({"event": "save_failed", "step": 4}, False),
+    ],
+)
+def test_the_last_save_is_named_where_there_is_one(host: Host, event: dict[str, Any], stands: bool) -> None:
+    def interrupt(rank: int, event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    host.run(host.plan("hang", 1, AgentConfig(interrupt_s=0.1), payload={"before": [event]}), interrupt)
+    assert (host.notes[-1] == "Killed before they were done: rank 0. The last save stands.") is stands
+    assert host.notes[-1].startswith("Killed before they were done: rank 0.")
 
 
 def test_a_second_ctrl_c_kills_at_once(host: Host) -> None:

@@ -95,3 +95,8 @@ def odd_on_rank_1(sample: dict[str, Any]) -> str | None:
     """A check of samples that comes out differently on one rank."""
     is_odd = detect_world().rank == 1 and int(sample["tokens"][0]) % 5 == 0
     return "it is odd" if is_odd else None
+
+
+def killed_in_reading(sample: Any) -> None:
+    """A check that ends the process it is called in, as the kernel's out-of-memory killer would."""
+    os.kill(os.getpid(), signal.SIGKILL)

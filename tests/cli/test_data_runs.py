@@ -243,3 +243,24 @@ def test_bad_records_of_the_evaluation_are_left_out_and_counted(tmp_path: Path) 
     few = closeranks("train", job(tmp_path, text), "-n", 2, "data.max_bad=1", cwd=tmp_path, timeout_s=90)
     assert few.code == 2
     assert "bad samples in the evaluation data" in few.err
+
+
+def test_a_reading_process_that_is_killed_is_no_mistake_of_the_users(tmp_path: Path) -> None:
+    path = write_records(tmp_path, "records", 40)
+    text = f'[data]\nname = "records"\npath = "{path}"\nseq_len = 16\nworkers = 2'
+    text += '\nchecks = {hooks = ["tests.cli.fault_hooks:killed_in_reading"]}'
+    done = closeranks("train", job(tmp_path, text), "-n", 1, cwd=tmp_path, timeout_s=90, env=IMPORTABLE)
+    assert done.code == 1, done.err
+    assert "of 2 that read records 'records.jsonl'" in done.err
+    assert "was killed by SIGKILL" in done.err
+    assert done.left_behind == []
+
+
+@pytest.mark.world
+def test_bad_evaluation_data_costs_no_state(tmp_path: Path) -> None:
+    path = write_records(tmp_path, "records", 40, bad=(39,))
+    text = f'[data]\nname = "records"\npath = "{path}"\nseq_len = 16\neval_fraction = 0.2'
+    done = closeranks("train", job(tmp_path, text), "-n", 2, "train.steps=3", cwd=tmp_path, timeout_s=90)
+    assert done.code == 2
+    assert "records.jsonl" in done.err
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()

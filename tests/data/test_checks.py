@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from closeranks.core.errors import DataError, UserError
+from closeranks.core.errors import BadRecordError, DataError, UserError
 from closeranks.data.checks import Checks, parse_field
 from closeranks.data.config import ChecksConfig
 
@@ -60,7 +60,6 @@ def test_lengths_of_tensors_and_of_lists() -> None:
     batch = {"x": torch.zeros(3, 2), "text": ["ab", "abcd", "abc"]}
     assert rules.find(batch, 3) == {1: "'text' has length 4, not 2 to 3"}
     assert rules.find({**batch, "x": torch.zeros(3, 4)}, 3) == dict.fromkeys(range(3), "'x' has length 4, not 1 to 3")
-    assert rules.find({"text": ["ab"]}, 1) == {0: "there is no 'x'"}
 
 
 def test_a_schema_is_dtype_and_shape() -> None:
@@ -70,8 +69,24 @@ def test_a_schema_is_dtype_and_shape() -> None:
     assert rules.find({**good, "image": torch.zeros(2, 27, 5)}, 2) == dict.fromkeys(
         range(2), "'image' is float32[27,5], not uint8[28,?]"
     )
-    assert rules.find({"image": good["image"]}, 2) == dict.fromkeys(range(2), "there is no tensor 'label'")
     assert rules.find({**good, "label": [1, 2]}, 2) == dict.fromkeys(range(2), "'label' is no tensor")
+
+
+@pytest.mark.parametrize(
+    ("table", "rule"),
+    [("ranges", (0, 1)), ("lengths", (1, 3)), ("fields", "float32[]")],
+    ids=["range", "length", "field"],
+)
+def test_a_rule_for_what_no_sample_has_is_a_mistake_in_the_job(table: str, rule: object) -> None:
+    rules = checks(**{table: {"q": rule}})
+    sentence = rf"data\.checks\.{table}\.q: there is no tensor 'q' in the batches\. Known: image, text\."
+    with pytest.raises(DataError, match=sentence) as caught:
+        rules.find({"image": torch.zeros(2), "text": ["a", "b"]}, 2)
+    assert not isinstance(caught.value, BadRecordError)  # which data.on_bad could skip
+
+
+def test_a_range_of_what_is_no_tensor() -> None:
+    assert checks(ranges={"x": (0, 1)}).find({"x": ["a"]}, 1) == {0: "'x' is no tensor"}
 
 
 def test_a_schema_knows_both_names_of_a_dtype() -> None:

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from closeranks.core.config.load import load
+from closeranks.core.config.table import Table
+from closeranks.core.errors import ConfigError
 from closeranks.data.config import DataConfig, DigitsDataConfig, PairsDataConfig, TextConfig, UserDataConfig
 
 adapter: TypeAdapter[Any] = TypeAdapter(DataConfig)
@@ -67,3 +71,14 @@ def test_reading_a_job_needs_neither_torch_nor_numpy() -> None:
 def test_a_weight_that_is_no_share(weight: float) -> None:
     with pytest.raises(ValidationError):
         adapter.validate_python({"name": "mixture", "parts": {"a": {"weight": weight, "data": {"name": "text"}}}})
+
+
+class WithData(Table):
+    data: DataConfig
+
+
+def test_a_key_that_ones_own_dataset_lacks_is_told_by_its_name(tmp_path: Path) -> None:
+    """Not by another key with fixed choices that all kinds of data share."""
+    (tmp_path / "job.toml").write_text('[data]\nname = "mymodel:ds"\npath = "x"\n')
+    with pytest.raises(ConfigError, match=r"data\.path .*: no such key where data\.name is mymodel:ds\. "):
+        load(WithData, tmp_path / "job.toml", ())

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.decode import decode, decode_batch, is_image
+from closeranks.data.decode import decode, decode_batch, image_fault, is_image
 from closeranks.data.timing import measure
 
 
@@ -113,6 +113,20 @@ def test_broken_images_are_bad_records_whatever_is_broken() -> None:
         decode({"jpg": encoded(picture(), "JPEG")[:100]}, where="'a.tar', byte 7")
 
 
+@pytest.mark.parametrize(("data", "words"), [(b"", "is empty"), (b"words", "is no image that can be read")])
+def test_bytes_that_are_no_image_are_told_in_words(data: bytes, words: str) -> None:
+    with pytest.raises(BadRecordError) as caught:
+        decode({"jpg": data})
+    assert str(caught.value) == f"bad record: field 'jpg' {words}."
+    assert image_fault(data, in_full=False) == image_fault(data, in_full=True) == words
+
+
+def test_a_cut_image_is_found_in_full_and_a_sound_one_is_none() -> None:
+    sound = encoded(picture((40, 30)), "JPEG")
+    assert image_fault(sound, in_full=True) == ""
+    assert "is no sound image" in image_fault(sound[:-200], in_full=True)
+
+
 def test_an_image_as_hugging_face_stores_it() -> None:
     found = decode({"image": {"bytes": encoded(picture()), "path": "x.png"}, "label": 3})
     assert found["image"].shape == (4, 6, 3)
@@ -184,7 +198,7 @@ def test_fields_are_chosen_and_named() -> None:
     ("field", "data", "reason"),
     [
         ("cls", b"seven", "is no number"),
-        ("json", b"{", "is no JSON"),
+        ("json", b"{", "is no JSON: .* at character 1 of the record"),
         ("json", b"[" * 100_000, "is no JSON"),
         ("txt", b"ab\xff", r"is not UTF-8 \(byte 2\)"),
     ],
@@ -202,7 +216,7 @@ def test_nothing_is_unpickled(field: str, tmp_path: Path) -> None:
     if isinstance(data, io.BytesIO):
         np.savez(data, x=objects)
         data = data.getvalue()
-    with pytest.raises(DataError, match=rf"The record at 'a.tar', byte 512 holds field '{field}'.*unpickled") as caught:
+    with pytest.raises(DataError, match=rf"the record at 'a.tar', byte 512 holds field '{field}'.*unpickled") as caught:
         decode_batch([{field: data}], where=lambda _: "'a.tar', byte 512")
     assert type(caught.value) is DataError, "no job gets further by skipping it"
     assert not trapped.exists()
@@ -235,7 +249,7 @@ def test_places_are_looked_up_only_when_needed() -> None:
 
     assert [row["cls"] for row in decode_batch([{"cls": b"1"}, {"cls": b"2"}], where=where)] == [1, 2]
     assert asked == []
-    with pytest.raises(BadRecordError, match="Bad record at place 1: field 'cls'"):
+    with pytest.raises(BadRecordError, match="bad record at place 1: field 'cls'"):
         decode_batch([{"cls": b"1"}, {"cls": b"x"}], where=where)
 
 

@@ -10,8 +10,8 @@ import pytest
 from closeranks.core.keys import derive_seed
 from closeranks.data.config import MixtureConfig, TextConfig
 from closeranks.data.mixing import MixtureOrder
-from closeranks.data.order import BlockOrder, FullOrder, SequentialOrder
-from closeranks.data.orders import order_of
+from closeranks.data.order import BlockOrder, FullOrder, Order, SequentialOrder
+from closeranks.data.orders import Change, change_between, order_of
 
 
 @dataclass(frozen=True)
@@ -71,3 +71,26 @@ def test_parts_are_shuffled_apart() -> None:
 def test_the_parts_must_be_those_of_the_table() -> None:
     with pytest.raises(ValueError, match="zip"):
         order_of(mixture({"a": 1.0, "b": 1.0}), Stored(15, parts=(Stored(10),)), seed=1)
+
+
+BLOCKS = BlockOrder(50, 3, 7, 16)
+MIXTURE = MixtureOrder((FullOrder(10, 3), FullOrder(20, 4)), (3.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "told"),
+    [
+        (FullOrder(50, 3), BLOCKS, Change("data.shuffle", "data.shuffle", "'full'", "'blocks'")),
+        (BLOCKS, SequentialOrder(50), Change("data.shuffle", "data.shuffle", "'blocks'", "'none'")),
+        (BLOCKS, BlockOrder(50, 3, 8, 16), Change("data.shuffle_block", "data.shuffle_block", "7", "8")),
+        (BLOCKS, BlockOrder(50, 3, 7, 4), Change("data.shuffle_window", "data.shuffle_window", "16", "4")),
+    ],
+)
+def test_a_change_of_order_is_told_by_the_words_of_the_job(saved: Order, here: Order, told: Change) -> None:
+    assert change_between(saved.described, here.described) == told
+
+
+def test_another_mixture_is_told_as_one() -> None:
+    other = MixtureOrder(MIXTURE.parts, (2.0, 1.0))
+    assert change_between(MIXTURE.described, other.described).name == "mixture"
+    assert change_between(MIXTURE.described, BLOCKS.described).name == "mixture"

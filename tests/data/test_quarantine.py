@@ -57,3 +57,8 @@ def test_a_place_is_told_once() -> None:
     assert BadSample(1, "'a', byte 0", "torn").told == "torn ('a', byte 0)"
     assert BadSample(1, "'a', byte 0", "'a', byte 0: torn").told == "'a', byte 0: torn"
     assert BadSample(1, "", "torn").told == "torn"
+    damaged = "'a' is damaged: block 3, bytes 0 to 99"
+    assert BadSample(1, "'a', byte 7", damaged).told == f"{damaged} (byte 7)"
+    assert BadSample(1, "'a'", damaged).told == damaged
+    assert BadSample(1, "sample 4 of web, 'a', byte 7", damaged).told == f"{damaged} (sample 4 of web, byte 7)"
+    assert BadSample(1, "'b', byte 7", damaged).told == f"{damaged} ('b', byte 7)"

@@ -18,6 +18,7 @@ from closeranks.data.reader import Loaded, Reader, ReadPlan, Share, map_tensors
 from closeranks.data.rows import RowReader, name_samples, read_plain
 from closeranks.data.settings import ReadSettings
 from closeranks.data.source import placed
+from closeranks.data.sources.user import MapSource
 
 from .doubles import ChangedSource, CountingSource, FailingSource, StoredSource
 
@@ -30,7 +31,7 @@ def reader(source: CountingSource, step: int = 0, **options: Any) -> Reader:
     return Reader(plan, step)
 
 
-def in_order(source: CountingSource, micro: int = 4, **options: Any) -> list[Loaded]:
+def in_order(source: CountingSource | MapSource, micro: int = 4, **options: Any) -> list[Loaded]:
     """One epoch in the order of the data, one micro-batch a step."""
     schedule = Schedule.for_epochs(len(source), micro, micro, epochs=1)
     plan = ReadPlan(source, SequentialOrder(len(source)), schedule, **options)
@@ -133,12 +134,27 @@ def test_a_bad_record_stops_the_run_and_is_named_with_place_and_reason() -> None
     assert not isinstance(caught.value, BadRecordError)
 
 
+def test_a_sample_that_names_itself_is_named_once() -> None:
+    class Torn:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return 1 // (index - 3)
+
+    with pytest.raises(DataError) as caught:
+        in_order(MapSource(Torn(), "torn"))
+    assert str(caught.value).startswith("sample 3 of torn is bad: it raised ZeroDivisionError")
+    assert str(caught.value).count("sample 3 of torn") == 1
+    assert "Mend the dataset, or remove the sample from it, or set data.on_bad" in str(caught.value)
+
+
 @pytest.mark.parametrize("known", [{}, {2: BadSample(2, "", "known")}])
 def test_what_a_store_says_to_do_is_told(known: dict[int, BadSample]) -> None:
     error = BadRecordError("sample 3 is torn", "Copy the shard again.")
     with pytest.raises(DataError) as caught:
         RowReader(placed(FailingSource(9, 3, error)), ReadSettings(), known).read(np.arange(5), ())
-    assert caught.value.fix == ("Copy the shard again. Or set data.on_bad = 'skip' to train without such samples.")
+    assert caught.value.fix == ("Copy the shard again, or set data.on_bad = 'skip' to train without such samples.")
 
 
 def test_nan_stops_the_run_too() -> None:

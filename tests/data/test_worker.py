@@ -216,8 +216,9 @@ def test_a_process_that_dies_is_named_with_its_end(nursery: Nursery, status: int
     bad = sample_at(plan_of(CountingSource(40)), 0, 2)
     with crew_of(plan_of(DyingSource(40, bad, status), workers=3, prefetch=1), nursery) as crew:
         for _ in range(2):
-            with pytest.raises(DataError, match=match) as caught:
+            with pytest.raises(CloseranksError, match=match) as caught:
                 crew.read(0)
+    assert caught.value.exit_code == 1  # no mistake of anybody's, as the death of a worker is none
     assert "lower data.workers or data.prefetch" in caught.value.fix
 
 
@@ -228,8 +229,9 @@ def test_a_process_killed_from_outside_is_found_by_the_next_read(nursery: Nurser
         victim = processes_of(nursery)[1]
         os.kill(victim, signal.SIGKILL)
         until(lambda: victim not in processes_of(nursery))
-        with pytest.raises(DataError, match="process 2 of 2 that read counting was killed by SIGKILL"):
+        with pytest.raises(CloseranksError, match="process 2 of 2 that read counting was killed by SIGKILL") as caught:
             crew.read(1)
+    assert caught.value.exit_code == 1
 
 
 def test_signals_to_the_job_do_not_end_a_process(nursery: Nursery) -> None:
@@ -360,6 +362,8 @@ def test_the_death_of_the_nursery_is_told() -> None:
     one = Nursery()
     with crew_of(plan_of(CountingSource(20), workers=1), one) as crew:
         os.kill(one.pid, signal.SIGKILL)
-        with pytest.raises(DataError, match="parent of the processes that read counting was killed by SIGKILL"):
+        match = "parent of the processes that read counting was killed by SIGKILL"
+        with pytest.raises(CloseranksError, match=match) as caught:
             crew.read(0)
+    assert caught.value.exit_code == 1
     one.close()

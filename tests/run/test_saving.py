@@ -19,7 +19,7 @@ from torch import nn
 from closeranks import Hook, Session
 from closeranks.checkpoint.catalogue import find
 from closeranks.checkpoint.reader import CheckpointReader, open_newest
-from closeranks.core.errors import CheckpointError
+from closeranks.core.errors import BadRecordError, CheckpointError, DataError
 from closeranks.core.events import Resumed, Saved, SaveFailed, Warned
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
@@ -28,7 +28,7 @@ from closeranks.storage.open import open_storage
 from closeranks.telemetry.recorder import read_events
 from closeranks.testing import run_world
 from tests.run.saved import tensors, tree
-from tests.run.small import events, of_kind, open_session, train
+from tests.run.small import dataset, events, of_kind, open_session, train
 from tests.run.test_matrix import TABLES
 
 STEPS = 8
@@ -109,8 +109,6 @@ def test_a_session_saves_as_often_as_it_is_told_and_keeps_what_it_is_told(tmp_pa
 
 @pytest.mark.usefixtures("alone")
 def test_the_best_evaluated_states_are_kept(tmp_path: Path) -> None:
-    from tests.run.small import dataset
-
     run = tmp_path / "run"
     settings = {"every": 0, "keep_last": 2, "keep_best": 1}
     train(
@@ -128,8 +126,6 @@ def test_the_best_evaluated_states_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_the_best_state_is_kept_also_where_a_save_was_due_at_its_step(tmp_path: Path) -> None:
-    from tests.run.small import dataset
-
     run = tmp_path / "run"
     train(
         run,
@@ -387,3 +383,32 @@ def test_two_tiers_hold_the_same(tmp_path: Path) -> None:
         subprocess.run(["rm", "-r", str(path)], check=True)
     with open_session(run, train={"steps": 9}, checkpoint={"resume": "auto", "remote": str(remote)}) as session:
         assert session.num_done == 8
+
+
+class Spoiled(list[Any]):
+    """Evaluation data whose samples cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise BadRecordError(f"sample {index} is torn")
+
+
+@pytest.mark.usefixtures("alone")
+def test_bad_evaluation_data_at_the_end_does_not_cost_the_state(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(DataError, match="torn"):
+        train(run, eval_data=Spoiled(dataset(16)))
+    assert names(run) == ["step-00000004"]
+    assert tree(run)["progress"]["step"] == 4
+    assert train(run, checkpoint={"resume": "auto"}, train={"steps": 6}).steps == 6
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("keep_best", "order"), [(0, ["saved", "eval"]), (1, ["eval", "saved"])])
+def test_only_where_the_best_are_kept_does_the_last_save_wait_for_its_judgement(
+    tmp_path: Path, keep_best: int, order: list[str]
+) -> None:
+    train(tmp_path / "run", eval_data=dataset(16), checkpoint={"every": 0, "keep_best": keep_best})
+    assert [event.name for event in events(tmp_path / "run") if event.name in order] == order
+    (found,) = find(str(tmp_path / "run"))
+    assert found.manifest is not None
+    assert (found.manifest.metric is not None) is bool(keep_best)

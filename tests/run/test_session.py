@@ -50,7 +50,7 @@ def loader_threads() -> list[str]:
 def test_a_run_leaves_its_story_in_order(tmp_path: Path) -> None:
     learn(open_session(tmp_path, eval_data=dataset(seed=1), train={"steps": 2}))
     kinds = [type(event) for event in events(tmp_path)]
-    assert kinds == [RunStarted, StepDone, StepDone, Evaluated, Saved, RunEnded]
+    assert kinds == [RunStarted, StepDone, StepDone, Saved, Evaluated, RunEnded]
     assert ended(tmp_path) == (2, "finished", "")
 
 

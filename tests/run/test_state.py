@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from closeranks.checkpoint.reader import CheckpointReader, open_newest
 from closeranks.core.errors import CheckpointError
 from closeranks.parallel.apply import whole_tensors
+from closeranks.run.job import load_job
+from closeranks.run.loop import train_job
 from closeranks.run.state import load_model
 from tests.run.saved import tensors, tree, write
 from tests.run.small import dataset, net, open_session, train
@@ -52,6 +54,24 @@ def test_a_state_of_another_run_is_refused(saved: Path, tmp_path: Path, what: st
     changes, sentence = FOREIGN[what]
     with pytest.raises(CheckpointError, match=sentence):
         open_session(tmp_path / "new", checkpoint={"resume": str(saved)}, **changes)
+
+
+def shuffled(folder: Path, shuffle: str, resume: str = "") -> None:
+    tables = {
+        "run": {"folder": str(folder)},
+        "model": {"name": "pairs"},
+        "data": {"name": "pairs", "num_samples": 32, "eval_fraction": 0.0, "shuffle": shuffle},
+        "train": {"steps": 1, "global_batch": 4},
+        "checkpoint": {"resume": resume},
+    }
+    train_job(load_job(None, extra=tables).value)
+
+
+def test_another_order_is_told_in_the_words_of_the_job(tmp_path: Path) -> None:
+    shuffled(tmp_path / "saved", "full")
+    sentence = r"another data\.shuffle: 'full', not 'blocks'\. Set data\.shuffle back, or start anew"
+    with pytest.raises(CheckpointError, match=sentence):
+        shuffled(tmp_path / "new", "blocks", str(tmp_path / "saved"))
 
 
 def test_what_may_change_between_runs_is_let_pass(saved: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_stopping_ends_the_pauses_between_tries(moto: Server, prefix: str, proxi
 def test_a_refusal_to_list_is_told_at_once(rclone: Server, moto: Server, prefix: str) -> None:
     with pytest.raises(DeniedError, match="credentials"):
         opened(rclone.endpoint, prefix, secret="wrong").entries()
-    with pytest.raises(MissingError, match="no such object or bucket"):
+    with pytest.raises(MissingError, match="no such file, object or bucket"):
         opened(moto.endpoint, "no-such-bucket/run").entries()
 
 

@@ -26,6 +26,13 @@ def answer(code: str, status: int) -> ClientError:
     return ClientError(response, "PutObject")
 
 
+def wrapped(cause: Exception) -> FileNotFoundError:
+    """As fsspec tells whatever happened on the way to a web server."""
+    error = FileNotFoundError("http://x/y")
+    error.__cause__ = cause
+    return error
+
+
 PASSING = [
     answer("SlowDown", 503),
     answer("InternalError", 500),
@@ -41,6 +48,8 @@ PASSING = [
     ConnectionResetError(errno.ECONNRESET, "reset"),
     TimeoutError(),
     OSError(errno.EBUSY, "busy"),
+    wrapped(TimeoutError()),
+    wrapped(answer("503", 503)),
 ]
 REFUSED: list[tuple[Exception, type[StorageError]]] = [
     (answer("AccessDenied", 403), DeniedError),
@@ -51,6 +60,9 @@ REFUSED: list[tuple[Exception, type[StorageError]]] = [
     (answer("NoSuchKey", 404), MissingError),
     (answer("NoSuchBucket", 404), MissingError),
     (FileNotFoundError("x"), MissingError),
+    (wrapped(KeyError("x")), MissingError),
+    (wrapped(answer("404", 404)), MissingError),
+    (wrapped(answer("403", 403)), DeniedError),
     (answer("NoSuchUpload", 404), ForgottenError),
     (answer("PreconditionFailed", 412), ExistsError),
     (FileExistsError("x"), ExistsError),

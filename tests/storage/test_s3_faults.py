@@ -159,7 +159,7 @@ def test_a_bucket_that_is_not_there_is_missing(moto: Server) -> None:
     assert storage.names() == []
     with pytest.raises(MissingError, match="no-such-bucket/run/latest"):
         storage.publish("latest", b"1")
-    with pytest.raises(MissingError, match="no such object or bucket"):
+    with pytest.raises(MissingError, match="no such file, object or bucket"):
         put(storage, "data", DATA)
 
 

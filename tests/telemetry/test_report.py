@@ -123,3 +123,12 @@ def test_a_scripts_run_goes_on_in_python(tmp_path: Path, make_run: Callable[...,
     text = write_report(folder, is_script=True).read_text()
     assert f'Session(..., train={{"steps": 80, ...}}, checkpoint={{"resume": "{tmp_path}/state"}})' in text
     assert "closeranks train" not in text
+
+
+def test_bad_samples_have_a_row_of_their_own(make_run: Callable[..., Path]) -> None:
+    folder = make_run(num_steps=2)
+    assert "bad samples" not in write_report(folder).read_text()
+    add(folder, replace(step(3), num_bad=39))
+    rows = write_report(folder).read_text().splitlines()
+    assert "| bad samples | 39 skipped, which count nothing |" in rows
+    assert not any("waiting for data" in row and "skipped" in row for row in rows)

@@ -22,6 +22,7 @@ from closeranks.agent.loop import Loop
 from closeranks.agent.nursery import Nursery
 from closeranks.agent.stops import heard_by
 from closeranks.core.errors import SetupError
+from closeranks.core.events import Resumed, Saved
 
 
 class Agent:
@@ -36,7 +37,10 @@ class Agent:
         on_note: Callable[[str], None],
     ) -> None:
         self._plan = plan
-        self._listener = Listener(on_event, on_output, on_note)
+        self._listener = Listener(self._on_event, on_output, on_note)
+        self._tell_event = on_event
+        self._has_saved = False
+        """Whether there is a checkpoint to go on from, as far as the workers have told."""
         self._stop: Stop | None = None
         self._crew: Crew | None = None
 
@@ -58,6 +62,11 @@ class Agent:
                 self._crew = crew
                 self._watch(loop, nursery, crew)
                 return self._conclude(nursery, crew)
+
+    def _on_event(self, rank: int, event: dict[str, Any]) -> None:
+        is_resumed = event.get("event") == Resumed.name and bool(event.get("step"))  # at step 0: weights alone
+        self._has_saved = self._has_saved or is_resumed or event.get("event") == Saved.name
+        self._tell_event(rank, event)
 
     def _watch(self, loop: Loop, nursery: Nursery, crew: Crew) -> None:
         while (move := next_move(self._situation(nursery, crew))).action != "end":
@@ -120,7 +129,8 @@ class Agent:
     def _tell_of_killed(self, crew: Crew) -> None:
         killed = [str(member.world.rank) for member in crew.members if member.is_fenced]
         if killed:
-            self._listener.on_note(f"Killed before they were done: rank {', '.join(killed)}. The last save stands.")
+            last = " The last save stands." if self._has_saved else ""
+            self._listener.on_note(f"Killed before they were done: rank {', '.join(killed)}.{last}")
 
     def _tell_of_survivors(self, crew: Crew) -> None:
         for member in crew.members:

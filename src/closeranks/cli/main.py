@@ -14,7 +14,7 @@ from closeranks import __version__
 from closeranks.cli import config, layout, report, run, sample, train
 from closeranks.cli.ckpt import front as ckpt
 from closeranks.cli.data import front as data
-from closeranks.core.errors import CloseranksError
+from closeranks.core.errors import CloseranksError, Interrupted
 
 _TOUR = """Train PyTorch models on one process or on many.
 
@@ -57,12 +57,22 @@ def front(
     pass
 
 
+def _is_interrupted(leave: BaseException) -> bool:
+    """Whether Ctrl-C came where no verb answers it: typer leaves without a word then."""
+    here: BaseException | None = leave
+    while here is not None and not isinstance(here, KeyboardInterrupt):
+        here = here.__cause__ or here.__context__
+    return here is not None
+
+
 def main() -> None:
     try:
         app()
     except SystemExit as leave:
         if isinstance(leave.__context__, BrokenPipeError):  # the reader has seen enough, and 1 would mean a finding
             sys.exit(0)
+        if leave.code == Interrupted.exit_code and _is_interrupted(leave):
+            typer.echo("closeranks: interrupted", err=True)
         was_told = isinstance(leave.__context__, CloseranksError)  # by a rank of torchrun or srun
         if leave.code == 2 and sys.argv[1:2] == ["train"] and not was_told:  # typer says what it did not understand
             typer.echo("Values of the job are written table.key=value, such as train.steps=200.", err=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, cast
@@ -86,6 +86,7 @@ class Checks:
 
     def find(self, batch: Batch, num_rows: int) -> Reasons:
         """The bad rows of a batch, the first reason of each. Costs a look at each tensor where there is no rule."""
+        self._refuse_unknown(batch)
         found: Reasons = {}
         for rule in self.fields:
             if reason := _misfit(rule, batch):
@@ -102,6 +103,19 @@ class Checks:
         for path in self.hooks:
             _add(found, {row: _ask(path, batch, row, num_rows) for row in range(num_rows) if row not in found})
         return found
+
+    def _refuse_unknown(self, batch: Batch) -> None:
+        """A rule for what no sample has is a mistake in the job, never a sample's fault that could be skipped."""
+        tables: dict[str, Sequence[Field | Limits]] = {
+            "fields": self.fields,
+            "lengths": self.lengths,
+            "ranges": self.ranges,
+        }
+        for table, rules in tables.items():
+            for rule in rules:
+                if batch.get(rule.name) is None:
+                    what = f"data.checks.{table}.{rule.name}: there is no tensor '{rule.name}' in the batches"
+                    raise DataError(what, did_you_mean(rule.name, batch))
 
 
 def _add(found: Reasons, reasons: Mapping[int, str | None]) -> None:
@@ -133,9 +147,9 @@ def parse_field(name: str, text: str) -> Field:
 
 
 def _misfit(rule: Field, batch: Batch) -> str | None:
-    value = batch.get(rule.name)
+    value = batch[rule.name]
     if not isinstance(value, Tensor):
-        return f"there is no tensor '{rule.name}'" if value is None else f"'{rule.name}' is no tensor"
+        return f"'{rule.name}' is no tensor"
     dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape[1:])
     if rule.allows(dtype, shape):
         return None
@@ -143,9 +157,7 @@ def _misfit(rule: Field, batch: Batch) -> str | None:
 
 
 def _wrong_lengths(limits: Limits, batch: Batch, num_rows: int) -> Mapping[int, str | None]:
-    value = batch.get(limits.name)
-    if value is None:
-        return dict.fromkeys(range(num_rows), f"there is no '{limits.name}'")
+    value = batch[limits.name]
     if not isinstance(value, Tensor):
         return {row: _wrong_length(limits, len(value[row])) for row in range(num_rows)}
     reason = _wrong_length(limits, value.shape[1] if value.dim() > 1 else 1)
@@ -159,9 +171,9 @@ def _wrong_length(limits: Limits, length: int) -> str | None:
 
 def _out_of_range(limits: Limits, batch: Batch, num_rows: int) -> Mapping[int, str | None]:
     """NaN is neither below nor above; it is out of any range."""
-    value = batch.get(limits.name)
+    value = batch[limits.name]
     if not isinstance(value, Tensor):
-        return dict.fromkeys(range(num_rows), f"there is no tensor '{limits.name}'")
+        return dict.fromkeys(range(num_rows), f"'{limits.name}' is no tensor")
     if not value.numel():
         return {}
     value = _countable(value)

@@ -7,7 +7,7 @@
 Micro-batch k of the rank's sequence comes from process k mod n, so what is read by whom follows from the plan alone.
 Invariants: no process reads further than ``prefetch`` steps ahead of the one that is asked for; a process that failed
 is an error of the ``read`` that comes to what it failed at, one that died of the next ``read``, with its traceback or
-its signal, and nothing is handed out after it.
+its signal, and nothing is handed out after it. A death is nobody's mistake in the data: no ``UserError``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from contextlib import suppress
 from typing import cast
 
-from closeranks.core.errors import CloseranksError, DataError
+from closeranks.core.errors import CloseranksError
 from closeranks.data import messages
 from closeranks.data.messages import Failed, Go, HungUp, Seat
 from closeranks.data.nursery import Nursery, ending
@@ -138,7 +138,7 @@ class Crew:
             said = process.receive()
         except HungUp:
             self._check_alive(_LAST_WORDS_S)  # dead or about to be: the nursery knows how
-            raise DataError(f"{self._named(process)} hung up", _FIX) from None
+            raise CloseranksError(f"{self._named(process)} hung up", _FIX) from None
         if isinstance(said, Failed):
             raise said.error_here(self._named(process))
         self._num_taken += 1
@@ -152,10 +152,10 @@ class Crew:
             exited = self._nursery.hear(wait_s)
         except HungUp:
             what = f"the parent of the processes that read {self._plan.source.identity} {self._nursery.ending()}"
-            raise DataError(what, _FIX) from None
+            raise CloseranksError(what, _FIX) from None
         for process in self._processes:
             if process.key in exited:
-                raise DataError(f"{self._named(process)} {ending(exited[process.key])}", _FIX)
+                raise CloseranksError(f"{self._named(process)} {ending(exited[process.key])}", _FIX)
 
     def _named(self, process: _Process) -> str:
         return f"process {process.number + 1} of {len(self._processes)} that read {self._plan.source.identity}"

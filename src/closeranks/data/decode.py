@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
+from closeranks.data.formats.json_fault import json_fault
 from closeranks.data.stores import Record
 from closeranks.data.timing import stage
 
@@ -41,6 +42,7 @@ _NAMED = IMAGES | NUMBERS | TEXTS | PICKLED | {"npy", "npz", "json", "jsn"}
 
 _ALL: Mapping[str, str] = MappingProxyType({})
 _DEEP_MODES = ("I", "F")
+_EMPTY = "is empty"
 
 
 def decode(record: Record, image_size: int = 0, fields: Mapping[str, str] = _ALL, where: object = "") -> Decoded:
@@ -53,11 +55,11 @@ def decode(record: Record, image_size: int = 0, fields: Mapping[str, str] = _ALL
             decoded.update(_flat(name, _value(record, source, image_size)))
     except _Unusable as error:
         place = f" at {where}" if where != "" else ""
-        raise BadRecordError(f"Bad record{place}: field '{error.field}' {error}") from error.__cause__
+        raise BadRecordError(f"bad record{place}: field '{error.field}' {error}") from error.__cause__
     except _Refused as error:
         place = f" at {where}" if where != "" else ""
         raise DataError(
-            f"The record{place} holds {error}, which would have to be unpickled: that can run any code",
+            f"the record{place} holds {error}, which would have to be unpickled: that can run any code",
             "Leave the field out (data.fields), or store it as .npy, .json or text.",
         ) from None
     return decoded
@@ -186,7 +188,7 @@ def _of_bytes(name: str, kind: str, value: bytes | bytearray | memoryview, image
     except UnicodeDecodeError as error:
         raise _Unusable(name, f"is not UTF-8 (byte {error.start})") from error
     except (ValueError, RecursionError) as error:
-        raise _Unusable(name, f"is no {'number' if kind in NUMBERS else 'JSON'}: {error}") from error
+        raise _Unusable(name, f"is no {'number' if kind in NUMBERS else 'JSON'}: {json_fault(error)}") from error
 
 
 def _nested(value: Any) -> Any:
@@ -243,7 +245,7 @@ def _image(name: str, data: bytes | bytearray | memoryview, image_size: int) -> 
         from PIL import Image
     except ImportError as error:
         raise DataError(
-            "Images cannot be decoded without Pillow", "Install it: pip install 'closeranks[data]'."
+            "images cannot be decoded without Pillow", "Install it: pip install 'closeranks[data]'."
         ) from error
     try:
         with Image.open(io.BytesIO(data)) as image:
@@ -253,7 +255,33 @@ def _image(name: str, data: bytes | bytearray | memoryview, image_size: int) -> 
     except (MemoryError, _Unusable):
         raise
     except Exception as error:  # Pillow's decoders raise whatever their parsers come upon
-        raise _Unusable(name, f"is no sound image: {error or type(error).__name__}") from error
+        raise _Unusable(name, _image_words(data, error)) from error
+
+
+def image_fault(data: bytes | bytearray | memoryview, *, in_full: bool) -> str:
+    """Why these bytes are no image; empty where they are one. ``in_full``: all of it is unpacked; else what can be told
+    without that is looked at: its header, and the checksums of a PNG. Without Pillow: whether there are any bytes."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return "" if len(data) else _EMPTY
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            image.load() if in_full else image.verify()
+    except MemoryError:
+        raise
+    except Exception as error:  # see above
+        return _image_words(data, error)
+    return ""
+
+
+def _image_words(data: bytes | bytearray | memoryview, error: Exception) -> str:
+    """Completes "field 'x' ..."; Pillow names what it cannot identify by an address in memory."""
+    if not len(data):
+        return _EMPTY
+    if type(error).__name__ == "UnidentifiedImageError":
+        return "is no image that can be read"
+    return f"is no sound image: {error or type(error).__name__}"
 
 
 def _sized(image: Image, image_size: int) -> Image:

@@ -6,7 +6,9 @@ alone; a part of a mixture keeps its order when other parts come, go or change t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from closeranks.core.keys import derive_seed
@@ -51,3 +53,36 @@ def _single(config: DataConfig, source: Sized, seed: int) -> Order:
         block = config.shuffle_block or source.block or _BLOCK
         return BlockOrder(len(source), seed, block, config.shuffle_window)
     return FullOrder(len(source), seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What differs between the orders of two runs, for people."""
+
+    name: str
+    keys: str
+    """Of the job, where it is said."""
+    saved: str = ""
+    here: str = ""
+    """Both empty where the difference is more than a word."""
+
+
+def change_between(saved: str, here: str) -> Change:
+    """Of two orders that are not the same, as ``Order.described`` gives them."""
+    one, other = _shuffle_of(saved), _shuffle_of(here)
+    if MixtureOrder.__name__ in (one, other):
+        return Change("mixture", "data.parts, their weights and data.shuffle")
+    if one != other:
+        return Change("data.shuffle", "data.shuffle", f"'{one}'", f"'{other}'")
+    for field, key in (("block", "data.shuffle_block"), ("window", "data.shuffle_window")):
+        values = [re.findall(rf"\b{field}=(\d+)", text) for text in (saved, here)]
+        if values[0] != values[1] and all(values):
+            return Change(key, key, values[0][0], values[1][0])
+    return Change("order of the data", "what [data] says of shuffling")
+
+
+def _shuffle_of(described: str) -> str:
+    """What ``data.shuffle`` makes such an order; a mixture stands for itself."""
+    name = described.partition("(")[0]
+    names = {"": "full", SequentialOrder.__name__: "none", BlockOrder.__name__: "blocks"}
+    return names.get(name, name)

@@ -7,6 +7,7 @@ what ``state`` gives is plain values, in the order of the samples, the same on e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,11 @@ class BadSample:
 
     @property
     def told(self) -> str:
-        """Reason and place; the place once, where the reason names it already."""
-        return self.reason if not self.place or self.place in self.reason else f"{self.reason} ({self.place})"
+        """Reason and place; what the reason names already, the place or a file of it, stands there once."""
+        if self.place in self.reason:
+            return self.reason
+        rest = re.sub(r"('[^']+')(?:, )?", lambda file: "" if file[1] in self.reason else file[0], self.place)
+        return f"{self.reason} ({rest})" if rest else self.reason
 
     def to_json(self) -> dict[str, Any]:
         return {"sample": self.sample, "place": self.place, "reason": self.reason}

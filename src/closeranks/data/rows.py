@@ -110,12 +110,19 @@ class RowReader:
 
     def _bad(self, ids: Ints, reasons: Mapping[int, str]) -> list[BadSample]:
         samples = [(int(ids[row]), reasons[row]) for row in sorted(reasons)]
-        return [BadSample(sample, self.source.where(sample), reason) for sample, reason in samples]
+        return [
+            BadSample(sample, self.source.where(sample), self._unnamed(sample, reason)) for sample, reason in samples
+        ]
+
+    def _unnamed(self, sample: int, reason: str) -> str:
+        """Whoever tells the reason names the sample first; one that does so itself would name it twice."""
+        named = f"sample {sample} of {self.source.identity} "
+        return f"it {reason.removeprefix(named)}" if reason.startswith(named) else reason
 
     def _stopped(self, bad: BadSample, advice: str = "") -> DataError:
         """``advice``: what whoever found it says to do."""
         otherwise = "set data.on_bad = 'skip' to train without such samples."
-        fix = f"{advice} Or {otherwise}" if advice else f"Mend or remove it, or {otherwise}"
+        fix = f"{advice.rstrip('.') or 'Mend or remove it'}, or {otherwise}"
         if "NaN or infinity" in bad.reason:
             fix += " data.check_finite = false lets NaN in."
         return DataError(f"sample {bad.sample} of {self.source.identity} is bad: {bad.told}", fix)

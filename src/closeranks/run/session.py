@@ -7,7 +7,7 @@ Invariant: every way out (finished, drained, stopped, failed) passes through ``c
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -88,9 +88,8 @@ class Session:
         if self.world.is_lead:
             self.recorder.add_sink(lambda event: self._overseer.send_event(encode(event)))
         self._hooks = Hooks([*hooks, *hooks_of(self.job)])
-        self._profiler = StepProfiler(
-            parse_window(self.job.telemetry.profile) or NO_STEPS, self.folder, self.world.rank
-        )
+        window = parse_window(self.job.telemetry.profile) or NO_STEPS
+        self._profiler = StepProfiler(window, self.folder, self.world.rank)
         self._collector = CollectorPause(self.job.train.gc_every)
         self._stop_reason, self._ending, self._detail = "", "", ""
         self._is_begun = self._is_entered = False
@@ -211,12 +210,14 @@ class Session:
                 self._saving.grant()
 
     def _conclude(self) -> None:
+        """The state comes first: bad evaluation data must not cost it. One of the best is saved with its judgement."""
         self._note(self._ledger.flush())
         already = self._eval is not None and self._eval.step == self.num_done
+        acts: list[Callable[[], object]] = [self.save] if self.job.checkpoint.save else []
         if self.parts.eval_source is not None and not already and not self._ending:
-            self.evaluate()
-        if self.job.checkpoint.save:
-            self.save()
+            acts.insert(0 if self.job.checkpoint.keep_best else len(acts), self.evaluate)
+        for act in acts:
+            act()
 
     def close(self) -> None:
         """Give everything back, whatever one part raises: threads, files, the group. Harmless when done already."""
@@ -226,11 +227,10 @@ class Session:
         try:
             self._hooks.on_end(self)
         except CloseranksError as error:
-            if self._ending == "failed":  # what ended the run stays its cause
-                self._emit(Warned(str(error)))
-                return
-            self._ending, self._detail = "failed", str(error)
-            raise
+            if self._ending != "failed":
+                self._ending, self._detail = "failed", str(error)
+                raise
+            self._emit(Warned(str(error)))  # what ended the run stays its cause
 
     def _emit_end(self) -> None:
         ending, seconds = self._ending or "finished", time.monotonic() - self._opened_at

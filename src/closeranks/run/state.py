@@ -20,6 +20,7 @@ from closeranks import __version__
 from closeranks.checkpoint.capture import Item
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
+from closeranks.data.orders import Change, change_between
 from closeranks.facts.stages import placement
 from closeranks.parallel.apply import is_sharded, local_part, whole_tensors
 from closeranks.parallel.group import Group
@@ -267,16 +268,15 @@ def _identity(parts: Parts) -> dict[str, Any]:
     """What must be equal for a resumed run to be the same run."""
     return {
         "data": parts.source.identity,
-        "order": parts.supply.described,
         "num_samples": len(parts.source),
         "seed": parts.job.run.seed,
+        "order": parts.supply.described,
         "global_batch": parts.job.train.global_batch,
         "precision": parts.job.train.precision,
     }
 
 
 _KEYS = {
-    "order": "data.shuffle",
     "seed": "run.seed",
     "global_batch": "train.global_batch",
     "precision": "train.precision",
@@ -285,7 +285,11 @@ _KEYS = {
 
 def _refuse_foreign(parts: Parts, saved: Mapping[str, Any]) -> None:
     for key, value in _identity(parts).items():
-        if saved.get(key, "") != value:
+        found = saved.get(key, "")
+        if found != value:
             place = _KEYS.get(key, "data")
-            what = f"the state was saved with another {place}: {saved.get(key)!r}, not {value!r}"
-            raise CheckpointError(what, f"Set {place} back, or start anew without checkpoint.resume.")
+            plain = Change(place, place, repr(found), repr(value))
+            change = change_between(str(found), str(value)) if key == "order" else plain
+            values = f": {change.saved}, not {change.here}" if change.saved else ""
+            what = f"the state was saved with another {change.name}{values}"
+            raise CheckpointError(what, f"Set {change.keys} back, or start anew without checkpoint.resume.")

@@ -26,6 +26,9 @@ from closeranks.data.timing import StageTimes
 from closeranks.parallel.mesh import Groups
 from closeranks.telemetry.folder import RunFolder
 
+_NAMED = 3
+"""Samples skipped at one step that are told one by one; a damaged block may hit thousands."""
+
 
 @dataclass(slots=True)
 class Supply:
@@ -103,8 +106,8 @@ class Supply:
         own = json.dumps([sample.to_json() for sample in self._found.pop(done.step - 1, ())])
         heard = [BadSample.from_json(row) for text in self.groups.world.gather_text(own) for row in json.loads(text)]
         fresh = self.quarantine.add(merge(heard))
-        for bad in fresh if self.rank == 0 else ():
-            emit(Warned(f"sample {bad.sample} is skipped: {bad.told}", done.step))
+        for text in skipped_in_words(fresh) if self.rank == 0 else ():
+            emit(Warned(text, done.step))
         self.quarantine.check(done.step)
 
     @property
@@ -151,3 +154,11 @@ class Supply:
             for one in loaded
         ]
         os.write(self._log, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+
+
+def skipped_in_words(fresh: Sequence[BadSample]) -> list[str]:
+    """What is told of the samples that one step left out; the checkpoint lists them all."""
+    said = [f"sample {bad.sample} is skipped: {bad.told}" for bad in fresh[:_NAMED]]
+    if (more := len(fresh) - len(said)) > 0:
+        said.append(f"and {more} more sample{'s are' if more > 1 else ' is'} skipped at this step")
+    return said

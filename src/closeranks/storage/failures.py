@@ -126,7 +126,7 @@ _KIND_OF_CODE: dict[str, type[StorageError]] = {
 }
 _WORDS_OF_KIND: dict[type[StorageError], str] = {
     DeniedError: "refused; check the credentials, and what they allow here",
-    MissingError: "there is no such object or bucket",
+    MissingError: "there is no such file, object or bucket",
     ExistsError: "it is there already",
     ChangedError: "it is shorter than it should be",
     FullError: "the store has no room for it",
@@ -143,6 +143,7 @@ def of_disk(error: OSError, doing: str, path: object) -> StorageError:
 
 def of_store(error: Exception, doing: str, url: str) -> StorageError:
     """The same for whatever a remote file system raised."""
+    error = _meant(error)
     kind = _store_kind(error)
     words = _WORDS_OF_KIND.get(kind, "")
     said = " ".join(str(error).split()) or type(error).__name__
@@ -153,6 +154,7 @@ def of_store(error: Exception, doing: str, url: str) -> StorageError:
 
 def is_passing(error: Exception) -> bool:
     """Whether the store may answer otherwise if it is asked again in a moment."""
+    error = _meant(error)
     if _code(error) in _PASSING_CODES or _status(error) in _PASSING_STATUS:
         return True
     if _status(error) or _kind_of_class(error):
@@ -167,6 +169,14 @@ def _store_kind(error: Exception) -> type[StorageError]:
     if found:
         return found
     return _KIND_OF_ERRNO.get(error.errno or 0, StorageError) if isinstance(error, OSError) else StorageError
+
+
+def _meant(error: Exception) -> Exception:
+    """fsspec calls whatever keeps it from a file of a web server a file that is not there; the cause knows better."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    return cause if _status(cause) or _class_names(cause) & _PASSING_CLASSES else error
 
 
 def _kind_of_class(error: Exception) -> type[StorageError] | None:
@@ -208,5 +218,6 @@ def _status(error: Exception) -> int:
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    values = [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    # One at a time: aiohttp warns whoever looks at its `code`.
+    values = (getattr(error, name, None) for name in ("status", "status_code", "code"))
     return next((value for value in values if isinstance(value, int) and 400 <= value < 600), 0)

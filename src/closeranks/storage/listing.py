@@ -17,13 +17,14 @@ from typing import Any
 from closeranks.storage.connection import Connection
 from closeranks.storage.failures import of_disk
 from closeranks.storage.names import checked, is_shown
-from closeranks.storage.protocol import Entry, StorageError
+from closeranks.storage.protocol import Entry, MissingError, StorageError
 
 Ask = Callable[[Callable[[], Any], str, str], Any]
 """Runs a request with patience: (request, doing, name)."""
 
 _VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "content_md5", "checksum", "Content-MD5", "Digest")
 _TIME_KEYS = ("LastModified", "last_modified", "Last-Modified", "mtime", "modified", "updated", "created")
+_WEB = ("http://", "https://")
 
 
 def version_of(info: Mapping[str, Any]) -> str:
@@ -64,8 +65,11 @@ def _pages(fs: Any, bucket: str, prefix: str, ask: Ask) -> Iterator[Mapping[str,
 
 
 def of_any(at: Connection, url: str, ask: Ask) -> list[Entry]:
-    """Some file systems (plain HTTP) list names alone: those are asked for one by one."""
+    """Some file systems (plain HTTP) list names alone: those are asked for one by one. Looking through folders passes
+    over errors, so that a place which cannot be reached looks empty."""
     found: Mapping[str, Mapping[str, Any]] = ask(lambda: at.fs.find(f"{at.root}/", detail=True), "listing", "")
+    if not found:
+        _check_reached(at, url, ask)
     entries = []
     for path, info in found.items():
         name = path.removeprefix(at.root).lstrip("/")
@@ -75,6 +79,16 @@ def of_any(at: Connection, url: str, ask: Ask) -> list[Entry]:
             info = ask(partial(at.fs.info, path), "looking for", name)
         entries.append(to_entry(checked(name), info, f"{url}/{name}"))
     return _sorted(entries)
+
+
+def _check_reached(at: Connection, url: str, ask: Ask) -> None:
+    """Raises what was passed over. A folder that is not there is an empty one in most stores; of a web server, an
+    address that is wrong."""
+    try:
+        ask(lambda: at.fs.ls(f"{at.root}/", detail=False), "listing", "")
+    except MissingError:
+        if url.startswith(_WEB):
+            raise
 
 
 def on_disk(root: Path) -> list[Entry]:

@@ -152,6 +152,7 @@ def _figures(run: RunFolder, history: History, settings: Settings) -> tuple[Figu
         *_peaks(history, started),
         Figure("memory", _memory(history, started)),
         Figure("waiting for data", _data_wait(history)),
+        Figure("bad samples", _bad_samples(history)),
         Figure("checkpoint", _checkpoint(run, history)),
     )
 
@@ -241,9 +242,12 @@ def _memory(history: History, started: RunStarted) -> str:
 
 
 def _data_wait(history: History) -> str:
+    return feeding([step for step in history.steps if step.step not in history.first_steps])
+
+
+def _bad_samples(history: History) -> str:
     bad = sum(step.num_bad for step in history.steps)
-    said = feeding([step for step in history.steps if step.step not in history.first_steps])
-    return f"{said}; {bad} bad samples were skipped" if bad and said else said
+    return f"{bad} skipped, which count nothing" if bad else ""
 
 
 def _checkpoint(run: RunFolder, history: History) -> str:

@@ -36,7 +36,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ranks_take_their_share_of_the_step(job: Path) -> None:
-    told = json.loads(data("assign", "-n", 4, "-n", 3, "--step", 2, "--json").out)
+    told = json.loads(data("assign", "-n", 4, "-n", 3, "--step", 3, "--json").out)
+    assert told["step"] == 3
+    assert {one["step"] for share in told["workers"]["4"] for one in share["micro_batches"]} == {3}
     assert (told["first_position"], told["last_position"], told["num_steps"]) == (24, 35, 10)
     num_samples = 594 - 30
     expected = sample_indices(np.arange(24, 36), num_samples, 5).tolist()
@@ -47,14 +49,22 @@ def test_ranks_take_their_share_of_the_step(job: Path) -> None:
 
 
 def test_the_table_and_what_changes(job: Path) -> None:
-    said = data("assign", "-n", 4, "-n", 3, job, "--step", 2)
+    said = data("assign", "-n", 4, "-n", 3, job, "--step", 3)
     assert said.code == 0
-    assert "step 2 of 10, epoch 0: positions 24 to 35, 12 samples in 6 micro-batches" in said.out
+    assert "step 3 of 10, epoch 0: positions 24 to 35, 12 samples in 6 micro-batches" in said.out
     assert "4 workers, 4 data ranks" in said.out
     assert "3 workers, 3 data ranks" in said.out
     assert (
         "4 and 3 data ranks read the same 12 positions with the same samples, each exactly once; 2 of them" in said.out
     )
+
+
+def test_steps_count_from_one_as_in_training(job: Path) -> None:
+    first = data("assign", "-n", 2)
+    assert "step 1 of 10, epoch 0: positions 0 to 11, " in first.out
+    assert data("assign", "-n", 2, "--step", 1).out == first.out
+    assert "step 10 of 10, epoch 0: positions 108 to 119, " in data("assign", "-n", 2, "--step", 10).out
+    assert data("assign", "-n", 2, "--step", 0).code == 2
 
 
 def test_a_short_last_step_leaves_ranks_without(job: Path) -> None:
@@ -72,7 +82,7 @@ def test_ranks_of_one_model_are_one_data_rank(job: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["-n", 2, "--step", 10], "has 10 steps, and step 10 was asked for"),
+        (["-n", 2, "--step", 11], "has 10 steps, and step 11 was asked for"),
         (["-n", 3, "layout.tensor=2"], "3 were asked for"),
         (["-n", 2, "nope.toml"], "nope.toml"),
         (["-n", 2, "train.stepps=3"], "stepps"),

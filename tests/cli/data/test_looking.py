@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from closeranks.data.formats.index import IndexPlace
 from closeranks.data.formats.jsonl import JsonlRecords
 from tests.cli.data.calling import data
 from tests.data.building.material import json_lines, png, rows, tar_bytes, tiny_tokenizer
+from tests.data.files.conftest import as_nobody
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,39 @@ def test_other_formats_are_read_whole(made: Path, tmp_path: Path) -> None:
     assert said.code == 1
     assert "b.jsonl" in said.out
     assert "record 3" in said.out
+    assert "not JSON: expecting property name" in said.out
+    assert "at character 1 of the record (record 3)" in said.out
+
+
+def test_images_that_are_none_are_named(made: Path, tmp_path: Path) -> None:
+    said = data("verify", made / "photos")
+    assert (said.code, said.err) == (0, "")
+    assert "4 records: all sound (every record read, 4 images decoded" in said.out
+    contents = {"a": b"", "b": png(1)[:-60], "c": b"no image at all", "d": png(2)}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.png").write_bytes(content)
+    said = data("verify", tmp_path)
+    assert said.code == 1
+    assert f"DAMAGED  '{tmp_path}/a.png', byte 0: field 'image' is empty (record 0)" in said.out
+    assert "b.png', byte 0: field 'image' is no sound image: " in said.out
+    assert "c.png', byte 0: field 'image' is no image that can be read (record 2)" in said.out
+    assert "3 damaged" in said.out
+    assert "BytesIO" not in said.out
+
+
+def test_what_may_not_be_read_is_not_damaged(made: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for path in (made / "bytes").glob("[!.]*"):
+            (folder / path.name).write_bytes(path.read_bytes())
+        for closed in ("shard-00000-00000.crs", "dataset.json"):
+            (folder / closed).chmod(0)
+            with as_nobody():
+                said = data("verify", folder)
+            assert (said.code, said.out) == (2, "")
+            assert closed in said.err
+            assert "ermission denied" in said.err
 
 
 @pytest.mark.parametrize("verb", ["verify", "stats", "show 0"])
@@ -87,6 +122,7 @@ def test_nothing_there(verb: str, tmp_path: Path) -> None:
     said = data(*verb.split(), tmp_path / "missing")
     assert said.code == 2
     assert "there is no file or folder" in said.err
+    assert "data.path" not in said.err
 
 
 def test_damage_in_the_part_of_an_index_that_opening_does_not_look_at(
@@ -141,6 +177,15 @@ def test_records_are_compared_by_content(made: Path) -> None:
     (told,) = json.loads(data("stats", made / "records", "--json").out)
     assert (told["kind"], told["num_records"]) == ("records", 4)
     assert told["lengths"]["unit"] == "bytes"
+
+
+def test_records_that_cannot_be_read_are_told_and_found(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_bytes(json_lines(rows(3)) + b"{broken\n" + json_lines(rows(2)))
+    said = data("stats", tmp_path / "b.jsonl")
+    assert said.code == 1
+    assert "1 records could not be read" in said.out
+    told = data("stats", tmp_path / "b.jsonl", "--json")
+    assert (told.code, json.loads(told.out)[0]["num_bad"]) == (1, 1)
 
 
 def test_the_index_alone(made: Path) -> None:
@@ -210,7 +255,7 @@ def test_a_position_of_a_job(made: Path, tmp_path: Path) -> None:
     count = (len(stream) - 1) // 32
     sample = int(sample_indices(np.array([40]), count, 3)[0])
     assert (told["sample"], told["of"], told["epoch"]) == (sample, count, 0)
-    assert told["read at"] == "step 3, micro-batch 2"
+    assert told["read at"] == "step 4, micro-batch 2"
     assert told["text"]["tokens"] == stream[sample * 32 : sample * 32 + 33].decode(errors="replace")
     later = json.loads(data("show", count + 5, job(tmp_path, table), "--json").out)
     assert later["epoch"] == 1

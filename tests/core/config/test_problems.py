@@ -164,6 +164,10 @@ CASES = {
         STEPS + '[model]\nname = "digits"\npreset = "8b"',
         "model.preset [job.toml:5]: no such key where model.name is digits. Known: name, channels.",
     ),
+    "a key that a kind of one's own lacks": (
+        STEPS + '[model]\nname = "mine:net"\nchannels = 3',
+        "model.channels [job.toml:5]: no such key where model.name is mine:net. Known: name, args, metrics.",
+    ),
     "a validator of one key": (
         STEPS + '[model]\npreset = "tny"',
         "model.preset [job.toml:4]: there is no preset 'tny'. Did you mean 'tiny'?",

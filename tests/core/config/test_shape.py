@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from closeranks.core.config.shape import find, locate, options_of, root_spot, tables_under
+from closeranks.core.config.table import Table
 
 from .job_shapes import DigitsConfig, Job, LlamaConfig, UserModelConfig
 
@@ -61,3 +62,27 @@ def test_every_table_is_listed_once() -> None:
         "optim.schedule",
         "layout",
     ]
+
+
+class Common(Table):
+    order: Literal["full", "none"] = "full"
+
+
+class First(Common):
+    kind: Literal["first"] = "first"
+
+
+class Second(Common):
+    kind: Literal["second"] = "second"
+
+
+class Mine(Common):
+    kind: str
+
+
+class Chosen(Table):
+    part: First | Second | Mine
+
+
+def test_choices_that_all_kinds_share_choose_nothing() -> None:
+    assert find(Chosen, ("part",)).tag_key == "kind"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,21 @@ def test_text_that_is_not_utf8_is_bad_for_a_tokenizer_and_fine_as_bytes(tmp_path
     with pytest.raises(DataError, match="not UTF-8 text, at its byte 5"):
         build(tmp_path / "tokens", tmp_path / "a.txt", tokenizer=tokenizer)
     assert not (tmp_path / "tokens").exists()
+
+
+def test_files_that_are_no_images_stop_the_build_or_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    given = {"a": png(1), "b": b"", "c": png(2)[:-9], "d": b"text", "e": png(3)}
+    for name, content in given.items():
+        (folder / f"{name}.png").write_bytes(content)
+    request = Request((str(folder),), tmp_path / "out", kind="records", num_processes=1)
+    with pytest.raises(BadRecordError, match=r"photos/b\.png', byte 0: the image is empty"):
+        build_shards(request)
+    summary = build_shards(replace(request, on_bad="skip", is_overwriting=True))
+    assert (summary.num_documents, summary.num_skipped) == (2, 3)
+    assert [Path(one.partition("'")[2].partition("'")[0]).name for one in summary.skipped] == [
+        "b.png",
+        "c.png",
+        "d.png",
+    ]

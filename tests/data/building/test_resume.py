@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.errors import DataError, RunFailed, SetupError
+from closeranks.data.building import build
 from closeranks.data.building.build import Reporter, Request, Summary, build_shards
+from closeranks.data.building.crew import _deaf_to_interrupts
 from closeranks.data.building.journal import Journal, Standing, decide, differences
+from tests.cli.data.calling import data
 from tests.data.building.material import contents, json_lines, rows, texts_folder
 
 pytestmark = pytest.mark.world
@@ -163,6 +166,43 @@ def test_ctrl_c_says_how_to_go_on(inputs: tuple[str, ...], undisturbed: dict[str
     assert "Traceback" not in said
     again(inputs, tmp_path / "out")
     assert contents(tmp_path / "out") == undisturbed
+
+
+def test_processes_of_a_build_are_deaf_to_ctrl_c_from_their_birth() -> None:
+    """A handler of their own would come too late: what an interpreter imports takes a while."""
+    with _deaf_to_interrupts():
+        code = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('goes on')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_ctrl_c_while_processes_start_waits_until_they_can_be_ended() -> None:
+    started = []
+
+    def start() -> None:
+        with _deaf_to_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            started.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert started
+
+
+def test_ctrl_c_before_anything_is_built_is_one_line(
+    inputs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "blueprint_of", interrupted)
+    said = data("build", *inputs, "--out", tmp_path / "out")
+    assert (said.code, said.out) == (130, "")
+    assert said.err == "closeranks: interrupted before anything was built. Give the same command again.\n"
+    monkeypatch.setattr(build, "_looked_at", interrupted)
+    said = data("build", *inputs, "--out", tmp_path / "out")
+    assert (said.code, said.err) == (130, "closeranks: interrupted\n")
 
 
 def test_a_description_that_is_damaged_is_made_again(

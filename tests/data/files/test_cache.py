@@ -6,6 +6,8 @@ import errno
 import mmap
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -354,3 +356,17 @@ def test_a_fault_of_the_disk_is_named(tmp_path: Path, far: Far, monkeypatch: pyt
     with pytest.raises(DataError, match=rf"the cache {tmp_path} failed: .*Input/output error"):
         far.read(Cache(tmp_path, 10**6), "a")
     assert names_in(tmp_path) == []
+
+
+def test_a_claim_goes_with_its_process_though_nobody_closed_the_cache(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from closeranks.data.files.cache import Cache;"
+        "from closeranks.data.files.filling import Item;"
+        "cache = Cache(Path(sys.argv[1]), 1 << 20);"
+        "cache.hold(Item('s3://far/a', 5, '1', ''), lambda: (piece for piece in [b'hello'])).release();"
+        "print(len(list(Path(sys.argv[1]).glob('claim-*'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert list(tmp_path.glob(f"{CLAIM}*")) == []
+    assert len(names_in(tmp_path)) == 1

@@ -130,7 +130,7 @@ def test_what_is_missing_or_refused_is_one_sentence(
     upload(moto, prefix)
     with pytest.raises(DataError, match="credentials"):
         open_at(rclone.endpoint, secret="wrong").list()
-    with pytest.raises(DataError, match="no such object or bucket"):
+    with pytest.raises(DataError, match="no such file, object or bucket"):
         open_at(moto.endpoint, place="no-such-bucket/set").list()
     with pytest.raises(DataError, match=r"there are no files in s3://\S+/nothing"):
         open_at(moto.endpoint, place=f"{prefix}/nothing").list()
@@ -140,7 +140,7 @@ def test_what_is_missing_or_refused_is_one_sentence(
     with pytest.raises(DataError, match=r"reading|looking"):
         files.read("gone")
     opened(moto.endpoint, prefix).remove("set/03.bin")
-    with pytest.raises(DataError, match=r"set/03\.bin failed: there is no such object"):
+    with pytest.raises(DataError, match=r"set/03\.bin failed: there is no such file, object"):
         read(files, "set/03.bin")
     with pytest.raises(SetupError, match="nobody knows the protocol"):
         open_files("s4://bucket/set")
@@ -254,10 +254,21 @@ def test_a_plain_web_server_will_do(tmp_path: Path) -> None:
             assert [info.name for info in files.list()] == names
             assert read(files, "b.bin") == DATA["set/02.bin"]
             files.close()
+        for url in (f"{base}none.bin", f"{base}none/"):
+            with pytest.raises(DataError, match=r"set/none\S* failed: there is no such file.*Check the place"):
+                open_files(url, cache=str(tmp_path / "cache")).list()
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@pytest.mark.parametrize("name", ["set/", "set", "a.bin", ""])
+def test_a_web_server_that_does_not_answer_is_no_empty_folder(tmp_path: Path, name: str) -> None:
+    url = f"http://127.0.0.1:{servers.free_port()}/{name}"
+    with pytest.raises(DataError, match=r"127\.0\.0\.1\S* failed: .*[Cc]onnect") as caught:
+        open_files(url, cache=str(tmp_path / "cache")).list()
+    assert "no such file" not in str(caught.value)
 
 
 def test_neither_torch_nor_numpy_is_needed() -> None:

@@ -76,7 +76,7 @@ def test_streams_and_files_in_any_order(folder: Path) -> None:
     assert [plain(dict(record)) for record in records.read(order)] == [row(number) for number in order.tolist()]
     assert [record["id"] for record in records.read(np.asarray([40, 3, 40]))] == [40, 3, 40]
     assert records.read(np.asarray([1]))[0]["tokens"].dtype == np.uint16
-    with pytest.raises(DataError, match="There is no"):
+    with pytest.raises(DataError, match="there is no"):
         records.read(np.asarray([-1]))
 
 
@@ -227,7 +227,7 @@ def test_the_mapping_that_old_versions_saved_is_respected(folder: Path) -> None:
     assert [record["id"] for record in records.read(np.arange(20))] == mapping.tolist()
     assert records.lengths("tokens").tolist() == (mapping % 5).tolist()
     assert records.where(4).offset == mapping[4] - (35 if mapping[4] >= 35 else 0)
-    with pytest.raises(DataError, match="There is no"):
+    with pytest.raises(DataError, match="there is no"):
         records.read(np.asarray([20]))
     (folder / "state.json").write_text(json.dumps(files))
     assert len(opened(folder)) == 20
@@ -246,6 +246,11 @@ def test_splits_are_named_to_choose_from(tmp_path: Path) -> None:
     (root / "dataset_dict.json").unlink()
     with pytest.raises(DataError, match="several datasets: test, train"):
         opened(root)
+    datasets.DatasetDict({"train": one}).save_to_disk(tmp_path / "single")
+    with pytest.raises(
+        DataError, match=r"holds a dataset in a folder of its own: train\. Choose one: '.*single/train'"
+    ):
+        opened(tmp_path / "single")
     cache = tmp_path / "cache"
     for split in ("train", "test"):
         write(cache / f"imdb-{split}.arrow", table(0, 3), stream=True)

@@ -358,7 +358,7 @@ def test_long_builds_are_told_of(
     files: FolderFiles, place: IndexPlace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(index_module, "_QUIET_S", 0.0)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         opened(place, files, Builder())
     assert f"indexing {files.root}: 50% of" in caplog.text
 

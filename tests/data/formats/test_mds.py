@@ -80,7 +80,7 @@ def test_says_where_a_sample_lies() -> None:
     records = opened(GOLDEN / "all")
     assert str(records.where(3)) == f"'{GOLDEN / 'all' / 'shard.00001.mds'}', sample 1"
     assert records.files_of(np.asarray([5, 0, 4])) == ["shard.00002.mds", "shard.00000.mds"]
-    with pytest.raises(DataError, match="There is no"):
+    with pytest.raises(DataError, match="there is no"):
         records.read(np.asarray([12]))
 
 
@@ -115,6 +115,9 @@ def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
         shutil.copytree(GOLDEN / "all", tmp_path / split)
     with pytest.raises(DataError, match=r"several MDS datasets: train, val\. Choose one"):
         opened(tmp_path)
+    shutil.rmtree(tmp_path / "train")
+    with pytest.raises(DataError, match=r"holds an MDS dataset in a folder of its own: val\. Choose one"):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize("hashes", [["sha1"], ["xxh64"]])
@@ -148,7 +151,7 @@ def test_without_hashes_a_flip_is_told_or_changes_values_and_nothing_worse(folde
 
 def test_hashes_nobody_can_make_are_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit(folder, raw_data={"hashes": {"blake9": "00"}})
-    caplog.set_level("INFO")
+    caplog.set_level("WARNING")
     assert opened(folder).read(np.asarray([0]))[0]["u8"] == 0
     assert "blake9" in caplog.text
 

@@ -57,7 +57,7 @@ def test_says_where_a_token_lies(tmp_path: Path) -> None:
     assert str(tokens.where(num_first + 1)) == f"'{GOLDEN / 'two' / 'b_text_document.bin'}', byte 2"
     assert tokens.files_of(np.asarray([num_first, 0]), 2) == ["b_text_document.bin", "a_text_document.bin"]
     assert tokens.files_of(np.asarray([num_first - 1]), 2) == ["a_text_document.bin", "b_text_document.bin"]
-    with pytest.raises(DataError, match="There is no"):
+    with pytest.raises(DataError, match="there is no"):
         tokens.read(np.asarray([tokens.num_tokens - 1]), 2)
 
 

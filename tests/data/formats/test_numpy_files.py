@@ -229,7 +229,7 @@ def test_what_is_no_tokens(tmp_path: Path, array: npt.NDArray[Any], reason: str)
 def test_tokens_outside_are_refused(tmp_path: Path) -> None:
     tokens = tokens_of(write(tmp_path, t=np.arange(5)))
     for start in (-1, 3):
-        with pytest.raises(DataError, match="There is no number"):
+        with pytest.raises(DataError, match="there is no number"):
             tokens.read(np.array([start]), 3)
 
 

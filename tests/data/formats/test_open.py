@@ -106,7 +106,7 @@ def test_nothing_known_lists_what_was_looked_for_and_found(tmp_path: Path) -> No
     with pytest.raises(DataError) as caught:
         detect(open_files(str(tmp_path)))
     text = str(caught.value)
-    assert "there are 2 .csv, 1 " in text
+    assert "found 2 .csv, 1 " in text
     assert "Makefile" in text
     assert "shards (dataset.json)" in text
     assert all(f"{format.name} ({format.shown})" in text for format in FORMATS)
@@ -125,7 +125,7 @@ def test_a_mixture_of_formats_must_be_settled_by_hand(tmp_path: Path) -> None:
 
 def test_an_unknown_format(tmp_path: Path) -> None:
     line_file(tmp_path)
-    with pytest.raises(DataError, match=r"There is no format 'jsonlines'. Did you mean 'jsonl'?"):
+    with pytest.raises(DataError, match=r"there is no format 'jsonlines'. Did you mean 'jsonl'?"):
         open_records(open_files(str(tmp_path)), "jsonlines", PLACE)
 
 

@@ -67,7 +67,7 @@ def test_rows_of_all_files_in_any_order(folder: Path) -> None:
     assert [plain(record) for record in records.read(order)] == [row(number) for number in order.tolist()]
     assert [record["id"] for record in records.read(np.asarray([40, 3, 40]))] == [40, 3, 40]
     assert records.read(np.asarray([], np.int64)) == []
-    with pytest.raises(DataError, match="There is no"):
+    with pytest.raises(DataError, match="there is no"):
         records.read(np.asarray([NUM_ROWS]))
 
 

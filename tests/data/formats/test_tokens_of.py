@@ -124,13 +124,13 @@ def test_the_field_is_found(tmp_path: Path) -> None:
     ("bad", "reason"),
     [
         ({"other": 1}, "field 'ids' is not there, only other"),
-        (3.5, "is a float, neither text nor a list of ids"),
+        (3.5, "is of type float, neither text nor a list of ids"),
         ([1.5], r"is float64\[1\] and no plain list of ids"),
         ([[1, 2]], r"is int64\[1, 2\] and no plain list of ids"),
         ([[1], [2, 3]], "is no plain list of ids"),
         ([1, -2], "has the negative id -2"),
         ([2**70], "no plain list of ids"),
-        (None, "is a NoneType"),
+        (None, "is of type NoneType"),
     ],
 )
 def test_a_record_without_tokens_stops_the_index(tmp_path: Path, bad: Any, reason: str) -> None:

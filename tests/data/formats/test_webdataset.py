@@ -145,7 +145,7 @@ def test_what_is_no_plain_file_is_left_out(tmp_path: Path, place: IndexPlace, ca
             info = tarfile.TarInfo(name)
             info.size = 3
             archive.addfile(info, io.BytesIO(b"abc"))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         records = opened(path, place)
     assert everything(records) == theirs(path) == [{"__key__": "x", "jpg": b"abc"}]
     assert "7 members" in caplog.text

@@ -97,7 +97,10 @@ def test_a_folder_or_a_permission_in_the_way(tmp_path: Path, kind: str, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", denied)
-        assert "Permission denied" in refused(tmp_path, read, "shard-00001.crs")
+        with pytest.raises(DataError, match=r"shard-00001\.crs.*Permission denied"):
+            read(tmp_path)
+        with pytest.raises(DataError, match=r"shard-00001\.crs' cannot be read: Permission denied\. Check its owner"):
+            verify(opened(tmp_path))
     path = tmp_path / "shard-00001.crs"
     path.unlink()
     path.mkdir()

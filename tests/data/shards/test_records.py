@@ -82,14 +82,14 @@ def test_numpy_scalars_and_tuples_come_back_as_plain_values(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"x": object()}, "it holds a object"),
+        ({"x": object()}, "it holds a value of type object"),
         ({"x": {1: 2}}, "keys must be text"),
-        ({"x": [b"raw"]}, "it holds a bytes"),
+        ({"x": [b"raw"]}, "it holds a value of type bytes"),
         ({"x": "\ud800"}, "surrogates not allowed"),
         ({"x": np.array([object()])}, "of object"),
         ({"x": np.array(["a"])}, "of <U1"),
         ({"x": np.zeros(2, "M8[s]")}, "datetime64"),
-        ({"x": 1j}, "it holds a complex"),
+        ({"x": 1j}, "it holds a value of type complex"),
         ({"": 1}, "not text"),
         ({3: 1}, "not text"),
     ],

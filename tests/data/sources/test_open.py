@@ -256,7 +256,7 @@ def test_a_mixture_of_formats(tmp_path: Path) -> None:
     [
         ("nowhere", "there is no file or folder .*nowhere"),
         ("empty", "there are no files in .*empty"),
-        ("notes.md", "holds no data of a known format: there are 1 .md"),
+        ("notes.md", "holds no data of a known format: found 1 .md; looked for"),
         ("empty.jsonl", "holds no records"),
     ],
 )
@@ -277,5 +277,5 @@ def test_a_path_must_be_given(config: Any) -> None:
 
 
 def test_a_format_that_is_named_but_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"There is no format 'jason'. Did you mean"):
+    with pytest.raises(DataError, match=r"there is no format 'jason'. Did you mean"):
         open_source(RecordsConfig(path=write_lines(tmp_path / "a.jsonl", [{"x": 1}]), format="jason"), "train", 0)

@@ -69,7 +69,7 @@ def test_a_batched_getter_is_called_once() -> None:
 
 @pytest.mark.parametrize("sample", [(1, 2, 3), "text"])
 def test_samples_without_names_are_refused(sample: Any) -> None:
-    with pytest.raises(DataError, match=r"cannot be named.*Return a dict of tensors, a pair"):
+    with pytest.raises(DataError, match=r"is of type \w+, which cannot be named.*Return a dict of tensors, a pair"):
         read([sample], 0)
 
 

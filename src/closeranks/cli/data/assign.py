@@ -20,8 +20,8 @@ HELP = """Show which data rank reads which samples at a step, and what changes w
   closeranks data assign -n 4 job.toml train.global_batch=12 --json
 
 Positions count all samples that the run reads, from 0; the sample that stands at a position follows from the job alone,
-so a step has the same samples for any number of workers and after any resume. Steps count from 0. Ranks that hold parts
-of one model (tensor, pipeline) read the same samples and are one data rank.
+so a step has the same samples for any number of workers and after any resume. Steps count from 1, as in `train`. Ranks
+that hold parts of one model (tensor, pipeline) read the same samples and are one data rank.
 """
 _LISTED = 12
 """Samples in a cell of the table."""
@@ -39,7 +39,7 @@ def assign(
         list[str] | None,
         typer.Argument(help="The job, then values to change.", metavar="[JOB.toml] [TABLE.KEY=VALUE]..."),
     ] = None,
-    step: Annotated[int, typer.Option(min=0, help="Which step, counted from 0.")] = 0,
+    step: Annotated[int, typer.Option(min=1, help="Which step, counted from 1.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
     import json
@@ -50,10 +50,10 @@ def assign(
     from closeranks.core.errors import UserError
 
     reading = open_reading(sort_words(words or [], Path.cwd()))
-    if step >= reading.schedule.num_steps:
+    if step > reading.schedule.num_steps:
         what = f"the run of {reading.name} has {reading.schedule.num_steps} steps, and step {step} was asked for"
-        raise UserError(what, f"Name one of 0 to {reading.schedule.num_steps - 1}.")
-    shares = {count: shares_of(reading, step, count) for count in dict.fromkeys(workers)}
+        raise UserError(what, f"Name one of 1 to {reading.schedule.num_steps}.")
+    shares = {count: shares_of(reading, step - 1, count) for count in dict.fromkeys(workers)}
     if as_json:
         print(json.dumps(_told(reading, step, shares), indent=1))
         return
@@ -67,8 +67,8 @@ def assign(
 
 def _print_head(reading: Reading, step: int) -> None:
     schedule = reading.schedule
-    first, last = schedule.position(step), schedule.position(step + 1)
-    micro = schedule.num_micro_batches(step)
+    first, last = schedule.position(step - 1), schedule.position(step)
+    micro = schedule.num_micro_batches(step - 1)
     epoch = first // reading.order.num_samples
     typer.echo(
         f"{reading.name}: step {step} of {schedule.num_steps}, epoch {epoch}: positions {first:,} to {last - 1:,}, "
@@ -111,14 +111,19 @@ def _short(files: Sequence[str], limit: int = 3) -> str:
 
 
 def _told(reading: Reading, step: int, shares: dict[int, list[Share]]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     schedule = reading.schedule
     return {
         "job": reading.name,
         "step": step,
         "num_steps": schedule.num_steps,
-        "first_position": schedule.position(step),
-        "last_position": schedule.position(step + 1) - 1,
-        "workers": {str(count): [asdict(share) for share in held] for count, held in shares.items()},
+        "first_position": schedule.position(step - 1),
+        "last_position": schedule.position(step) - 1,
+        "workers": {str(count): [_told_share(share, step) for share in held] for count, held in shares.items()},
     }
+
+
+def _told_share(share: Share, step: int) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    told = asdict(share)
+    return {**told, "micro_batches": [{**one, "step": step} for one in told["micro_batches"]]}

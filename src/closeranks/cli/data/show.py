@@ -17,8 +17,9 @@ HELP = """Show the sample that a run reads at a position, or the n-th sample of 
   closeranks data show 0 photos/ --save out/            images and other fields as files
 
 Positions count all samples that a run reads, from 0, over all epochs; which sample stands there follows from the job
-alone, whatever the number of workers. Tells the sample's number, its epoch, where it lies and what it holds: tokens as
-text where they are bytes or a tokenizer is given, images by their size, numbers summarised.
+alone, whatever the number of workers. Tells the sample's number, its epoch, the step that reads it (counted from 1, as
+`train` does), where it lies and what it holds: tokens as text where they are bytes or a tokenizer is given, images by
+their size, numbers summarised.
 """
 
 

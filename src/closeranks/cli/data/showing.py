@@ -91,7 +91,7 @@ def _when(schedule: Schedule, position: int) -> str:
     if position >= end:
         return f"never: the run ends after {end:,} positions"
     step, place = divmod(position, schedule.global_batch)
-    return f"step {step}, micro-batch {place // schedule.micro_batch}"
+    return f"step {step + 1}, micro-batch {place // schedule.micro_batch}"
 
 
 def shown_of_path(words: Words, number: int, format_: str) -> Shown:

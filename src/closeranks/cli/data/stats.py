@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,8 @@ Lengths are tokens of a document, or bytes of a record; median and p95 are exact
 beyond. Duplicates are documents that equal an earlier one to the byte, by a BLAKE3 digest of 128 bits; a record's own
 key is not compared. Beyond --limit documents an even sample of contents is kept, and that is said. With --seq-len: how
 many samples there are, and how full rows of whole documents become (data.packing = "documents").
+
+Exit status: 0 all was read, 1 some records could not be, 2 nothing to count.
 """
 
 
@@ -62,7 +65,13 @@ def stats(
         draw(found, picture)
     if as_json:
         print(json.dumps([one.told() for one in found], indent=1))
-        return
+    else:
+        _print_all(found, picture)
+    if any(one.survey.num_bad for one in found):
+        raise typer.Exit(1)
+
+
+def _print_all(found: Sequence[Surveyed], picture: Path | None) -> None:
     for number, one in enumerate(found):
         if number:
             typer.echo("")

@@ -16,9 +16,10 @@ HELP = """Read all of a data set and name what is damaged: file, block, offset, 
   closeranks data verify photos.tar
 
 Shards: every byte is compared with the checksums written when they were built. Other formats: every record is read, and
-compared with the checksums that the format carries, if any; what is not checksummed can be damaged without a trace.
+compared with the checksums that the format carries, if any, and every image is decoded; what is neither can be damaged
+without a trace.
 
-Exit status: 0 all is sound, 1 damage was found, 2 nothing to verify.
+Exit status: 0 all is sound, 1 damage was found, 2 it cannot be read, or is no data set.
 """
 _LISTED = 50
 

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from closeranks.core.config.merge import Tree
 from closeranks.core.config.shape import Spot, find, locate, root_spot, tables_under
 from closeranks.core.config.table import Table
-from closeranks.core.config.toml import dotted, format_value
+from closeranks.core.config.toml import Parts, dotted, format_value
 from closeranks.core.config.words import example, expected, given
 from closeranks.core.errors import Problem
 
@@ -32,6 +32,8 @@ class Fault:
     message: str
     model: type[Table]
     source: str
+    values: Mapping[str, Any]
+    """The whole job as it was given."""
 
     @property
     def place(self) -> str:
@@ -64,7 +66,7 @@ def problems_of(model: type[Table], errors: Sequence[ErrorDetails], tree: Tree) 
         spot = locate(model, error["loc"])
         source = str(tree.origin_near(spot.place) or "")
         details = error.get("ctx", {})
-        fault = Fault(error["type"], spot, error["input"], details, error["msg"], model, source)
+        fault = Fault(error["type"], spot, error["input"], details, error["msg"], model, source, tree.values)
         answer = _ANSWERS.get(fault.kind, _other)(fault)
         place = fault.place if answer.place is None else answer.place
         origin = str(tree.origin_near(place) or "")
@@ -141,8 +143,19 @@ def _variant(owner: Spot, fault: Fault) -> str:
     whole = find(fault.model, owner.parts)
     if len(whole.tables) < 2:
         return ""
-    chosen = owner.down(whole.tag_key).choices
-    return f" where {owner.place}.{whole.tag_key} is {chosen[0] if chosen else 'your own'}"
+    choices = owner.down(whole.tag_key).choices
+    chosen = choices[0] if choices else _given_at(fault.values, (*owner.parts, whole.tag_key))
+    return f" where {owner.place}.{whole.tag_key} is {chosen or 'your own'}"
+
+
+def _given_at(values: Any, parts: Parts) -> Any:
+    """What the job says at a place; None where it says nothing."""
+    for part in parts:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return values
 
 
 def _near(name: str, known: Sequence[str], form: str = "'{}'") -> str:

@@ -85,10 +85,12 @@ class Spot:
 
     @property
     def tag_key(self) -> str:
-        """The key that chooses among the tables of a union: the one they share that some of them pin to a literal."""
+        """The key that chooses among the tables of a union: the one they share that some of them pin to literals of
+        their own. One that has the same choices in several tables tells nothing apart."""
         for key in self.keys:
             fields = [table.model_fields.get(key) for table in self.tables]
-            if all(fields) and any(field and get_origin(field.annotation) is Literal for field in fields):
+            pinned = [choice for field in fields if field for choice in Option(field.annotation).choices]
+            if all(fields) and pinned and len(set(pinned)) == len(pinned):
                 return key
         return "name"
 

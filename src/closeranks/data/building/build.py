@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from closeranks.core.errors import Interrupted
@@ -23,6 +22,7 @@ from closeranks.data.building.encode import BYTES, describe, open_encoder
 from closeranks.data.building.journal import DESCRIBED, PARTS_DONE, Journal, decide
 from closeranks.data.building.looking import blueprint_of
 from closeranks.data.building.plan import ranges
+from closeranks.data.building.scratch import scratch
 from closeranks.data.building.standing import found_manifest, standing_of, sweep
 from closeranks.data.shards.commit import commit
 from closeranks.data.shards.manifest import About, Manifest
@@ -84,13 +84,20 @@ class Reporter:
 def build_shards(request: Request, reporter: Reporter | None = None) -> Summary:
     """Raises before anything is written where the request cannot be done."""
     reporter, started_at = reporter or Reporter(), time.monotonic()
-    with TemporaryDirectory(prefix="closeranks-build-") as indexes:
-        blueprint = blueprint_of(request.inputs, settings_of(request), request.out, indexes, reporter.on_remark)
+    with scratch() as indexes:
+        blueprint = _looked_at(request, indexes, reporter)
         if decide(standing_of(blueprint), str(request.out), request.is_overwriting) == "done":
             Journal(request.out).forget(plan_too=False)  # where a kill came between the description and this
             return replace(_summary(found_manifest(request.out)), is_old=True)
         summary, read_bytes = _build(blueprint, request, reporter)
     return replace(summary, seconds=time.monotonic() - started_at, read_bytes=read_bytes)
+
+
+def _looked_at(request: Request, indexes: Path, reporter: Reporter) -> Blueprint:
+    try:
+        return blueprint_of(request.inputs, settings_of(request), request.out, str(indexes), reporter.on_remark)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted before anything was built", "Give the same command again.") from None
 
 
 def settings_of(request: Request) -> Settings:

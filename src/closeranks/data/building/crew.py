@@ -94,8 +94,9 @@ def _death(hand: _Hand) -> RunFailed:
 def _hands(blueprint: Blueprint, count: int) -> Iterator[list[_Hand]]:
     hands: list[_Hand] = []
     try:
-        while len(hands) < count:
-            hands.append(_start())
+        with _deaf_to_interrupts():
+            while len(hands) < count:
+                hands.append(_start())
         for hand in hands:
             try:
                 hand.connection.send(blueprint)
@@ -108,6 +109,17 @@ def _hands(blueprint: Blueprint, count: int) -> Iterator[list[_Hand]]:
             hand.process.kill()
         for hand in hands:
             hand.process.wait()
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """What is started within is born deaf to Ctrl-C, which a terminal sends to all: the answer is this process's, and
+    an interpreter that is still importing would print its traces. Here, Ctrl-C waits until the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start() -> _Hand:

@@ -18,8 +18,8 @@ from closeranks.core.registry import did_you_mean
 from closeranks.data.building.streams import COMPRESSIONS, RATIO, compression_of, plain_name
 from closeranks.data.files.protocol import FileInfo, Files
 
-TEXT, JSONL, TAR, PACKED_MDS = "text", "jsonl", "tar", "mds, compressed"
-STORED = ("shards", "parquet", "arrow", "mds", "megatron", "webdataset", "images", "numpy")
+TEXT, JSONL, TAR, PACKED_MDS, IMAGES = "text", "jsonl", "tar", "mds, compressed", "images"
+STORED = ("shards", "parquet", "arrow", "mds", "megatron", "webdataset", IMAGES, "numpy")
 """Formats that are read where they lie, by number of record."""
 KINDS = (TEXT, JSONL, TAR, PACKED_MDS, *STORED)
 
@@ -36,7 +36,7 @@ _ENDINGS = {
     ".npz": "numpy",
     **dict.fromkeys(
         (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"),
-        "images",
+        IMAGES,
     ),
     ".crs": "shards",
 }

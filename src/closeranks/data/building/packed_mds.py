@@ -10,11 +10,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from pathlib import PurePosixPath
 from typing import Any
 
 from closeranks.core.errors import DataError
+from closeranks.data.building.scratch import scratch
 from closeranks.data.building.streams import compression_of, open_stream
 from closeranks.data.files.local import LocalFiles
 from closeranks.data.files.protocol import Files
@@ -29,14 +29,13 @@ _INDEX = "index.json"
 def unpacked(files: Files, name: str) -> Iterator[Records]:
     entry = _entry(files, name)
     shown = files.full_name(name)
-    with TemporaryDirectory(prefix="closeranks-mds-") as text:
-        folder = Path(text)
+    with scratch() as folder:
         raw = folder / PurePosixPath(str(entry["raw_data"]["basename"])).name
         with files.hold(name) as path, open_stream(path, shown, compression_of(name)) as stream, open(raw, "wb") as out:
             shutil.copyfileobj(stream.content, out, 1 << 20)
         alone = {**entry, "compression": None, "zip_data": None}
         (folder / _INDEX).write_text(json.dumps({"version": 2, "shards": [alone]}))
-        yield open_records(LocalFiles(folder), "mds", IndexPlace(text))
+        yield open_records(LocalFiles(folder), "mds", IndexPlace(str(folder)))
 
 
 def _entry(files: Files, name: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def disk_error(error: OSError, blueprint: Blueprint) -> CloseranksError:
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked since its birth (see crew.py)
     with Connection(int(sys.argv[1])) as connection:
         try:
             serve(connection)

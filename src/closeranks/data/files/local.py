@@ -83,7 +83,7 @@ class LocalFiles:
         if self._path.is_file():
             return [LocalStorage(self._path.parent).entry(self._path.name)]
         if not self._path.exists():
-            raise DataError(f"there is no file or folder {self._path}", "Check data.path.")
+            raise DataError(f"there is no file or folder {self._path}", "Check the path.")
         return LocalStorage(self._path).entries()
 
     def _path_of(self, name: str) -> Path:

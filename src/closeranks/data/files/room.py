@@ -16,6 +16,7 @@ import os
 import random
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,6 +101,11 @@ class Room:
             self._claim.remove()
             self._claim = None
 
+    def _leave_nothing(self) -> None:
+        """A claim goes with whoever made it, closed or not, unless that is killed."""
+        if self._claim is not None:
+            weakref.finalize(self, _given_up, self._claim)
+
     def _freed(self, need: Need) -> bool:
         files, num_bytes = self._counted()
         excess = num_bytes + need.num_bytes - self.max_bytes
@@ -112,6 +118,7 @@ class Room:
             return False
         if self._claim is None:
             self._claim = try_exclusive(self.folder / f"{CLAIM}{os.getpid()}-{secrets.token_hex(4)}", create=True)
+            self._leave_nothing()
         if self._claim is None:  # swept between its making and its lock, by a process that counted
             return False
         left = os.fstat(self._claim.fd).st_size
@@ -157,6 +164,11 @@ class Room:
         finally:
             for lock in victims:
                 lock.release()
+
+
+def _given_up(claim: Flock) -> None:
+    if claim.is_mine:
+        claim.remove()
 
 
 def _swept(path: Path) -> bool:

@@ -9,7 +9,7 @@ import errno
 from pathlib import Path
 
 from closeranks.core.errors import DataError
-from closeranks.storage.protocol import ChangedError, StorageError
+from closeranks.storage.protocol import ChangedError, MissingError, StorageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -36,9 +36,11 @@ def of_cache(error: OSError, folder: Path) -> DataError:
 
 
 def of_storage(error: StorageError) -> DataError:
-    """A storage's sentence says what to do about it itself."""
+    """A storage's sentence says what to do about it itself, where it can."""
     if isinstance(error, ChangedError):
         return DataError(str(error), "Put the old file back, or start again with the files as they are now.")
+    if isinstance(error, MissingError):
+        return DataError(str(error), "Check the place, and that every file has arrived there; copy what is missing.")
     return DataError(str(error))
 
 

@@ -96,7 +96,8 @@ def _refuse_splits(files: Files, infos: dict[str, FileInfo]) -> None:
         found = sorted(_document(files, _INFO).get("splits") or {})
         splits = found if len(found) > 1 else []
     if splits:
-        raise DataError(f"'{files.url}' holds several datasets: {', '.join(splits)}", advice)
+        which = "several datasets" if len(splits) > 1 else "a dataset in a folder of its own"
+        raise DataError(f"'{files.url}' holds {which}: {', '.join(splits)}", advice)
 
 
 def _document(files: Files, name: str) -> dict[str, Any]:

@@ -40,15 +40,15 @@ def blamed(where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except BadRecordError as error:
-        raise BadRecordError(f"Bad record in {where()}: {error.what}", error.fix) from error
+        raise BadRecordError(f"bad record in {where()}: {error.what}", error.fix) from error
     except DataError:
         raise
     except MemoryError as error:
-        raise DataError(f"There is no memory to decode {where()}", "Write it again in smaller pieces.") from error
+        raise DataError(f"there is no memory to decode {where()}", "Write it again in smaller pieces.") from error
     except Exception as error:
         if not is_damage(error):
             raise
-        raise BadRecordError(f"Bad record in {where()}: {str(error).splitlines()[0]}") from error
+        raise BadRecordError(f"bad record in {where()}: {str(error).splitlines()[0]}") from error
 
 
 def known(names: Sequence[str], columns: Sequence[str], url: str) -> Sequence[str]:
@@ -139,7 +139,7 @@ def values_of(array: Array) -> Values:
     for is_kind, convert in _KINDS:
         if is_kind(array.type):
             return convert(array)
-    raise DataError(f"A column has the type {array.type}, of which no records can be made", "Leave it out.")
+    raise DataError(f"a column has the type {array.type}, of which no records can be made", "Leave it out.")
 
 
 def _plain(array: Array) -> Array:
@@ -235,7 +235,7 @@ def _media(data: Array, path: Array) -> Values:
         for blob, name in zip(found, values_of(path), strict=True):
             if blob is None and name is not None:
                 raise BadRecordError(
-                    f"The file '{name}' is named and not stored", "Save the dataset with its files embedded."
+                    f"the file '{name}' is named and not stored", "Save the dataset with its files embedded."
                 )
     return found
 

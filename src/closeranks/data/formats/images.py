@@ -60,7 +60,7 @@ class ImageRecords:
 
     def _name(self, index: int) -> str:
         if not 0 <= index < len(self):
-            raise DataError(f"There is no number {index} in this data, which counts from 0 to {len(self) - 1}")
+            raise DataError(f"there is no number {index} in this data, which counts from 0 to {len(self) - 1}")
         return self._names[self._ends[index] : self._ends[index + 1]].decode("utf-8", "surrogateescape")
 
     def read(self, indices: Ints) -> list[Record]:
@@ -73,7 +73,9 @@ class ImageRecords:
                 image = path.read_bytes()
             except OSError as error:
                 full = self._files.full_name(name)
-                raise DataError(f"'{full}' cannot be read: {error.strerror or error}") from error
+                raise DataError(
+                    f"'{full}' cannot be read: {error.strerror or error}", "Check its permissions."
+                ) from error
         label = int(self._labels[index])
         return {"image": image, "label": label, "class": self._classes[label]} if self._classes else {"image": image}
 

@@ -106,8 +106,8 @@ class _Refusal:
 
 def _unsaved(url: str, refusals: Sequence[_Refusal]) -> DataError:
     return DataError(
-        f"The index of '{url}' cannot be saved in {' nor in '.join(map(str, refusals))}",
-        "Name a folder that can be written and has room (data.index).",
+        f"the index of '{url}' cannot be saved in {' nor in '.join(map(str, refusals))}",
+        "Make one of them a folder that can be written and has room, or let a job name another (data.index).",
     )
 
 
@@ -218,11 +218,11 @@ def _wait(fd: int, url: str, patience_s: float) -> bool:
         if now - last_heard > patience_s:
             holder = last_note or "another process"
             raise DataError(
-                f"The index of '{url}' is being built by {holder}, which made no progress for {patience_s:.0f} s",
-                "Stop that process, or name another folder (data.index).",
+                f"the index of '{url}' is being built by {holder}, which made no progress for {patience_s:.0f} s",
+                "Stop that process, or let a job name another folder (data.index).",
             )
         if not is_told and now - started > _QUIET_S:
-            _log.info("waiting for the index of %s, built by %s", url, last_note or "another process")
+            _log.warning("waiting for the index of %s, built by %s", url, last_note or "another process")
             is_told = True
         time.sleep(_POLL_S)
 
@@ -254,4 +254,4 @@ class _Report:
         waited = _QUIET_S if self._logged == self._started else _LOG_EVERY_S
         if now - self._logged >= waited:
             self._logged = now
-            _log.info("indexing %s: %s", self.url, share)
+            _log.warning("indexing %s: %s", self.url, share)

@@ -108,7 +108,7 @@ class Index(Mapping[str, Array]):
         try:
             _check_blocks(self._data, [(extent, block) for extent in self._extents for block in _blocks(extent)])
         except UnsoundIndex as error:
-            raise DataError(f"The index '{self.path}' is damaged: {error}", "Remove it: it is built again.") from None
+            raise DataError(f"the index '{self.path}' is damaged: {error}", "Remove it: it is built again.") from None
 
 
 def write_index(path: Path, subject: Subject, arrays: Arrays) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import FileInfo, Files
 from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
+from closeranks.data.formats.json_fault import json_fault
 from closeranks.data.formats.maps import Maps
 from closeranks.data.formats.rows import FileRows
 from closeranks.data.stores import Ints, Place, Record, Records
@@ -71,19 +72,19 @@ class JsonlRecords:
         is_line = end <= len(view) and (start in (0, 3) or view[start - 1] == _NEWLINE)
         if not is_line or (end < len(view) and view[end] != _NEWLINE):
             where = Place(self._files.full_name(name), start)
-            raise DataError(f"There is no line at {where}: the index is damaged", "Remove '.closeranks-index'.")
+            raise DataError(f"there is no line at {where}: the index is damaged", "Remove '.closeranks-index'.")
         try:
             record = json.loads(str(view[start:end].data, "utf-8"))
         except UnicodeDecodeError as error:
             self._refuse(name, start, f"byte {error.start} of the line is not UTF-8")
         except (ValueError, RecursionError) as error:
-            self._refuse(name, start, f"not JSON ({error})")
+            self._refuse(name, start, f"not JSON: {json_fault(error)}")
         if not isinstance(record, dict):
             self._refuse(name, start, f"a JSON {type(record).__name__} where an object is needed")
         return record
 
     def _refuse(self, name: str, start: int, reason: str) -> NoReturn:
-        raise BadRecordError(f"Bad record at {Place(self._files.full_name(name), start)}: {reason}") from None
+        raise BadRecordError(f"bad record at {Place(self._files.full_name(name), start)}: {reason}") from None
 
     def where(self, index: int) -> Place:
         row = self._rows.checked(np.array([index]))
@@ -147,7 +148,7 @@ def _scan(
         sizes = ends - starts
         if len(sizes) and int(sizes.max()) >= 2**32:
             long = Place(full_name, int(starts[int(sizes.argmax())]))
-            raise DataError(f"The line at {long} has {int(sizes.max())} bytes, and 4 GiB are the most")
+            raise DataError(f"the line at {long} has {int(sizes.max())} bytes, and 4 GiB are the most")
         filled = _is_filled(view, starts, sizes)
         found.append((starts[filled], sizes[filled].astype(np.uint32)))
         progress(done + at + len(chunk), total)

@@ -15,6 +15,7 @@ import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -149,7 +150,7 @@ class MdsRecords:
         return record
 
     def _refuse(self, shard: int, row: int, reason: str) -> NoReturn:
-        raise BadRecordError(f"Bad record in '{self._name(shard)}', sample {row}: {reason}") from None
+        raise BadRecordError(f"bad record in '{self._name(shard)}', sample {row}: {reason}") from None
 
 
 def _index_bytes(files: Files) -> bytes:
@@ -158,8 +159,9 @@ def _index_bytes(files: Files) -> bytes:
         return files.read(INDEX)
     splits = sorted(name[: -len(INDEX) - 1] for name in names if name.endswith(f"/{INDEX}"))
     if splits:
+        which = "several MDS datasets" if len(splits) > 1 else "an MDS dataset in a folder of its own"
         raise DataError(
-            f"'{files.url}' holds several MDS datasets: {', '.join(splits)}",
+            f"'{files.url}' holds {which}: {', '.join(splits)}",
             f"Choose one: '{files.full_name(splits[0])}'.",
         )
     raise DataError(f"'{files.url}' holds no '{INDEX}'", "Name the folder that MDSWriter wrote into.")
@@ -210,8 +212,14 @@ def _compare(view: npt.NDArray[np.uint8], hashes: Mapping[str, str]) -> str:
             found = make(view.data).hexdigest()
             return "" if found == wanted else f"the shard's {name} is {found}, and {wanted} according to '{INDEX}'"
     if hashes:
-        _log.info("the hashes of MDS shards (%s) cannot be checked here", ", ".join(hashes))
+        _warn_unchecked(", ".join(hashes))
     return ""
+
+
+@lru_cache
+def _warn_unchecked(names: str) -> None:
+    """Once in a process, not for every shard."""
+    _log.warning("the hashes of MDS shards (%s) cannot be checked here: no package that makes them is installed", names)
 
 
 def _check_count(view: npt.NDArray[np.uint8], shard: _Shard, full: str) -> None:

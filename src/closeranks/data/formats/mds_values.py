@@ -56,7 +56,7 @@ def decoder_of(encoding: str, column: str) -> Decoder:
     name, _, rest = encoding.partition(":")
     if name == "pkl":
         raise DataError(
-            f"The column '{column}' is pickled, and unpickling runs whatever code it holds",
+            f"the column '{column}' is pickled, and unpickling runs whatever code it holds",
             "Write the dataset again with another encoding (json, ndarray, bytes).",
         )
     if name == "ndarray":
@@ -65,7 +65,7 @@ def decoder_of(encoding: str, column: str) -> Decoder:
         return partial(_scalar, _TYPES[name])
     found = _DECODERS.get(encoding)
     if found is None:
-        raise DataError(f"The column '{column}' has the encoding '{encoding}', which is not known")
+        raise DataError(f"the column '{column}' has the encoding '{encoding}', which is not known")
     return found
 
 

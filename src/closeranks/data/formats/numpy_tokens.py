@@ -114,7 +114,7 @@ class NumpyTokens:
 
     def _refuse_ends(self, name: str, row: int, reason: str) -> None:
         where = Place(self._files.full_name(name), row, "row")
-        raise DataError(f"The ends of documents in {where} are wrong: {reason}", "Write the file again.")
+        raise DataError(f"the ends of documents in {where} are wrong: {reason}", "Write the file again.")
 
 
 def _ends_name(piece: Npy) -> str:

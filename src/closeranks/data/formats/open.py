@@ -100,7 +100,7 @@ def detect(files: Files) -> str:
         raise DataError(f"'{files.url}' mixes formats: {kinds}", "Say which one is meant (data.format).")
     looked = ", ".join(f"{format.name} ({format.shown})" for format in FORMATS)
     raise DataError(
-        f"'{files.url}' holds no data of a known format: there {_seen(infos)}, "
+        f"'{files.url}' holds no data of a known format: found {_seen(infos)}; "
         f"looked for: shards (dataset.json), {looked}",
         _CONVERT,
     )
@@ -111,7 +111,7 @@ def _settled(files: Files, format: str) -> str:
         return detect(files)
     names = (*_BY_NAME, SHARDS)
     if format not in names:
-        raise DataError(f"There is no format '{format}'", did_you_mean(format, names))
+        raise DataError(f"there is no format '{format}'", did_you_mean(format, names))
     return format
 
 
@@ -128,10 +128,10 @@ def _count(infos: Sequence[FileInfo], format: Format) -> int:
 
 
 def _seen(infos: Sequence[FileInfo]) -> str:
-    """``are 3 .csv, 1 .md``: the endings found, most frequent first."""
+    """``3 .csv, 1 .md``: the endings found, most frequent first."""
     endings = Counter(PurePosixPath(info.name).suffix or PurePosixPath(info.name).name for info in infos)
     shown = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(6))
-    return f"are {shown}{', ...' if len(endings) > 6 else ''}" if infos else "are no files"
+    return f"{shown}{', ...' if len(endings) > 6 else ''}" if infos else "no files"
 
 
 def _is_shards(files: Files) -> bool:

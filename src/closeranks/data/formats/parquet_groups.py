@@ -242,4 +242,4 @@ def _check_schema(footer: _Footer, first: _Footer) -> None:
     for name in footer.schema.names:
         mine, theirs = footer.schema.field(name).type, first.schema.field(name).type
         if not same_type(mine, theirs):
-            raise DataError(f"The column '{name}' is {mine} in '{footer.full}' and {theirs} in '{first.full}'", fix)
+            raise DataError(f"the column '{name}' is {mine} in '{footer.full}' and {theirs} in '{first.full}'", fix)

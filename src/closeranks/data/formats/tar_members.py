@@ -156,8 +156,8 @@ def _check_inside(view: npt.NDArray[np.uint8], full_name: str, at: int, end: int
 def _fail_without_end(full_name: str, at: int, num_bytes: int) -> NoReturn:
     where = Place(full_name, at)
     if num_bytes:
-        raise DataError(f"A tar file is cut short inside a header at {where}", "Fetch or write the file again.")
+        raise DataError(f"a tar file is cut short inside a header at {where}", "Fetch or write the file again.")
     raise DataError(
-        f"A tar file has no end mark at {where}: it may have been cut short",
+        f"a tar file has no end mark at {where}: it may have been cut short",
         "Fetch or write it again, or, if nothing is missing, append the mark: truncate -s +1024.",
     )

@@ -128,7 +128,7 @@ class RecordTokens:
         return decode(record, fields={"tokens": self._field}, where=Late(self._records.where, number)).get("tokens")
 
     def _refuse(self, number: int, reason: str) -> NoReturn:
-        raise BadRecordError(f"Bad record at {self._records.where(number)}: field '{self._field}' {reason}")
+        raise BadRecordError(f"bad record at {self._records.where(number)}: field '{self._field}' {reason}")
 
     def _build(self, progress: Progress) -> Arrays:
         lengths, largest, kinds = array("q"), 0, set()
@@ -148,7 +148,7 @@ class RecordTokens:
                 ) from error
             progress(int(numbers[-1]) + 1, len(self._records))
         if len(kinds) > 1:
-            raise DataError(f"Field '{self._field}' of '{self._files.url}' is text in some records and ids in others")
+            raise DataError(f"field '{self._field}' of '{self._files.url}' is text in some records and ids in others")
         return {
             "ends": np.cumsum(np.frombuffer(lengths, np.int64)) if lengths else np.empty(0, np.int64),
             "summary": np.array([kinds == {True}, largest], np.int64),
@@ -168,7 +168,7 @@ def tokens_in(value: Any) -> npt.NDArray[Any]:
     if isinstance(value, str):
         return np.frombuffer(value.encode("utf-8", "surrogatepass"), np.uint8)
     if not isinstance(value, (list, tuple, np.ndarray)):
-        raise ValueError(f"is a {type(value).__name__}, neither text nor a list of ids")
+        raise ValueError(f"is of type {type(value).__name__}, neither text nor a list of ids")
     try:
         tokens = np.asarray(value)
     except ValueError as error:
@@ -203,7 +203,7 @@ def _found_field(records: Records, files: Files) -> str:
     found = [name for name in NAMES if name in first]
     if not found:
         raise DataError(
-            f"The records of '{files.url}' have no field {', '.join(FIELDS[:-1])} or {FIELDS[-1]}",
+            f"the records of '{files.url}' have no field {', '.join(FIELDS[:-1])} or {FIELDS[-1]}",
             f"Say which field holds tokens or text (data.field): {', '.join(sorted(map(str, first)))}.",
         )
     return found[0]

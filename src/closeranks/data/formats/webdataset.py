@@ -90,7 +90,7 @@ class TarRecords:
             name = self._field_names[field]
             if name in record:
                 where = Place(self._files.full_name(self._rows.names[file]), start)
-                raise BadRecordError(f"Bad record at {where}: sample '{record['__key__']}' has two members '{name}'")
+                raise BadRecordError(f"bad record at {where}: sample '{record['__key__']}' has two members '{name}'")
             record[name] = view[start : start + size].tobytes()
             if len(record[name]) != size:
                 full = self._files.full_name(self._rows.names[file])
@@ -148,7 +148,9 @@ class _Builder:
             progress(done, total)
         maps.close()
         if self._num_skipped:
-            _log.info("%s: %d members without a key, or no plain files, left out", self._files.url, self._num_skipped)
+            _log.warning(
+                "%s: %d members without a key, or no plain files, left out", self._files.url, self._num_skipped
+            )
         return self._arrays()
 
     def _take(self, member: Member, key: str | None) -> str | None:

@@ -135,7 +135,7 @@ def _check_json(value: Any) -> None:
         for inner in value:
             _check_json(inner)
     elif value is not None and not isinstance(value, bool | int | float | str):
-        raise TypeError(f"it holds a {type(value).__name__}")
+        raise TypeError(f"it holds a value of type {type(value).__name__}")
 
 
 class Decoder:

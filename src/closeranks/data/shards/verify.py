@@ -26,6 +26,7 @@ from closeranks.data.shards.opening import read_ends
 from closeranks.data.shards.records import UNDECODABLE
 from closeranks.data.stores import Ints
 from closeranks.storage.disk import read_range
+from closeranks.storage.protocol import ChangedError, DeniedError, MissingError, StorageError
 
 _WINDOW_BYTES = 8 << 20
 
@@ -67,6 +68,8 @@ def verify(files: Files, on_progress: Callable[[int, int], None] | None = None) 
     try:
         manifest = read_manifest(files)
     except DataError as error:
+        if _is_out_of_reach(error, files):
+            raise
         return [Finding(files.full_name(NAME), 0, 0, error.what)]
     done, total = 0, manifest.num_bytes
     findings: list[Finding] = []
@@ -76,13 +79,25 @@ def verify(files: Files, on_progress: Callable[[int, int], None] | None = None) 
             with files.hold(shard.entry.name) as path:
                 findings += _Check(full, shard, manifest).run(path)
         except DataError as error:
+            if _is_out_of_reach(error, files):
+                raise
             findings.append(_whole(full, shard, error.what))
+        except PermissionError as error:
+            raise DataError(f"'{full}' cannot be read: {error.strerror}", "Check its owner and its mode.") from error
         except OSError as error:
             findings.append(_whole(full, shard, f"it cannot be read: {error.strerror or error}"))
         done += shard.shape.num_bytes
         if on_progress is not None:
             on_progress(done, total)
     return findings
+
+
+def _is_out_of_reach(error: DataError, files: Files) -> bool:
+    """What may not be read, or lies where nobody answers, says nothing of the data."""
+    cause = error.__cause__
+    is_gone = isinstance(cause, MissingError | ChangedError)
+    is_unanswered = isinstance(cause, StorageError) and not files.is_local and not is_gone
+    return is_unanswered or isinstance(cause, DeniedError | PermissionError)
 
 
 def _shards(manifest: Manifest) -> Iterator[_Shard]:

@@ -141,7 +141,7 @@ def _fits(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
 def _named(value: Any) -> str:
     if isinstance(value, str):
         return f"the text {value[:40]!r}{'...' if len(value) > 40 else ''}"
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _scaled(images: npt.NDArray[np.uint8]) -> Tensor:

@@ -72,7 +72,7 @@ def _named(collated: Any, sample: Any, identity: str) -> Batch:
         return dict(zip("xy", collated, strict=False))
     if isinstance(collated, Tensor):
         return {"x": collated}
-    what = f"a sample of {identity} is a {type(sample).__name__} that cannot be named"
+    what = f"a sample of {identity} is of type {type(sample).__name__}, which cannot be named"
     raise DataError(what, "Return a dict of tensors, a pair (x, y), or one tensor.")
 
 
