@@ -48,9 +48,9 @@ def from_python(
 ) -> Described:
     beside = {key: tables[key] for key in ("stages", "tensor") if key in tables}
     extra = {
-        **{name: table for name, table in tables.items() if name not in beside},
+        **{name: table for name, table in tables.items() if name not in (*beside, "loading")},
         "model": {"name": _name_of(model), "metrics": tuple(metrics), **beside},
-        "data": {"name": _name_of(data), **tables.get("data", {})},
+        "data": {"name": _name_of(data), **tables.get("loading", {})},
     }
     job = load_job(None, extra=extra).value
     if eval_data is not None and loss is None:

@@ -32,8 +32,9 @@ def train(
     ``loss(model, batch)`` returns the mean over the batch's samples, or a ``Loss``, whose extra sums ``metrics`` names.
     Tables of the job are given by name: ``train={"steps": 200, "global_batch": 32}``; what the axes need to know of the
     model is ``stages=["embed", "blocks.*", "head"]`` for a pipeline and ``tensor=[{"pattern": "*.up.weight", "dim":
-    0}, ...]`` for the tensor axis. Runs on the workers this script was started with: one under plain ``python``, more
-    under ``closeranks run -n``, ``torchrun`` or ``srun``.
+    0}, ...]`` for the tensor axis; how the data is read, the table ``[data]``, is ``loading={"workers": 2}``. Runs on
+    the workers this script was started with: one under plain ``python``, more under ``closeranks run -n``,
+    ``torchrun`` or ``srun``.
     """
     return drive(Session(model, data, loss, eval_data=eval_data, hooks=hooks, metrics=metrics, **tables))
 
