@@ -11,20 +11,17 @@ import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-warnings.filterwarnings("ignore")
-os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-
-import torch  # noqa: E402
-from data_ours import OURS  # noqa: E402
-from data_peers import PEERS  # noqa: E402
-from data_work import Contender, Work, checksum, num_rows  # noqa: E402
+import torch
+from data_ours import OURS
+from data_peers import PEERS
+from data_work import Contender, Work, checksum, num_rows
 
 
 def main() -> None:
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     torch.set_num_threads(1)
     answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
