@@ -17,11 +17,11 @@ import torch
 
 from closeranks.core.errors import CloseranksError
 from closeranks.core.protocols import Source
-from closeranks.data.ahead import Ahead
-from closeranks.data.crew import Crew
-from closeranks.data.nursery import Nursery
+from closeranks.data.loading.ahead import Ahead
+from closeranks.data.loading.crew import Crew
+from closeranks.data.loading.nursery import Nursery
+from closeranks.data.loading.placing import Placing
 from closeranks.data.order import Order, Schedule
-from closeranks.data.placing import Placing
 from closeranks.data.quarantine import Quarantine
 from closeranks.data.reader import Loaded, Reader, ReadPlan
 from closeranks.data.settings import ReadSettings

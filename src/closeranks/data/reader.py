@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from closeranks.core.protocols import Batch, Source
-from closeranks.data.coming import Coming
+from closeranks.data.loading.coming import Coming
 from closeranks.data.order import MicroBatch, Order, Schedule
 from closeranks.data.quarantine import BadSample
 from closeranks.data.rows import MAX_STAND_INS, RowReader

@@ -1,10 +1,11 @@
 """How does a process of the loader come to be, and how does it live?
 
-Run as ``python -P -m closeranks.data.worker CONTROL_FD RANK_PID``: the nursery of one rank. It imports torch once and
-forks a process for every seat it is sent; a rank itself, with its threads and its CUDA, is never forked. A process
-reads its share of the rank's micro-batches in order, as far ahead as it is told, and waits to be hung up on when it is
-done or has failed. Invariants: the nursery has one thread and dies when its rank is gone, however it went; a process
-dies with the nursery; nothing here ends because of a signal to the whole job, since the rank decides what that means.
+Run as ``python -P -m closeranks.data.loading.worker CONTROL_FD RANK_PID``: the nursery of one rank. It imports torch
+once and forks a process for every seat it is sent; a rank itself, with its threads and its CUDA, is never forked. A
+process reads its share of the rank's micro-batches in order, as far ahead as it is told, and waits to be hung up on
+when it is done or has failed. Invariants: the nursery has one thread and dies when its rank is gone, however it went; a
+process dies with the nursery; nothing here ends because of a signal to the whole job, since the rank decides what that
+means.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.keys import derive_seed
 from closeranks.core.linux import die_with_parent
-from closeranks.data import messages
-from closeranks.data.messages import Exited, Failed, Go, HungUp, Seat
+from closeranks.data.loading import messages
+from closeranks.data.loading.messages import Exited, Failed, Go, HungUp, Seat
 
 if TYPE_CHECKING:
     from closeranks.data.reader import ReadPlan
@@ -126,7 +127,7 @@ def _open(seat: Seat, plan_fd: int) -> ReadPlan:
     sys.path[:] = seat.sys_path
     if seat.main_path:
         multiprocessing.spawn.prepare({"init_main_from_path": seat.main_path})
-    from closeranks.data.sending import unpack
+    from closeranks.data.loading.sending import unpack
 
     plan: ReadPlan = unpack(plan_fd)
     os.close(plan_fd)
@@ -134,8 +135,8 @@ def _open(seat: Seat, plan_fd: int) -> ReadPlan:
 
 
 def _read_all(plan: ReadPlan, seat: Seat, rank: socket.socket) -> None:
+    from closeranks.data.loading.transport import Outbox
     from closeranks.data.reader import Reader, Share
-    from closeranks.data.transport import Outbox
 
     share = Share(seat.number, seat.count)
     reader, outbox, permit = Reader(plan, seat.step, share), Outbox(), _Permit(rank)
@@ -190,10 +191,6 @@ def _seed(seed: int) -> None:
 
 def _prepare() -> None:
     import torch
-
-    import closeranks.data.reader
-    import closeranks.data.sending
-    import closeranks.data.transport  # noqa: F401  imported once, for all who are forked from here
 
     torch.set_num_threads(1)
     gc.collect()

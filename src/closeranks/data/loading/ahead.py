@@ -13,7 +13,7 @@ from queue import Empty, Queue
 
 from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, DataError
-from closeranks.data.crew import Stopped
+from closeranks.data.loading.crew import Stopped
 from closeranks.data.reader import Loaded
 
 _LOG = logging.getLogger(__name__)

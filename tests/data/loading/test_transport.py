@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import UserError
-from closeranks.data.sending import pack, unpack
-from closeranks.data.transport import Inbox, Outbox, roomy
-
-from .doubles import HeldSource, LocalSource, MixedSource
+from closeranks.data.loading.sending import pack, unpack
+from closeranks.data.loading.transport import Inbox, Outbox, roomy
+from tests.data.doubles import HeldSource, LocalSource, MixedSource
 
 
 class Way:

@@ -1,8 +1,8 @@
 """Where do a rank's reading processes come from?
 
-From one process that has imported torch and forks on request (``closeranks.data.worker``); this is its rank's hold on
-it. Invariants: the rank itself is never forked; nothing that comes from here outlives the rank; ``close`` and ``end``
-never take long.
+From one process that has imported torch and forks on request (``closeranks.data.loading.worker``); this is its rank's
+hold on it. Invariants: the rank itself is never forked; nothing that comes from here outlives the rank; ``close`` and
+``end`` never take long.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import replace
 
 from closeranks.core.environment import child_environment
 from closeranks.core.errors import UserError
-from closeranks.data import messages
-from closeranks.data.messages import Exited, HungUp, Kill, Seat
+from closeranks.data.loading import messages
+from closeranks.data.loading.messages import Exited, HungUp, Kill, Seat
 
 _LEAVE_S = 0.5
 """For a process that is hung up on in the middle of a read, before it is killed."""
@@ -32,7 +32,7 @@ _END_S = 5.0
 class Nursery:
     def __init__(self) -> None:
         """Returns at once; the first process is there when torch is imported."""
-        if getattr(sys.modules["__main__"].__spec__, "name", "") == "closeranks.data.worker":
+        if getattr(sys.modules["__main__"].__spec__, "name", "") == "closeranks.data.loading.worker":
             fix = "Put what the script does under `if __name__ == '__main__':`."
             raise UserError("a process of the loader was about to run the whole script that its dataset is in", fix)
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -40,7 +40,7 @@ class Nursery:
         rank = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "closeranks.data.worker", str(theirs.fileno()), str(rank)],
+                [sys.executable, "-P", "-m", "closeranks.data.loading.worker", str(theirs.fileno()), str(rank)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=child_environment(1),

@@ -17,15 +17,14 @@ import pytest
 import torch
 
 from closeranks.core.errors import CloseranksError, DataError, SetupError, UserError
-from closeranks.data.crew import Crew, Stopped
-from closeranks.data.messages import RemoteTraceback
-from closeranks.data.nursery import Nursery
+from closeranks.data.loading.crew import Crew, Stopped
+from closeranks.data.loading.messages import RemoteTraceback
+from closeranks.data.loading.nursery import Nursery
 from closeranks.data.order import FullOrder, Schedule
 from closeranks.data.quarantine import BadSample
 from closeranks.data.reader import Loaded, Reader, ReadPlan
 from closeranks.data.settings import ReadSettings
-
-from .doubles import (
+from tests.data.doubles import (
     CountingSource,
     DrawingSource,
     DyingSource,
@@ -334,7 +333,7 @@ def test_processes_die_with_their_rank_whichever_thread_started_them(tmp_path: P
     """The dataset is a class of the script itself, too."""
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     rank = subprocess.Popen(
         [sys.executable, str(script)],
         stdin=subprocess.PIPE,

@@ -20,13 +20,13 @@ from contextlib import suppress
 from typing import cast
 
 from closeranks.core.errors import CloseranksError
-from closeranks.data import messages
-from closeranks.data.messages import Failed, Go, HungUp, Seat
-from closeranks.data.nursery import Nursery, ending
+from closeranks.data.loading import messages
+from closeranks.data.loading.messages import Failed, Go, HungUp, Seat
+from closeranks.data.loading.nursery import Nursery, ending
+from closeranks.data.loading.sending import pack
+from closeranks.data.loading.transport import Inbox
 from closeranks.data.order import MicroBatch
 from closeranks.data.reader import Loaded, Packed, ReadPlan
-from closeranks.data.sending import pack
-from closeranks.data.transport import Inbox
 
 _POLL_MS = 1000
 _LAST_WORDS_S = 2.0
