@@ -125,6 +125,7 @@ def test_what_cannot_be_read_is_named_on_a_run(
     assert os.listdir(tmp_path / "run" / "run" / "metrics")
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_damaged_in_the_cache_is_fetched_again(
     tmp_path: Path, corpus: Path, moto: servers.Server
 ) -> None:

@@ -233,6 +233,7 @@ def test_ranks_of_a_replica_that_read_different_data_are_told(tmp_path: Path) ->
     assert "can be read by some ranks of a replica and not by others" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_bad_records_of_the_evaluation_are_left_out_and_counted(tmp_path: Path) -> None:
     path = write_records(tmp_path, "records", 40, bad=(36, 39))

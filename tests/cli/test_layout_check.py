@@ -47,6 +47,7 @@ def test_a_layout_that_trains_the_same_model(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dropout", "code"), [pytest.param(0.0, 0, marks=pytest.mark.slow), (0.5, 1)])
 def test_a_model_of_the_users_own_that_differs_is_found_out(tmp_path: Path, dropout: float, code: int) -> None:
     """Dropout within a split layer draws other masks than one process: nothing hangs, and the check says so."""

@@ -192,6 +192,7 @@ def assert_saved_at_the_end(run: Path, step: int) -> None:
     assert last_step(run, 0) == last_step(run, 1) == step, "all ranks stopped at the same step, and it was saved"
 
 
+@pytest.mark.slow
 def test_sigterm_while_a_disk_stands_still(tmp_path: Path) -> None:
     """A save hangs in it; two seconds after the request to stop it moves again, well within the grace."""
     run, place = tmp_path / "run", tmp_path / "disk"

@@ -58,6 +58,7 @@ def test_a_run_leaves_everything_in_its_folder(run: Path) -> None:
         assert (run / "traces" / f"rank-{rank:05d}.json.gz").stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_sample_repeats_by_its_seed(run: Path) -> None:
     texts = [closeranks("sample", run, "import ", "--tokens", 20, "--seed", seed, cwd=run).out for seed in (1, 1, 2)]

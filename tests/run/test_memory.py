@@ -19,6 +19,7 @@ LIMIT = 3 << 30
 PARTS = ("parameters", "gradients", "optimizer state", "activations")
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_micro_batch_that_does_not_fit(tmp_path: Path) -> None:
     """The limit is inherited by everything the command starts; a million tokens need more than it leaves."""

@@ -52,6 +52,7 @@ def test_all_three_give_the_same_losses(tmp_path: Path) -> None:
     assert (tmp_path / "session" / "report.md").exists(), "the page stands where the script's own folder is"
 
 
+@pytest.mark.slow
 def test_plain_python_is_a_world_of_one(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "own_model", tmp_path, dirs_exist_ok=True)
     (tmp_path / "train.py").write_text(TRAIN)
