@@ -39,6 +39,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 FOLDER = ".closeranks-index"
 DEFAULT_CACHE = "~/.cache/closeranks/data"
+_NOTE_BYTES = 512
+"""Written over at once: cut and written anew, a note could be looked at in between every time."""
 _NO_SETTINGS: Mapping[str, str | int] = MappingProxyType({})
 _QUIET_S = 3.0
 _NOTE_EVERY_S = 1.0
@@ -189,8 +191,7 @@ def _alone(candidate: _Candidate, url: str, patience_s: float) -> Iterator[Calla
 
         def note(text: str) -> None:
             with suppress(OSError):  # a full disk must not end the work for a note's sake
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, text.encode(), 0)
+                os.pwrite(fd, text.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
 
         yield note
     finally:
@@ -207,7 +208,7 @@ def _wait(fd: int, url: str, patience_s: float) -> bool:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            found = os.pread(fd, 4096, 0).decode(errors="replace")
+            found = os.pread(fd, _NOTE_BYTES, 0).decode(errors="replace").strip()
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 return False
