@@ -120,7 +120,7 @@ def _file_of_array(stem: str, value: np.ndarray) -> FieldFile:
         try:
             from PIL import Image
         except ImportError:
-            pass
+            pass  # an array file says the same
         else:
             Image.fromarray(value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value).save(data, "PNG")
             return FieldFile(f"{stem}.png", data.getvalue())

@@ -92,7 +92,7 @@ def _try(path: Path, flags: int, kind: int) -> Flock | None:
         if _names(path, fd):
             return lock
     except BlockingIOError:
-        pass
+        pass  # somebody else has it, which is the answer
     except BaseException:
         lock.release()
         raise
