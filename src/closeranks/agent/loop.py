@@ -39,7 +39,10 @@ class Loop:
             self._selector.unregister(source)
 
     def __contains__(self, source: object) -> bool:
-        return source in self._selector.get_map()
+        try:
+            return source in self._selector.get_map()
+        except ValueError:  # it was closed meanwhile and has no descriptor any more
+            return False
 
     def turn(self, until: float | None = None) -> None:
         """Wait until something is ready, or until then (``time.monotonic()``), and make the calls."""

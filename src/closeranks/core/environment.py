@@ -13,6 +13,7 @@ from closeranks.core.errors import SetupError
 from closeranks.core.world import World
 
 _WORLD: World | None = None
+_TOKEN = "CLOSERANKS_TOKEN"
 
 
 def set_world(world: World | None) -> None:
@@ -106,7 +107,7 @@ def child_environment(threads: int, environ: Mapping[str, str] = os.environ) -> 
 
     One thread per maths library until a worker sets its own number: a pool that exists at a fork hangs the child.
     The NVML check and the single compile thread keep the zygote from touching CUDA, which a forked child could then
-    not use. PYTHONUNBUFFERED: a killed worker's last line reaches its log.
+    not use. PYTHONUNBUFFERED: a killed worker's last line reaches its log. The job's token is the agents' alone.
     """
     fixed = {
         "OMP_NUM_THREADS": str(threads),
@@ -116,17 +117,22 @@ def child_environment(threads: int, environ: Mapping[str, str] = os.environ) -> 
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    return {**environ, **fixed}
+    return {**{name: value for name, value in environ.items() if name != _TOKEN}, **fixed}
 
 
-def bind_gloo_to_loopback() -> None:
-    """All workers are on this host: nothing of theirs needs to be reachable from another. An explicit choice wins."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def bind_gloo(interface: str) -> None:
+    """Where gloo's connections of this process come from and go to. An explicit choice wins."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def fix_cublas_workspace() -> None:
     """cuBLAS is deterministic only with a fixed workspace, and reads this when CUDA starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def job_token(environ: Mapping[str, str] = os.environ) -> str:
+    """The secret that the agents of a job share, if the shell was given it; empty if not."""
+    return environ.get(_TOKEN, "")
 
 
 def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
@@ -151,3 +157,8 @@ def wanted_death(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | N
         return None
     label, _, count = text.partition(":")
     return label, int(count or 1)
+
+
+def deaths_folder(environ: Mapping[str, str] = os.environ) -> str:
+    """``CLOSERANKS_KILL_IN=folder``: a test puts orders to die there while processes run; empty: it does not."""
+    return environ.get("CLOSERANKS_KILL_IN", "")

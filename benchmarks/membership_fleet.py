@@ -1,0 +1,167 @@
+"""A fleet of agents in virtual time: the membership's machines, every message counted, each taking one hop.
+
+Nothing is lost here and no clock drifts; laws under chaos are the tests' business. Workers are not simulated: they
+start at once and die at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from closeranks.agent.membership.effects import Changed, Kill, Send, Settled, TakeAsk
+from closeranks.agent.membership.follower import Follower
+from closeranks.agent.membership.generation import Phase
+from closeranks.agent.membership.lead import Lead
+from closeranks.agent.membership.messages import Letter
+
+HOP_S = 0.001
+"""What every message takes: the time of an episode over this is its number of rounds."""
+
+
+@dataclass
+class Episode:
+    """What it took to get somewhere."""
+
+    began_at: float
+    counted: Counter[str] = field(default_factory=Counter)
+    ended_at: float = 0.0
+    waited_s: float = 0.0
+    """Time in which nothing travels: until the workers of a dead agent are surely dead."""
+
+    @property
+    def num_messages(self) -> int:
+        """But for beats and their answers, which go on all the time."""
+        return sum(count for kind, count in self.counted.items() if kind not in ("beat", "beat_back"))
+
+    @property
+    def num_beats(self) -> int:
+        return self.counted["beat"] + self.counted["beat_back"]
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self.began_at
+
+    @property
+    def num_rounds(self) -> int:
+        return round((self.seconds - self.waited_s) / HOP_S)
+
+
+class Fleet:
+    """A lead and so many hosts, none of which is the lead's own. Everybody who is here takes part."""
+
+    def __init__(self, num_hosts: int) -> None:
+        self.now = 0.0
+        self.lead = Lead(1)
+        self.followers = {name: Follower(name, 1, 8, now=0.0) for name in map("h{:05d}".format, range(num_hosts))}
+        self.cut: set[str] = set()
+        self.episode = Episode(0.0)
+        self.handled_s = 0.0
+        self.num_handled = 0
+        self._num_wanted = num_hosts
+        self.num_joined = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._alarms: dict[str, int] = {}
+        self._lead_alarm = 0.0
+        for name in self.followers:
+            self._at(0.0, lambda name=name: self._wake(name))
+
+    # --- episodes
+
+    def until(self, is_there: Callable[[], bool], longest_s: float = 600.0) -> Episode:
+        """Run until something is so; what it took."""
+        end = self.now + longest_s
+        while not is_there():
+            if not self._heap or self._heap[0][0] > end:
+                raise AssertionError(f"the fleet has not got there within {longest_s:g} s")
+            self.now, _, act = heapq.heappop(self._heap)
+            act()
+        self.episode.ended_at = self.now
+        return self.episode
+
+    def start_episode(self) -> None:
+        self.episode = Episode(self.now)
+
+    def is_running(self, num_members: int) -> bool:
+        generation = self.lead.generation
+        return self.lead.phase == Phase.RUNNING and generation is not None and len(generation.seats) == num_members
+
+    def kill(self, names: list[str]) -> None:
+        """Their agents die; their kernels close the connections."""
+        for name in names:
+            del self.followers[name]
+            self._at(self.now + HOP_S, lambda name=name: self._led(self.lead.closed(name, 1, self.now)))
+
+    # --- the wires
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (when, next(self._order), act))
+
+    def _send(self, letter: Letter, act: Callable[[Letter], None]) -> None:
+        self.episode.counted[letter.body.kind] += 1
+        if letter.host not in self.cut:
+            self._at(self.now + HOP_S, lambda: act(letter))
+
+    def _to_lead(self, letter: Letter) -> None:
+        began_at = time.thread_time()
+        effects = self.lead.handle(letter, self.now)
+        self.handled_s += time.thread_time() - began_at
+        self.num_handled += 1
+        self._led(effects)
+
+    def _led(self, effects: list[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(letter):
+                    self._send(letter, self._to_host)
+                case Settled():
+                    self._begin()
+                case Changed(change="joined"):
+                    self.num_joined += 1
+        if self.lead.generation is None and self.num_joined == self._num_wanted:
+            self._begin()
+        self._set_lead_alarm()
+
+    def _begin(self) -> None:
+        members = [(host.name, host.num_workers) for host in self.lead.available]
+        self._led(self.lead.begin(members, {}, self.now))
+
+    def regroup(self) -> None:
+        self._led(self.lead.ask(self.now, regroup=True))
+
+    def _set_lead_alarm(self) -> None:
+        due = self.lead.deadline(self.now)
+        if due is not None and due != self._lead_alarm:
+            self._lead_alarm = due
+            self._at(due, lambda: self._led(self.lead.tick(self.now)))
+
+    def _to_host(self, letter: Letter) -> None:
+        follower = self.followers.get(letter.host)
+        if follower is not None:
+            self._follow(follower, follower.handle(letter, self.now))
+
+    def _wake(self, name: str, alarm: int | None = None) -> None:
+        follower = self.followers.get(name)
+        if follower is not None and (alarm is None or alarm == self._alarms[name]):
+            self._follow(follower, follower.tick(self.now))
+
+    def _follow(self, follower: Follower, effects: list[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(letter):
+                    self._send(letter, self._to_lead)
+                case Kill():
+                    self._follow(follower, follower.fenced({}, self.now))
+                case TakeAsk(ask) if ask.regroup:
+                    self._follow(follower, follower.done({"regrouped": True}))
+        name = follower.host
+        self._alarms[name] = alarm = self._alarms.get(name, 0) + 1
+        due = follower.deadline(self.now)
+        if due is not None:
+            self._at(due, lambda: self._wake(name, alarm))

@@ -1,0 +1,71 @@
+"""Which host and port does ``HOST:PORT`` mean, and can this machine listen there?
+
+Invariant: the port that is told is the port that is held.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import NamedTuple
+
+from closeranks.core.errors import SetupError
+
+_BACKLOG = 1024
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """``lead:29400``, ``10.0.0.1:29400`` or ``[fd00::1]:29400``."""
+    host, _, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise SetupError(f"'{text}' is not an address", "Write an IPv6 address in brackets, as in [fd00::1]:29400.")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise SetupError(f"'{text}' is not an address", "Write HOST:PORT, as in lead.example:29400.")
+    return Address(host, int(port))
+
+
+def plain_host(host: str) -> str:
+    """An IPv4 caller of a socket that takes both kinds looks like IPv6; it is told as what it is."""
+    return host.removeprefix("::ffff:") if "." in host else host
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A socket that listens and does not block (port 0: any free one)."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a name"
+        fix = "Listen on an address of this machine, or on 0.0.0.0 for all of them."
+        raise SetupError(f"the host '{host}' is not known here ({why})", fix) from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last connections fade out is free
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise _setup_error(error, Address(host, port)) from None
+    return listener
+
+
+def _setup_error(error: OSError, address: Address) -> SetupError:
+    what = f"the control channel cannot listen on {address} ({error.strerror})"
+    match error.errno:
+        case errno.EADDRINUSE:
+            return SetupError(what, "Choose another port (0 takes any free one), or stop the process that holds it.")
+        case errno.EADDRNOTAVAIL:
+            return SetupError(what, "Choose an address of this machine, or 0.0.0.0 for all of them.")
+        case errno.EACCES:
+            return SetupError(what, "Choose a port of 1024 or above.")
+    return SetupError(what, "Choose another address.")

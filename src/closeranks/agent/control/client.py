@@ -1,0 +1,240 @@
+"""How does a host stay in touch with the lead? It connects, shows the token, and comes again when it is cut off.
+
+The caller turns the loop until ``deadline`` at the latest and calls ``wake`` after each turn; the first ``wake``
+begins. A client never gives up of itself: ``num_refused`` and ``trouble`` tell the caller when it should. Invariant: at
+most one of a lookup, a connection being made and a peer exists at any time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from closeranks.agent.control.address import Address, parse_address
+from closeranks.agent.control.backoff import Backoff
+from closeranks.agent.control.conversation import Conversation, Fields
+from closeranks.agent.control.lookup import Lookup, Place, numeric
+from closeranks.agent.control.peer import Ears, Peer
+from closeranks.agent.control.terms import Terms
+from closeranks.agent.control.token import Token
+from closeranks.agent.loop import Loop
+
+_MOST_TOLD = 16
+
+
+class ControlClient:
+    """A host's end. All callbacks come from the loop's turn or from ``wake``."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        address: str | Address,
+        token: Token,
+        *,
+        on_open: Callable[[Peer], None],
+        on_message: Callable[[Peer, Fields], None],
+        on_close: Callable[[Peer, str], None],
+        on_note: Callable[[str], None],
+        terms: Terms | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._loop = loop
+        self._token = token
+        self._terms = terms or Terms()
+        self._tell_open, self._tell_close, self._tell_note = on_open, on_close, on_note
+        self._ears = Ears(self._on_opened, on_message, self._on_ended)
+        self.address = parse_address(address) if isinstance(address, str) else address
+        self._backoff = Backoff(self._terms.first_wait_s, self._terms.longest_wait_s, seed)
+        self._places: list[Place] = []
+        """Those of this round that were not tried yet."""
+        self._lookup: Lookup | None = None
+        self._connecting: socket.socket | None = None
+        self._trying = self.address
+        self._peer: Peer | None = None
+        self._opened_at = 0.0
+        self._until: float | None = time.monotonic()
+        """When the next try begins, or when the lookup or the connection being made has taken too long."""
+        self._told: list[str] = []
+        self._is_closed = False
+        self.trouble = ""
+        """Why there is no connection, in words without a full stop; empty while there is one."""
+        self.deserted_at: float | None = None
+        """Since when its machine says that nothing listens there; None while there is a connection, or no answer."""
+        self.num_refused = 0
+        """Tries in a row that reached something which showed that it is not of this job; one that only stays silent, as
+        a lead that is stopped does, is not counted."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._peer is not None and self._peer.is_open
+
+    @property
+    def peer(self) -> Peer | None:
+        """The lead, while it is known."""
+        return self._peer if self.is_open else None
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``wake`` must be called at the latest."""
+        return self._peer.deadline if self._peer is not None else self._until
+
+    def send(self, fields: Fields) -> bool:
+        """Queue a message; False when there is no connection (nothing is kept for the next one)."""
+        return self._peer is not None and self._peer.send(fields)
+
+    def wake(self) -> None:
+        """Do what time demands; cheap when there is nothing."""
+        now = time.monotonic()
+        if self._peer is not None:
+            self._peer.wake(now)
+        elif self._until is not None and now >= self._until and not self._is_closed:
+            if self._lookup is not None:
+                self._fail(f"no name server answered within {self._terms.connect_s:g} s")
+            elif self._connecting is not None:
+                self._drop_connecting()
+                self._try_next(f"it does not answer within {self._terms.connect_s:g} s")
+            else:
+                self._begin_round()
+
+    def close(self) -> None:
+        """Leave, telling nobody."""
+        self._is_closed = True
+        self._until = None
+        self._drop_lookup()
+        self._drop_connecting()
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+    # --- finding the lead
+
+    def _begin_round(self) -> None:
+        if places := numeric(self.address.host, self.address.port):
+            self._places = places
+            self._try_next("")
+            return
+        self._until = time.monotonic() + self._terms.connect_s
+        try:
+            self._lookup = Lookup(self._loop, self.address.host, self.address.port, self._on_found)
+        except OSError as error:
+            self._fail(f"its name cannot be looked up ({error.strerror})")
+
+    def _on_found(self, places: list[Place], why: str) -> None:
+        self._lookup = None
+        if not places:
+            self._fail(f"its name is not known here ({why})")
+            return
+        self._places = places
+        self._try_next("")
+
+    def _try_next(self, why: str) -> None:
+        """The next place of this round; after the last, ``why`` is told and a wait begins."""
+        while self._places:
+            place = self._places.pop(0)
+            number = self._connect(place)
+            if number == errno.EINPROGRESS:
+                return
+            why = _unreachable(number)
+        self._fail(why)
+
+    def _connect(self, place: Place) -> int:
+        try:
+            endpoint = socket.socket(place.family, socket.SOCK_STREAM)
+        except OSError as error:
+            return error.errno or errno.EAFNOSUPPORT
+        endpoint.setblocking(False)
+        number = endpoint.connect_ex(place.address)
+        if number not in (0, errno.EINPROGRESS):
+            endpoint.close()
+            return number
+        self._connecting, self._trying = endpoint, Address(*place.address[:2])
+        self._until = time.monotonic() + self._terms.connect_s
+        self._loop.watch(endpoint.fileno(), self._on_connected)
+        self._loop.also_writable(endpoint.fileno(), True)
+        return errno.EINPROGRESS
+
+    def _on_connected(self) -> None:
+        endpoint = self._connecting
+        if endpoint is None:
+            return
+        number = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _met_itself(endpoint)
+        if number:
+            self._drop_connecting()
+            self._try_next(_unreachable(number))
+            return
+        self._loop.forget(endpoint.fileno())
+        self._connecting, self._until = None, None
+        talk = Conversation("client", self._token, max_bytes=self._terms.max_frame_bytes)
+        self._peer = Peer(self._loop, endpoint, self._trying, talk, self._ears, self._terms)
+
+    def _fail(self, why: str) -> None:
+        self._drop_lookup()
+        is_deserted = why == _unreachable(errno.ECONNREFUSED)
+        self.deserted_at = (self.deserted_at or time.monotonic()) if is_deserted else None
+        self._wait(f"The lead at {self.address} cannot be reached: {why}")
+
+    # --- in touch
+
+    def _on_opened(self, peer: Peer) -> None:
+        self._opened_at = time.monotonic()
+        self.deserted_at = None
+        self.trouble, self.num_refused = "", 0
+        self._told.clear()
+        self._tell_open(peer)
+
+    def _on_ended(self, peer: Peer, why: str) -> None:
+        """Only a connection that held makes the next wait short again: a lead that hangs up at once is not pestered."""
+        self._peer = None
+        self._places = []
+        if peer.was_open:
+            if time.monotonic() - self._opened_at > self._terms.longest_wait_s:
+                self._backoff.reset()
+            self.trouble = f"The lead at {self.address} {why}"
+            self._until = time.monotonic() + self._backoff.next_s()
+            self._tell_close(peer, why)
+        else:
+            self.num_refused += peer.is_foreign
+            self._wait(f"What listens at {self.address} {why}")
+
+    def _wait(self, trouble: str) -> None:
+        """Each trouble is told once until there was a connection again."""
+        self.trouble = trouble
+        self._until = time.monotonic() + self._backoff.next_s()
+        if trouble not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.append(trouble)
+            self._tell_note(f"{trouble}; trying again.")
+
+    def _drop_lookup(self) -> None:
+        if self._lookup is not None:
+            self._lookup.close()
+            self._lookup = None
+
+    def _drop_connecting(self) -> None:
+        if self._connecting is not None:
+            self._loop.forget(self._connecting.fileno())
+            self._connecting.close()
+            self._connecting = None
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _met_itself(endpoint: socket.socket) -> int:
+    """On one host, a caller of a port that nobody listens on may be given that very port, and reach itself."""
+    try:
+        return errno.ECONNREFUSED if endpoint.getsockname() == endpoint.getpeername() else 0
+    except OSError as error:
+        return error.errno or errno.ENOTCONN
+
+
+def _unreachable(number: int) -> str:
+    if number == errno.ECONNREFUSED:
+        return "nothing listens there"
+    return os.strerror(number).lower()

@@ -1,0 +1,59 @@
+"""Which refusals are worth a person's line? The first of each address; the rest are counted.
+
+Invariant: however many strangers call, and from however many addresses, the lines and the memory stay bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_QUIET_S = 600.0
+"""An address is spoken of again after this long."""
+_SPAN_S = 60.0
+_MOST_LINES = 10
+"""In a span, over all addresses."""
+_MOST_ADDRESSES = 256
+
+
+@dataclass(slots=True)
+class _Known:
+    told_at: float
+    num_since: int = 0
+
+
+class Complaints:
+    """Decides what is told. Times are ``time.monotonic()``."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._span_began = float("-inf")
+        self._num_lines = 0
+        self._num_swallowed = 0
+
+    def about(self, host: str, why: str, now: float) -> str | None:
+        """The line to tell, None when enough has been said."""
+        known = self._known.get(host)
+        if known is not None and now - known.told_at < _QUIET_S:
+            known.num_since += 1
+            return None
+        if not self._has_room(now):
+            self._num_swallowed += 1
+            return None
+        self._known.pop(host, None)
+        self._known[host] = _Known(now)
+        while len(self._known) > _MOST_ADDRESSES:
+            del self._known[next(iter(self._known))]
+        return f"{host} {why}; it was refused.{self._unsaid(known)}"
+
+    def _has_room(self, now: float) -> bool:
+        if now - self._span_began >= _SPAN_S:
+            self._span_began, self._num_lines = now, 0
+        self._num_lines += 1
+        return self._num_lines <= _MOST_LINES
+
+    def _unsaid(self, known: _Known | None) -> str:
+        """What was kept quiet since: of this address, and of those there was no room for."""
+        swallowed, self._num_swallowed = self._num_swallowed, 0
+        again = f" It was refused {known.num_since} more times before." if known and known.num_since else ""
+        others = f" {swallowed} refusals of other addresses were not told." if swallowed else ""
+        return again + others

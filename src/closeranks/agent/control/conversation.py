@@ -1,0 +1,131 @@
+"""What is said on one connection, and when is the other side believed? No sockets: bytes in, messages and bytes out.
+
+    client                         server
+    hello(nonce)            ->
+                            <-     hello(nonce)
+    frame 0, empty          ->     right: the client holds the token
+    right: so does the server  <-  frame 0, empty
+    frames 1, 2, ...       <->     frames 1, 2, ...
+
+The client proves itself first: a stranger who calls gets nothing that was made with the token, so there is nothing to
+try guesses on. Invariant: before frame 0 was found right no message comes out, and no body is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from closeranks.agent.control.sealing import (
+    HELLO_BYTES,
+    NONCE_BYTES,
+    VERSION,
+    Hello,
+    Refused,
+    Role,
+    Seal,
+    Unwrapper,
+    draw_seals,
+    read_hello,
+)
+from closeranks.agent.control.token import Token
+from closeranks.core.errors import CloseranksError
+
+Fields = dict[str, Any]
+
+
+class Conversation:
+    """One side. The caller passes on what lies in ``outbox``, and ends the connection when ``feed`` raises."""
+
+    def __init__(self, role: Role, token: Token, *, max_bytes: int, nonce: bytes | None = None) -> None:
+        self._token = token
+        self._max_bytes = max_bytes
+        self._ours = Hello(role, nonce or secrets.token_bytes(NONCE_BYTES))
+        self._greeting = bytearray()
+        self._seal: Seal | None = None
+        self._unwrapper: Unwrapper | None = None
+        self.is_open = False
+        """Whether the other side has shown that it holds the token."""
+        self.outbox = bytearray()
+        if role == "client":
+            self.outbox += self._ours.encode()
+
+    @property
+    def is_between_messages(self) -> bool:
+        """Whether nothing has begun to arrive that has not ended."""
+        return not self._greeting and (self._unwrapper is None or self._unwrapper.is_empty)
+
+    @property
+    def has_proven(self) -> bool:
+        """Whether the other side was shown our proof: if it leaves now, that is its answer."""
+        return self.is_open or (self._ours.role == "client" and self._seal is not None)
+
+    @property
+    def held_bytes(self) -> int:
+        """What has arrived and waits for its end."""
+        return len(self._greeting) + (self._unwrapper.num_bytes if self._unwrapper else 0)
+
+    def queue(self, fields: Fields) -> None:
+        """Seal a message into the outbox; the conversation must be open."""
+        if self._seal is None or not self.is_open:
+            raise CloseranksError("a message was queued before the other side was known")
+        body = json.dumps(fields, separators=(",", ":")).encode()
+        if len(body) > self._max_bytes:
+            raise CloseranksError(f"a message of {len(body)} bytes is too large to send (at most {self._max_bytes})")
+        self.outbox += self._seal.wrap(body)
+
+    def feed(self, data: bytes) -> Iterator[Fields]:
+        """The messages that have arrived whole. Raises ``Refused`` at the first thing that is not in order."""
+        if self._unwrapper is None:
+            data = self._meet(data)
+        if self._unwrapper is None:
+            return
+        for body in self._unwrapper.feed(data):
+            if self.is_open:
+                yield _fields(body)
+            else:
+                self._open(self._unwrapper)
+
+    def _meet(self, data: bytes) -> bytes:
+        """Take the other side's hello; returns what came after it."""
+        self._greeting += data
+        theirs = read_hello(self._greeting, "server" if self._ours.role == "client" else "client")
+        if theirs is None:
+            return b""
+        if self._ours.role == "server":
+            self.outbox += self._ours.encode()  # even to another version, which can then tell what is wrong
+        if theirs.version != VERSION:
+            what = f"speaks version {theirs.version} of the control channel, this side {VERSION}"
+            raise Refused(f"{what}: install the same closeranks on both")
+        self._agree(theirs)
+        rest = bytes(self._greeting[HELLO_BYTES:])
+        self._greeting.clear()
+        return rest
+
+    def _agree(self, theirs: Hello) -> None:
+        is_client = self._ours.role == "client"
+        seals = draw_seals(self._token, *((self._ours, theirs) if is_client else (theirs, self._ours)))
+        self._seal = seals.client if is_client else seals.server
+        self._unwrapper = Unwrapper(seals.server if is_client else seals.client, max_bytes=0)
+        if is_client:
+            self.outbox += self._seal.wrap(b"")
+
+    def _open(self, unwrapper: Unwrapper) -> None:
+        """Frame 0 was right."""
+        unwrapper.allow(self._max_bytes)
+        self.is_open = True
+        if self._ours.role == "server" and self._seal is not None:
+            self.outbox += self._seal.wrap(b"")
+
+
+def _fields(body: bytes) -> Fields:
+    """A message of one who holds the token; that does not make it well-formed."""
+    try:
+        fields = json.loads(str(body, "utf-8"))
+    except (ValueError, RecursionError):
+        raise Refused("sent a message that is not JSON") from None
+    if not isinstance(fields, dict):
+        raise Refused("sent a message that is not an object of fields")
+    return fields

@@ -1,0 +1,98 @@
+"""Where is a host, by name? Asked in a child process: a name server that does not answer would stop the agent's loop.
+
+Invariant: nothing here waits; when a lookup is closed, its process has been killed and reaped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from closeranks.agent.loop import Loop
+
+_ASK = """
+import json, socket, sys
+try:
+    found = socket.getaddrinfo(sys.argv[1], int(sys.argv[2]), type=socket.SOCK_STREAM)
+    print(json.dumps([[int(family), list(address)] for family, _, _, _, address in found]))
+except (OSError, UnicodeError) as error:
+    print(json.dumps(getattr(error, "strerror", None) or "not a name"))
+"""
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a socket can connect to."""
+
+    family: socket.AddressFamily
+    address: tuple[Any, ...]
+
+
+def numeric(host: str, port: int) -> list[Place]:
+    """The place that a numeric address is; empty for a name. Asks nobody."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return []
+    return [Place(family, address) for family, _, _, _, address in found]
+
+
+class Lookup:
+    """One question. ``done(places, why)`` comes from the loop's turn, with places or with the reason for none."""
+
+    def __init__(self, loop: Loop, host: str, port: int, done: Callable[[list[Place], str], None]) -> None:
+        self._loop = loop
+        self._done = done
+        self._answer = bytearray()
+        self._reader, writer = os.pipe()
+        command = [sys.executable, "-I", "-S", "-c", _ASK, host, str(port)]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        except BaseException:
+            os.close(self._reader)
+            raise
+        finally:
+            os.close(writer)
+        loop.watch(self._reader, self._hear)
+
+    def close(self) -> None:
+        """Also in the middle: what was asked does not matter any more."""
+        if self._process.returncode is not None:
+            return
+        self._loop.forget(self._reader)
+        os.close(self._reader)
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        self._process.wait()  # of a killed process: a moment
+
+    def _hear(self) -> None:
+        """What was written to a pipe is there whole when its reader is told; the end comes with the process's."""
+        if self._process.returncode is not None:  # closed earlier in the same turn, and its number given out again
+            return
+        data = os.read(self._reader, _MOST_BYTES)
+        self._answer += data
+        if not data or len(self._answer) > _MOST_BYTES:
+            self.close()
+            self._done(*read_answer(bytes(self._answer)))
+
+
+def read_answer(answer: bytes) -> tuple[list[Place], str]:
+    """The places that were found, or why there are none."""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        return [], "the lookup came to nothing"
+    if isinstance(found, str):
+        return [], found
+    return [Place(socket.AddressFamily(family), tuple(address)) for family, address in found], ""

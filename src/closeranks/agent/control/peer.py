@@ -1,0 +1,214 @@
+"""What stands between one connection's socket and its conversation? It moves bytes, and never waits.
+
+Invariant: nobody is called back from ``send`` or ``close``: callbacks come from the loop's turn and from ``wake``
+alone, so whoever sends to many may do so while walking over them. ``ended`` comes once, and never after ``close``.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from closeranks.agent.control.address import Address, plain_host
+from closeranks.agent.control.conversation import Conversation, Fields
+from closeranks.agent.control.sealing import Refused
+from closeranks.agent.control.terms import Terms
+from closeranks.agent.loop import Loop
+
+_STRANGER_CHUNK_BYTES = 512
+_CHUNK_BYTES = 1 << 18
+_RESET = (errno.ECONNRESET, errno.EPIPE)
+_CLOSED = "closed the connection"
+
+
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """Who is told what happens on a connection."""
+
+    opened: Callable[[Peer], None]
+    heard: Callable[[Peer, Fields], None]
+    ended: Callable[[Peer, str], None]
+    """With the words that go on after the name of the other side; ``was_open`` tells whether it was ever known."""
+
+
+class Peer:
+    """The other side of one connection. Hashable by identity; keep what is known of it in a dictionary of your own."""
+
+    def __init__(
+        self, loop: Loop, endpoint: socket.socket, where: Address, talk: Conversation, ears: Ears, terms: Terms
+    ) -> None:
+        self._loop = loop
+        self._endpoint = endpoint
+        self._fd = endpoint.fileno()
+        self._talk = talk
+        self._ears = ears
+        self._terms = terms
+        self._patience = time.monotonic() + terms.handshake_s
+        self._why = self._trouble = ""
+        self._is_closed = False
+        self.was_open = False
+        self.is_foreign = False
+        """Whether what it said, or how it took our proof, shows that it is not of this job; silence shows nothing."""
+        self.has_hung_up = False
+        """Whether the far end, or its kernel for it, has ended the connection; silence and our own doing are not it."""
+        self.where = where
+        """Where it is, as this side sees it."""
+        self.local_host = plain_host(endpoint.getsockname()[0])
+        """The address of this machine that leads there."""
+        _tune(endpoint, terms.silence_s)
+        loop.watch(self._fd, self._on_ready)
+        self._flush()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds the token and can be sent to."""
+        return self.was_open and not self._is_closed and not self._why
+
+    @property
+    def queued_bytes(self) -> int:
+        """What was sent and has not left this process."""
+        return len(self._talk.outbox)
+
+    @property
+    def held_bytes(self) -> int:
+        """What has arrived of a message that has not ended."""
+        return self._talk.held_bytes
+
+    @property
+    def deadline(self) -> float | None:
+        """When the handshake must be over."""
+        return None if self.was_open or self._is_closed else self._patience
+
+    def send(self, fields: Fields) -> bool:
+        """Queue a message and pass on what the socket takes now; False when it cannot be reached any more."""
+        if not self.is_open:
+            return False
+        self._talk.queue(fields)
+        self._flush()
+        if len(self._talk.outbox) > self._terms.max_queue_bytes:
+            self._doom(f"does not read: {len(self._talk.outbox)} bytes wait for it")
+        return self.is_open
+
+    def wake(self, now: float) -> None:
+        """Drop a stranger whose time is over."""
+        if self.deadline is not None and now >= self.deadline:
+            self._end(f"did not show within {self._terms.handshake_s:g} s that it holds the token")
+
+    def refuse(self, why: str) -> None:
+        """End it and tell why."""
+        if not self._is_closed:
+            self._end(why)
+
+    def close(self) -> None:
+        """Leave, telling nobody. What the socket has taken still arrives; what waits in the queue does not."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.forget(self._fd)
+            self._endpoint.close()
+            self._talk.outbox.clear()
+
+    def _doom(self, why: str) -> None:
+        """End at the loop's next turn: a socket that was shut down is ready at once."""
+        self._why = self._why or why
+        with suppress(OSError):
+            self._endpoint.shutdown(socket.SHUT_RDWR)
+
+    def _end(self, why: str) -> None:
+        self.close()
+        self._ears.ended(self, why)
+
+    def _on_ready(self) -> None:
+        if self._is_closed:  # by a call earlier in the same turn, and its number given out again
+            return
+        if self._why:
+            self._end(self._why)
+            return
+        self._flush()
+        try:
+            data = self._endpoint.recv(_CHUNK_BYTES if self._talk.is_open else _STRANGER_CHUNK_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.has_hung_up = error.errno in _RESET
+            self._end(self._parting(_broken(error)))
+            return
+        if data:
+            self._hear(data)
+        else:
+            self.has_hung_up = self._trouble in ("", _CLOSED)
+            self._end(self._parting(self._trouble or _CLOSED))
+
+    def _hear(self, data: bytes) -> None:
+        """Messages that came before one that is refused are passed on first."""
+        try:
+            for fields in self._talk.feed(data):
+                self._greet()
+                if self.is_open:
+                    self._ears.heard(self, fields)
+                if not self.is_open:
+                    return
+            self._greet()
+            self._flush()
+        except Refused as error:
+            self._flush()
+            self.is_foreign = True
+            self.refuse(error.what)
+
+    def _greet(self) -> None:
+        if self._talk.is_open and not self.was_open:
+            self.was_open = True
+            self._flush()
+            self._ears.opened(self)
+
+    def _flush(self) -> None:
+        """Pass on what the socket takes. An error is told by the reading that follows: what came before it is heard."""
+        if self._is_closed:
+            return
+        outbox = self._talk.outbox
+        try:
+            while outbox:
+                del outbox[: self._endpoint.send(outbox)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            outbox.clear()
+            self._trouble = _broken(error)
+            with suppress(OSError):
+                self._endpoint.shutdown(socket.SHUT_WR)
+        self._loop.also_writable(self._fd, bool(outbox))
+
+    def _parting(self, words: str) -> str:
+        if self.was_open:
+            return words if self._talk.is_between_messages else f"{words} in the middle of a message"
+        if self._talk.has_proven:
+            self.is_foreign = True
+            return f"{words} when it was shown our token: it probably has another one"
+        return f"{words} before it had shown that it holds the token"
+
+
+def _broken(error: OSError) -> str:
+    if error.errno == errno.ETIMEDOUT:
+        return "does not answer any more"
+    if error.errno in _RESET:
+        return _CLOSED
+    return f"cannot be reached any more ({error.strerror})"
+
+
+def _tune(endpoint: socket.socket, silence_s: float) -> None:
+    """Small messages leave at once; a host that lost its power or its cable is noticed by the kernel."""
+    endpoint.setblocking(False)
+    probe_s = max(1, round(silence_s / 4))
+    with suppress(OSError):  # a connection that is gone already: reading tells
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, probe_s),
+            (socket.TCP_KEEPINTVL, probe_s),
+            (socket.TCP_KEEPCNT, 3),
+            (socket.TCP_USER_TIMEOUT, max(1, round(silence_s * 1000))),
+        ):
+            endpoint.setsockopt(socket.IPPROTO_TCP, option, value)

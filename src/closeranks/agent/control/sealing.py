@@ -1,0 +1,188 @@
+"""How is a message on the control channel known to be its sender's, new, and in its place?
+
+    hello    magic (18) | role (1) | version (2) | nonce (32)                        in the clear, both sides
+    frame    length (4) | tag of the length (16) | body | tag of the body (32)       everything after that
+
+A tag is an HMAC-SHA256 over (direction, both hellos, which part, number of the frame, part), under a key drawn from the
+job token and both nonces. The hellos are in it, so whoever alters one breaks every tag; the nonces are fresh on each
+side, so a frame of another connection fits nowhere; the number is counted, never sent, so a frame that is left out,
+repeated or moved breaks its own tag. The length has a tag of its own: a forged one is refused at once, instead of being
+waited for. Invariant: not one byte of a body is looked at before its tag was found right, in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from closeranks.agent.control.token import Token
+from closeranks.core.errors import CloseranksError
+
+VERSION = 1
+MAGIC = b"closeranks-control"
+NONCE_BYTES = 32
+
+Role = Literal["client", "server"]
+
+_ROLES: dict[Role, bytes] = {"client": b"c", "server": b"s"}
+_HELLO = struct.Struct(f">{len(MAGIC)}s1sH{NONCE_BYTES}s")
+HELLO_BYTES = _HELLO.size
+_LENGTH = struct.Struct(">I")
+_LENGTH_TAG_BYTES = 16
+_HEADER_BYTES = _LENGTH.size + _LENGTH_TAG_BYTES
+_TAG_BYTES = hashlib.sha256().digest_size
+FRAME_BYTES = _HEADER_BYTES + _TAG_BYTES
+"""What a frame takes beside its body."""
+_PART = struct.Struct(">BQ")
+_OF_LENGTH, _OF_BODY = 0, 1
+
+_FOREIGN = (
+    (
+        (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"HTTP", b"PRI "),
+        "speaks HTTP, not the control channel's language",
+    ),
+    ((b"\x16\x03", b"\x15\x03"), "speaks TLS, not the control channel's language"),
+    ((b"SSH-",), "speaks SSH, not the control channel's language"),
+)
+
+
+class Refused(CloseranksError):
+    """What came is not to be trusted; ``what`` goes on after the name of the other side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first thing a side says: who it is, and a number nobody has seen."""
+
+    role: Role
+    nonce: bytes
+    version: int = VERSION
+
+    def encode(self) -> bytes:
+        return _HELLO.pack(MAGIC, _ROLES[self.role], self.version, self.nonce)
+
+
+def read_hello(data: bytes | bytearray, role: Role) -> Hello | None:
+    """The hello that ``data`` begins with, None while it may yet become one. A stranger is known by its first byte."""
+    expected = MAGIC + _ROLES[role]
+    if not expected.startswith(bytes(data[: len(expected)])):
+        raise Refused(_foreign(bytes(data[: len(expected)])))
+    if len(data) < HELLO_BYTES:
+        return None
+    _, _, version, nonce = _HELLO.unpack_from(data)
+    return Hello(role, nonce, version)
+
+
+def _foreign(data: bytes) -> str:
+    """What a stranger seems to speak. Its own bytes are not repeated: they would reach a terminal or a log."""
+    if data.startswith(MAGIC):
+        return "is on the same side of the channel: two leads, or two hosts, were joined to each other"
+    for beginnings, words in _FOREIGN:
+        if data.startswith(beginnings):
+            return words
+    return "does not speak the control channel's language"
+
+
+@dataclass(frozen=True, slots=True)
+class Seals:
+    """One for what the client sends, one for what the server sends."""
+
+    client: Seal
+    server: Seal
+
+
+def draw_seals(token: Token, client: Hello, server: Hello) -> Seals:
+    """HKDF (RFC 5869) with one block: extract with a label of ours as salt, expand with both nonces."""
+    extracted = hmac.digest(b"closeranks control channel", token.secret, "sha256")
+    key = hmac.digest(extracted, b"frames" + client.nonce + server.nonce + b"\x01", "sha256")
+    both = client.encode() + server.encode()
+    return Seals(Seal(key, b"client to server" + both), Seal(key, b"server to client" + both))
+
+
+class Seal:
+    """Tags for one direction of one connection; each frame may be tagged, or checked, once and in order."""
+
+    def __init__(self, key: bytes, place: bytes) -> None:
+        self._begun = hmac.new(key, place, hashlib.sha256)
+        self._number = 0
+
+    def wrap(self, body: bytes) -> bytes:
+        """The next frame."""
+        length = _LENGTH.pack(len(body))
+        frame = b"".join((length, self._tag(_OF_LENGTH, length), body, self._tag(_OF_BODY, body)))
+        self._number += 1
+        return frame
+
+    def check_length(self, header: bytes) -> int:
+        length, tag = header[: _LENGTH.size], header[_LENGTH.size :]
+        self._check(self._tag(_OF_LENGTH, length), tag)
+        return int(_LENGTH.unpack(length)[0])
+
+    def check_body(self, body: bytes, tag: bytes) -> None:
+        self._check(self._tag(_OF_BODY, body), tag)
+        self._number += 1
+
+    def _tag(self, part: int, data: bytes) -> bytes:
+        tag = self._begun.copy()
+        tag.update(_PART.pack(part, self._number))
+        tag.update(data)
+        return tag.digest()[: _LENGTH_TAG_BYTES if part == _OF_LENGTH else _TAG_BYTES]
+
+    def _check(self, right: bytes, given: bytes) -> None:
+        if hmac.compare_digest(right, given):
+            return
+        if self._number == 0:
+            raise Refused("does not hold this job's token (or what it sent was altered on the way)")
+        raise Refused("sent a message that was altered, repeated or moved on the way")
+
+
+class Unwrapper:
+    """Bytes in, checked bodies out; what is left waits for its end."""
+
+    def __init__(self, seal: Seal, max_bytes: int) -> None:
+        self._seal = seal
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+        self._length: int | None = None
+        """Of the body that is being waited for, once its header was found right."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._buffer and self._length is None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._buffer)
+
+    def allow(self, max_bytes: int) -> None:
+        """From now on bodies may be as large as this."""
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Each body before the next is looked at: one that is bad does not take the good ones before it along."""
+        self._buffer += data
+        while (body := self._next()) is not None:
+            yield body
+
+    def _next(self) -> bytes | None:
+        if self._length is None:
+            if len(self._buffer) < _HEADER_BYTES:
+                return None
+            self._length = self._seal.check_length(self._take(_HEADER_BYTES))
+            if self._length > self._max_bytes:
+                raise Refused(f"sent a message of {self._length} bytes; at most {self._max_bytes} are taken here")
+        if len(self._buffer) < self._length + _TAG_BYTES:
+            return None
+        body = self._take(self._length)
+        self._seal.check_body(body, self._take(_TAG_BYTES))
+        self._length = None
+        return body
+
+    def _take(self, count: int) -> bytes:
+        taken = bytes(self._buffer[:count])
+        del self._buffer[:count]
+        return taken

@@ -1,0 +1,154 @@
+"""Who may talk to the lead? Whoever shows that it holds the job's token; all others are refused, and cost little.
+
+The caller turns the loop until ``deadline`` at the latest and calls ``wake`` after each turn. Invariant: the faults of
+one connection end that connection; the others, and the loop, go on.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from closeranks.agent.control.address import Address, listen_on, plain_host
+from closeranks.agent.control.complaints import Complaints
+from closeranks.agent.control.conversation import Conversation, Fields
+from closeranks.agent.control.peer import Ears, Peer
+from closeranks.agent.control.terms import Terms
+from closeranks.agent.control.token import Token
+from closeranks.agent.loop import Loop
+
+_ACCEPTS_PER_TURN = 32
+_REST_S = 1.0
+"""How long nobody is let in after the host had no descriptor or memory for one."""
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class ControlServer:
+    """The lead's end. All callbacks come from the loop's turn or from ``wake``."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        token: Token,
+        on_open: Callable[[Peer], None],
+        on_message: Callable[[Peer, Fields], None],
+        on_close: Callable[[Peer, str], None],
+        on_note: Callable[[str], None],
+        terms: Terms | None = None,
+    ) -> None:
+        self._loop = loop
+        self._token = token
+        self._terms = terms or Terms()
+        self._tell_open, self._tell_close, self._tell_note = on_open, on_close, on_note
+        self._ears = Ears(self._on_opened, on_message, self._on_ended)
+        self._complaints = Complaints()
+        self._strangers: dict[Peer, None] = {}
+        """In the order in which they came, which is that of their deadlines."""
+        self._peers: dict[Peer, None] = {}
+        self._rests_until: float | None = None
+        self._has_told_rest = False
+        self._listener = listen_on(host, port)
+        self._fd = self._listener.fileno()
+        self.address = Address(*self._listener.getsockname()[:2])
+        """Where it listens."""
+        loop.watch(self._fd, self._accept)
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """Those who hold the token."""
+        return tuple(self._peers)
+
+    @property
+    def num_strangers(self) -> int:
+        return len(self._strangers)
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``wake`` must be called at the latest."""
+        oldest = next(iter(self._strangers), None)
+        times = (self._rests_until, oldest.deadline if oldest else None)
+        return min((at for at in times if at is not None), default=None)
+
+    def wake(self) -> None:
+        """Do what time demands; cheap when there is nothing."""
+        now = time.monotonic()
+        for peer in list(self._strangers):
+            if peer.deadline is not None and peer.deadline > now:
+                break
+            peer.wake(now)
+        if self._rests_until is not None and self._rests_until <= now and self._listener.fileno() >= 0:
+            self._rests_until = None
+            self._loop.watch(self._fd, self._accept)
+
+    def close(self) -> None:
+        """Leave all, telling nobody; the port is free then."""
+        self._loop.forget(self._fd)
+        self._listener.close()
+        self._rests_until = None
+        for peer in [*self._strangers, *self._peers]:
+            peer.close()
+        self._strangers.clear()
+        self._peers.clear()
+
+    def _accept(self) -> None:
+        """A bounded number, so that callers cannot starve those who are in."""
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                endpoint, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._rest(error)
+                    return
+                continue  # that caller is gone already
+            self._admit(endpoint, Address(plain_host(address[0]), address[1]))
+
+    def _rest(self, error: OSError) -> None:
+        """A caller that cannot be let in stays in the queue and would wake the loop for ever."""
+        self._loop.forget(self._fd)
+        self._rests_until = time.monotonic() + _REST_S
+        if not self._has_told_rest:
+            self._has_told_rest = True
+            self._tell_note(f"Hosts that want to join have to wait ({error.strerror}): raise the limit (ulimit -n).")
+
+    def _admit(self, endpoint: socket.socket, where: Address) -> None:
+        """``where`` comes from the kernel along with the caller, who may be gone when it is asked for."""
+        talk = Conversation("server", self._token, max_bytes=self._terms.max_frame_bytes)
+        self._strangers[Peer(self._loop, endpoint, where, talk, self._ears, self._terms)] = None
+        if len(self._strangers) > self._terms.max_strangers:
+            busiest = most_crowded([peer.where.host for peer in self._strangers])
+            oldest = next(peer for peer in self._strangers if peer.where.host == busiest)
+            oldest.refuse("has too many connections without a token")
+
+    def _on_opened(self, peer: Peer) -> None:
+        del self._strangers[peer]
+        self._peers[peer] = None
+        self._tell_open(peer)
+
+    def _on_ended(self, peer: Peer, why: str) -> None:
+        if peer in self._peers:
+            del self._peers[peer]
+            self._tell_close(peer, why)
+        elif peer in self._strangers:
+            del self._strangers[peer]
+            if line := self._complaints.about(peer.where.host, why, time.monotonic()):
+                self._tell_note(line)
+
+    def __enter__(self) -> ControlServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def most_crowded(hosts: list[str]) -> str:
+    """The address with the most connections, the earliest of equals: one that floods pays before one that joins."""
+    return Counter(hosts).most_common(1)[0][0]

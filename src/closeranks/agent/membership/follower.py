@@ -1,0 +1,315 @@
+"""What does a host do that takes part in a job led from elsewhere?
+
+    joining --welcome--> joined --lease over, connection closed, a newer term--> (workers killed) --> joining again
+    in it:   idle --Begin--> working --Fence--> killing --dead--> idle        working --left by themselves--> done
+
+Invariants:
+- no worker lives when a ``Join`` is sent, so that the lead may count a host that joins again as fenced;
+- the lease runs from when the beat that the lead answered was SENT: a host knows that it has lost its lease before the
+  lead may count it as lost, and orders its workers killed at that moment. ``lease_until`` is for the workers too: one
+  that looks at it before it commits is safe even where its agent is stopped;
+- orders count only from the highest term seen, for this session, and for a newer generation than any heard of; a fence
+  that overtakes its begin is remembered;
+- what the lead must know is said again with every beat until the lead has shown that it heard.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from closeranks.agent.membership.effects import End, FollowerEffect, Joined, Kill, Send, Start, TakeAsk, TakeStore
+from closeranks.agent.membership.messages import (
+    Ask,
+    Beat,
+    BeatBack,
+    Begin,
+    Body,
+    Broken,
+    Dismiss,
+    Done,
+    Event,
+    Fence,
+    Fenced,
+    Join,
+    Leaving,
+    Letter,
+    Note,
+    Output,
+    RankProgress,
+    Store,
+    Welcome,
+)
+
+Effects = list[FollowerEffect]
+
+_FIRST_RETRY_S = 0.5
+_LONGEST_RETRY_S = 8.0
+
+
+class Work(enum.StrEnum):
+    IDLE = "idle"
+    WORKING = "working"
+    KILLING = "killing"
+    DONE = "done"
+
+
+class Follower:
+    """One life of a host's agent. ``now`` is its monotonic clock, in every call."""
+
+    def __init__(
+        self,
+        host: str,
+        incarnation: int,
+        num_workers: int,
+        *,
+        now: float,
+        give_up_s: float = 60.0,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``incarnation`` grows with every start of the agent on that host; ``give_up_s`` is how long it looks for a
+        lead before it ends."""
+        self.host = host
+        self.incarnation = incarnation
+        self.num_workers = num_workers
+        self.term = 0
+        self.session = 0
+        self.is_joined = False
+        self.is_over = False
+        self.work = Work.IDLE
+        self.generation = -1
+        """The newest heard of, begun or not."""
+        self.lease_until = -math.inf
+        self._give_up_s = give_up_s
+        self._facts = dict(facts or {})
+        self._heard_at = now
+        self._next_join = now
+        self._retry_s = _FIRST_RETRY_S
+        self._next_beat = math.inf
+        self._beat_s = 0.0
+        self._seq = 0
+        self._sent: dict[int, float] = {}
+        self._joined_at = now
+        self._unheard: dict[str, Body] = {}
+        self._fenced_facts: Mapping[str, Any] = {}
+        self._store = ""
+        self._num_asked = 0
+        self._leaving: Leaving | None = None
+        self._end: End | None = None
+
+    # --- the lead speaks
+
+    def handle(self, letter: Letter, now: float) -> Effects:
+        """A letter of a lead has arrived."""
+        if self.is_over or (letter.host, letter.incarnation) != (self.host, self.incarnation):
+            return []
+        if self._is_stale(letter):
+            return []
+        if letter.term > self.term and self.is_joined:
+            self.term = letter.term
+            return self._cut("another lead has taken over", now)
+        match letter.body:
+            case Welcome() as welcome:
+                return self._on_welcome(letter.term, welcome, now)
+            case Dismiss() as dismiss:
+                return self._finish(End(dismiss.reason))
+            case body:
+                return self._on_order(body, now) if self.is_joined and now < self.lease_until else []
+
+    def _on_order(self, body: Body, now: float) -> Effects:
+        is_working = self.work == Work.WORKING
+        match body:
+            case BeatBack():
+                return self._on_beat_back(body, now)
+            case Begin():
+                return self._on_begin(body, now)
+            case Fence():
+                return self._on_fence(body)
+            case Store(generation=number) if is_working and number == self.generation:
+                return self._on_store(body)
+            case Ask(generation=number) if is_working and number == self.generation:
+                return self._on_ask(body)
+            case _:
+                return []
+
+    def _is_stale(self, letter: Letter) -> bool:
+        return letter.term < self.term or letter.session != self.session
+
+    def _on_welcome(self, term: int, welcome: Welcome, now: float) -> Effects:
+        if self.is_joined or now >= self._joined_at + welcome.lease_s:
+            return []
+        self.term, self.is_joined = term, True
+        self.lease_until = self._joined_at + welcome.lease_s
+        self._heard_at, self._beat_s, self._retry_s = now, welcome.beat_s, _FIRST_RETRY_S
+        self._sent.clear()
+        return [Joined(self.term, welcome.plan), self._beat(now, ())]
+
+    def _on_beat_back(self, back: BeatBack, now: float) -> Effects:
+        """Beats up to this one need no answer any more; a later answer to an earlier one would renew less."""
+        sent_at = self._sent.get(back.seq)
+        if sent_at is None:
+            return []
+        for seq in [seq for seq in self._sent if seq <= back.seq]:
+            del self._sent[seq]
+        self.lease_until = max(self.lease_until, sent_at + back.lease_s)
+        self._heard_at, self._beat_s = now, back.beat_s
+        return []
+
+    def _on_begin(self, begin: Begin, now: float) -> Effects:
+        """Confirmed with a beat out of turn: a fleet that beats slowly forms as fast as a small one."""
+        if begin.generation <= self.generation or self.work in (Work.WORKING, Work.KILLING):
+            return []
+        self.generation, self.work = begin.generation, Work.WORKING
+        self._store, self._num_asked, self._fenced_facts = "", 0, {}
+        self._unheard.clear()
+        return [Start(begin), self._beat(now, ())]
+
+    def _on_fence(self, fence: Fence) -> Effects:
+        if fence.generation < self.generation or self.work == Work.KILLING:
+            return []
+        if fence.generation == self.generation and self.work == Work.WORKING:
+            return [self._kill("the generation is over")]
+        if fence.generation > self.generation:
+            self.generation, self._fenced_facts, self.work = fence.generation, {}, Work.IDLE
+            self._unheard.clear()
+        return [self._send(Fenced(self.generation, dict(self._fenced_facts)))]
+
+    def _on_store(self, store: Store) -> Effects:
+        self._unheard.pop(Store.kind, None)
+        if self._store:
+            return []
+        self._store = store.address
+        return [TakeStore(store.address)]
+
+    def _on_ask(self, ask: Ask) -> Effects:
+        """In their order; one that overtook another is said again later."""
+        if ask.number != self._num_asked + 1:
+            return []
+        self._num_asked = ask.number
+        return [TakeAsk(ask)]
+
+    # --- this host speaks
+
+    def stored(self, address: str) -> Effects:
+        """Rank 0 is here, and its store stands."""
+        if self.work != Work.WORKING or self._store:
+            return []
+        return self._tell(Store(self.generation, address))
+
+    def broke(self, facts: Mapping[str, Any]) -> Effects:
+        """A worker failed; the lead will have all of them fenced."""
+        return self._tell(Broken(self.generation, dict(facts))) if self.work == Work.WORKING else []
+
+    def done(self, facts: Mapping[str, Any]) -> Effects:
+        """All workers have left by themselves."""
+        if self.work != Work.WORKING:
+            return []
+        self.work, self._fenced_facts = Work.DONE, dict(facts)
+        self._unheard.clear()
+        return self._tell(Done(self.generation, dict(facts)))
+
+    def fenced(self, facts: Mapping[str, Any], now: float) -> Effects:
+        """All workers are dead, as ``Kill`` asked for."""
+        if self.work != Work.KILLING:
+            return []
+        self.work, self._fenced_facts = Work.IDLE, dict(facts)
+        self._unheard.clear()
+        if self._end is not None:
+            return self._finish(self._end)
+        if self.is_joined:
+            return [self._send(Fenced(self.generation, dict(facts)))]
+        self._next_join = now
+        return []
+
+    def leave(self, reason: str) -> Effects:
+        """This host was asked to go: it stays until its workers are out of the run."""
+        self._leaving = Leaving(reason)
+        return [self._send(self._leaving)] if self.is_joined else self._finish(End(reason))
+
+    def abandon(self, reason: str) -> Effects:
+        """No lead of this job is left, as far as anybody can know."""
+        return [] if self.is_over or self._end is not None else self._finish(End(reason, is_lost=True))
+
+    def relay(self, body: Event | Output | Note) -> Effects:
+        return [self._send(body)] if self.is_joined else []
+
+    def opened(self, now: float) -> None:
+        """There is a connection to a lead: a host that has none need not wait for its next try."""
+        if not self.is_joined:
+            self._next_join, self._retry_s = now, _FIRST_RETRY_S
+
+    def closed(self, now: float) -> Effects:
+        """The connection to the lead has ended."""
+        return self._cut("the connection to the lead was closed", now) if self.is_joined else []
+
+    # --- time passes
+
+    def tick(self, now: float, progress: Sequence[RankProgress] = ()) -> Effects:
+        if self.is_over:
+            return []
+        if self.is_joined and now >= self.lease_until:
+            return self._cut("the lead has not answered in time", now)
+        if self.is_joined:
+            if now < self._next_beat:
+                return []
+            again = [*self._unheard.values(), *([self._leaving] if self._leaving else [])]
+            return [self._beat(now, progress), *(self._send(body) for body in again)]
+        if self.work == Work.KILLING:
+            return []
+        if now >= self._heard_at + self._give_up_s:
+            return self._finish(End(f"no lead was found within {self._give_up_s:g} s", is_lost=True))
+        return self._join(now) if now >= self._next_join else []
+
+    def deadline(self, now: float) -> float | None:
+        """When ``tick`` is due, at the latest; None: only when something happens."""
+        if self.is_over or (self.work == Work.KILLING and not self.is_joined):
+            return None
+        if self.is_joined:
+            return max(now, min(self._next_beat, self.lease_until))
+        return max(now, min(self._next_join, self._heard_at + self._give_up_s))
+
+    def _join(self, now: float) -> Effects:
+        """Each attempt is a session of its own, and waits longer for its answer than the last."""
+        self.session += 1
+        self._joined_at, self._next_join = now, now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+        return [self._send(Join(self.num_workers, self.generation, self._facts))]
+
+    def _beat(self, now: float, progress: Sequence[RankProgress]) -> Send:
+        self._seq += 1
+        self._sent[self._seq] = now
+        self._next_beat = now + self._beat_s
+        return self._send(Beat(self._seq, self.generation, bool(self._store), self._num_asked, tuple(progress)))
+
+    # --- the end of a lease, a generation, a life
+
+    def _cut(self, why: str, now: float) -> Effects:
+        """No lead any more that answers for this host. Its memory stays, and so does its incarnation."""
+        self.is_joined, self._next_beat, self._next_join = False, math.inf, now
+        self._unheard.clear()
+        if self._leaving is not None:
+            return self._finish(End(self._leaving.reason))
+        return [self._kill(why)] if self.work == Work.WORKING else []
+
+    def _finish(self, end: End) -> Effects:
+        """The end waits for the death of the workers."""
+        self._end = end
+        if self.work == Work.WORKING:
+            return [self._kill(end.reason)]
+        if self.work == Work.KILLING:
+            return []
+        self.is_over = True
+        return [end]
+
+    def _kill(self, why: str) -> Kill:
+        self.work = Work.KILLING
+        return Kill(self.generation, why)
+
+    def _tell(self, body: Body) -> Effects:
+        self._unheard[body.kind] = body
+        return [self._send(body)]
+
+    def _send(self, body: Body) -> Send:
+        return Send(Letter(self.term, self.host, self.incarnation, self.session, body))

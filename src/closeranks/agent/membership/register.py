@@ -1,0 +1,226 @@
+"""Who is the lead?
+
+A register is one linearizable cell: the term, who holds it, and until when. Contenders never talk to one another; they
+compare and set. The embedded register lives in the process that started the job, its only contender; etcd (a key with a
+lease, written in transactions) can stand behind the same four operations for several.
+
+Invariants: a term is taken once, by one contender; and a holder gives up on its own clock, counted from when it SENT
+the request that renewed its lease, before the register may give the next term away.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from closeranks.agent.membership.pace import margin_for
+
+Verb = Literal["read", "take", "keep", "leave"]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What stands in the cell."""
+
+    term: int = 0
+    """0: nobody has ever held it."""
+    holder: str = ""
+    """Empty: nobody holds it now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One operation, as it travels to a register that is not in this process."""
+
+    number: int
+    verb: Verb
+    term: int
+    """The term that was seen (take) or is held (keep, leave)."""
+    holder: str
+    """Whoever asks: unique for every start of its process."""
+
+
+class Register(Protocol):
+    """Each operation is atomic and answers what stands in the cell after it."""
+
+    def read(self, now: float) -> Holding: ...
+
+    def take(self, seen_term: int, holder: str, now: float) -> Holding:
+        """The next term, if nobody holds the cell and ``seen_term`` is still the last one."""
+        ...
+
+    def keep(self, term: int, holder: str, now: float) -> Holding:
+        """Another lease, if it is still held."""
+        ...
+
+    def leave(self, term: int, holder: str, now: float) -> Holding: ...
+
+
+class EmbeddedRegister:
+    """A register in memory. ``lease_s`` infinite: the only contender holds it as long as its process lives."""
+
+    def __init__(self, lease_s: float = math.inf) -> None:
+        self.lease_s = lease_s
+        self._held = Holding()
+        self._expires_at = -math.inf
+
+    def read(self, now: float) -> Holding:
+        if self._held.holder and now >= self._expires_at:
+            self._held = Holding(self._held.term)
+        return self._held
+
+    def take(self, seen_term: int, holder: str, now: float) -> Holding:
+        if self.read(now) == Holding(seen_term):
+            self._held, self._expires_at = Holding(seen_term + 1, holder), now + self.lease_s
+        return self._held
+
+    def keep(self, term: int, holder: str, now: float) -> Holding:
+        if self.read(now) == Holding(term, holder):
+            self._expires_at = now + self.lease_s
+        return self._held
+
+    def leave(self, term: int, holder: str, now: float) -> Holding:
+        if self.read(now) == Holding(term, holder):
+            self._held = Holding(term)
+        return self._held
+
+
+def serve(register: Register, request: Request, now: float) -> Holding:
+    """A request, carried out."""
+    match request.verb:
+        case "read":
+            return register.read(now)
+        case "take":
+            return register.take(request.term, request.holder, now)
+        case "keep":
+            return register.keep(request.term, request.holder, now)
+        case "leave":
+            return register.leave(request.term, request.holder, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Send this to the register; no answer may ever come."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Elected:
+    """This contender leads: until then, unless ``Renewed`` says later. Leases of hosts that an earlier lead granted may
+    hold for a patience (``Pace.patience_s``) from now; term 1 has no earlier lead."""
+
+    term: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resigned:
+    """It leads no more."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Another holds the cell; nobody, if ``holder`` is empty."""
+
+    term: int
+    holder: str
+
+
+CandidateEffect = Put | Elected | Renewed | Resigned | Seen
+Effects = list[CandidateEffect]
+
+
+class Candidate:
+    """One contender. It asks one thing at a time, and asks anew when no answer comes. A term that it has given up is
+    never taken up again: the lead of that term has forgotten what it ordered."""
+
+    def __init__(self, holder: str, *, now: float, lease_s: float = 3.0, poll_s: float = 0.5) -> None:
+        self.holder = holder
+        self.term = 0
+        """The one it leads, 0 when it does not."""
+        self.until = -math.inf
+        self._lease_s = lease_s
+        self._margin_s = 0.0 if math.isinf(lease_s) else margin_for(lease_s)
+        self._poll_s = poll_s
+        self._seen = Holding()
+        self._past = 0
+        self._next_at = now
+        self._number = 0
+        self._pending: Request | None = None
+        self._asked_at = now
+
+    def tick(self, now: float) -> Effects:
+        effects = self._resign_if_late(now)
+        if now < self._next_at:
+            return effects
+        if self.term:
+            return [*effects, self._put("keep", self.term, now)]
+        return [*effects, self._put("read", self._seen.term, now)]
+
+    def answer(self, number: int, holding: Holding, now: float) -> Effects:
+        """The register has answered; an answer to anything but the last request comes too late to count."""
+        effects = self._resign_if_late(now)
+        pending = self._pending
+        if pending is None or pending.number != number:
+            return effects
+        self._pending = None
+        last, self._seen = self._seen, holding
+        if holding.holder == self.holder:
+            return effects + self._on_mine(holding, pending, now)
+        if self.term:
+            effects.append(self._resign(now))
+        if not holding.holder and pending.verb == "read":
+            return [*effects, self._put("take", holding.term, now)]
+        return effects if holding == last else [*effects, Seen(holding.term, holding.holder)]
+
+    def leave(self, now: float) -> Effects:
+        """Give it back: the next contender need not wait."""
+        if not self.term:
+            return []
+        term = self.term
+        return [self._resign(now), self._put("leave", term, now)]
+
+    def deadline(self, now: float) -> float | None:
+        due = min(self._next_at, self.until) if self.term else self._next_at
+        return None if math.isinf(due) else max(now, due)
+
+    def _on_mine(self, holding: Holding, request: Request, now: float) -> Effects:
+        """The lease runs from when the request was sent that took or kept it. A read shows only that an earlier request
+        did: when it was carried out is not known, so it is kept first."""
+        if holding.term <= self._past:
+            return [self._put("leave", holding.term, now)]
+        if request.verb == "read":
+            return [self._put("keep", holding.term, now)]
+        until = self._asked_at + self._lease_s - self._margin_s
+        if now >= until:
+            return []
+        self.until = max(self.until, until) if self.term == holding.term else until
+        self._next_at = math.inf if math.isinf(until) else now + self._lease_s / 4
+        if self.term == holding.term:
+            return [Renewed(self.until)]
+        self.term = holding.term
+        return [Elected(self.term, self.until)]
+
+    def _resign_if_late(self, now: float) -> Effects:
+        return [self._resign(now)] if self.term and now >= self.until else []
+
+    def _resign(self, now: float) -> Resigned:
+        term, self.term, self.until = self.term, 0, -math.inf
+        self._past = term
+        self._next_at = now + self._poll_s
+        return Resigned(term)
+
+    def _put(self, verb: Verb, term: int, now: float) -> Put:
+        self._number += 1
+        self._pending = Request(self._number, verb, term, self.holder)
+        self._asked_at, self._next_at = now, now + self._poll_s
+        return Put(self._pending)
