@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 .PHONY: help install demo test test-slow matrix lint format bench bench-data servers clean
 
 help:
-	@echo "make demo       train a small Llama on two workers, draw its curve, let it speak (under a minute)"
+	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (under a minute)"
 	@echo "make test       lint, types, import contract and all tests but the slow ones"
 	@echo "make test-slow  the tests that take minutes (torch.compile, long runs)"
 	@echo "make matrix     resume every layout from every other: 64 pairs on up to 8 processes (about 10 minutes)"
@@ -26,7 +26,7 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 demo: install
-	$(BIN)/closeranks train examples/demo.toml -n 2 run.folder=runs/demo
+	$(BIN)/closeranks train examples/demo.toml -n 2 run.folder=runs/demo --faults "kill(rank=1, step=210)"
 	$(BIN)/closeranks sample "$$(ls -td runs/demo* | head -1)" "import "
 
 lint: install
@@ -44,7 +44,7 @@ servers:
 	@sh tests/servers.sh
 
 test: lint servers
-	$(PYTEST) -m "not slow and not gpu" --durations=60
+	$(PYTEST) -m "not slow and not gpu" -n 2 --dist loadfile --durations=60
 
 test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"

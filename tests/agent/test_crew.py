@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from closeranks.agent.crew import Crew
+from closeranks.agent.crew import Crew, worlds_here
 from closeranks.agent.launch import LaunchPlan, Listener
 from closeranks.agent.loop import Loop
 from closeranks.agent.nursery import Nursery
@@ -33,7 +33,7 @@ def test_a_second_generation_is_forked_after_the_first_was_fenced(host: Host) ->
         turn_until(loop, lambda: nursery.is_ready)
         pids: list[set[int]] = []
         for generation in range(3):
-            with Crew(plan, generation, nursery, loop, listener) as crew:
+            with Crew(plan, worlds_here(3, generation), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: len(host.events) == 3)
                 pids.append({event["pid"] for _, event in host.events})
                 assert {member.world.generation for member in crew.members} == {generation}
@@ -52,7 +52,7 @@ def test_a_crew_fenced_while_it_is_forked_leaves_nobody(host: Host) -> None:
     plan = host.plan("hang", 8)
     with Loop() as loop, Nursery(plan, loop, listener) as nursery:
         turn_until(loop, lambda: nursery.is_ready)
-        with Crew(plan, 0, nursery, loop, listener) as crew:
+        with Crew(plan, worlds_here(plan.num_workers, 0), nursery, loop, listener) as crew:
             crew.fence()
             turn_until(loop, lambda: crew.num_left == 0)
             assert set(crew.statuses.values()) == {-signal.SIGKILL}
@@ -64,6 +64,6 @@ def test_leaving_a_crew_ends_it(host: Host) -> None:
     plan = host.plan("hang", 2)
     with Loop() as loop, Nursery(plan, loop, listener) as nursery:
         turn_until(loop, lambda: nursery.is_ready)
-        with Crew(plan, 0, nursery, loop, listener) as crew:
+        with Crew(plan, worlds_here(plan.num_workers, 0), nursery, loop, listener) as crew:
             turn_until(loop, lambda: all(member.pid for member in crew.members))
         assert crew.num_left == 0

@@ -49,7 +49,15 @@ def ends() -> Iterator[Ends]:
     agent, worker = socket.socketpair()
     fd = create_progress()
     world = asdict(World(1, 4, 1, 4, launcher="agent", generation=3))
-    hello = {"type": "hello", "world": world, "entry": "a:b", "payload": {}, "host": "127.0.0.1", "port": 0}
+    hello = {
+        "type": "hello",
+        "world": world,
+        "entry": "a:b",
+        "payload": {},
+        "host": "127.0.0.1",
+        "port": 0,
+        "boxes": [],
+    }
     agent.sendall(encode(hello))
     ends = Ends(WorkerLink(worker, ProgressWord(fd)), agent, ProgressWord(fd))
     os.close(fd)
@@ -146,7 +154,7 @@ def test_a_failure_is_told_once_with_the_step_of_the_word(ends: Ends) -> None:
 def test_the_end_says_whether_it_was_asked_for(ends: Ends) -> None:
     ends.link.request_drain()
     ends.link.finish()
-    assert ends.hear() == [{"type": "finished", "drained": True}]
+    assert ends.hear() == [{"type": "finished", "drained": True, "regrouped": False}]
 
 
 def test_an_agent_that_is_gone_does_not_hold_a_sender_up(ends: Ends) -> None:

@@ -7,30 +7,152 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from closeranks.agent.progress import PHASE_WORDS, Phase, Progress, ProgressWord, create_progress
+from closeranks.agent import progress
+from closeranks.agent.progress import PHASE_WORDS, STEADY, Phase, Progress, ProgressWord, create_progress
 
 
-def test_a_fresh_word_is_at_no_step() -> None:
+@pytest.fixture
+def word() -> Iterator[ProgressWord]:
     fd = create_progress()
     word = ProgressWord(fd)
     os.close(fd)
-    assert (word.read().step, word.read().phase) == (None, Phase.START)
+    yield word
+    word.close()
+
+
+def test_a_fresh_word_is_at_no_step(word: ProgressWord) -> None:
+    fresh = word.read()
+    assert fresh == Progress(None, Phase.START, fresh.at)
     before = time.monotonic()
     word.write(2**40, Phase.SAVE)
-    progress = word.read()
-    assert progress == Progress(2**40, Phase.SAVE, progress.at)
-    assert before - 1e-6 <= progress.at <= time.monotonic()
-    word.close()
+    seen = word.read()
+    assert (seen.step, seen.phase, seen.kept) == (2**40, Phase.SAVE, None)
+    assert before - 1e-6 <= seen.at <= time.monotonic()
+
+
+def test_what_a_worker_notes_can_be_read(word: ProgressWord) -> None:
+    word.write(3, Phase.COMPUTE)
+    word.tick()
+    word.tick()
+    word.tick(counts=False)
+    word.note_kept(2)
+    word.note_own(0.5, lane=1)
+    word.note_own(0.25, lane=1)
+    seen = word.read()
+    assert (seen.tick, seen.kept, seen.own_s, seen.own_sum_s, seen.num_own, seen.lane) == (2, 2, 0.25, 0.75, 2, 1)
+    word.write(3, Phase.REDUCE)
+    assert word.read().tick == 2
+    word.write(4, Phase.COMPUTE)
+    assert word.read().tick == 0
+
+
+def test_a_tick_is_a_sign_of_life(word: ProgressWord) -> None:
+    word.write(3, Phase.COMPUTE)
+    at = word.read().at
+    word.tick(counts=False)
+    assert word.read().at > at
+
+
+class _Clock:
+    """``time.monotonic_ns`` as the test wants it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ns = time.monotonic_ns()
+        monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
+
+    def visit(self, word: ProgressWord, phase: Phase, *gaps_s: float) -> None:
+        """A phase in which so much time goes by until each tick, and until the next phase."""
+        word.write(1, phase)
+        for gap_s in gaps_s[:-1]:
+            self.now_ns += int(gap_s * 1e9)
+            word.tick()
+        self.now_ns += int(gaps_s[-1] * 1e9)
+        word.write(1, Phase.HOOK)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    return _Clock(monkeypatch)
+
+
+def test_a_phase_is_known_when_it_was_seen_to_its_end(clock: _Clock, word: ProgressWord) -> None:
+    word.write(1, Phase.COMPUTE)
+    assert Phase.COMPUTE not in word.read().longest
+    clock.visit(word, Phase.DATA, 2.0)
+    assert word.read().longest[Phase.DATA] == pytest.approx(2.0)
+
+
+def test_signs_of_life_part_a_long_phase(clock: _Clock, word: ProgressWord) -> None:
+    clock.visit(word, Phase.EVALUATE, 1.0, 3.0, 2.0)
+    assert word.read().longest[Phase.EVALUATE] == pytest.approx(3.0)
+
+
+def test_the_first_visit_to_a_steady_phase_is_replaced_by_the_second(clock: _Clock, word: ProgressWord) -> None:
+    clock.visit(word, Phase.COMPUTE, 60.0)
+    assert word.read().longest[Phase.COMPUTE] == pytest.approx(60.0)
+    clock.visit(word, Phase.COMPUTE, 0.1)
+    assert word.read().longest[Phase.COMPUTE] == pytest.approx(0.1)
+
+
+def test_an_outlier_is_remembered_and_then_forgotten_after_some_tens_of_steps(
+    clock: _Clock, word: ProgressWord
+) -> None:
+    for seconds in (0.1, 0.1, 10.0, 0.1):
+        clock.visit(word, Phase.COMPUTE, seconds)
+    assert word.read().longest[Phase.COMPUTE] > 9.0
+    for _ in range(100):
+        clock.visit(word, Phase.COMPUTE, 0.1)
+    assert word.read().longest[Phase.COMPUTE] < 0.2
+
+
+@pytest.mark.parametrize("phase", sorted(set(Phase) - STEADY - {Phase.HOOK}))
+def test_what_depends_on_others_is_never_forgotten(clock: _Clock, word: ProgressWord, phase: Phase) -> None:
+    for seconds in (10.0, *[0.1] * 200):
+        clock.visit(word, phase, seconds)
+    assert word.read().longest[phase] == pytest.approx(10.0)
+
+
+class _Traced:
+    """The word's memory, with what was touched in which order."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.touched: list[int] = []
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self.touched.append(place)
+        self._memory[place] = value
+
+    def __getitem__(self, place: int) -> int:
+        self.touched.append(place)
+        found: int = self._memory[place]
+        return found
+
+    def release(self) -> None:
+        self._memory.release()
+
+
+def test_a_phase_is_never_seen_with_an_older_time_than_its_own(word: ProgressWord) -> None:
+    """The agent reads at any moment: after a long phase, the next one with the old time would look hung."""
+    at, phase = progress._AT, progress._PHASE
+    word._ints = traced = _Traced(word._ints)  # type: ignore[assignment]
+    word.write(1, Phase.UPDATE)
+    assert traced.touched.index(at) < traced.touched.index(phase)
+    traced.touched.clear()
+    word.read()
+    assert traced.touched.index(phase) < traced.touched.index(at)
 
 
 def test_the_last_words_of_a_killed_process_can_be_read() -> None:
     fd = create_progress()
     code = (
         "import os, sys; from closeranks.agent.progress import ProgressWord;"
-        "ProgressWord(int(sys.argv[1])).write(41, 3); os.kill(os.getpid(), 9)"
+        "ProgressWord(int(sys.argv[1])).write(41, 5); os.kill(os.getpid(), 9)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=(fd,))
     assert process.wait() == -signal.SIGKILL
@@ -42,7 +164,7 @@ def test_the_last_words_of_a_killed_process_can_be_read() -> None:
 
 def test_a_foreign_descriptor_is_refused() -> None:
     fd = os.memfd_create("foreign")
-    os.ftruncate(fd, 64)
+    os.ftruncate(fd, 4096)
     with pytest.raises(ValueError, match="not a progress word"):
         ProgressWord(fd)
     os.close(fd)

@@ -190,3 +190,107 @@ def test_ranks_in_words_name_each_once(ranks: set[int]) -> None:
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(ranks)
+
+
+# --- what is passed on to the policy
+
+
+def still(rank: int, why: str = "hang", **changes: Any) -> WorkerFact:
+    settings = {"step": 12, "phase": "reducing gradients", "status": -signal.SIGKILL, "still_s": 5.25}
+    return WorkerFact(rank, still=why, **{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("fact", "num_oom_kills", "kind", "is_silent"),
+    [
+        (killed(1, 1.0), 0, "killed", True),
+        (killed(1, 1.0, signal.SIGTERM), 0, "killed", True),
+        (killed(1, 1.0, signal.SIGSEGV), 0, "killed", False),
+        (killed(1, 1.0, signal.SIGSEGV), 1, "killed", False),
+        (killed(1, 1.0), 1, "oom", False),
+        (raised(1, 1.0), 0, "exception", False),
+        (raised(1, 1.0), 1, "exception", False),
+        (raised(1, 1.0, "Connection closed by peer", echo=True), 0, "exception", True),
+        (WorkerFact(1, status=3, died_at=1.0), 0, "exception", False),
+        (left(1, 1.0, finished=False), 0, "exception", False),
+        (WorkerFact(1, died_at=1.0), 0, "killed", True),
+        (still(1), 0, "hang", False),
+        (still(1), 1, "hang", False),
+        (still(1, "stopped"), 0, "stopped", False),
+        (ours(1, DataError("no data")), 0, "exception", False),
+    ],
+)
+def test_each_culprit_has_a_kind(fact: WorkerFact, num_oom_kills: int, kind: str, is_silent: bool) -> None:
+    verdict = judge([fenced(0), fact], num_oom_kills)
+    assert (verdict.culprit, verdict.kind, verdict.is_silent) == (1, kind, is_silent)
+    assert verdict.step == (fact.failure.step if fact.failure else fact.step)
+    assert verdict.cause
+    assert "\n" not in verdict.cause
+
+
+def test_the_cause_is_the_first_line() -> None:
+    assert judge([raised(0, 1.0, "bang\nand more")]).cause == "ValueError: bang"
+    assert judge([killed(0, 1.0, signal.SIGSEGV)]).cause == "killed by SIGSEGV: a crash in native code"
+
+
+def test_the_same_exception_has_the_same_signature_on_any_rank_at_any_time() -> None:
+    one = judge([raised(0, 1.0, "tensor at 0x7f12 has 17 bytes of 4096"), fenced(1)])
+    other = judge([fenced(0), raised(1, 9.0, "tensor at 0x88ab has 3 bytes of 4096")])
+    assert one.signature == other.signature == "ValueError at train.py:3 in f: tensor at # has # bytes of #"
+    assert judge([raised(0, 1.0, "bang")]).signature != judge([raised(0, 1.0, "boom")]).signature
+
+
+def test_signatures_of_silent_ends_tell_them_apart() -> None:
+    facts = [
+        killed(0, 1.0),
+        killed(0, 1.0, signal.SIGSEGV),
+        still(0),
+        still(0, phase="computing gradients"),
+        still(0, "stopped"),
+        WorkerFact(0, status=3, died_at=1.0),
+        WorkerFact(0, status=4, died_at=1.0),
+    ]
+    assert len({judge([fact]).signature for fact in facts} | {judge([killed(0, 1.0)], 1).signature}) == 8
+
+
+def test_a_mistake_of_the_persons_is_told_from_a_fault() -> None:
+    assert judge([ours(0, DataError("no data"))]).is_user_error
+    assert not judge([raised(0, 1.0)]).is_user_error
+    assert not judge([ours(0, CloseranksError("the store is not open"))]).is_user_error
+
+
+def test_the_report_of_a_hang() -> None:
+    report = str(judge([fenced(0), still(1, log="rank-1.log", log_tail=("File a.py",))]).error).splitlines()
+    assert report == [
+        "rank 1 of 2 failed at step 12 (reducing gradients): stood still for 5.25 s; it was given up",
+        "rank 0 stopped because of it",
+        "its log, rank-1.log, ends with:",
+        "  | File a.py",
+    ]
+    assert "stopped by SIGSTOP for 5.25 s" in str(judge([fenced(0), still(1, "stopped")]).error)
+    seen = still(1, still_why="stood still for 5.2 s, reducing gradients; busy in one thread")
+    first = str(judge([fenced(0), seen]).error).splitlines()[0]
+    assert first == f"rank 1 of 2 failed at step 12: {seen.still_why}; it was given up"
+
+
+def test_where_all_stand_still_nobody_is_the_culprit() -> None:
+    verdict = judge([still(0), still(1)])
+    assert (verdict.culprit, verdict.kind) == (-1, "hang")
+    assert str(verdict.error) == (
+        "all 2 ranks failed at step 12 (reducing gradients): stood still for 5.25 s; it was given up"
+    )
+    assert judge([still(0)]).culprit == 0
+    assert judge([still(0), still(1), fenced(2)]).culprit == 0
+
+
+def test_a_hang_goes_between_the_dead_and_those_that_spoke() -> None:
+    assert judge([still(0), killed(1, 9.0)]).culprit == 1
+    assert judge([raised(0, 1.0), still(1)]).culprit == 1
+    assert judge([killed(0, 1.0, signal.SIGABRT), still(1)]).culprit == 1
+    assert judge([raised(0, 1.0, "Connection closed by peer", echo=True), still(1)]).culprit == 1
+
+
+def test_one_that_spoke_or_died_after_all_is_judged_by_that() -> None:
+    assert judge([raised(0, 1.0, still="hang")]).kind == "exception"
+    assert judge([killed(0, 1.0, still="hang")]).kind == "killed"
+    assert judge([raised(0, 1.0, "Connection closed by peer", echo=True, still="hang", died_at=None)]).kind == "hang"

@@ -1,15 +1,22 @@
-"""The zygote with torch inside: one thread, a working group, and the words for a failed import."""
+"""The zygote: one thread, a working group, what it learns between two generations, and words for a failed import."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from closeranks.agent.crew import Crew, worlds_here
+from closeranks.agent.launch import Listener, Survival
+from closeranks.agent.limits import Limits
+from closeranks.agent.loop import Loop
+from closeranks.agent.nursery import Nursery
 from closeranks.agent.zygote import import_error
 
 from .conftest import Host
+from .test_crew import turn_until
 from .traces import is_listening
 
 
@@ -37,3 +44,47 @@ def test_words_for_a_failed_import() -> None:
         "importing 'theirs' failed: ModuleNotFoundError: No module named 'numba'. Install 'numba'."
     )
     assert str(import_error("theirs", KeyError())) == "importing 'theirs' failed: KeyError."
+
+
+def generations(host: Host, warm: str, num_generations: int = 2) -> list[dict[str, Any]]:
+    """What rank 0 of each generation knows, when the zygote was asked to learn after the first was forked."""
+    host.log_folder.mkdir()
+    listener = Listener(lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append)
+    survival = Survival(Limits(), lambda _: None, lambda _: "", warm=f"warm_entries:{warm}" if warm else "")
+    plan = host.plan("warm_entries:tell", 2, payload={"lesson": "forks"}, survival=survival)
+    told: list[dict[str, Any]] = []
+    with Loop() as loop, Nursery(plan, loop, listener) as nursery:
+        turn_until(loop, lambda: nursery.is_ready)
+        for generation in range(num_generations):
+            with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
+                turn_until(loop, lambda: crew.num_left == 0)
+                assert crew.statuses == {0: 0, 1: 0}
+            told.append(host.named("knows")[0])
+        assert nursery.error is None
+    assert len({one["zygote"] for one in told}) == 1
+    return told
+
+
+@pytest.mark.world
+def test_what_the_zygote_learns_is_known_to_the_next_generations_and_frozen(host: Host) -> None:
+    told = generations(host, "learn", 3)
+    assert [one["known"] for one in told] == [[], ["forks"], ["forks"]], "once, when the first were forked"
+    assert told[1]["is_frozen"]
+    assert "warmed up in" in (host.log_folder / "zygote.log").read_text()
+    assert host.notes == []
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(("lesson", "words"), [("fail", "ValueError: nothing to learn"), ("leave", "SystemExit: 3")])
+def test_a_lesson_that_fails_is_a_note_in_the_zygotes_log(host: Host, lesson: str, words: str) -> None:
+    told = generations(host, lesson)
+    assert [one["known"] for one in told] == [[], []]
+    log = (host.log_folder / "zygote.log").read_text()
+    assert "warming up failed" in log
+    assert words in log
+
+
+@pytest.mark.world
+def test_a_plan_without_a_lesson_asks_for_none(host: Host) -> None:
+    generations(host, "")
+    assert (host.log_folder / "zygote.log").read_text() == ""

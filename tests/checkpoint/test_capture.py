@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from closeranks.checkpoint import capture as room
-from closeranks.checkpoint.background import Background
 from closeranks.checkpoint.buffer import Buffer, populate
 from closeranks.checkpoint.capture import Capture, Captured, Item
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import CHUNK_BYTES
 from closeranks.checkpoint.sources import Straight, elements, plan
+from closeranks.core.background import Background
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 

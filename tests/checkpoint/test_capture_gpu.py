@@ -11,10 +11,10 @@ from statistics import median
 import pytest
 import torch
 
-from closeranks.checkpoint.background import Background
 from closeranks.checkpoint.buffer import Buffer
 from closeranks.checkpoint.capture import Capture, Captured, Item
 from closeranks.checkpoint.sources import Straight
+from closeranks.core.background import Background
 from closeranks.core.pieces import Piece
 
 from .test_capture import item, kinds, raw, stored

@@ -17,10 +17,10 @@ from closeranks.checkpoint import reader as reading
 from closeranks.checkpoint.catalogue import find
 from closeranks.checkpoint.chunks import Chunks
 from closeranks.checkpoint.manifest import Entry
-from closeranks.checkpoint.overlaps import plan
 from closeranks.checkpoint.reader import CheckpointReader, open_newest, straight
 from closeranks.checkpoint.verify import verify_all
 from closeranks.core.errors import CheckpointError
+from closeranks.core.overlaps import plan
 from closeranks.core.pieces import Piece
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.open import open_storage

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from closeranks.checkpoint import shares as room
 from closeranks.checkpoint.manifest import CHUNK_BYTES
-from closeranks.checkpoint.overlaps import plan, runs
 from closeranks.checkpoint.shares import WHOLE_BYTES, Holding, Share, shares
+from closeranks.core.overlaps import plan, runs
 from closeranks.core.pieces import Piece
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("verb", ["", "train", "run", "config", "sample", "report"])
+@pytest.mark.parametrize("verb", ["", "train", "run", "config", "sample", "status", "report"])
 def test_help_shows_an_example(tmp_path: Path, verb: str) -> None:
     done = closeranks(*([verb] if verb else []), "--help", cwd=tmp_path)
     assert done.code == 0

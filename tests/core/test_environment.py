@@ -142,7 +142,7 @@ def test_a_child_keeps_the_environment_and_gets_no_thread_pool() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "value"),
     [
-        (environment.bind_gloo_to_loopback, "GLOO_SOCKET_IFNAME", "lo"),
+        (lambda: environment.bind_gloo("lo"), "GLOO_SOCKET_IFNAME", "lo"),
         (environment.fix_cublas_workspace, "CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
     ],
 )

@@ -19,6 +19,7 @@ import typer
 
 import closeranks
 from closeranks.cli.main import app
+from closeranks.elastic.config import ElasticConfig
 from closeranks.facts import digits, llama, pairs
 from closeranks.run.job import Job, load_job
 from tests.docs.pages import (
@@ -178,6 +179,15 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_the_tables_of_a_job_are_all_told() -> None:
     told = set(re.findall(r"(?m)^\| `\[(\w+)\]`", (ROOT / "docs" / "config.md").read_text()))
     assert told == set(Job.model_fields)
+
+
+def test_the_keys_of_elastic_are_all_told_with_their_defaults() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    told = dict(re.findall(r"(?m)^\| `(\w+)` \| ([^|]+) \|", page))
+    keys = {name: json.dumps(field.default) for name, field in ElasticConfig.model_fields.items()}
+    assert {name: json.dumps(json.loads(value)) for name, value in told.items()} == {
+        name: value.removesuffix(".0") for name, value in keys.items()
+    }
 
 
 def test_public_names_are_all_told() -> None:

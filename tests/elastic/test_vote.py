@@ -83,6 +83,33 @@ def test_all_ranks_skip_together_and_hear_of_the_drain() -> None:
         assert factor == 1.0
 
 
+def each_rank_wishes_for_something() -> Outcome:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    vote = Vote(Group(rank, size), ("hits",), clip=0.0)
+    metrics = {"hits": number(5.0)}
+    wish = {0: {}, 1: {"regroup": True}, 2: {"save": True}}[rank]
+    return vote.cast(Ballot(number(2.0), number(1.0), number(9.0), metrics, **wish), torch.tensor(1.0)).read()
+
+
+@pytest.mark.world
+def test_all_ranks_hear_that_one_wants_to_regroup() -> None:
+    for outcome in run_world(each_rank_wishes_for_something, 3):
+        assert (outcome.regroup, outcome.save) == (True, True)
+        assert (outcome.drain, outcome.is_told, outcome.num_bad) == (False, False, 0)
+        assert outcome.taken, "a step that is regrouped after is a step like any other"
+        assert outcome.metrics == {"hits": 5.0}
+
+
+@pytest.mark.parametrize("wish", ["drain", "save", "is_told", "num_bad", "regroup"])
+def test_each_wish_has_a_place_of_its_own(wish: str) -> None:
+    """One number of the vector for each: none is read as another, and the metrics come after them."""
+    vote = Vote(Group(0, 1), ("hits",), clip=0.0)
+    ballot = Ballot(number(2.0), number(1.0), number(9.0), {"hits": number(5.0)}, **{wish: True})
+    outcome = vote.cast(ballot, torch.tensor(1.0)).read()
+    assert [name for name in ("drain", "save", "is_told", "num_bad", "regroup") if getattr(outcome, name)] == [wish]
+    assert outcome.metrics == {"hits": 5.0}
+
+
 def all_ranks_are_good() -> Outcome:
     rank, size = dist.get_rank(), dist.get_world_size()
     vote = Vote(Group(rank, size), (), clip=0.0)

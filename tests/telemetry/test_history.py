@@ -5,9 +5,22 @@ from typing import Any
 
 import pytest
 
-from closeranks.core.events import Evaluated, Event, RunEnded, Saved, StepDone, Warned, encode
+from closeranks.core.events import (
+    Evaluated,
+    Event,
+    RankLost,
+    RanksClosed,
+    Restored,
+    RunEnded,
+    Saved,
+    Snapshotting,
+    StepDone,
+    Warned,
+    encode,
+)
+from closeranks.telemetry.faults import Told
 from closeranks.telemetry.history import Caution, History, fold, load_history
-from closeranks.telemetry.recorder import Recorder
+from closeranks.telemetry.recorder import AGENT, Recorder
 
 from .conftest import CPU, step
 
@@ -43,7 +56,7 @@ def test_each_step_counts_once_when_the_run_went_back() -> None:
     assert history.first_steps == {1, 6}
     assert history.restarts == (5,)
     assert history.throughput().items_per_s == pytest.approx(10_000)
-    assert history.seconds == pytest.approx(9 + 6)
+    assert history.seconds == pytest.approx(16), "the second between the two generations is the run's"
 
 
 def test_a_run_that_began_again_has_not_ended() -> None:
@@ -84,3 +97,63 @@ def test_a_run_folder_reads_back(make_run: Callable[..., Path]) -> None:
     assert history.num_skipped == 0
     assert history.pauses.evals_s == 1.0
     assert history.ended is not None
+
+
+def test_items_of_a_step_done_again_count_once() -> None:
+    history = history_of(CPU, step(1), step(2), step(3), replace(CPU, generation=1, first_step=2), step(3), step(4))
+    assert sum(done.items for done in history.steps) == 4000
+    assert history.first_steps == {1, 3}
+    assert history.typical_step_s == pytest.approx(0.1)
+
+
+def test_a_fault_is_no_restart_and_a_second_launch_is() -> None:
+    started = [CPU, step(1), replace(CPU, generation=1, first_step=1), step(2), replace(CPU, first_step=2), step(3)]
+    lines: list[tuple[dict[str, Any], Event]] = [({**encode(event), "at": 0.0}, event) for event in started]
+    agent = [Told(1.0, RankLost(0, 1, "", 2, "killed")), Told(2.0, RanksClosed(1, 2, 0.9, 1, 2))]
+    assert fold(lines, agent=agent).restarts == (2,)
+    assert fold(lines).restarts == (1, 2), "without the agent's account every start is told"
+
+
+def test_a_second_launch_does_not_count_the_night_between() -> None:
+    lines: list[tuple[dict[str, Any], Event]] = [
+        ({"at": at}, event)
+        for at, event in (
+            (0.0, CPU),
+            (10.0, step(1)),
+            (15.0, replace(CPU, generation=1, first_step=1)),
+            (20.0, step(2)),
+            (50_000.0, replace(CPU, first_step=2)),
+            (50_010.0, step(3)),
+        )
+    ]
+    assert fold(lines).seconds == pytest.approx(30)
+
+
+def test_a_generation_that_ended_by_agreement_did_not_end_the_run() -> None:
+    assert history_of(CPU, step(1), RunEnded(1, "regrouped")).ended is None
+
+
+def test_what_every_generation_says_as_it_begins_is_one_warning() -> None:
+    again = replace(CPU, generation=1, first_step=1)
+    history = history_of(CPU, Warned("no room"), step(1), Warned("bad", 1), again, Warned("no room"), Warned("bad", 2))
+    assert [(one.what, one.times) for one in history.warnings] == [("no room", 1), ("bad", 2)]
+
+
+def test_the_agents_record_is_read_beside_rank_0s(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    recorder, agent = Recorder(folder, 0), Recorder(folder, AGENT)
+    recorder.emit(Snapshotting(3, 1, 100, 0.001, "replica"))
+    recorder.emit(Restored(39, "peer", 1, 0.1, ["slot 1 was torn"]))
+    agent.emit(RankLost(0, 1, "", 40, "killed", "killed by SIGKILL", 0.01))
+    agent.emit(RanksClosed(1, 40, 0.9, 1, 2, "data=2", {"fork": 0.2}))
+    recorder.close()
+    agent.close()
+    history = load_history(folder)
+    (fault,) = history.troubles.faults
+    assert fault.lost.rank == 1
+    assert fault.closed == RanksClosed(1, 40, 0.9, 1, 2, "data=2", {"fork": 0.2})
+    assert history.lost_s == pytest.approx(0.91)
+    assert history.restored[0].notes == ["slot 1 was torn"]
+    assert history.snapshots is not None
+    assert history.snapshots.copies == "replica"
+    assert len(history.steps) == 40

@@ -4,7 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.core.events import Evaluated, RunEnded, RunStarted, Saved, StepDone, Warned
+from closeranks.core.events import (
+    Evaluated,
+    HostChanged,
+    RankLost,
+    RanksClosed,
+    Restored,
+    RunEnded,
+    RunStarted,
+    Saved,
+    SlowRank,
+    Snapshotting,
+    StepDone,
+    Warned,
+)
 from closeranks.telemetry import lines
 from closeranks.telemetry.meter import Reading
 
@@ -111,3 +124,71 @@ def test_other_events_are_one_line_each() -> None:
     assert lines.warned_line(Warned("mind the gap", step=3)) == "warning at step 3: mind the gap"
     assert lines.ended_line(RunEnded(5, "drained", 3.0)) == "asked to stop: ended at step 5 after 3.0 s"
     assert lines.ended_line(RunEnded(5, "evicted", 3.0)) == "evicted at step 5 after 3.0 s"
+
+
+LOST = RankLost(0, 1, "", 40, "killed", "killed by SIGKILL", 0.01)
+
+
+def test_the_line_of_a_fault() -> None:
+    assert lines.closing_line(LOST) == "rank 1 lost at step 40 (killed by SIGKILL); closing ranks ..."
+    closed = RanksClosed(1, 40, 0.93, 1, 2)
+    assert lines.closed_line(LOST, closed, 2) == "rank 1 lost at step 40 (killed by SIGKILL); closed ranks in 0.9 s"
+    more = lines.closed_line(LOST, replace(closed, num_redone=4, world_size=1, layout="data=1"), 2)
+    assert more.endswith("; closed ranks in 0.9 s, 4 steps redone, now on 1 worker (data=1)")
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (
+            RankLost(rank=2, kind="exception", cause="KeyError: 'x'\nmore"),
+            "rank 2 lost before the first step (KeyError: 'x')",
+        ),
+        (RankLost(1, 2, kind="hang"), "rank 2 lost while closing ranks"),
+        (
+            RankLost(rank=-1, host="b", step=7, kind="host", cause="silent for 3 s"),
+            "host b lost at step 7 (silent for 3 s)",
+        ),
+        (RankLost(rank=-1, step=7, kind="zygote"), "the zygote lost at step 7"),
+        (RankLost(rank=1, step=7, kind="slow"), "rank 1 is replaced at step 7"),
+        (RankLost(rank=1, step=7, kind="preempted", cause="SIGTERM"), "rank 1 leaves at step 7 (SIGTERM)"),
+        (RankLost(rank=-1, host="b", step=7, kind="preempted"), "host b leaves at step 7"),
+        (
+            RankLost(rank=-1, step=7, kind="resize", cause="host b joined"),
+            "the workers regroup at step 7 (host b joined)",
+        ),
+        (RankLost(rank=-1, step=7, kind="hang"), "the workers lost at step 7"),
+    ],
+)
+def test_who_was_lost_and_how(event: RankLost, words: str) -> None:
+    assert lines.lost_words(event) == words
+
+
+def test_of_a_kill_the_line_says_what_and_not_what_to_look_for() -> None:
+    told = "killed by SIGKILL; if nobody sent it, the kernel's out-of-memory killer did: see dmesg"
+    assert lines.lost_words(replace(LOST, cause=told)) == "rank 1 lost at step 40 (killed by SIGKILL)"
+    raised = replace(LOST, kind="exception", cause="ValueError: a; b")
+    assert lines.lost_words(raised) == "rank 1 lost at step 40 (ValueError: a; b)"
+
+
+def test_a_long_cause_is_cut() -> None:
+    assert len(lines.lost_words(replace(LOST, cause="x" * 1000))) < 200
+
+
+def test_events_about_faults_are_one_line_each() -> None:
+    assert lines.restored_line(Restored(39, "peer", 1, 0.12)) == (
+        "generation 1 goes on after step 39, from a peer's memory (0.1 s)"
+    )
+    assert lines.snapshots_line(Snapshotting(3, 1, 30 << 20, 0.002, "replica")) == (
+        "state kept in memory every step (30.0 MiB a rank, a second copy in each replica; 2 ms a copy)"
+    )
+    assert "every 4 steps (1.0 GiB a rank, no second copy;" in lines.snapshots_line(
+        Snapshotting(3, 4, 1 << 30, 0.1, "none")
+    )
+    assert lines.slow_line(SlowRank(2, "b", 50, 1.83, 0.33, 0.18)) == (
+        "rank 2 on b is slow at step 50: 1.8 times the others (0.3 s a step, the others 0.2 s)"
+    )
+    assert lines.host_line(HostChanged("b", "joined", "", 2)) == "host b joined with 2 workers"
+    assert lines.host_line(HostChanged("b", "quarantined", "5 faults in an hour")) == (
+        "host b is not asked any more: 5 faults in an hour"
+    )

@@ -76,3 +76,25 @@ def test_evaluation_slows_the_time_to_go_but_not_the_throughput() -> None:
 def test_nothing_is_left_after_the_last_step() -> None:
     meter = Meter(replace(GPU, last_step=1))
     assert meter.observe(step(1)).eta_s == 0.0
+
+
+def test_a_fault_leaves_speed_and_time_to_go_as_they_were() -> None:
+    meter = Meter(GPU)
+    for number in range(1, 21):
+        meter.observe(step(number, seconds=0.1))
+    meter.go_on(replace(GPU, generation=1, first_step=18))
+    first = meter.observe(step(19, seconds=9.0))
+    assert first.items_per_s == pytest.approx(10_000), "a process's first step is in no figure"
+    assert first.eta_s == pytest.approx(181 * 0.1)
+    assert meter.observe(step(20, seconds=0.1)).items_per_s == pytest.approx(10_000)
+
+
+def test_on_fewer_workers_speed_is_measured_anew() -> None:
+    meter = Meter(GPU)
+    for number in range(1, 21):
+        meter.observe(step(number, seconds=0.1))
+    meter.go_on(replace(GPU, generation=1, first_step=18, world_size=1))
+    assert meter.observe(step(19, seconds=9.0)).items_per_s is None
+    reading = meter.observe(step(20, seconds=0.2))
+    assert reading.items_per_s == pytest.approx(5_000)
+    assert reading.mfu == pytest.approx(5_000 * 1e6 / 1e10)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.core.events import RunEnded
-from closeranks.telemetry.picture import draw
-from closeranks.telemetry.recorder import Recorder
+from closeranks.core.events import RankLost, RanksClosed, RunEnded
+from closeranks.telemetry.history import load_history
+from closeranks.telemetry.picture import _figure, draw
+from closeranks.telemetry.recorder import AGENT, Recorder
 
 from .conftest import CPU, step
 
@@ -64,9 +65,51 @@ def test_a_run_that_took_no_step_is_drawn(tmp_path: Path) -> None:
 def test_neither_torch_nor_matplotlib_nor_numpy_is_imported_before_a_picture_is_drawn() -> None:
     program = (
         "import sys\n"
-        "from closeranks.telemetry import config, curves, folder, history, lines, memory, meter\n"
-        "from closeranks.telemetry import picture, progress, recorder, report, window, wording\n"
+        "from closeranks.telemetry import config, curves, faults, folder, history, lines, memory, meter\n"
+        "from closeranks.telemetry import picture, progress, recorder, report, status, status_text, window, wording\n"
         "print(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_faults_are_marked_and_the_curve_is_unbroken(make_run: Callable[..., Path]) -> None:
+    folder = make_run(num_steps=20, reason="")
+    recorder, agent = Recorder(folder, 0), Recorder(folder, AGENT)
+    recorder.emit(replace(CPU, generation=1, first_step=18))
+    for number in range(19, 41):
+        recorder.emit(step(number))
+    agent.emit(RankLost(0, 1, "", 20, "killed"))
+    agent.emit(RanksClosed(1, 19, 0.9, 1, 2))
+    agent.emit(RankLost(1, 0, "", None, "zygote"))
+    recorder.close()
+    agent.close()
+    loss = _figure(load_history(folder), "demo").axes[0]
+    drawn = {line.get_label(): line for line in loss.get_lines()}
+    assert list(drawn["2 faults"].get_xdata()) == [20, 1]
+    assert {text.get_text() for text in loss.texts} == {"gen 1", "gen 2"}, "and no word of going on from a step"
+    curve = drawn["training, smoothed"]
+    assert list(curve.get_xdata()) == list(range(1, 41))
+    assert all(math.isfinite(value) for value in curve.get_ydata())
+    assert draw(folder) is not None
+
+
+def test_a_run_of_many_faults_names_only_as_many_as_there_is_room_for(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    agent = Recorder(folder, AGENT)
+    for generation in range(40):
+        agent.emit(RankLost(generation, 1, "", generation, "killed"))
+        agent.emit(RanksClosed(generation + 1, generation, 0.9, 1, 2))
+    agent.close()
+    loss = _figure(load_history(folder), "demo").axes[0]
+    assert len(loss.texts) <= 17
+    assert "40 faults, ranks closed" in [line.get_label() for line in loss.get_lines()]
+
+
+def test_faults_of_a_run_that_took_no_step_are_no_hindrance(tmp_path: Path) -> None:
+    recorder, agent = Recorder(tmp_path, 0), Recorder(tmp_path, AGENT)
+    recorder.emit(step(1, taken=False, loss=math.nan))
+    agent.emit(RankLost(0, 1, "", 1, "killed"))
+    recorder.close()
+    agent.close()
+    assert draw(tmp_path) is not None

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import SetupError
-from closeranks.core.events import Evaluated, Event, RunStarted, StepDone, Warned, encode
-from closeranks.telemetry.recorder import Recorder, parse_line, read_events, to_line
+from closeranks.core.events import Evaluated, Event, RankLost, RanksClosed, RunStarted, StepDone, Warned, encode
+from closeranks.telemetry.recorder import AGENT, Recorder, parse_line, read_events, to_line
 
 
 def path_of(folder: Path, rank: int = 0) -> Path:
@@ -157,3 +157,16 @@ def test_a_value_that_is_not_finite_is_read_back_as_one(tmp_path: Path) -> None:
     assert isinstance(event, Evaluated)
     assert math.isnan(event.loss)
     assert event.metrics == {"accuracy": -math.inf}
+
+
+def test_the_agent_has_a_file_of_its_own(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, AGENT)
+    events = [RankLost(0, 3, "b", 40, "killed", "killed by SIGKILL"), RanksClosed(1, 40, 0.9, parts={"fork": 0.1})]
+    for event in events:
+        recorder.emit(event)
+    recorder.close()
+    lines = list(read_events(tmp_path / "metrics" / "agent.jsonl"))
+    assert [event for _, event in lines] == events
+    assert lines[0][0]["rank"] == 3, "whom it is about"
+    assert lines[1][0]["rank"] == AGENT
+    assert not path_of(tmp_path).exists()

@@ -1,16 +1,17 @@
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from closeranks.core.events import Saved, Warned
-from closeranks.telemetry.recorder import Recorder
+from closeranks.core.events import HostChanged, RankLost, RanksClosed, Restored, Saved, SlowRank, Snapshotting, Warned
+from closeranks.telemetry.recorder import AGENT, Recorder
 from closeranks.telemetry.report import write_report
 
 from .conftest import CPU, step
 
 
-def add(folder: Path, *events: object) -> None:
-    recorder = Recorder(folder, 0)
+def add(folder: Path, *events: object, rank: int = 0) -> None:
+    recorder = Recorder(folder, rank)
     for event in events:
         recorder.emit(event)  # type: ignore[arg-type]
     recorder.close()
@@ -132,3 +133,55 @@ def test_bad_samples_have_a_row_of_their_own(make_run: Callable[..., Path]) -> N
     rows = write_report(folder).read_text().splitlines()
     assert "| bad samples | 39 skipped, which count nothing |" in rows
     assert not any("waiting for data" in row and "skipped" in row for row in rows)
+
+
+def test_faults_have_a_section_with_what_they_cost(make_run: Callable[..., Path]) -> None:
+    folder = make_run(num_steps=20, reason="")
+    add(
+        folder,
+        Snapshotting(3, 1, 30 << 20, 0.002, "replica"),
+        replace(CPU, generation=1, first_step=19),
+        Restored(19, "memory", 1, 0.02),
+        *(step(number) for number in range(20, 41)),
+    )
+    add(
+        folder,
+        RankLost(0, 1, "", 21, "killed", "killed | by SIGKILL", 0.05),
+        RanksClosed(1, 20, 0.93, 1, 2, "data=2"),
+        SlowRank(0, "", 30, 2.0, 0.2, 0.1),
+        HostChanged("b", "joined", "", 2),
+        rank=AGENT,
+    )
+    text = write_report(folder).read_text()
+    assert "closed ranks after 1 fault." in text.splitlines()[2]
+    rows = [line for line in text.split("## Faults")[1].splitlines() if line.startswith("|")]
+    assert re.fullmatch(
+        r"\| 0:0\d \| rank 1 lost at step 21 \(killed / by SIGKILL\) \| 50 ms \| 0.9 s \| 1 "
+        r"\| 2 workers, data=2, from memory \|",
+        rows[2],
+    )
+    assert "rank 0 is slow at step 30" in rows[3]
+    assert "host b joined with 2 workers" in rows[4]
+    assert "1 fault: 1.0 s" in text
+    assert "in doing 1 finished step again." in text
+    assert "State kept in memory every step (30.0 MiB a rank, a second copy in each replica; 2 ms a copy)." in text
+    assert "| steps | 1 to 40, 40.0k tokens |" in text, "each step counts once, and a fault is no restart"
+    assert "faults 1.0 s" in text
+
+
+def test_a_run_without_faults_says_so_in_a_sentence(make_run: Callable[..., Path]) -> None:
+    section = write_report(make_run()).read_text().split("## Faults")[1].split("##")[0]
+    assert section.strip() == "None was recorded."
+    failed = write_report(make_run(name="failed", reason="failed"), failure="rank 1 was killed").read_text()
+    assert "## Faults" not in failed, "its own account says why"
+
+
+def test_many_faults_do_not_flood_the_page(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    for generation in range(60):
+        lost, closed = RankLost(generation, 1, "", 20, "killed"), RanksClosed(generation + 1, 20, 1.0, 1, 2)
+        add(folder, lost, closed, rank=AGENT)
+    text = write_report(folder).read_text()
+    assert text.count("rank 1 lost") == 40
+    assert "And 20 more, in `metrics/agent.jsonl`." in text
+    assert "60 faults: 1 min 0 s" in text

@@ -7,15 +7,16 @@ crew from the same zygote.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from closeranks.agent.exits import num_oom_kills
 from closeranks.agent.launch import LaunchPlan, Listener
 from closeranks.agent.loop import Loop
-from closeranks.agent.member import Member
+from closeranks.agent.member import Berth, Member
 from closeranks.agent.nursery import Nursery
-from closeranks.agent.verdict import Verdict, judge
+from closeranks.agent.verdict import Verdict, WorkerFact, judge
 from closeranks.core.world import World
 
 _CLOSE_S = 5.0
@@ -24,26 +25,33 @@ _CLOSE_S = 5.0
 class Crew:
     """All workers of one generation on this host. They are asked for when the crew is made."""
 
-    def __init__(self, plan: LaunchPlan, generation: int, nursery: Nursery, loop: Loop, listener: Listener) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        worlds: Sequence[World],
+        nursery: Nursery,
+        loop: Loop,
+        listener: Listener,
+        berth: Berth | None = None,
+    ) -> None:
         self._nursery = nursery
         self._loop = loop
         self._listener = listener
         self._num_oom_kills = num_oom_kills()
         self.fenced_at: float | None = None
-        self.members = [
-            Member(world, plan, loop, listener, self._pass_store_on) for world in _worlds(plan.num_workers, generation)
-        ]
+        berth = berth or Berth(plan.payload, plan.config.host, [], self.pass_store_on)
+        self.members = [Member(world, plan, loop, listener, berth) for world in worlds]
         for member in self.members:
             nursery.fork(member, member.fds)
 
-    def _pass_store_on(self, address: str) -> None:
+    def pass_store_on(self, address: str) -> None:
         for member in self.members:
             member.send({"type": "store", "address": address})
 
-    def request(self, *, drain: bool, save: bool) -> None:
+    def request(self, *, drain: bool = False, save: bool = False, regroup: bool = False) -> None:
         """Ask every worker; each hears it at its next ``poll``."""
         for member in self.members:
-            member.send({"type": "request", "drain": drain, "save": save})
+            member.send({"type": "request", "drain": drain, "save": save, "regroup": regroup})
 
     def fence(self) -> None:
         """SIGKILL to all that live, and no more births."""
@@ -73,9 +81,17 @@ class Crew:
     def statuses(self) -> dict[int, int]:
         return {member.world.rank: member.status for member in self.members if member.status is not None}
 
+    def facts(self) -> list[WorkerFact]:
+        return [member.fact() for member in self.members]
+
+    @property
+    def num_oom_kills(self) -> int:
+        """How many processes of this host the kernel has killed for want of memory since this generation began."""
+        return num_oom_kills() - self._num_oom_kills
+
     def verdict(self) -> Verdict:
         """Who failed first; at least one must have."""
-        return judge([member.fact() for member in self.members], num_oom_kills() - self._num_oom_kills)
+        return judge(self.facts(), self.num_oom_kills)
 
     def __enter__(self) -> Crew:
         return self
@@ -96,7 +112,8 @@ class Crew:
             self._loop.turn(deadline)
 
 
-def _worlds(size: int, generation: int) -> list[World]:
+def worlds_here(size: int, generation: int) -> list[World]:
+    """All ranks on this host."""
     return [World(rank, size, rank, size, launcher="agent", generation=generation) for rank in range(size)]
 
 

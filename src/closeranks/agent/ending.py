@@ -12,6 +12,8 @@ from typing import Literal
 
 TELL_S = 1.0
 """After the first failure, how long the other workers have to tell their side."""
+CLEAR_S = 0.02
+"""The same where somebody died without a word: who began is clear, and only what is on its way already is heard."""
 REAP_S = 10.0
 """After a fence, how long the kernel may take to end a process; a GPU driver needs up to seconds."""
 
@@ -55,6 +57,8 @@ class Situation:
     failed_at: float | None = None
     all_spoken: bool = False
     """Whether every worker has finished, failed or died, so that there is nothing to wait for."""
+    is_clear: bool = False
+    """Whether the run is to go on, and somebody died without a word."""
     stop: Stop | None = None
     fenced_at: float | None = None
 
@@ -75,7 +79,8 @@ def next_move(situation: Situation) -> Move:
         return Move("end") if situation.now >= patience else Move("wait", patience)
     deadlines = [situation.stop.deadline] if situation.stop else []
     if situation.failed_at is not None:
-        deadlines.append(situation.now if situation.all_spoken else situation.failed_at + TELL_S)
+        tell_s = CLEAR_S if situation.is_clear else TELL_S
+        deadlines.append(situation.now if situation.all_spoken else situation.failed_at + tell_s)
     if not deadlines:
         return Move("wait")
     return Move("fence") if situation.now >= min(deadlines) else Move("wait", min(deadlines))

@@ -31,10 +31,12 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What the agent has asked for. ``drain`` stays once it was asked; ``save`` without it is told once."""
+    """What the agent has asked for. ``drain`` and ``regroup`` stay once asked; ``save`` alone is told once."""
 
     drain: bool = False
     save: bool = False
+    regroup: bool = False
+    """End this generation after a step, with the state in memory: the next one takes over from there."""
 
 
 class WorkerLink:
@@ -48,13 +50,20 @@ class WorkerLink:
         self._num_dropped = 0
         self._lock = threading.Lock()
         self._requests = Requests()
-        self._is_told = False
+        self._is_told = self._is_passed_on = False
         self._store = ""
         self._hello: Message = {}
         self._failed = False
         while not self._hello:
             self._read_blocking(None)
-        self.world = World(**self._hello["world"])
+        self.world = World(**{**self._hello["world"], "hosts": tuple(self._hello["world"]["hosts"])})
+        self.boxes: list[list[str]] = self._hello["boxes"]
+        """Memory of the agent's, as paths: of every box of this host its own two files and its peer's two. This
+        worker's box has its local rank's number. Empty: faults are not survived, and nothing need be kept."""
+        self.has_regrouped = False
+        """Set by whoever trains when this generation ended by agreement, for another to take over."""
+        self.host: str = self._hello["host"]
+        """The address of this host that other workers reach it by."""
         self.entry: str = self._hello["entry"]
         self.payload: dict[str, Any] = self._hello["payload"]
 
@@ -88,6 +97,18 @@ class WorkerLink:
         """Write the progress word: the step at work (-1: none yet) and the ``Phase`` of it."""
         self._word.write(step, phase)
 
+    def tick(self, *, counts: bool = True) -> None:
+        """One more micro-batch of the step is done; ``counts``: ranks that have more of them are ahead."""
+        self._word.tick(counts=counts)
+
+    def own(self, seconds: float, lane: int = 0) -> None:
+        """What a micro-batch of a step cost this worker alone; ``lane``: who has the same work."""
+        self._word.note_own(seconds, lane)
+
+    def kept(self, step: int) -> None:
+        """A copy of this step's state is sealed in memory."""
+        self._word.note_kept(step)
+
     def poll(self) -> Requests:
         """What the agent has asked for, without waiting; costs about a microsecond when there is nothing new."""
         try:
@@ -101,8 +122,17 @@ class WorkerLink:
                 self._flush(0.0)
         current = self._requests
         if current.save and not current.drain:
-            self._requests = Requests()
-        return Requests(drain=True, save=True) if self._is_told else current
+            self._requests = replace(current, save=False)
+        return self._told(current) if self._is_told else current
+
+    def _told(self, current: Requests) -> Requests:
+        """After a SIGTERM to this worker alone: where faults are survived the agent is asked what becomes of it."""
+        if not self.boxes:
+            return Requests(drain=True, save=True)
+        if not self._is_passed_on:
+            self._is_passed_on = True
+            self._send({"type": "told"})
+        return current
 
     def request_drain(self) -> None:
         """What a SIGTERM to this worker alone comes to: the next ``poll`` tells it, the vote carries it to all."""
@@ -132,7 +162,8 @@ class WorkerLink:
 
     def finish(self) -> None:
         """The entry has returned; whatever is still to be told leaves now."""
-        self._send({"type": "finished", "drained": self._requests.drain or self._is_told})
+        drained = self._requests.drain or (self._is_told and not self.boxes)
+        self._send({"type": "finished", "drained": drained, "regrouped": self.has_regrouped})
 
     def abandon(self) -> None:
         """In a child that a worker forks: the link stays the worker's alone."""
@@ -176,9 +207,12 @@ class WorkerLink:
                 case "store":
                     self._store = message["address"]
                 case "request":
-                    asked = Requests(message["drain"], message["save"])
-                    drain = self._requests.drain or asked.drain
-                    self._requests = replace(asked, drain=drain, save=self._requests.save or asked.save)
+                    last = self._requests
+                    self._requests = Requests(
+                        drain=last.drain or message["drain"],
+                        save=last.save or message["save"],
+                        regroup=last.regroup or message.get("regroup", False),
+                    )
 
 
 def _wait(endpoint: socket.socket, event: int, timeout_s: float | None) -> bool:

@@ -10,15 +10,17 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from closeranks.agent.failure import FailureReport
 from closeranks.agent.launch import LaunchPlan, Listener
+from closeranks.agent.look import ask_for_stacks
 from closeranks.agent.loop import Loop
 from closeranks.agent.output import OutputLog
-from closeranks.agent.progress import PHASE_WORDS, ProgressWord, create_progress
+from closeranks.agent.progress import PHASE_WORDS, Progress, ProgressWord, create_progress
 from closeranks.agent.verdict import WorkerFact
 from closeranks.agent.wire import Channel, Message, WorkerFds
 from closeranks.core.world import World
@@ -26,12 +28,21 @@ from closeranks.core.world import World
 _TAIL_LINES = 12
 
 
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """What the workers of a generation on one host are born into."""
+
+    payload: Mapping[str, Any]
+    address: str
+    """Where rank 0's store listens, if rank 0 is here."""
+    boxes: list[list[str]]
+    on_store: Callable[[str], None]
+
+
 class Member:
     """One worker of a generation, from before its fork until after its death."""
 
-    def __init__(
-        self, world: World, plan: LaunchPlan, loop: Loop, listener: Listener, on_store: Callable[[str], None]
-    ) -> None:
+    def __init__(self, world: World, plan: LaunchPlan, loop: Loop, listener: Listener, berth: Berth) -> None:
         self.world = world
         self.pid: int | None = None
         self.status: int | None = None
@@ -39,10 +50,13 @@ class Member:
         self.failure: FailureReport | None = None
         self.is_finished = False
         self.is_drained = False
+        self.has_regrouped = False
+        self.is_told = False
+        """Whether somebody has sent it SIGTERM, and it asks what becomes of it."""
         self.is_fenced = False
         self.listener = listener
         self._loop = loop
-        self._on_store = on_store
+        self._on_store = berth.on_store
         self._failure_heard_at: float | None = None
         self._is_orphaned = False
         self._pidfd: int | None = None
@@ -54,8 +68,8 @@ class Member:
         self.fds = WorkerFds(theirs.detach(), progress, self._log.take_writer())
         loop.watch(ours, self._on_link)
         loop.watch(self._log.reader, self._on_output)
-        hello = {"type": "hello", "world": asdict(world), "entry": plan.entry, "payload": dict(plan.payload)}
-        self.send({**hello, "host": plan.config.host, "port": plan.config.port})
+        hello = {"type": "hello", "world": asdict(world), "entry": plan.entry, "payload": dict(berth.payload)}
+        self.send({**hello, "host": berth.address, "port": plan.config.port, "boxes": berth.boxes})
 
     # --- what the agent does to it
 
@@ -116,6 +130,27 @@ class Member:
             return None
         return self.died_at
 
+    @property
+    def progress(self) -> Progress:
+        return self._word.read()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it died without a word: nobody need be asked who began."""
+        return self.died_at is not None and self.failure is None and not self.is_finished
+
+    def ask_for_stacks(self) -> None:
+        """Its log shows where its threads are; one that is stopped or gone says nothing."""
+        if self._pidfd is not None and not self.is_dead:
+            ask_for_stacks([self._pidfd])
+
+    def end_output(self) -> None:
+        """It is gone: what it printed last is passed on."""
+        self._log.end()
+
+    def log_tail(self, num_lines: int) -> tuple[str, ...]:
+        return self._log.tail(num_lines)
+
     def fact(self) -> WorkerFact:
         progress = self._word.read()
         return WorkerFact(
@@ -154,6 +189,9 @@ class Member:
             case "finished":
                 self.is_finished = True
                 self.is_drained = message["drained"]
+                self.has_regrouped = message["regrouped"]
+            case "told":
+                self.is_told = True
             case "dropped":
                 self._on_note(f"Rank {self.world.rank} dropped {message['count']} events: the agent was too slow.")
 

@@ -53,7 +53,8 @@ class Nursery:
         self._is_forking = False
         self._wards: dict[int, Newborn] = {}
         self._num_asked = 0
-        self._log = OutputLog(plan.log_folder / "zygote.log", lambda line: None, listener.on_note)
+        self._is_warm = plan.survival is None or not plan.survival.warm
+        self._log = OutputLog(plan.log_folder / plan.zygote_log, lambda line: None, listener.on_note)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = self._log.take_writer()
         with theirs:
@@ -94,6 +95,14 @@ class Nursery:
         self._tell({"op": "fork", "worker": worker}, fds)
         _close_all(fds)
 
+    def _warm_once(self) -> None:
+        """When the first workers live: their start is not delayed, and the next ones are forked from who knows more."""
+        survival = self._plan.survival
+        if self._is_warm or self._is_forking or survival is None:
+            return
+        self._is_warm = True
+        self._tell({"op": "warm", "call": survival.warm, "payload": dict(self._plan.payload)})
+
     def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # a dead zygote is noticed by its pidfd, with its status
             socket.send_fds(self._control, [json.dumps(message).encode()], list(fds))
@@ -117,6 +126,7 @@ class Nursery:
                 self._is_forking = False
                 self._wards[message["worker"]].born(message["pid"], fds[0])
                 self._ask_next()
+                self._warm_once()
             case "exited":
                 self._wards.pop(message["worker"]).exited(message["status"])
             case "fork_failed":

@@ -56,14 +56,19 @@ class OutputLog:
             pass
         self._write(text.encode())
 
-    def close(self) -> None:
-        """Whatever is left in the pipe goes where it belongs, then the descriptors are given back."""
-        if self._writer >= 0:
-            os.close(self.take_writer())
+    def end(self) -> None:
+        """The process is gone: whatever is left in the pipe goes where it belongs, a last line without its end too."""
         while self.is_open and self.read():
             pass
         if self._rest:
-            self._on_line(self._rest)
+            last, self._rest = self._rest, ""
+            self._on_line(last)
+
+    def close(self) -> None:
+        """The descriptors are given back."""
+        if self._writer >= 0:
+            os.close(self.take_writer())
+        self.end()
         os.close(self.reader)
         if self._file is not None:
             os.close(self._file)

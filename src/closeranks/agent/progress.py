@@ -1,8 +1,12 @@
-"""How far did a worker get, even one that was killed in the middle?
+"""How far did a worker get, and how long does it usually take, even one that was killed in the middle?
 
 A word of shared memory that the worker writes and the agent reads: an anonymous file (memfd), which leaves nothing in
-/dev/shm and lives as long as either of them holds it. Invariant: writing costs about a microsecond and never blocks;
-each field is one aligned store, so that a reader meets at worst a new step beside the last phase.
+/dev/shm and lives as long as either of them holds it. Besides the step and its phase it holds what the worker has
+learned of its own rhythm: for each phase the longest that went by without a sign of life.
+
+Invariants: each field is one aligned store of eight bytes, so that a reader never meets half a number; the time is
+written before the phase and read after it, so that a phase is never seen with an older time than its own. Writing never
+blocks. Cost, by timeit on a shared core: ``write`` 1.4 us, ``tick`` 0.6 us, ``note_own`` 0.4 us, ``read`` 19 us.
 """
 
 from __future__ import annotations
@@ -11,40 +15,61 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
-_MAGIC = 0x434C4F5345524E4B
-_HEAD = struct.Struct("<Q")
-_BODY = struct.Struct("<qIIq")
-_SIZE_BYTES = 64
+_MAGIC = 0x434C4F5345524E4C
+_STEP, _PHASE, _TICK, _AT, _KEPT, _OWN, _OWN_SUM, _NUM_OWN, _LANE = range(1, 10)
+_FIRST_PHASE = 16
+"""Where the phases begin: of each the longest visit in nanoseconds, 0 until it was seen to its end."""
+_NUM_FIELDS = 32
+_SIZE_BYTES = 8 * _NUM_FIELDS
+_DECAY = 0.95
+"""What a visit leaves of the longest before it: a tenfold outlier is forgotten after 45, a hundredfold after 90."""
 
 
 class Phase(IntEnum):
-    """What a worker is at; the report of a death says it in words."""
+    """What a worker is at; the report of a death says it in words.
+
+    In the order of a step. Where somebody else's code may run, or a compiler, a worker counts as far behind: others
+    that wait for it must not be taken for the ones that stand still.
+    """
 
     START = 0
-    DATA = 1
-    COMPUTE = 2
-    REDUCE = 3
-    VOTE = 4
-    UPDATE = 5
-    EVALUATE = 6
-    SAVE = 7
-    END = 8
+    HOOK = 1
+    DATA = 2
+    COMPILE = 3
+    COMPUTE = 4
+    REDUCE = 5
+    KEEP = 6
+    VOTE = 7
+    UPDATE = 8
+    EVALUATE = 9
+    SAVE = 10
+    END = 11
 
 
 PHASE_WORDS = {
     Phase.START: "starting",
+    Phase.HOOK: "in a hook or in the loop's own code",
     Phase.DATA: "waiting for data",
+    Phase.COMPILE: "compiling",
     Phase.COMPUTE: "computing gradients",
     Phase.REDUCE: "reducing gradients",
+    Phase.KEEP: "waiting for the copy of its state",
     Phase.VOTE: "agreeing on the step",
     Phase.UPDATE: "updating weights",
     Phase.EVALUATE: "evaluating",
     Phase.SAVE: "saving",
     Phase.END: "ending",
 }
+
+STEADY = frozenset({Phase.COMPUTE, Phase.REDUCE, Phase.VOTE, Phase.UPDATE})
+"""Phases that take about as long in every step. The others depend on disks, on networks or on somebody else's code, and
+what they once took they may take again at any time: it is never forgotten."""
+_REMEMBERED = [(0.0, _DECAY) if phase in STEADY else (1.0, 1.0) for phase in Phase]
+"""What a second visit leaves of the first, and every later one of those before it."""
+_PLACES = [(phase, _FIRST_PHASE + phase) for phase in Phase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +79,20 @@ class Progress:
     step: int | None
     phase: Phase
     at: float
-    """``time.monotonic()`` of the write: one clock for all processes of a host."""
+    """``time.monotonic()`` of its last sign of life: one clock for all processes of a host, and of no other."""
+    tick: int = 0
+    """Micro-batches worked off in this step."""
+    kept: int | None = None
+    """The newest step of which it holds a sealed copy."""
+    own_s: float = 0.0
+    """Its own computing in the last step, waiting for others not counted, per micro-batch."""
+    own_sum_s: float = 0.0
+    """The same, added up over all steps so far, ``num_own`` of them."""
+    num_own: int = 0
+    lane: int = 0
+    """Ranks of the same lane have the same work: those of one stage of a pipeline."""
+    longest: dict[Phase, float] = field(default_factory=dict)
+    """For each phase that was seen to its end: the longest without a sign of life, lately where it is steady."""
 
 
 class ProgressWord:
@@ -62,24 +100,92 @@ class ProgressWord:
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, _SIZE_BYTES)
-        if _HEAD.unpack_from(self._memory, 0)[0] != _MAGIC:
+        self._bytes = memoryview(self._memory)
+        self._ints, self._floats = self._bytes.cast("q"), self._bytes.cast("d")
+        if self._ints[0] != _MAGIC:
+            self.close()
             raise ValueError("this descriptor is not a progress word")
+        self._at_ns, self._visit_ns = self._ints[_AT], 0
+        self._step, self._phase = self._ints[_STEP], self._ints[_PHASE]
+        self._longest_ns, self._num_seen = [0] * len(Phase), [0] * len(Phase)
+        self._num_own, self._own_sum_s = 0, 0.0
+
+    # --- by the worker
 
     def write(self, step: int, phase: int) -> None:
-        """Step at work (-1: none yet) and phase, stamped with the time."""
-        _BODY.pack_into(self._memory, 8, step, phase, 0, time.monotonic_ns())
+        """Step at work (-1: none yet) and phase, stamped with the time; what the phase before took is learned."""
+        ints = self._ints
+        now_ns = ints[_AT] = time.monotonic_ns()
+        visit_ns = now_ns - self._at_ns
+        self._learn(max(self._visit_ns, visit_ns))
+        self._at_ns, self._visit_ns, self._phase = now_ns, 0, phase
+        if step != self._step:
+            self._step = step
+            ints[_TICK], ints[_STEP] = 0, step
+        ints[_PHASE] = phase
+
+    def tick(self, *, counts: bool = True) -> None:
+        """A sign of life within a phase: one more micro-batch. Stages of a pipeline take them in orders of their own,
+        and their ticks do not count: nobody is behind because of it."""
+        now_ns = self._ints[_AT] = time.monotonic_ns()
+        visit_ns, self._at_ns = now_ns - self._at_ns, now_ns
+        if visit_ns > self._visit_ns:
+            self._visit_ns = visit_ns
+        if counts:
+            self._ints[_TICK] += 1
+
+    def note_kept(self, step: int) -> None:
+        """A copy of this step's state is sealed."""
+        self._ints[_KEPT] = step
+
+    def note_own(self, seconds: float, lane: int = 0) -> None:
+        """What a micro-batch of the last step cost this rank itself."""
+        self._num_own += 1
+        self._own_sum_s += seconds
+        self._floats[_OWN], self._floats[_OWN_SUM] = seconds, self._own_sum_s
+        self._ints[_LANE], self._ints[_NUM_OWN] = lane, self._num_own
+
+    def _learn(self, visit_ns: int) -> None:
+        """The first visit to a steady phase warms up and says nothing of the next ones: the second replaces it."""
+        phase = self._phase
+        num_seen = self._num_seen[phase]
+        if num_seen:
+            kept_ns = self._longest_ns[phase] * _REMEMBERED[phase][num_seen > 1]
+            visit_ns = visit_ns if visit_ns > kept_ns else int(kept_ns)
+        self._num_seen[phase] = num_seen + 1
+        self._longest_ns[phase] = self._ints[_FIRST_PHASE + phase] = visit_ns or 1
+
+    # --- by the agent
 
     def read(self) -> Progress:
-        step, phase, _, at_ns = _BODY.unpack_from(self._memory, 8)
-        return Progress(step if step >= 0 else None, Phase(phase), at_ns / 1e9)
+        ints, floats = self._ints, self._floats
+        step, phase, kept = ints[_STEP], Phase(ints[_PHASE]), ints[_KEPT]
+        num_own = ints[_NUM_OWN]
+        return Progress(
+            step=step if step >= 0 else None,
+            phase=phase,
+            at=ints[_AT] / 1e9,
+            tick=ints[_TICK],
+            kept=kept if kept >= 0 else None,
+            own_s=floats[_OWN],
+            own_sum_s=floats[_OWN_SUM],
+            num_own=num_own,
+            lane=ints[_LANE],
+            longest={phase: ints[place] / 1e9 for phase, place in _PLACES if ints[place]},
+        )
 
     def close(self) -> None:
+        for view in (self._ints, self._floats, self._bytes):
+            view.release()
         self._memory.close()
 
 
 def create_progress() -> int:
     """A descriptor of a fresh word, at no step; the caller hands it on and closes it."""
+    fields = [0] * _NUM_FIELDS
+    fields[0], fields[_STEP], fields[_PHASE], fields[_KEPT] = _MAGIC, -1, Phase.START, -1
+    fields[_AT] = time.monotonic_ns()
     fd = os.memfd_create("closeranks-progress")
     os.ftruncate(fd, _SIZE_BYTES)
-    os.pwrite(fd, _HEAD.pack(_MAGIC) + _BODY.pack(-1, Phase.START, 0, time.monotonic_ns()), 0)
+    os.pwrite(fd, struct.pack(f"={_NUM_FIELDS}q", *fields), 0)
     return fd

@@ -4,15 +4,18 @@ Facts in, verdict out; nothing here touches a process. Invariant: one report, th
 silent death goes before any exception, since whoever lost a peer complains at once while the dead cannot speak;
 exceptions follow by the monotonic time at which they were caught; what reads like the loss of a peer comes last. An
 abort by native code takes its place among the exceptions, because it can be such a complaint itself (NCCL's watchdog,
-an exception in a thread of gloo's).
+an exception in a thread of gloo's). A worker that the agent gave up because it stood still goes between the dead and
+those that spoke.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 from closeranks.agent.exits import in_words
 from closeranks.agent.failure import FailureReport
@@ -21,6 +24,16 @@ from closeranks.core.errors import CloseranksError, RunFailed, UserError, decode
 # A dying process closes its sockets milliseconds before its death can be seen: its peers' complaints are not first.
 _ABORT_LEAD_S = 0.1
 _MAX_TAIL_CHARS = 200
+_MAX_SIGNATURE_CHARS = 300
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
+
+Kind = Literal["killed", "oom", "exception", "hang", "stopped", "slow", "preempted", "host", "zygote", "resize"]
+"""How a generation ended: ``killed`` by a signal, for want of memory (``oom``), by an ``exception`` or an exit of the
+code's own, given up because it stood still (``hang``, or ``stopped`` by SIGSTOP); with its ``host`` or its ``zygote``;
+or, and that is no fault, because a worker was ``slow`` or ``preempted`` or their number changes (``resize``)."""
+
+# Whoever sends these sends them from outside; a step that is tried again need not meet them again.
+_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +50,46 @@ class WorkerFact:
     is_finished: bool = False
     """Whether its entry returned and said so."""
     failure: FailureReport | None = None
+    still: str = ""
+    """Why the agent gave it up though it lived: ``hang`` or ``stopped``."""
+    still_s: float = 0.0
+    """For how long it had stood still then."""
+    still_why: str = ""
+    """The same in words, with what it was at; empty: nothing more is known."""
     log: str = ""
     log_tail: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who, and the error to raise."""
+    """Who, why, and the error to raise if the run ends with it."""
 
     culprit: int
+    """-1: nobody in particular."""
     error: CloseranksError
+    kind: Kind = "exception"
+    cause: str = ""
+    """One line for people."""
+    signature: str = ""
+    """The same whenever the same happens again, on whatever rank; numbers that differ between tries are left out."""
+    step: int | None = None
+    """The step that the culprit was at; None before its first."""
+    is_silent: bool = False
+    """Whether nobody knows what ended it: a kill from outside it seems, or contact that was lost."""
+
+    @property
+    def is_user_error(self) -> bool:
+        """Whether the person must mend it, so that trying again is no use."""
+        return isinstance(self.error, UserError)
 
 
 class _Order(IntEnum):
     SILENT = 0
-    SPOKEN = 1
-    LEFT = 2
-    ECHO = 3
-    BYSTANDER = 4
+    STILL = 1
+    SPOKEN = 2
+    LEFT = 3
+    ECHO = 4
+    BYSTANDER = 5
 
 
 def judge(facts: Sequence[WorkerFact], num_oom_kills: int = 0) -> Verdict:
@@ -66,14 +101,59 @@ def judge(facts: Sequence[WorkerFact], num_oom_kills: int = 0) -> Verdict:
         raise ValueError("no worker has failed: there is nothing to judge")
     spoken = decode(culprit.failure.error) if culprit.failure and culprit.failure.error else None
     if isinstance(spoken, UserError):
-        return Verdict(culprit.rank, _placed(spoken, culprit, facts))
-    report = _report(culprit, ordered[1:], len(facts), num_oom_kills)
-    return Verdict(culprit.rank, RunFailed(report, rank=culprit.rank, step=_step(culprit)))
+        error: CloseranksError = _placed(spoken, culprit, facts)
+    else:
+        report = _report(culprit, ordered[1:], len(facts), num_oom_kills)
+        error = RunFailed(report, rank=culprit.rank, step=_step(culprit))
+    kind = _kind(culprit, num_oom_kills)
+    is_nobody = len(facts) > 1 and all(_order(fact) is _Order.STILL for fact in facts)
+    return Verdict(
+        culprit=-1 if is_nobody else culprit.rank,
+        error=error,
+        kind=kind,
+        cause=_cause(culprit, num_oom_kills).partition("\n")[0],
+        signature=_signature(culprit, kind),
+        step=_step(culprit),
+        is_silent=order is _Order.ECHO or (kind == "killed" and (culprit.status is None or culprit.status in _OUTSIDE)),
+    )
+
+
+def without_facts(
+    kind: Kind, cause: str, *, rank: int = -1, step: int | None = None, error: CloseranksError | None = None
+) -> Verdict:
+    """What no worker's own facts tell: a lost host or zygote, or an end by agreement. ``cause``: one sentence."""
+    error = error or RunFailed(cause, rank=None if rank < 0 else rank, step=step)
+    return Verdict(rank, error, kind, cause.partition("\n")[0], kind, step, is_silent=True)
+
+
+def _kind(fact: WorkerFact, num_oom_kills: int) -> Kind:
+    if _order(fact) is _Order.STILL:
+        return "stopped" if fact.still == "stopped" else "hang"
+    if fact.failure is not None or (fact.status is not None and fact.status >= 0):
+        return "exception"
+    return "oom" if fact.status == -signal.SIGKILL and num_oom_kills else "killed"
+
+
+def _signature(fact: WorkerFact, kind: Kind) -> str:
+    """What must be equal for two faults of one step to be the same."""
+    if kind == "hang":
+        return f"hang while {fact.phase}"
+    if kind in ("oom", "stopped"):
+        return kind
+    if fact.failure is None:
+        return in_words(fact.status)
+    # Addresses, process numbers and free bytes are not the same twice; the line of code is.
+    said = _NUMBERS.sub("#", fact.failure.message)[:_MAX_SIGNATURE_CHARS]
+    return f"{fact.failure.kind} at {fact.failure.place}: {said}"
 
 
 def _order(fact: WorkerFact) -> _Order:
+    if fact.failure is not None and not fact.failure.is_consequence:
+        return _Order.SPOKEN
+    if fact.still and fact.died_at is None:
+        return _Order.STILL
     if fact.failure is not None:
-        return _Order.ECHO if fact.failure.is_consequence else _Order.SPOKEN
+        return _Order.ECHO
     if fact.died_at is None or (fact.is_finished and fact.status == 0):
         return _Order.BYSTANDER
     if fact.status == 0:
@@ -109,9 +189,12 @@ def _step(fact: WorkerFact) -> int | None:
 def _report(culprit: WorkerFact, others: Sequence[WorkerFact], num_ranks: int, num_oom_kills: int) -> str:
     step = _step(culprit)
     where = "before its first step" if step is None else f"at step {step}"
-    doing = f" ({culprit.phase})" if culprit.phase and culprit.failure is None else ""
-    lines = [f"rank {culprit.rank} of {num_ranks} failed {where}{doing}: {_cause(culprit, num_oom_kills)}"]
-    if others:
+    is_told = culprit.failure is not None or culprit.still_why
+    doing = f" ({culprit.phase})" if culprit.phase and not is_told else ""
+    are_all_still = bool(others) and all(_order(fact) is _Order.STILL for fact in (culprit, *others))
+    who = f"all {num_ranks} ranks" if are_all_still else f"rank {culprit.rank} of {num_ranks}"
+    lines = [f"{who} failed {where}{doing}: {_cause(culprit, num_oom_kills)}"]
+    if others and not are_all_still:
         lines.append(_what_others_did(culprit, others))
     lines += _where_to_look(culprit)
     return "\n".join(lines)
@@ -119,6 +202,8 @@ def _report(culprit: WorkerFact, others: Sequence[WorkerFact], num_ranks: int, n
 
 def _cause(fact: WorkerFact, num_oom_kills: int) -> str:
     failure = fact.failure
+    if _order(fact) is _Order.STILL:
+        return _stillness(fact)
     if failure is None and fact.status == 0:
         return "exited with code 0 while the other ranks still needed it"
     if failure is None:
@@ -129,6 +214,15 @@ def _cause(fact: WorkerFact, num_oom_kills: int) -> str:
     if failure.error is not None:
         return f"{decode(failure.error)}{place}"
     return f"{failure.kind}: {failure.message}{place}" if failure.message else f"{failure.kind}{place}"
+
+
+def _stillness(fact: WorkerFact) -> str:
+    if fact.still_why:
+        return f"{fact.still_why}; it was given up"
+    lasted = f" for {fact.still_s:.3g} s" if fact.still_s else ""
+    if fact.still == "stopped":
+        return f"stopped by SIGSTOP{lasted}; it was given up"
+    return f"stood still{lasted}; it was given up"
 
 
 def _what_others_did(culprit: WorkerFact, others: Sequence[WorkerFact]) -> str:

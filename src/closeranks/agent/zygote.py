@@ -3,7 +3,8 @@
 Run as ``python -m closeranks.agent.zygote CONTROL_FD AGENT_PID``. Control messages are JSON, one per packet, and
 descriptors ride along. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on ``fork`` at
 any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
-told by ``exited``.
+told by ``exited``. ``warm`` asks it to learn what workers to come would each learn anew; it is answered by nothing, and
+what comes meanwhile waits.
 Invariant: the zygote has one thread, never touches CUDA, and dies with its agent; a child dies with the zygote.
 """
 
@@ -18,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +29,7 @@ from closeranks.agent.forked import live
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.errors import UserError, encode
 from closeranks.core.linux import die_with_parent, num_threads
+from closeranks.core.registry import load_object
 
 _PACKET_BYTES = 1 << 17
 
@@ -53,7 +56,12 @@ class Zygote:
         data, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, len(WorkerFds._fields))
         if not data:
             return False
-        self._fork(json.loads(data)["worker"], WorkerFds(*fds))
+        message = json.loads(data)
+        match message["op"]:
+            case "fork":
+                self._fork(message["worker"], WorkerFds(*fds))
+            case "warm":
+                warm_up(message["call"], message["payload"])
         return True
 
     def _fork(self, worker: int, fds: WorkerFds) -> None:
@@ -100,6 +108,24 @@ def preload(names: list[str]) -> None:
             raise UserError(f"importing '{name}' uses CUDA", fix)
 
 
+def warm_up(call: str, payload: dict[str, Any]) -> None:
+    """What it comes to stands in the zygote's log: without it workers start slower, and nothing else is different."""
+    started_at = time.monotonic()
+    try:
+        load_object(call, place="warm")(payload)
+    except BaseException:
+        print("warming up failed; workers to come start as the first ones did", flush=True)
+        traceback.print_exc()
+    freeze()
+    print(f"warmed up in {time.monotonic() - started_at:.2f} s, threads: {num_threads()}", flush=True)
+
+
+def freeze() -> None:
+    """A collection in a child would copy every page that it marks."""
+    gc.collect()
+    gc.freeze()
+
+
 def import_error(name: str, error: BaseException) -> UserError:
     """One sentence for an import that failed: what was raised, and where in the user's code."""
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
@@ -132,8 +158,7 @@ def main() -> None:
     except UserError as error:
         control.send(json.dumps({"op": "failed", "error": encode(error)}).encode())
         os._exit(error.exit_code)
-    gc.collect()
-    gc.freeze()  # a collection in a child would copy every page that it marks
+    freeze()
     seconds = time.monotonic() - started_at
     control.send(json.dumps({"op": "ready", "num_threads": num_threads(), "seconds": seconds}).encode())
     Zygote(control).serve()

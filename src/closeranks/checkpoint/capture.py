@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from closeranks.checkpoint.background import Background
 from closeranks.checkpoint.buffer import Buffer
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import CHUNK_BYTES, Chunk
 from closeranks.checkpoint.sources import Array, Plan, Slot, Watch, elements, host_bytes, plan, signature
 from closeranks.checkpoint.sources import Item as Item
+from closeranks.core.background import Background
 from closeranks.core.faults import declare, point
 
 BLOCK_BYTES = 1 << 20

@@ -35,10 +35,10 @@ from closeranks.checkpoint.manifest import (
     part_name,
 )
 from closeranks.checkpoint.order import Order
-from closeranks.checkpoint.overlaps import plan
 from closeranks.checkpoint.references import absent
 from closeranks.core.errors import CheckpointError
 from closeranks.core.faults import declare, point
+from closeranks.core.overlaps import plan
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import ExistsError, MissingError, Storage, StorageError
 

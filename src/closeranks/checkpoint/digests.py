@@ -29,7 +29,7 @@ import numpy as np
 from blake3 import blake3
 from crc32c import crc32c as _crc32c
 
-from closeranks.checkpoint.overlaps import Box, runs
+from closeranks.core.overlaps import Box, runs
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import Bytes
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from closeranks.checkpoint.catalogue import find
 from closeranks.checkpoint.chunks import Chunks
 from closeranks.checkpoint.manifest import Entry, Manifest
-from closeranks.checkpoint.overlaps import Box, Overlap, Run, plan
 from closeranks.checkpoint.soundness import FIX, read_manifest, uncovered
 from closeranks.core.errors import CheckpointError
+from closeranks.core.overlaps import Box, Overlap, Run, plan
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import Storage
 

@@ -22,13 +22,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from closeranks.checkpoint import writing
-from closeranks.checkpoint.background import Background, Job
 from closeranks.checkpoint.capture import Capture, Captured, Item
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.courier import Courier
 from closeranks.checkpoint.manifest import folder_name
 from closeranks.checkpoint.order import Order, Report, Settings, Tier
 from closeranks.checkpoint.sources import Straight
+from closeranks.core.background import Background, Job
 from closeranks.core.faults import declare, point
 
 _POLL_S = 0.02

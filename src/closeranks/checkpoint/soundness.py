@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from closeranks.checkpoint.digests import item_bytes
 from closeranks.checkpoint.manifest import MANIFEST, DataFile, Entry, Manifest, decode_manifest, parse_folder
-from closeranks.checkpoint.overlaps import plan
 from closeranks.core.errors import CheckpointError
+from closeranks.core.overlaps import plan
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import MissingError, Storage, StorageError
 

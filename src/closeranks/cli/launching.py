@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +17,117 @@ from rich.console import Console
 
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.launch import LaunchPlan
-from closeranks.core.environment import child_environment, detect_world, num_gpus, thread_limit
+from closeranks.agent.control.token import lead_token
+from closeranks.agent.gate import Door
+from closeranks.agent.launch import Fitted, LaunchPlan, Outcome, Survival
+from closeranks.agent.lead import OnTurn
+from closeranks.cli.standing import Standing
+from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
 from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, Problem, SetupError, UserError
-from closeranks.core.events import RunStarted, decode
+from closeranks.core.events import Event, RunStarted, decode
+from closeranks.core.interfaces import WILDCARDS, own_address
 from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
 from closeranks.run.folder import choose_folder, free_folder, prepare_folder, withdraw_folder
 from closeranks.run.job import Job, check_workers, layout_for, load_job
+from closeranks.run.resizing import fit, limits_of, samples_of
 from closeranks.run.voice import speak, turn_of
 from closeranks.telemetry.progress import Progress
+from closeranks.telemetry.recorder import AGENT, Recorder
 
 _STARTED_ELSEWHERE = ("torchrun", "slurm")
+_WARM = "closeranks.run.warming:warm"
 
 
-def train(path: Path, overrides: Sequence[str], num_workers: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Party:
+    """The hosts of a job, as the command line names them."""
+
+    num_hosts: int = 1
+    """It begins when so many are here, this one included,"""
+    most_hosts: int = 1
+    """and grows up to so many; others stand by."""
+    listen: str = ""
+    """Where others may join: an address of this host, with a port or without."""
+    token_file: Path | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.listen) or self.most_hosts > 1
+
+
+def train(
+    path: Path,
+    overrides: Sequence[str],
+    num_workers: int,
+    on_turn: OnTurn | None = None,
+    party: Party | None = None,
+) -> None:
+    """``on_turn`` looks on while the job runs: see ``agent.lead``."""
+    party = party or Party()
     world = detect_world()
     if world.launcher in _STARTED_ELSEWHERE:
         _train_here(path, overrides, num_workers, world)
         return
     job = load_job(path, overrides).value
     look_beside(path)
-    num_workers = num_workers or num_gpus() or layout_for(job, 1).num_ranks
-    if problems := check_workers(job, num_workers):
+    num_workers = workers_of(job, num_workers)
+    if problems := check_workers(job, num_workers * party.most_hosts):
         raise ConfigError(problems)
     folder = choose_folder(job, path.stem)
     is_new = not folder.exists()
     prepare_folder(job, folder)
     work = _Work(
         entry="closeranks.run.worker:train_entry",
-        payload={"job": job.model_dump(mode="json"), "folder": str(folder)},
+        payload=_payload(job, folder),
         folder=folder,
         is_new=is_new,
         preload=modules_of(job),
-        agent=job.agent,
+        agent=_reachable(job.agent, party),
         threads=job.run.threads,
         log_every=job.telemetry.log_every,
         report=job.telemetry.report,
         command=(str(path), tuple(overrides)),
+        party=party,
+        survival=_survival(job, folder) if job.elastic.enabled else None,
+        on_turn=on_turn,
     )
     _start(work, num_workers)
+
+
+def _reachable(config: AgentConfig, party: Party) -> AgentConfig:
+    """Where other hosts join, their workers must reach this host's too."""
+    if not party.is_open or config.host != AgentConfig().host:
+        return config
+    host = listening(party)[0]
+    return config.model_copy(update={"host": own_address() if host in WILDCARDS else host})
+
+
+def listening(party: Party) -> tuple[str, int]:
+    """Address and port; 0: any free port. Beyond loopback somebody must say so."""
+    host, colon, port = party.listen.rpartition(":")
+    if not colon or not port.isdigit():
+        host, port = party.listen, "0"
+    return host.strip("[]") or AgentConfig().host, int(port)
+
+
+def workers_of(job: Job, wanted: int) -> int:
+    """As many as were asked for; 0: one for each GPU, or as many as the layout names."""
+    return wanted or num_gpus() or layout_for(job, 1).num_ranks
+
+
+def _survival(job: Job, folder: Path) -> Survival:
+    def fit_to(num_workers: int, num_wanted: int) -> Fitted | None:
+        found = fit(job, num_workers, num_wanted)
+        if found is None:
+            return None
+        return Fitted(found.num_workers, _payload(found.job, folder), found.words)
+
+    return Survival(limits_of(job.elastic), fit_to, lambda step: samples_of(job, step), warm=_WARM)
+
+
+def _payload(job: Job, folder: Path) -> dict[str, Any]:
+    return {"job": job.model_dump(mode="json"), "folder": str(folder)}
 
 
 def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: World) -> None:
@@ -112,17 +183,29 @@ class _Work:
     log_every: int = 10
     report: bool = True
     command: tuple[str, tuple[str, ...]] = ("", ())
+    survival: Survival | None = None
+    on_turn: OnTurn | None = None
+    party: Party = field(default_factory=Party)
 
 
 def _start(work: _Work, num_workers: int) -> None:
     plan = plan_for(
         work.entry, work.payload, work.folder, work.preload, work.agent, threads=work.threads, num_workers=num_workers
     )
+    plan = replace(
+        plan,
+        survival=work.survival,
+        is_elastic=work.survival is not None,
+        threads=work.threads,
+        num_hosts=work.party.num_hosts,
+        most_hosts=work.party.most_hosts,
+    )
     failure = ""
     with Progress(Console(), log_every=work.log_every) as progress:
         screen = _Screen(progress, work.folder)
         try:
-            outcome = screen.watch(plan)
+            plan = replace(plan, door=_door(work, progress.note))
+            outcome = screen.watch(plan, work.on_turn)
         except CloseranksError as error:
             failure = str(error)
             if isinstance(error, UserError) and work.is_new and not screen.has_begun:
@@ -135,6 +218,25 @@ def _start(work: _Work, num_workers: int) -> None:
     if outcome.reason != "finished":
         ending = Interrupted if outcome.reason == "interrupted" else Drained
         raise ending(outcome.reason, f"Everything is stopped; {_whereabouts(screen.folder)}")
+
+
+def _door(work: _Work, on_note: Callable[[str], None]) -> Door | None:
+    party = work.party
+    if not party.is_open:
+        return None
+    drawn_at = (work.folder / "job.token").absolute()
+    token = lead_token(party.token_file, job_token(), drawn_at, on_note)
+    host, port = listening(party)
+    token_file = party.token_file or ("" if job_token() else drawn_at)
+    return Door(host, port, token, address=work.agent.host, token_file=str(token_file))
+
+
+def hosts_of(text: str) -> tuple[int, int]:
+    """``2`` or ``1:4``: how many hosts it begins with, and up to how many it grows."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first)):
+        raise ConfigError([Problem("--hosts", f"'{text}' is no number of hosts", "Write 2, or 1:4 to begin with 1.")])
+    return int(first), int(last or first)
 
 
 def plan_for(
@@ -170,18 +272,49 @@ class _Screen:
         """Where the run writes; a script's session may say otherwise."""
         self.has_begun = False
         """Whether a run began, rather than being refused."""
+        self._standing = Standing(folder, progress.note)
+        self._agent_log: Recorder | None = None
 
-    def watch(self, plan: LaunchPlan) -> Any:
-        agent = Agent(plan, on_event=self._on_event, on_output=self._on_output, on_note=self._progress.note)
-        return agent.run()
+    def watch(self, plan: LaunchPlan, on_turn: OnTurn | None) -> Outcome:
+        agent = Agent(
+            plan,
+            on_event=self._on_event,
+            on_output=self._on_output,
+            on_note=self._progress.note,
+            on_turn=self._standing.looking_beside(on_turn),
+        )
+        ending = "failed"
+        try:
+            outcome = agent.run()
+            ending = outcome.reason
+            return outcome
+        finally:
+            self._standing.end(ending)
+            if self._agent_log is not None:
+                self._agent_log.close()
 
     def _on_event(self, rank: int, fields: dict[str, Any]) -> None:
         event = decode(fields)
-        if event is not None and rank == 0:
+        if event is None or rank not in (0, AGENT):
+            return
+        if rank == 0:
             self.has_begun = True
             if isinstance(event, RunStarted) and event.folder:
                 self.folder = Path(event.folder)
-            self._progress.handle(event)
+                self._standing.move(self.folder)
+        else:
+            self._record(event)
+        self._standing.hear(event)
+        self._progress.handle(event)
+
+    def _record(self, event: Event) -> None:
+        """What the agent itself saw: workers that were killed could not write it down."""
+        try:
+            self._agent_log = self._agent_log or Recorder(self.folder, AGENT)
+        except SetupError as error:  # a full disk, say: the run goes on without the record
+            self._progress.note(str(error), style="yellow")
+        else:
+            self._agent_log.emit(event)
 
     def _on_output(self, rank: int, text: str) -> None:
         self._progress.note(text.rstrip("\n"))

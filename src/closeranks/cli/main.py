@@ -11,7 +11,7 @@ import sys
 import typer
 
 from closeranks import __version__
-from closeranks.cli import config, layout, report, run, sample, train
+from closeranks.cli import agent, config, drill, layout, report, run, sample, status, train
 from closeranks.cli.ckpt import front as ckpt
 from closeranks.cli.data import front as data
 from closeranks.core.errors import CloseranksError, Interrupted
@@ -25,6 +25,8 @@ A first tour, in the order people take it:
   closeranks train job.toml train.steps=200    change any value of the job
   closeranks config job.toml --explain         every value, its origin, its meaning
   closeranks layout ls job.toml -n 8           every way to spread it over eight workers, and what each costs
+  closeranks status runs/tiny                  who is here, which step, what happened last
+  closeranks drill job.toml -n 4               strike it with faults: does it come out the same?
   closeranks ckpt ls runs/tiny                 what it saved, and how to carry it elsewhere
   closeranks sample runs/tiny "import "        talk to the model you trained
   closeranks run -n 2 my_script.py             your own loop on two workers
@@ -40,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, run, sample, config, layout, data, ckpt, report):
+for verb in (train, agent, run, status, drill, sample, config, layout, data, ckpt, report):
     verb.register(app)
 
 

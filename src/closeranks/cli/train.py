@@ -13,9 +13,11 @@ HELP = """Train the job of a TOML file, here, on -n workers.
   closeranks train examples/tiny.toml -n 2
   closeranks train job.toml -n 4 train.steps=500 optim.lr=3e-4 run.folder=runs/try
   closeranks train job.toml checkpoint.resume=runs/job train.steps=1000
+  closeranks train job.toml -n 4 --hosts 2 --listen 10.0.0.1:29400
   torchrun --nproc-per-node 2 -m closeranks train job.toml
 
-The third continues an earlier run; torchrun and srun start the workers themselves. Every key of the file can be set as
+The third continues an earlier run; the fourth waits for another host's `closeranks agent --join`; torchrun and srun
+start the workers themselves. Every key of the file can be set as
 table.key=value; `closeranks config job.toml --explain` lists them. Ctrl-C stops within two seconds, saving where it
 stands if it can. Exit status: 0 trained, 1 a worker was lost, 2 something in the job, the data or the machine needs
 your hand, 130 interrupted by Ctrl-C, 143 by SIGTERM.
@@ -33,8 +35,18 @@ def train(
     ] = None,
     num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
     profile: Annotated[str, typer.Option(help="Trace these steps with the torch profiler, such as 10:13.")] = "",
+    hosts: Annotated[str, typer.Option(help="Hosts to begin with, this one included; 1:4 grows to 4.")] = "1",
+    listen: Annotated[str, typer.Option(help="Where other hosts may join.", metavar="ADDRESS[:PORT]")] = "",
+    token_file: Annotated[Path | None, typer.Option(help="The token that other hosts must show.")] = None,
+    faults: Annotated[str, typer.Option(help='Strike it on purpose, such as "kill(rank=1, step=40)".')] = "",
 ) -> None:
     from closeranks.cli import launching
 
     changes = [*(overrides or []), *([f'telemetry.profile="{profile}"'] if profile else [])]
-    launching.train(job, changes, num_workers)
+    party = launching.Party(*launching.hosts_of(hosts), listen, token_file)
+    if not faults.strip():
+        launching.train(job, changes, num_workers, party=party)
+        return
+    from closeranks.cli.drills.running import train_with
+
+    train_with(job, changes, num_workers, faults)

@@ -151,6 +151,100 @@ class Warned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshotting(Event):
+    """How the state is kept in memory, said once when it is known what that costs, and again when it changes."""
+
+    name: ClassVar[str] = "snapshots"
+    step: int = 0
+    every: int = 1
+    """A copy is taken after so many steps; a fault costs at most so many finished ones."""
+    bytes: int = 0
+    """Of one rank's copies, those it keeps for a peer included."""
+    cost_s: float = 0.0
+    """How long training stands still for one."""
+    copies: str = ""
+    """Where the second copy is, in words: ``replica``, ``peer``, ``peer on another host``, ``none``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored(Event):
+    """A generation took over the state of the one before."""
+
+    name: ClassVar[str] = "restored"
+    step: int = 0
+    source: str = ""
+    """``memory``, ``peer``, ``checkpoint`` or ``start``: the farthest that any rank had to go."""
+    generation: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    """What was found torn or corrupt on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost(Event):
+    """The agent says that a generation is over, and which rank ended it."""
+
+    name: ClassVar[str] = "rank_lost"
+    generation: int = 0
+    rank: int = 0
+    """-1: nobody in particular."""
+    host: str = ""
+    step: int | None = None
+    """The step it was at; None before its first."""
+    kind: str = ""
+    """``killed``, ``oom``, ``exception``, ``hang``, ``stopped`` (SIGSTOP), ``slow``, ``preempted``, ``host``,
+    ``zygote`` or ``resize``."""
+    cause: str = ""
+    """One line for people."""
+    detected_s: float = 0.0
+    """Between its last sign of life and this verdict, as far as that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksClosed(Event):
+    """The first step after a fault is finished on all ranks."""
+
+    name: ClassVar[str] = "ranks_closed"
+    generation: int = 0
+    step: int = 0
+    """The step that is finished now."""
+    seconds: float = 0.0
+    """Since the fault was noticed."""
+    num_redone: int = 0
+    """Finished steps that had to be done again."""
+    world_size: int = 1
+    layout: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Where the seconds went: ``fence``, ``fork``, ``open``, ``restore``, ``step``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank(Event):
+    """A rank that takes longer than the others for its own computing, waiting not counted."""
+
+    name: ClassVar[str] = "slow_rank"
+    rank: int = 0
+    host: str = ""
+    step: int = 0
+    score: float = 1.0
+    """Its time over the median of the others'."""
+    own_s: float = 0.0
+    median_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostChanged(Event):
+    """A host came, left, was lost, or is not asked any more."""
+
+    name: ClassVar[str] = "host"
+    host: str = ""
+    change: str = ""
+    """``joined``, ``left``, ``lost``, ``quarantined``."""
+    why: str = ""
+    num_workers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded(Event):
     name: ClassVar[str] = "run_ended"
     step: int = 0
@@ -162,7 +256,11 @@ class RunEnded(Event):
 
 
 _EVENTS: dict[str, type[Event]] = {
-    kind.name: kind for kind in (RunStarted, StepDone, Evaluated, Saved, SaveFailed, Pruned, Resumed, Warned, RunEnded)
+    kind.name: kind
+    for kind in (
+        *(RunStarted, StepDone, Evaluated, Saved, SaveFailed, Pruned, Resumed, Warned, RunEnded),
+        *(Snapshotting, Restored, RankLost, RanksClosed, SlowRank, HostChanged),
+    )
 }
 
 

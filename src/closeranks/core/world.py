@@ -24,6 +24,11 @@ class World:
     generation: int = 0
     store: str = ""
     """``host:port`` of the store the group forms on; empty where the launcher has its own way."""
+    hosts: tuple[int, ...] = ()
+    """On which host each rank is, by number; empty: all on this one."""
+
+    def host_of(self, rank: int) -> int:
+        return self.hosts[rank] if self.hosts else 0
 
     @property
     def is_lead(self) -> bool:

@@ -1,10 +1,10 @@
 """Do all ranks take this step, and what did it come to?
 
 [Note: the vote] ONE small all-reduce per step carries everything the ranks must agree on: summed loss and weight, the
-squared gradient norm, whether every value was finite, whether somebody asked to drain or to save, and how many samples
-were left out. From its sum follow, on the device, the one factor that scales all gradients (1/weight, loss scale and
-clipping folded together) and the flag that gates the optimizer. The host reads it later, so that an accelerator is
-never waited for within a step.
+squared gradient norm, whether every value was finite, whether somebody asked to drain, to save or to regroup, and how
+many samples were left out. From its sum follow, on the device, the one factor that scales all gradients (1/weight, loss
+scale and clipping folded together) and the flag that gates the optimizer. The host reads it later, so that an
+accelerator is never waited for within a step.
 
 Invariant: every rank holds the same bits of the verdict, so all take the step or none does, and all stop together.
 """
@@ -40,6 +40,8 @@ class Ballot:
     """Whether the drain was asked for from outside, by a signal."""
     num_bad: int = 0
     """Samples of this step that this rank speaks for and that could not be used."""
+    regroup: bool = False
+    """Whether its agent wants this generation to end here and another to take over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Outcome:
     save: bool
     is_told: bool
     num_bad: int
+    regroup: bool
     metrics: dict[str, float]
 
 
@@ -79,7 +82,7 @@ class Verdict:
         """Sync point on CUDA: returns once the device has finished this step's vote."""
         if self._event is not None:
             self._event.synchronize()
-        loss, weight, _, _, drain, save, told, skipped, *rest = self._host.tolist()
+        loss, weight, _, _, drain, save, told, skipped, regroup, *rest = self._host.tolist()
         sums, (taken, _, norm, loss_scale) = rest[:-_NUM_DERIVED], rest[-_NUM_DERIVED:]
         is_empty, weight = weight == 0, weight or 1.0
         return Outcome(
@@ -93,6 +96,7 @@ class Verdict:
             save=save > 0,
             is_told=told > 0,
             num_bad=round(skipped),
+            regroup=regroup > 0,
             metrics={name: value / weight for name, value in zip(self._names, sums, strict=True)},
         )
 
@@ -117,7 +121,7 @@ class Vote:
     def _fill(self, ballot: Ballot) -> Tensor:
         """This rank's votes as one float64 vector, loss, weight, norm, nonfinite, the wishes, then the metrics."""
         nonfinite = ~(ballot.norm_squared + ballot.loss).isfinite()
-        said = [ballot.drain, ballot.save, ballot.is_told, ballot.num_bad]
+        said = [ballot.drain, ballot.save, ballot.is_told, ballot.num_bad, ballot.regroup]
         wishes = torch.tensor(said, dtype=torch.float64, device="cpu")
         metrics = [ballot.metrics[name] for name in self._metrics]
         votes = torch.stack([ballot.loss, ballot.weight, ballot.norm_squared, nonfinite.double(), *metrics])

@@ -16,13 +16,18 @@ _PLAIN = "1f1b"
 
 
 def nearest_legal(layout: Layout, demands: Demands, num_ranks: int) -> Layout | None:
-    """The legal layout of ``num_ranks`` ranks that changes least; None where no layout of so many is legal.
+    """The legal layout of ``num_ranks`` ranks that changes least; None where no layout of so many is legal."""
+    return next(iter(nearest_first(layout, demands, num_ranks)), None)
+
+
+def nearest_first(layout: Layout, demands: Demands, num_ranks: int) -> list[Layout]:
+    """All legal layouts of ``num_ranks`` ranks with this ZeRO stage, those that change least first.
 
     Tensor and pipeline weigh most, by how often their size is doubled or halved; then the schedule, the ZeRO stage and
     its shards; then the data axis. Context and expert are 1: this version trains the other axes.
     """
     found = [near for near in _candidates(layout, num_ranks) if not legal_problems(near, demands)]
-    return min(found, key=lambda near: _distance(near, layout), default=None)
+    return sorted(found, key=lambda near: _distance(near, layout))
 
 
 def advise(layout: Layout, demands: Demands, num_ranks: int) -> str:

@@ -21,7 +21,7 @@ from closeranks.facts.spread import Share, Stage, Terms, hold_of
 
 Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "send"]
 
-_VOTES = 8
+_VOTES = 9
 _FLOAT64 = 8
 """What votes and statistics travel in."""
 

@@ -88,6 +88,7 @@ def _sums(parts: Parts, source: Source) -> Tensor:
             key(micro_batch)
             with parts.precision.context(parts.device):
                 count(loaded.micro_batch, parts.spec.loss(parts.module, parts.precision.cast(loaded.batch)))
+            parts.pace.tick()
     row = tally.row()
     return torch.cat([row.new_tensor([num_bad]), row])
 

@@ -62,7 +62,7 @@ def withdraw_folder(folder: Path) -> None:
     """Take back a folder made for a run that was refused; anything in it that is not ours keeps it alive."""
     for name in ("logs", "metrics"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("job.toml", "config.json"):
+    for name in ("job.toml", "config.json", "status.json"):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from closeranks.agent.failure import is_consequence
+from closeranks.agent.progress import Phase
 from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, UserError
 from closeranks.core.events import Evaluated, StepDone
@@ -63,10 +64,11 @@ class Hooks:
         self._ends.close()
 
 
-def _call(hook: Hook, method: str, *arguments: Any) -> None:
+def _call(hook: Hook, method: str, session: Session, *arguments: Any) -> None:
     """What is no mistake of the hook's (a lost peer, an error of ours that says what to do) passes as it is."""
     try:
-        getattr(hook, method)(*arguments)
+        with session.parts.pace.within(Phase.HOOK):
+            getattr(hook, method)(session, *arguments)
     except Exception as error:
         if isinstance(error, CloseranksError) or is_consequence(error):
             raise

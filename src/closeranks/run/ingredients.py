@@ -13,10 +13,10 @@ from torch import nn
 
 from closeranks.core.errors import UserError
 from closeranks.core.registry import load_object
-from closeranks.data.sources.open import open_source
 from closeranks.data.sources.user import as_source
 from closeranks.models.build import spec_for
 from closeranks.models.user import UserSpec
+from closeranks.run import heirloom
 from closeranks.run.hooks import Hook, TensorBoard
 from closeranks.run.job import Job, check_vocabulary, load_job
 from closeranks.run.parts import Ingredients
@@ -32,12 +32,12 @@ class Described:
 
 def from_job(job: Job) -> Described:
     def ingredients() -> Ingredients:
-        source = open_source(job.data, "train", job.run.seed)
+        source = heirloom.source(job.data, "train", job.run.seed)
         check_vocabulary(job, getattr(source, "vocab_size", 0))
         return Ingredients(
             spec=spec_for(job.model, seq_len=job.data.seq_len),
             source=source,
-            eval_source=open_source(job.data, "eval", job.run.seed),
+            eval_source=heirloom.source(job.data, "eval", job.run.seed),
         )
 
     return Described(job, ingredients)

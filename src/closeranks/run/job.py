@@ -16,6 +16,7 @@ from closeranks.core.config.load import Loaded, load
 from closeranks.core.config.table import Table
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.data.config import DataConfig
+from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Demands, Layout, counted, legal_problems
 from closeranks.facts.nearest import advise
 from closeranks.models.config import ModelConfig
@@ -38,6 +39,7 @@ class Job(Table):
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    elastic: ElasticConfig = ElasticConfig()
     agent: AgentConfig = AgentConfig()
 
 

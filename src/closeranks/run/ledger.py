@@ -28,6 +28,8 @@ class Settled:
     save: bool
     is_told: bool
     """Whether the drain was asked for from outside."""
+    regroup: bool = False
+    """Whether this generation ends here, for another to take over."""
 
 
 class Ledger:
@@ -56,7 +58,8 @@ class Ledger:
         while len(self._pending) > keep:
             index, verdict = self._pending.popleft()
             outcome = verdict.read()
-            yield Settled(self._account(index, outcome), outcome.drain, outcome.save, outcome.is_told)
+            asked = (outcome.drain, outcome.save, outcome.is_told, outcome.regroup)
+            yield Settled(self._account(index, outcome), *asked)
             self._watch(index, outcome)
 
     def _account(self, index: int, outcome: Outcome) -> StepDone:

@@ -14,18 +14,19 @@ import torch
 import torch.utils.deterministic
 
 from closeranks import __version__
-from closeranks.core.environment import bind_gloo_to_loopback, fix_cublas_workspace, thread_limit
+from closeranks.core.environment import bind_gloo, fix_cublas_workspace, thread_limit
 from closeranks.core.events import RunStarted
+from closeranks.core.interfaces import interface_of
 from closeranks.core.world import World
 from closeranks.facts.devices import datasheet_flops
 from closeranks.run.job import Job
+from closeranks.run.overseer import current_link
 from closeranks.run.parts import Parts
 from closeranks.telemetry.device import device_name
 
 
 def prepare_process(job: Job, world: World) -> None:
-    if world.local_size == world.size:
-        bind_gloo_to_loopback()
+    _bind_gloo(world)
     torch.set_num_threads(_threads(job, world))
     if job.run.deterministic:
         fix_cublas_workspace()
@@ -33,6 +34,15 @@ def prepare_process(job: Job, world: World) -> None:
         # A debugging aid that costs a pass per tensor.
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (typed as read-only)
         torch.backends.cudnn.benchmark = False
+
+
+def _bind_gloo(world: World) -> None:
+    """On one host nothing needs to be reachable from another; on several, by the address that the agents use."""
+    link = current_link()
+    if world.local_size == world.size:
+        bind_gloo("lo")
+    elif link is not None:
+        bind_gloo(interface_of(link.host))
 
 
 def _threads(job: Job, world: World) -> int:

@@ -9,21 +9,38 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 from closeranks.agent.link import Requests, WorkerLink
 from closeranks.core.events import Event, decode
+from closeranks.elastic.shelf import Shelf
 
 
 class Overseer(Protocol):
+    has_regrouped: bool
+    """Set when this generation ended by agreement, for another to take over."""
+
     def poll(self) -> Requests:
         """What is being asked of this run now; never waits."""
         ...
 
     def progress(self, step: int, phase: int) -> None:
         """Where this worker stands, readable from outside even after it died."""
+        ...
+
+    def tick(self, *, counts: bool = True) -> None:
+        """A sign of life: one more micro-batch of the step is done."""
+        ...
+
+    def own(self, seconds: float, lane: int = 0) -> None:
+        """What a micro-batch cost this worker alone, in a step that is over."""
+        ...
+
+    def kept(self, step: int) -> None:
+        """A copy of this step's state is sealed in memory."""
         ...
 
     def send_event(self, event: dict[str, Any]) -> None: ...
@@ -37,6 +54,7 @@ class Alone:
         self.is_interrupted = False
         """Whether it was Ctrl-C that asked, not a scheduler."""
         self._on_event = on_event
+        self.has_regrouped = False
 
     def listen(self) -> None:
         """From now on SIGTERM and a first SIGINT ask for a drain, and SIGUSR1 for a save.
@@ -55,6 +73,15 @@ class Alone:
         return Requests(drain=self._drain, save=self._drain or save)
 
     def progress(self, step: int, phase: int) -> None:
+        return None
+
+    def tick(self, *, counts: bool = True) -> None:
+        return None
+
+    def own(self, seconds: float, lane: int = 0) -> None:
+        return None
+
+    def kept(self, step: int) -> None:
         return None
 
     def send_event(self, event: dict[str, Any]) -> None:
@@ -86,14 +113,30 @@ class _Place:
 
     link: WorkerLink | None = None
     overseer: Overseer | None = None
+    shelf: Shelf = Shelf()
     folder: Path | None = None
     """Where whoever started us keeps its logs; the first session that names no folder writes there too."""
 
 
-def settle_in(*, link: WorkerLink | None = None, overseer: Overseer | None = None, folder: Path | None = None) -> None:
-    """Called once by the worker's entry."""
+def settle_in(
+    *,
+    link: WorkerLink | None = None,
+    overseer: Overseer | None = None,
+    folder: Path | None = None,
+    shelf: Shelf | None = None,
+) -> None:
+    """Called once by the worker's entry. ``shelf``: memory that outlives this worker, where no link brings it."""
     _Place.link, _Place.folder = link, folder
     _Place.overseer = overseer or link
+    if shelf is None and link is not None:
+        shelf = Shelf(tuple(tuple(box) for box in link.boxes), link.world.local_rank)
+    _Place.shelf = shelf or Shelf()
+
+
+def take_shelf() -> Shelf:
+    """For the next session of this process; empty where nobody has memory for us."""
+    shelf, _Place.shelf = _Place.shelf, replace(_Place.shelf, run=_Place.shelf.run + 1)
+    return shelf
 
 
 def current_link() -> WorkerLink | None:

@@ -32,13 +32,14 @@ from closeranks.parallel.group import OpenedGroup, open_group
 from closeranks.parallel.mesh import Groups, open_groups
 from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.precision import Precision
+from closeranks.run import heirloom
 from closeranks.run.config import TrainConfig
 from closeranks.run.distribute import Freezing, make_reducer, wishes_of
 from closeranks.run.job import Job, check_workers, layout_for, micro_batch_size
-from closeranks.run.overseer import current_link
+from closeranks.run.overseer import current_link, current_overseer
+from closeranks.run.pace import Pace, stopwatch
 from closeranks.run.store import make_store
 from closeranks.run.supply import Supply
-from closeranks.telemetry.device import measure_matmul_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,9 @@ class Parts:
     measured_flops: float
     """What a matrix product reached on this device before the model was built."""
     watchers: list[Watcher]
+    before_vote: list[Callable[[], None]]
+    """What must be over on this rank before it votes on a step: the vote tells all ranks that it is."""
+    pace: Pace
 
     @property
     def speaks(self) -> bool:
@@ -153,7 +157,7 @@ def _build(
 ) -> Parts:
     spec, precision = ingredients.spec, Precision(job.train.precision)
     # All ranks of a host measure at once, as they will compute; before the model takes memory.
-    measured_flops = measure_matmul_flops(device, precision.compute)
+    measured_flops = heirloom.matmul_flops(device, precision.compute)
     groups = open_groups(opened.group, layout, device, job.run.timeout_s)
     opened.closers.append(groups.close)
     frozen = Freezing(job.optim)
@@ -184,7 +188,19 @@ def _build(
         warnings=applied.warnings,
         measured_flops=measured_flops,
         watchers=[],
+        before_vote=[],
+        pace=make_pace(job, layout, groups, reducer, device, opened),
     )
+
+
+def make_pace(
+    job: Job, layout: Layout, groups: Groups, reducer: Reducer, device: torch.device, opened: OpenedGroup
+) -> Pace:
+    is_apart = layout.tensor * layout.pipeline == 1 and not reducer.needs_equal_counts
+    watch = stopwatch(device, is_apart=is_apart and job.layout.batch_norm != "sync")
+    pace = Pace(current_overseer(), watch, lane=groups.pipeline.rank, is_even=layout.pipeline == 1)
+    opened.closers.append(pace.close)
+    return pace
 
 
 def make_supply(

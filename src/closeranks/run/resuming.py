@@ -1,21 +1,25 @@
 """From which checkpoint does a run go on?
 
-The newest that every rank can read whole. A torn, corrupt or missing one is passed over by all ranks together, with a
-word, for the one before it; what only the job can mend (another model, other data) is refused at once. Invariant: after
-``resume`` all ranks hold the state of the same checkpoint, or all of them raised.
+The newest that every rank can read whole, or what hosts wrote down that had lost their lead, where that is newer. A
+torn, corrupt or missing one is passed over by all ranks together, with a word, for the one before it; what only the job
+can mend (another model, other data) is refused at once. Invariant: after ``resume`` all ranks hold the state of the
+same step, or all of them raised.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from closeranks.checkpoint.catalogue import find
+from closeranks.checkpoint.manifest import parse_folder
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.run.parts import Parts
+from closeranks.run.rescued import Read, read_rescued, share_rescued
 from closeranks.run.saving import AUTO, Origin, place_of
 from closeranks.run.state import check_fits, restore_state, unsaved
 from closeranks.run.weights import load_weights
@@ -38,19 +42,14 @@ def resume(parts: Parts, folder: Path) -> Origin | None:
     config = parts.job.checkpoint
     if not config.resume:
         return None
-    is_auto = config.resume == AUTO
+    is_auto = config.resume == AUTO  # which a scheduler may repeat, after the end too
     place = place_of(parts, folder) if is_auto else config.resume
     candidates = _share_candidates(parts, place, config.remote)
     passed: list[str] = []
-    for url, name in candidates:
-        found = _try(parts, url, name)
-        reasons = _together(parts, found)
-        if not reasons:
-            assert found.reader is not None
-            return Origin(found.step, found.reader.path, found.reader.tree, tuple(passed))
-        passed.append(f"{name} was passed over: {reasons[0]}")
-    if is_auto and not candidates:
-        return None
+    found = _rescued(parts, folder if is_auto else Path(place), candidates, passed, may_be_done=is_auto)
+    found = found or _first_sound(parts, candidates, passed, may_be_done=is_auto)
+    if found is not None or (is_auto and not candidates):
+        return found
     which = "sound checkpoint" if candidates else "checkpoint"
     raise CheckpointError(
         f"there is no {which} at {place}" + "".join(f"; {text}" for text in passed),
@@ -58,7 +57,44 @@ def resume(parts: Parts, folder: Path) -> Origin | None:
     )
 
 
-def _together(parts: Parts, found: _Attempt) -> list[str]:
+def resume_own(parts: Parts, folder: Path, first_part: int, passed: list[str]) -> Origin | None:
+    """The newest sound one of those that this run itself has saved, from ``first_part`` on; None where there is none.
+    ``passed`` takes what is to be said of others."""
+    candidates = _share_candidates(parts, place_of(parts, folder), parts.job.checkpoint.remote, first_part)
+    return _first_sound(parts, candidates, passed, may_be_done=True)
+
+
+def _first_sound(
+    parts: Parts, candidates: Sequence[tuple[str, str]], passed: list[str], *, may_be_done: bool
+) -> Origin | None:
+    for url, name in candidates:
+        found = _try(parts, url, name, may_be_done=may_be_done)
+        reasons = _together(parts, found)
+        if not reasons:
+            assert found.reader is not None
+            return Origin(found.step, found.reader.path, found.reader.tree, tuple(passed))
+        passed.append(f"{name} was passed over: {reasons[0]}")
+    return None
+
+
+def _rescued(
+    parts: Parts, run: Path, candidates: Sequence[tuple[str, str]], passed: list[str], *, may_be_done: bool
+) -> Origin | None:
+    """What hosts without a lead wrote down, where that is newer than every checkpoint."""
+    rescued = share_rescued(parts, run)
+    newest = max((step for _, name in candidates for step, _ in [parse_folder(name) or (0, 0)]), default=-1)
+    if rescued is None or rescued.step <= newest:
+        return None
+    read = read_rescued(parts, rescued, may_be_done=may_be_done)
+    reasons = _together(parts, read)
+    if not reasons:
+        assert read.recalled is not None
+        return Origin(rescued.step, rescued.folder, read.recalled.tree, is_rescued=True)
+    passed.append(f"{rescued.folder} was passed over: {reasons[0]}")
+    return None
+
+
+def _together(parts: Parts, found: _Attempt | Read) -> list[str]:
     """Why any rank could not read it. What only the job can mend is raised on every rank, whoever met it."""
     told = [json.loads(text) for text in parts.groups.world.gather_text(json.dumps([found.problem, found.refusal]))]
     refusals = [refusal for _, refusal in told if refusal]
@@ -67,12 +103,13 @@ def _together(parts: Parts, found: _Attempt) -> list[str]:
     return [problem for problem, _ in told if problem]
 
 
-def _share_candidates(parts: Parts, place: str, remote: str) -> list[tuple[str, str]]:
+def _share_candidates(parts: Parts, place: str, remote: str, first_part: int = 0) -> list[tuple[str, str]]:
     """Rank 0 looks, so that all ranks try the same ones in the same order."""
     text = ""
     if parts.world.is_lead:
         also = [remote] if remote else []
-        text = json.dumps([(found.storage.url, found.name) for found in find(place, also).candidates()])
+        found = [one for one in find(place, also).candidates() if one.part >= first_part]
+        text = json.dumps([(one.storage.url, one.name) for one in found])
     shared: list[tuple[str, str]] = json.loads(parts.groups.world.share_text(text))
     return shared
 
@@ -87,14 +124,14 @@ class _Attempt:
     """What does not fit the job, and what to do."""
 
 
-def _try(parts: Parts, url: str, name: str) -> _Attempt:
+def _try(parts: Parts, url: str, name: str, *, may_be_done: bool) -> _Attempt:
     """Never raises for what it finds: some ranks may see more of a state than others."""
     try:
         reader = CheckpointReader(open_storage(url), name)
     except (CheckpointError, StorageError) as error:
         return _Attempt(None, 0, _sentence(error))
     try:
-        step = check_fits(parts, reader)
+        step = check_fits(parts, reader, may_be_done=may_be_done)
     except CheckpointError as error:
         return _Attempt(reader, 0, "", (error.what, error.fix))
     try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from closeranks.agent.progress import Phase
 from closeranks.checkpoint.config import seconds_of
 from closeranks.checkpoint.manifest import parse_folder
 from closeranks.checkpoint.order import Report, Settings
@@ -51,6 +52,8 @@ class Origin:
     tree: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What a person should know of it: checkpoints that were passed over and why, what was odd about weights."""
+    is_rescued: bool = False
+    """Whether it comes from no checkpoint, but from what hosts wrote down that had lost their lead."""
 
 
 class Saving:
@@ -74,7 +77,7 @@ class Saving:
         self._judged: Evaluated | None = None
         self._best: list[float] = []
         self._saved_step = -1
-        if config.resume == AUTO and origin.path:
+        if config.resume == AUTO and origin.path and not origin.is_rescued:
             self._saved_step = origin.step
             self._good.add((origin.step, "primary"))
         self._topic, self._num_talks = "", 0
@@ -123,6 +126,7 @@ class Saving:
     def proceed(self, step: int) -> None:
         """All ranks: take what was granted."""
         self._is_granted = False
+        self._parts.pace.enter(Phase.SAVE)
         self._begin(step)
 
     def evaluated(self, result: Evaluated) -> None:
@@ -229,6 +233,10 @@ class Saving:
         if not self._parts.world.is_lead:
             return None
         return {**tree_of(self._parts, step), "rhythm": self._rhythm.state(is_ending=is_ending)}
+
+    def rhythm_state(self) -> dict[str, Any]:
+        """For a generation that takes over: how saves went so far."""
+        return self._rhythm.state(is_ending=False)
 
     def _metric(self, step: int) -> float | None:
         """The evaluation of this very state, where there is one."""

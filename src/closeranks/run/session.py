@@ -17,7 +17,7 @@ from torch import nn
 from closeranks.agent.progress import Phase
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, UserError
-from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, StepDone, Warned, encode
+from closeranks.core.events import Evaluated, RunEnded, StepDone, Warned, encode
 from closeranks.core.protocols import Batch, Loss
 from closeranks.run.collector import CollectorPause
 from closeranks.run.evaluate import evaluate
@@ -25,19 +25,19 @@ from closeranks.run.folder import agree_on_folder, record_job
 from closeranks.run.hooks import Hook, Hooks
 from closeranks.run.ingredients import Described, from_job, from_python, hooks_of
 from closeranks.run.job import Job
+from closeranks.run.keeping import REGROUPED, Keeping
 from closeranks.run.ledger import Ledger, Settled
 from closeranks.run.narrator import narrate
 from closeranks.run.opening import prepare_process, started_event
-from closeranks.run.overseer import current_overseer
+from closeranks.run.overseer import current_overseer, take_shelf
 from closeranks.run.parts import Parts, assemble
+from closeranks.run.restoring import take_over
 from closeranks.run.result import Result
-from closeranks.run.resuming import restore
 from closeranks.run.saving import Saving
 from closeranks.run.step import Step
 from closeranks.run.work import loss_here
 from closeranks.telemetry.profiler import StepProfiler
 from closeranks.telemetry.recorder import Recorder
-from closeranks.telemetry.window import NO_STEPS, parse_window
 
 
 class Session:
@@ -76,11 +76,12 @@ class Session:
             opened.callback(self.parts.opened.close)
             self.folder = folder or agree_on_folder(self.job, self.world, self.parts.groups.world.share_text)
             self.recorder = Recorder(self.folder, self.world.rank)
+            self._emit = self.recorder.emit
             opened.callback(self.recorder.close)
             self._furnish(hooks)
             self._opened = opened.pop_all()
         ends = (self._profiler.close, self.parts.supply.close, self._collector.release, self._emit_end)
-        for close in (*ends, self._saving.close, self._end_hooks):
+        for close in (*ends, self._keeping.close, self._saving.close, self._end_hooks):
             self._opened.callback(close)
 
     def _furnish(self, hooks: Sequence[Hook]) -> None:
@@ -88,19 +89,18 @@ class Session:
         if self.world.is_lead:
             self.recorder.add_sink(lambda event: self._overseer.send_event(encode(event)))
         self._hooks = Hooks([*hooks, *hooks_of(self.job)])
-        window = parse_window(self.job.telemetry.profile) or NO_STEPS
-        self._profiler = StepProfiler(window, self.folder, self.world.rank)
+        self._profiler = StepProfiler.of(self.job.telemetry.profile, self.folder, self.world.rank)
         self._collector = CollectorPause(self.job.train.gc_every)
         self._stop_reason, self._ending, self._detail = "", "", ""
-        self._is_begun = self._is_entered = False
+        self._is_begun, self._is_entered, self._opened_at = False, False, time.monotonic()
         self._step: Step | None = None
         self._last: StepDone | None = None
         self._eval: Evaluated | None = None
-        self._opened_at = time.monotonic()
-        self._origin = restore(self.parts, self.folder)
-        self.num_done = self._origin.step
+        taken = take_over(self.parts, self.folder, take_shelf())
+        self.num_done = taken.origin.step
         """Steps finished so far, those before a resume included."""
-        self._saving = Saving(self.parts, self.folder, self._emit, self._origin)
+        self._saving = Saving(self.parts, self.folder, self._emit, taken.origin)
+        self._keeping = Keeping(self.parts, taken, self._emit, self._overseer, self._saving.rhythm_state)
         self._ledger = Ledger(self.parts)
 
     @property
@@ -143,7 +143,6 @@ class Session:
         try:
             self._begin()
             while self.num_done < self.parts.schedule.num_steps and not self._ending:
-                self._overseer.progress(self.num_done + 1, Phase.COMPUTE)
                 with self._profiler.step(self.num_done + 1):
                     step = self._step = Step(self.parts, self.num_done)
                     yield step
@@ -164,21 +163,18 @@ class Session:
         if self.world.is_lead:
             record_job(self.job, self.folder)
         self._emit(started_event(self.parts, self.num_done, self.folder))
-        if self._origin.path:
-            self._emit(Resumed(self.num_done, self._origin.path))
-        for text in (*self._origin.notes, *self.parts.warnings) if self.world.is_lead else ():
-            self._emit(Warned(text))
+        self._keeping.introduce()
         self.parts.module.train()
         self._hooks.on_start(self)
         self.parts.supply.start(self.num_done, self.folder)
         self._collector.hold()
+        self._keeping.start(self.num_done)
         self._ledger.restart_clock()
 
     def _commit(self, step: Step) -> None:
-        self._overseer.progress(self.num_done + 1, Phase.REDUCE)
-        asked = self._overseer.poll()
-        save = self._saving.asks(self.num_done + 1) or asked.save
-        verdict = step.commit(drain=asked.drain or bool(self._stop_reason), save=save, is_told=asked.drain)
+        asked, save = self._overseer.poll(), self._saving.asks(self.num_done + 1)
+        wishes = {"drain": asked.drain or bool(self._stop_reason), "save": asked.save or save}
+        verdict = step.commit(**wishes, is_told=asked.drain, regroup=asked.regroup)
         self.num_done += 1
         self._note(self._ledger.push(step.index, verdict))
         self._collector.at_boundary(self.num_done)
@@ -188,13 +184,14 @@ class Session:
         if self._saving.is_granted:
             self._note(self._ledger.flush())  # what is saved knows of every sample that was skipped
             self._saving.proceed(self.num_done)
+        self._keeping.after(self.num_done)  # evaluated and all: whoever takes over has nothing to make up for
 
     def _pause(self, phase: Phase) -> None:
         """Before anything but training: no step is half-way, and every verdict is read."""
         if self._step is not None and self._step.is_underway:
             raise UserError("evaluate() or save() was called within a step", "Call it before the step's first batch.")
         self._note(self._ledger.flush())
-        self._overseer.progress(self.num_done, phase)
+        self.parts.pace.enter(phase)
 
     def _note(self, settled: Iterable[Settled]) -> None:
         for entry in settled:
@@ -206,15 +203,20 @@ class Session:
                 continue  # the end is here anyway, and saves
             if entry.drain:
                 self._ending, self._detail = "drained" if entry.is_told else "stopped", self._stop_reason
+            elif entry.regroup:
+                self._ending = self._ending or REGROUPED
             elif entry.save:
                 self._saving.grant()
 
     def _conclude(self) -> None:
         """The state comes first: bad evaluation data must not cost it. One of the best is saved with its judgement."""
         self._note(self._ledger.flush())
-        already = self._eval is not None and self._eval.step == self.num_done
+        if self._ending == REGROUPED:
+            self._keeping.hand_over(self.num_done, self.save)
+            return
         acts: list[Callable[[], object]] = [self.save] if self.job.checkpoint.save else []
-        if self.parts.eval_source is not None and not already and not self._ending:
+        has_judged = self._eval is not None and self._eval.step == self.num_done
+        if self.parts.eval_source is not None and not has_judged and not self._ending:
             acts.insert(0 if self.job.checkpoint.keep_best else len(acts), self.evaluate)
         for act in acts:
             act()
@@ -233,8 +235,9 @@ class Session:
             self._emit(Warned(str(error)))  # what ended the run stays its cause
 
     def _emit_end(self) -> None:
-        ending, seconds = self._ending or "finished", time.monotonic() - self._opened_at
-        self._emit(RunEnded(self.num_done, ending, seconds, self._detail))
+        seconds = time.monotonic() - self._opened_at
+        if self._ending != REGROUPED:
+            self._emit(RunEnded(self.num_done, self._ending or "finished", seconds, self._detail))
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -244,6 +247,3 @@ class Session:
         if error is not None:
             self._ending, self._detail = "failed", str(error)
         self.close()
-
-    def _emit(self, event: Event) -> None:
-        self.recorder.emit(event)

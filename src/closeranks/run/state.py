@@ -21,6 +21,7 @@ from closeranks.checkpoint.capture import Item
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.data.orders import Change, change_between
+from closeranks.elastic.sources import Holding
 from closeranks.facts.stages import placement
 from closeranks.parallel.apply import is_sharded, local_part, whole_tensors
 from closeranks.parallel.group import Group
@@ -108,6 +109,26 @@ def items(parts: Parts) -> list[Item]:
     return list({(item.section, item.piece): item for item in reversed(found)}.values())[::-1]
 
 
+def holdings(parts: Parts) -> list[Holding]:
+    """All that this rank has of the state's tensors, whoever else has them too: what its copies in memory hold."""
+    found = [Holding(MODEL, one.piece.name, one.piece, one.tensor, one.is_steady) for one in kept(parts)]
+    found += [Holding(OPTIMIZER, one.piece.name, one.piece, one.tensor) for one in _memories(parts)]
+    for key, tensor in parts.loss_scale.state().items():
+        found.append(Holding(OTHER, f"loss_scale/{key}", Piece.whole(f"loss_scale/{key}", ()), tensor, is_steady=False))
+    return list({(one.section, one.piece): one for one in reversed(found)}.values())[::-1]
+
+
+def held_still(parts: Parts, found: Sequence[Holding]) -> bool:
+    """Whether ``holdings`` would find the same memory as before. Costs a tenth of finding it: asked in every step."""
+    places = {(one.section, one.key): one.tensor.data_ptr() for one in found}
+    for held in parts.applied.held:
+        # What FSDP2 has spread it keeps where it is.
+        if not is_sharded(held) and places.get((MODEL, held.piece.name)) != held.parameter.data_ptr():
+            return False
+    buffers = {id(tensor) for stage in parts.applied.stages.values() for tensor in stage.buffers()}
+    return all(id(one.tensor) in buffers for one in found if one.section == MODEL and not one.is_steady)
+
+
 def _item(section: str, piece: Piece, tensor: Tensor, holders: Group | None, is_steady: bool) -> Item:
     rank, size = (holders.rank, holders.size) if holders else (0, 1)
     return Item(section, piece.name, piece, tensor, holder=rank, num_holders=size, is_steady=is_steady)
@@ -143,15 +164,23 @@ def _holds_first(piece: Piece) -> bool:
 def tree_of(parts: Parts, step: int) -> dict[str, Any]:
     """Everything of the state that is no tensor."""
     return {
-        "progress": {"step": step, "position": parts.schedule.position(step)},
+        **sketch_of(parts),
+        "progress": progress_of(parts, step),
         "schedule": {"lr": parts.optimizer.lr(step), "num_steps": parts.schedule.num_steps},
         "random": {"seed": parts.job.run.seed, "keyed_by": ["seed", "step", "micro_batch"]},
-        "identity": _identity(parts),
         "data": parts.supply.state(),
-        "algorithm": parts.job.optim.name,
         "config": parts.job.model_dump(mode="json"),
         "versions": {"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def sketch_of(parts: Parts) -> dict[str, Any]:
+    """What shows whether a state belongs to a job; the same at every step."""
+    return {"identity": _identity(parts), "algorithm": parts.job.optim.name}
+
+
+def progress_of(parts: Parts, step: int) -> dict[str, int]:
+    return {"step": step, "position": parts.schedule.position(step)}
 
 
 def unsaved(parts: Parts) -> list[str]:
@@ -187,10 +216,11 @@ class Saved(Protocol):
         ...
 
 
-def check_fits(parts: Parts, saved: Saved) -> int:
+def check_fits(parts: Parts, saved: Saved, *, may_be_done: bool = False) -> int:
     """Refuse a state that this job cannot go on from, before any of it is read; returns the number of finished steps.
 
-    What is refused here is the job's to mend; what fails later, while tensors are read, is damage.
+    What is refused here is the job's to mend; what fails later, while tensors are read, is damage. ``may_be_done``: a
+    state with nothing left to do is taken too.
     """
     tree = saved.tree
     if tree.get("progress") is None or tree.get("identity") is None:
@@ -203,7 +233,7 @@ def check_fits(parts: Parts, saved: Saved) -> int:
     if tree["progress"]["position"] != parts.schedule.position(step):
         what = f"the saved run ended inside a step, at sample {tree['progress']['position']}: going on would skip some"
         raise CheckpointError(what, "Resume with the same train.epochs, or train by steps.")
-    if step >= parts.schedule.num_steps and parts.job.checkpoint.resume != "auto":  # which a scheduler may repeat
+    if step >= parts.schedule.num_steps and not may_be_done:
         what = f"nothing is left to do: the state is at step {step} of {parts.schedule.num_steps}"
         raise CheckpointError(what, f"Set train.steps to more than {step}.")
     return step

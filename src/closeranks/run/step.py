@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from closeranks.agent.progress import Phase
 from closeranks.core.errors import UserError
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
@@ -40,6 +41,7 @@ class Step:
         self._tally = Tally(parts.spec.metrics, parts.device, speaks=parts.speaks)
         for statistics in parts.statistics:
             statistics.begin()
+        parts.pace.begin(index + 1)
 
     def run(self) -> None:
         """Work off all micro-batches by the job's own loss: one after the other, or as the pipeline's schedule says."""
@@ -53,6 +55,7 @@ class Step:
             self._num_taken = len(loaded)
             if loaded:  # a short last step may leave a replica without work
                 parts.pipeline.run(PipelineWork(parts, loaded, self._open, self._weighed))
+                parts.pace.stop(len(loaded))
             self._num_done = self._num_taken
 
     def __iter__(self) -> Iterator[Batch]:
@@ -80,26 +83,39 @@ class Step:
             scaled.backward()
             reducer.end_backward()
         self._num_done += 1
+        self._parts.pace.tick()
+        if self._num_done == len(self._assigned):
+            self._parts.pace.stop(self._num_done)
 
-    def commit(self, *, drain: bool = False, save: bool = False, is_told: bool = False) -> Verdict:
+    def commit(
+        self, *, drain: bool = False, save: bool = False, is_told: bool = False, regroup: bool = False
+    ) -> Verdict:
         """End the step on all ranks together. No host sync on an accelerator."""
         if self._num_done != len(self._assigned):
             what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
             raise UserError(what, "Call it once for every batch that the step yields.", step=self.index + 1)
         parts, tally = self._parts, self._tally
+        parts.pace.enter(Phase.REDUCE)
         parts.reducer.finish()
         norm = norm_squared(parts.reducer.spoken(), parts.device)
         num_bad = parts.supply.num_bad(self.index)
-        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save, is_told, num_bad)
+        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save, is_told, num_bad, regroup)
+        parts.pace.enter(Phase.KEEP)
+        for finish in parts.before_vote:
+            finish()
+        parts.pace.enter(Phase.VOTE)
         verdict = parts.vote.cast(ballot, self._scale)  # the ONE small all-reduce
+        parts.pace.enter(Phase.KEEP)
         for watch in parts.watchers:
             watch(self.index, verdict)
+        parts.pace.enter(Phase.UPDATE)
         parts.optimizer.step(self.index, parts.reducer.gradients(), verdict.factor, verdict.taken)
         parts.reducer.spread()
         parts.loss_scale.update(verdict.taken)
         for statistics in parts.statistics:
             statistics.finish(verdict.taken)
         parts.reducer.release()
+        parts.pace.tell()
         self._is_committed = True
         return verdict
 
@@ -114,7 +130,10 @@ class Step:
             what = "the micro-batches of this step are taken already: it was run or iterated before"
             raise UserError(what, "Call step.run() once, or iterate over the step once.", step=self.index + 1)
         self._is_taken = True
-        self._loaded = self._parts.supply.take(self.index, self._assigned)
+        parts = self._parts
+        parts.pace.enter(Phase.DATA)
+        self._loaded = parts.supply.take(self.index, self._assigned)
+        parts.pace.start()
         return self._loaded
 
     def _open(self, micro_batch: MicroBatch, stage: int = 0) -> None:

@@ -25,6 +25,7 @@ from closeranks.data.source import PlacedSource
 from closeranks.data.timing import StageTimes
 from closeranks.parallel.mesh import Groups
 from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.recorder import open_for_lines
 
 _NAMED = 3
 """Samples skipped at one step that are told one by one; a damaged block may hit thousands."""
@@ -71,7 +72,7 @@ class Supply:
         """Which samples each step takes is written down from now on."""
         path = RunFolder(folder).samples(self.rank)
         try:
-            self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._log = open_for_lines(path)
         except OSError as error:
             fix = "Make it writable, or set data.log_samples = false."
             raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=self.rank) from error

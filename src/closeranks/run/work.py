@@ -59,6 +59,7 @@ class PipelineWork:
 
     def before_forward(self, stage: int, micro: int) -> None:
         """``stage`` counts this rank's own."""
+        self._parts.pace.tick()
         self._before(self._loaded[micro].micro_batch, stage)
 
     def enter(self, module: nn.Module, micro: int) -> Tensor:
@@ -76,6 +77,7 @@ class PipelineWork:
 
     def end_backward(self, stage: int) -> None:
         self._parts.reducer.end_backward(stage)
+        self._parts.pace.tick()
 
     def _batch(self, micro: int) -> Batch:
         return self._parts.precision.cast(self._loaded[micro].batch)

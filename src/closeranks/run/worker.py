@@ -6,6 +6,7 @@ torch and everything of ours is loaded once per host.
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  each worker's first step would import it, and the next one
 import os
 import runpy
 import sys
@@ -14,9 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy.ma  # noqa: F401
+
 from closeranks.agent.link import WorkerLink
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import Drained, Interrupted
+from closeranks.run.heirloom import inherit
 from closeranks.run.job import Job
 from closeranks.run.loop import drive, train_job
 from closeranks.run.overseer import Alone, settle_in
@@ -31,6 +35,7 @@ from closeranks.telemetry.report import write_report
 def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     """Train the job of the payload in the folder the command line prepared."""
     settle_in(link=link)
+    inherit(payload)
     train_job(Job.model_validate(payload["job"]), Path(payload["folder"]))
     return 0
 
@@ -38,6 +43,7 @@ def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
 def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     """Run a user's script as ``python script.py args`` would; its sessions find this worker's world."""
     settle_in(link=link, folder=Path(payload["folder"]))
+    inherit(payload)
     sys.argv = [payload["script"], *payload["args"]]
     sys.path.insert(0, str(Path(payload["script"]).resolve().parent))
     runpy.run_path(payload["script"], run_name="__main__")

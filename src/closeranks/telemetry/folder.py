@@ -2,7 +2,9 @@
 
     RUN/job.toml                    the whole job, every default filled in
     RUN/config.json                 the same for machines
+    RUN/status.json                 how the run stands now, or how it ended
     RUN/metrics/rank-00000.jsonl    events of each rank, one JSON line each
+    RUN/metrics/agent.jsonl         what the agent saw: ranks lost and closed, slow ranks, hosts
     RUN/metrics/samples-00000.jsonl which samples each step took (data.log_samples)
     RUN/logs/rank-00000.log         what each worker printed
     RUN/checkpoints/step-00000400/  the state after that step; RUN/checkpoints/latest names the newest
@@ -50,6 +52,25 @@ class RunFolder:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def agent(self) -> Path:
+        return self.path / "metrics" / "agent.jsonl"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run ever began here."""
+        return any(path.exists() for path in (self.status, self.job, self.metrics(0)))
+
+    @property
+    def touched_at(self) -> float:
+        """When anything was last told of this run, on the wall clock."""
+        told = (self.status, self.metrics(0), self.agent, self.job)
+        return max((path.stat().st_mtime for path in told if path.exists()), default=0.0)
+
     def metrics(self, rank: int) -> Path:
         return self.path / "metrics" / f"rank-{rank:05d}.jsonl"
 
@@ -88,3 +109,10 @@ class Settings:
                 return None
             found = found[part]
         return found
+
+
+def newest_run(under: Path) -> Path | None:
+    """The run below a folder that was written to last; None where there is none."""
+    runs = [RunFolder(path) for path in sorted(under.iterdir()) if path.is_dir()] if under.is_dir() else []
+    found = [(run.touched_at, run.path) for run in runs if run.is_run]
+    return max(found)[1] if found else None

@@ -6,25 +6,42 @@ step stands, as the weights do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Saved, SaveFailed, StepDone, Warned
+from closeranks.core.events import (
+    Evaluated,
+    Event,
+    Restored,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    Snapshotting,
+    StepDone,
+    Warned,
+)
+from closeranks.telemetry.faults import Told, Troubles, fold_troubles
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.recorder import parse_line, read_events
 
+REGROUPED = "regrouped"
+"""How a generation says that it ended by agreement, for another to take over: the run goes on."""
 _RANKS_SEARCHED = 64
 """Warnings of ranks beyond these are not collected: reading every file of a large run would take minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One generation of the run: how it began, and how long it was heard of."""
+    """One generation of the run: how it began, and how long it was heard of, or until the next took over from it."""
 
     started: RunStarted
     heard_s: float
+    at: float = 0.0
+    """On the wall clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +87,10 @@ class History:
     warnings: tuple[Caution, ...] = ()
     ended: RunEnded | None = None
     pauses: Pauses = Pauses()
+    restored: tuple[Restored, ...] = ()
+    snapshots: Snapshotting | None = None
+    """How the state was kept in memory, as it was decided last."""
+    troubles: Troubles = field(default_factory=Troubles)
 
     @property
     def started(self) -> RunStarted | None:
@@ -92,8 +113,20 @@ class History:
 
     @property
     def restarts(self) -> tuple[int, ...]:
-        """Steps from which the run went on after it had begun."""
-        return tuple(start.started.first_step for start in self.starts[1:])
+        """Steps from which the run was started again. Faults that the agent told of stand among the troubles."""
+        later = [start.started for start in self.starts[1:]]
+        return tuple(one.first_step for one in later if not one.generation or not self.troubles.faults)
+
+    @property
+    def typical_step_s(self) -> float:
+        """The median step, those that were the first of their process left out; 0 where there is none."""
+        times = sorted(step.seconds for step in self.steps if step.step not in self.first_steps)
+        return times[len(times) // 2] if times else 0.0
+
+    @property
+    def lost_s(self) -> float:
+        """Time that faults cost."""
+        return self.troubles.lost_s(self.typical_step_s)
 
     def throughput(self) -> Throughput:
         counted = [step for step in self.steps if step.step not in self.first_steps]
@@ -115,16 +148,15 @@ class _Fold:
         self.evals: dict[int, Evaluated] = {}
         self.saves: dict[int, Saved] = {}
         self.resumed: list[Resumed] = []
+        self.restored: list[Restored] = []
+        self.snapshots: Snapshotting | None = None
         self.ended: RunEnded | None = None
         self.evals_s = self.saves_s = 0.0
 
     def add(self, event: Event | None, at: float) -> None:
         match event:
             case RunStarted():
-                self._go_back_to(event.first_step)
-                self.starts.append(event)
-                self.heard.append((at, at))
-                self.ended = None
+                self._begin(event, at)
             case StepDone():
                 self.steps[event.step] = event
             case Evaluated():
@@ -136,21 +168,33 @@ class _Fold:
                 self.saves_s += event.stall_s
             case Resumed():
                 self.resumed.append(event)
+            case Restored():
+                self.restored.append(event)
+            case Snapshotting():
+                self.snapshots = event
             case RunEnded():
-                self.ended = event
+                self.ended = event if event.reason != REGROUPED else None
         if self.heard:
             self.heard[-1] = (self.heard[-1][0], max(at, self.heard[-1][1]))
+
+    def _begin(self, started: RunStarted, at: float) -> None:
+        self._go_back_to(started.first_step)
+        if started.generation and self.heard:  # the time in which ranks were closed is the run's
+            first, last = self.heard[-1]
+            self.heard[-1] = (first, max(at, last))
+        self.starts.append(started)
+        self.heard.append((at, at))
+        self.ended = None
 
     def _go_back_to(self, step: int) -> None:
         self.steps = {number: done for number, done in self.steps.items() if number <= step}
         self.evals = {number: done for number, done in self.evals.items() if number <= step}
         self.first_steps = {number for number in self.first_steps if number <= step} | {step + 1}
 
-    def history(self, warnings: tuple[Caution, ...]) -> History:
+    def history(self, warnings: tuple[Caution, ...], troubles: Troubles) -> History:
+        times = zip(self.starts, self.heard, strict=True)
         return History(
-            starts=tuple(
-                Start(started, last - first) for started, (first, last) in zip(self.starts, self.heard, strict=True)
-            ),
+            starts=tuple(Start(started, last - first, first) for started, (first, last) in times),
             steps=tuple(self.steps[number] for number in sorted(self.steps)),
             first_steps=frozenset(self.first_steps & self.steps.keys()),
             evals=tuple(self.evals[number] for number in sorted(self.evals)),
@@ -159,25 +203,37 @@ class _Fold:
             warnings=warnings,
             ended=self.ended,
             pauses=Pauses(self.evals_s, self.saves_s),
+            restored=tuple(self.restored),
+            snapshots=self.snapshots,
+            troubles=troubles,
         )
 
 
-def fold(lines: Iterable[tuple[dict[str, Any], Event | None]], others: Iterable[dict[str, Any]] = ()) -> History:
-    """Rank 0's lines as a history; ``others`` are the warnings of further ranks."""
+def fold(
+    lines: Iterable[tuple[dict[str, Any], Event | None]],
+    others: Iterable[dict[str, Any]] = (),
+    agent: Iterable[Told] = (),
+) -> History:
+    """Rank 0's lines as a history; ``others`` are the warnings of further ranks, ``agent`` what the agent told."""
     state = _Fold()
     warned: list[dict[str, Any]] = []
     for fields, event in lines:
         state.add(event, float(fields.get("at", 0.0)))
         if isinstance(event, Warned | SaveFailed):
-            warned.append(fields)
-    return state.history(_gather([*warned, *others]))
+            warned.append({**fields, "generation": state.starts[-1].generation if state.starts else 0})
+    return state.history(_gather([*warned, *others]), fold_troubles(agent))
 
 
 def _gather(warned: Iterable[dict[str, Any]]) -> tuple[Caution, ...]:
-    """Equal texts become one warning, in the order they were first said."""
+    """Equal texts become one warning, in the order they were first said.
+
+    What a later generation says again as it begins is the same warning once more, not another.
+    """
     said: dict[str, list[dict[str, Any]]] = {}
     for fields in warned:
-        said.setdefault(_words(fields), []).append(fields)
+        times = said.setdefault(_words(fields), [])
+        if not times or not fields.get("generation") or fields.get("step") is not None:
+            times.append(fields)
     return tuple(
         Caution(
             what=what,
@@ -199,7 +255,14 @@ def load_history(folder: Path) -> History:
     run = RunFolder(folder)
     others = [fields for path in run.other_metrics()[: _RANKS_SEARCHED - 1] for fields in _warnings_in(path)]
     path = run.metrics(0)
-    return fold(read_events(path) if path.exists() else (), others)
+    return fold(read_events(path) if path.exists() else (), others, told_by_agent(run))
+
+
+def told_by_agent(run: RunFolder) -> Iterator[Told]:
+    """What the agent recorded; nothing where there was no agent, or nothing to tell."""
+    if run.agent.exists():
+        for fields, event in read_events(run.agent):
+            yield Told(float(fields.get("at", 0.0)), event)
 
 
 def _warnings_in(path: Path) -> Iterable[dict[str, Any]]:

@@ -9,7 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, SaveFailed, StepDone, Warned
+from closeranks.core.events import (
+    Evaluated,
+    HostChanged,
+    RankLost,
+    RanksClosed,
+    Restored,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    SlowRank,
+    Snapshotting,
+    StepDone,
+    Warned,
+)
 from closeranks.telemetry import wording
 from closeranks.telemetry.meter import Reading
 
@@ -158,6 +173,95 @@ def resumed_line(event: Resumed) -> str:
 
 def warned_line(event: Warned) -> str:
     return f"warning: {event.what}" if event.step is None else f"warning at step {event.step}: {event.what}"
+
+
+_FATES = {
+    "slow": "is replaced",
+    "preempted": "leaves",
+    "resize": "regroup",
+}
+_KILLS = ("killed", "oom")
+_CAUSE_CHARS = 160
+
+
+def lost_words(event: RankLost) -> str:
+    """Who fell, where and why: ``rank 1 lost at step 40 (killed by SIGKILL)``."""
+    where = "while closing ranks" if event.generation else "before the first step"
+    where = where if event.step is None else f"at step {event.step}"
+    cause = event.cause.partition("\n")[0].strip()
+    cause = cause.partition("; ")[0] if event.kind in _KILLS else cause  # what to look for belongs into a report
+    cause = cause if len(cause) <= _CAUSE_CHARS else f"{cause[: _CAUSE_CHARS - 4]} ..."
+    return f"{_who(event)} {_FATES.get(event.kind, 'lost')} {where}" + (f" ({cause})" if cause else "")
+
+
+def _who(event: RankLost) -> str:
+    host = f"host {event.host}" if event.host else "a host"
+    match event.kind:
+        case "host":
+            return host
+        case "zygote":
+            return f"the zygote of {event.host}" if event.host else "the zygote"
+        case "resize":
+            return "the workers"
+    return f"rank {event.rank}" if event.rank >= 0 else host if event.kind == "preempted" else "the workers"
+
+
+def closing_line(event: RankLost) -> str:
+    """While it is under way."""
+    return f"{lost_words(event)}; closing ranks ..."
+
+
+def closed_line(lost: RankLost, closed: RanksClosed, num_before: int) -> str:
+    """The whole of it, once a step is finished again; ``num_before`` workers there were."""
+    words = [f"{lost_words(lost)}; closed ranks in {wording.span(closed.seconds)}"]
+    if closed.num_redone > 1:
+        words.append(f"{closed.num_redone} steps redone")
+    if closed.world_size != num_before:
+        spread = f" ({closed.layout})" if closed.layout else ""
+        words.append(f"now on {wording.count(closed.world_size, 'worker')}{spread}")
+    return ", ".join(words)
+
+
+_SOURCES = {
+    "memory": "from memory",
+    "peer": "from a peer's memory",
+    "checkpoint": "from the checkpoint",
+    "start": "from the beginning",
+}
+
+
+def restored_line(event: Restored) -> str:
+    source = _SOURCES.get(event.source, f"from {event.source}")
+    return f"generation {event.generation} goes on after step {event.step}, {source} ({wording.span(event.seconds)})"
+
+
+_COPIES = {
+    "replica": ", a second copy in each replica",
+    "peer": ", a second copy with a peer",
+    "peer on another host": ", a second copy with a peer on another host",
+    "none": ", no second copy",
+}
+
+
+def snapshots_line(event: Snapshotting) -> str:
+    """How often the state is copied, how much memory that takes and what it costs."""
+    every = "every step" if event.every == 1 else f"every {event.every} steps"
+    where = _COPIES.get(event.copies, f", {event.copies}" if event.copies else "")
+    return (
+        f"state kept in memory {every} ({wording.size(event.bytes)} a rank{where}; {wording.span(event.cost_s)} a copy)"
+    )
+
+
+def slow_line(event: SlowRank) -> str:
+    host = f" on {event.host}" if event.host else ""
+    times = f"{wording.span(event.own_s)} a step, the others {wording.span(event.median_s)}"
+    return f"rank {event.rank}{host} is slow at step {event.step}: {event.score:.2g} times the others ({times})"
+
+
+def host_line(event: HostChanged) -> str:
+    size = f" with {wording.count(event.num_workers, 'worker')}" if event.change == "joined" else ""
+    change = "is not asked any more" if event.change == "quarantined" else event.change
+    return f"host {event.host} {change}{size}" + (f": {event.why}" if event.why else "")
 
 
 _ENDINGS = {

@@ -6,6 +6,7 @@ before (it takes a good part of a second), and without pyplot, which would keep 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _ORANGE = "#e07b28"
 _GREEN = "#2f855a"
 _PURPLE = "#7c4d9e"
 _RED = "#c53030"
+_LABEL_SHARE = 0.06
+"""Of the axis: what the name of a generation takes, with the room around it."""
 
 
 def draw(folder: Path) -> Path | None:
@@ -130,6 +133,7 @@ def _draw_loss(axes: Any, history: History) -> None:
             label="evaluation", clip_on=False, zorder=4,
         )  # fmt: skip
     _mark_skipped(axes, history)
+    _mark_faults(axes, history, smooth)
     _limit(axes, raw, smooth, [done.loss for done in history.evals], is_log)
     value = f"{wording.brief(taken[0].loss)} → {wording.brief(taken[-1].loss)}" if taken else "no step was taken"
     if history.evals:
@@ -165,6 +169,34 @@ def _mark_restarts(axes: Any, history: History) -> None:
                 f"went on from {step}", (step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
                 textcoords="offset points", fontsize=8, color=_QUIET, va="top", ha="left",
             )  # fmt: skip
+
+
+def _mark_faults(axes: Any, history: History, smooth: Curve) -> None:
+    """A thin mark on the curve where a rank was lost, with the generation that took over; the curve runs on through."""
+    faults = history.troubles.faults
+    if not faults or not smooth.finite():
+        return
+    first, last = smooth.steps[0], smooth.steps[-1]
+    steps = [min(max(fault.lost.step or first, first), last) for fault in faults]
+    values = [_value_at(smooth, step) for step in steps]
+    axes.plot(
+        steps, values, color=_RED, marker="|", markersize=14, markeredgewidth=1.0, linestyle="", zorder=5,
+        label=wording.count(len(faults), "fault") + (", ranks closed" if all(one.closed for one in faults) else ""),
+    )  # fmt: skip
+    named = -math.inf
+    for step, value, fault in sorted(zip(steps, values, faults, strict=True), key=lambda mark: mark[0]):
+        if step - named >= _LABEL_SHARE * (last - first):  # closer than that the words would cover one another
+            named = step
+            axes.annotate(
+                f"gen {fault.generation}", (step, value), xytext=(2, 7), textcoords="offset points",
+                fontsize=7.5, color=_RED, va="bottom", ha="left", zorder=5,
+            )  # fmt: skip
+
+
+def _value_at(curve: Curve, step: int) -> float:
+    """Of the point nearest to a step, among those that have a value."""
+    known = ((abs(at - step), value) for at, value in zip(curve.steps, curve.values, strict=True))
+    return min((point for point in known if math.isfinite(point[1])), key=lambda point: point[0])[1]
 
 
 def _draw_throughput(axes: Any, history: History) -> None:

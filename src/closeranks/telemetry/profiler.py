@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.window import Window, parse_window
+from closeranks.telemetry.window import NO_STEPS, Window, parse_window
 
 __all__ = ["StepProfiler", "Window", "parse_window"]
 
@@ -31,6 +32,11 @@ class StepProfiler:
         self._path = RunFolder(folder).trace(rank)
         self._profile: profile | None = None
         self._mark: record_function | None = None
+
+    @classmethod
+    def of(cls, steps: str, folder: Path, rank: int) -> Self:
+        """For the steps that a job names, or none."""
+        return cls(parse_window(steps) or NO_STEPS, folder, rank)
 
     def step_begin(self, step: int) -> None:
         if step not in self._window:

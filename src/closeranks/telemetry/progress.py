@@ -2,13 +2,15 @@
 
 On a terminal one live line; elsewhere calm plain lines every ``log_every`` steps, without colours or carriage returns.
 Invariants: no thread (its process forks workers), at most ten redraws a second, and the last step's line always stands
-at the end.
+at the end. A run of several generations is one run: it is introduced once, its speed and time to go survive a fault,
+and what an ended generation said last (that it failed, say) is not the run's end unless no other follows.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,8 +18,25 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from closeranks.core.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Saved, SaveFailed, StepDone, Warned
+from closeranks.core.events import (
+    Evaluated,
+    Event,
+    HostChanged,
+    RankLost,
+    RanksClosed,
+    Restored,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    SlowRank,
+    Snapshotting,
+    StepDone,
+    Warned,
+)
 from closeranks.telemetry import lines
+from closeranks.telemetry.history import REGROUPED
 from closeranks.telemetry.meter import Meter, Reading
 
 _REDRAW_S = 0.1
@@ -26,7 +45,8 @@ _BAR_LEAST = 8
 
 
 class Progress:
-    """Call sequence: ``handle`` each event of rank 0 in order, ``note`` anything else worth a line, ``close`` once.
+    """Call sequence: ``handle`` each event of rank 0 and of the agent in order, ``note`` anything else worth a line,
+    ``close`` once.
 
     A context manager too, so that a terminal gets its cursor back whatever happens.
     """
@@ -41,9 +61,18 @@ class Progress:
         self._drawn_at = -_REDRAW_S
         self._started = RunStarted()
         self._meter = Meter(self._started)
-        self._num_skipped = 0
+        self._began_at: float | None = None
+        """None before the run was introduced."""
+        self._skipped: set[int] = set()
         self._latest: tuple[StepDone, Reading] | None = None
         self._is_latest_shown = True
+        self._lost: RankLost | None = None
+        """Who fell, while ranks are being closed."""
+        self._num_before = 0
+        self._failed: RunEnded | None = None
+        """What a generation said that failed: the end of the run, unless another takes over."""
+        self._said: set[str] = set()
+        self._kept: Snapshotting | None = None
 
     def __enter__(self) -> Progress:
         return self
@@ -59,22 +88,37 @@ class Progress:
             case StepDone():
                 self._step(event)
             case Evaluated():
-                self._show_latest()
                 self._meter.pause(event.seconds)
-                self.note(lines.evaluated_line(event))
+                self._tell(lines.evaluated_line(event))
             case Saved():
-                self._show_latest()
                 self._meter.pause(event.stall_s)
-                self.note(lines.saved_line(event), style="dim")
+                self._tell(lines.saved_line(event), style="dim")
             case SaveFailed():
-                self._show_latest()
-                self.note(lines.save_failed_line(event), style="bold red")
+                self._tell(lines.save_failed_line(event), style="bold red")
             case Resumed():
                 self.note(lines.resumed_line(event))
             case Warned():
-                self.note(lines.warned_line(event), style="yellow")
+                self._warn(event)
             case RunEnded():
                 self._end(event)
+            case _:
+                self._handle_fault(event)
+
+    def _handle_fault(self, event: Event) -> None:
+        match event:
+            case RankLost():
+                self._lose(event)
+            case RanksClosed():
+                self._close_ranks(event)
+            case Restored():
+                self._restore(event)
+            case Snapshotting():
+                self._keep(event)
+            case SlowRank():
+                self._tell(lines.slow_line(event), style="yellow")
+            case HostChanged():
+                gone = event.change in ("lost", "quarantined")
+                self._tell(lines.host_line(event), style="yellow" if gone else "")
 
     def note(self, text: str, *, style: str = "") -> None:
         """A line that stays, above the live one."""
@@ -83,27 +127,98 @@ class Progress:
     def close(self) -> None:
         """Leave the last step's line standing and hand the terminal back. May be called again."""
         self._show_latest()
+        self._settle_lost()
         if self._live is not None:
             self._live.stop()
             self._live = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            self.note(lines.ended_line(failed))
+
+    def _tell(self, text: str, *, style: str = "") -> None:
+        """A line that belongs after the latest step's."""
+        self._show_latest()
+        self.note(text, style=style)
 
     def _begin(self, started: RunStarted) -> None:
+        self._failed = None
+        self._skipped = {step for step in self._skipped if step <= started.first_step}
+        if started.generation and self._began_at is not None:  # the same run goes on, in other processes
+            whole = replace(started, first_step=self._started.first_step)
+            self._started = whole
+            self._meter.go_on(whole)
+            return
         self._started = started
         self._meter = Meter(started)
+        self._began_at = self._clock()
         self.note(lines.started_line(started))
 
     def _step(self, done: StepDone) -> None:
         self._latest = (done, self._meter.observe(done))
         self._is_latest_shown = False
         if not done.taken:
-            self._num_skipped += 1
-            if lines.is_worth_a_line(self._num_skipped):
-                self.note(lines.skipped_line(self._started, done, self._num_skipped), style="yellow")
+            self._skipped.add(done.step)
+            if lines.is_worth_a_line(len(self._skipped)):
+                self.note(lines.skipped_line(self._started, done, len(self._skipped)), style="yellow")
         if self._is_due(done):
             self._show_latest()
 
+    def _warn(self, event: Warned) -> None:
+        """What is said as a generation begins is said by each of them; a person hears it once."""
+        text = lines.warned_line(event)
+        if event.step is None and self._started.generation and text in self._said:
+            return
+        self._said.add(text)
+        self.note(text, style="yellow")
+
+    def _keep(self, event: Snapshotting) -> None:
+        last, self._kept = self._kept, event
+        if last is None or (last.every, last.copies) != (event.every, event.copies):
+            self.note(lines.snapshots_line(event), style="dim")
+
+    def _lose(self, event: RankLost) -> None:
+        self._failed = None
+        self._settle_lost()  # another fell before ranks were closed: the first gets a line of its own
+        self._lost, self._num_before = event, self._num_before or self._started.world_size
+        self._draw_closing(lines.closing_line(event))
+
+    def _restore(self, event: Restored) -> None:
+        """Memory is where the state comes from: only another source, or something found broken, deserves a line."""
+        if event.source not in ("memory", "peer"):
+            self._tell(lines.restored_line(event), style="yellow")
+        elif self._lost is not None:
+            self._draw_closing(f"{lines.closing_line(self._lost)} {lines.restored_line(event)}")
+        for text in event.notes:
+            self.note(f"warning: {text}", style="yellow")
+
+    def _close_ranks(self, event: RanksClosed) -> None:
+        lost, self._lost = self._lost, None
+        num_before, self._num_before = self._num_before, 0
+        if lost is not None:
+            self.note(lines.closed_line(lost, event, num_before or event.world_size), style="bold")
+            if self._console.is_interactive:
+                self._is_latest_shown = False
+                self._show_latest()  # over the live line, which told of the closing
+
+    def _settle_lost(self) -> None:
+        """Leave a line of who was lost where no ranks were closed after it."""
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            self.note(lines.lost_words(lost), style="bold")
+
+    def _draw_closing(self, text: str) -> None:
+        if self._console.is_interactive:
+            self._draw(Text(text, style="bold yellow", no_wrap=True, overflow="ellipsis"))
+
     def _end(self, event: RunEnded) -> None:
+        if event.reason == REGROUPED:
+            return
+        if event.reason == "failed":
+            self._failed = event
+            return
         self.close()
+        if self._started.generation and self._began_at is not None:  # a generation knows of its own time only
+            event = replace(event, seconds=max(event.seconds, self._clock() - self._began_at))
         self.note(lines.ended_line(event))
 
     def _is_due(self, done: StepDone) -> bool:
@@ -119,7 +234,7 @@ class Progress:
         self._is_latest_shown = True
         done, reading = self._latest
         is_live = self._console.is_interactive
-        fields = lines.step_fields(self._started, done, reading, num_skipped=self._num_skipped, detail=not is_live)
+        fields = lines.step_fields(self._started, done, reading, num_skipped=len(self._skipped), detail=not is_live)
         if is_live:
             self._draw(_live_line(fields, done.step, self._started.last_step, self._console.width - 1))
         else:

@@ -23,6 +23,8 @@ from closeranks.core.events import Event, Warned, decode
 from closeranks.telemetry.folder import RunFolder
 
 Sink = Callable[[Event], None]
+AGENT = -1
+"""The agent's number among those who record: it has no rank."""
 
 _log = logging.getLogger(__name__)
 _STRICT = json.JSONEncoder(allow_nan=False).encode
@@ -30,20 +32,22 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Recorder:
-    """One rank's events, to its file and then to its sinks in the order they were added."""
+    """The events of one rank, or of the ``AGENT``, to its file and then to its sinks in the order they were added."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
         self._sinks: list[Sink] = []
         # Re-entrant: a sink that fails makes a warning, which is recorded while the first event still is.
         self._lock = threading.RLock()
-        path = RunFolder(folder).metrics(rank)
+        run = RunFolder(folder)
+        path = run.agent if rank == AGENT else run.metrics(rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = _open_for_lines(path)
+            self._file: int | None = open_for_lines(path)
         except OSError as error:
             fix = "Choose another place with run.folder, or make this one writable."
-            raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=rank) from error
+            whose = None if rank == AGENT else rank
+            raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=whose) from error
 
     def add_sink(self, sink: Sink) -> None:
         """``sink`` sees every event from now on, on the thread that emits; one that raises is removed."""
@@ -76,7 +80,8 @@ class Recorder:
             os.write(self._file, to_line(line))
         except OSError as error:
             self.close()
-            self.emit(Warned(f"metrics are no longer recorded on rank {self._rank}: {error.strerror}"))
+            where = "by the agent" if self._rank == AGENT else f"on rank {self._rank}"
+            self.emit(Warned(f"metrics are no longer recorded {where}: {error.strerror}"))
 
     def _remove(self, sink: Sink, error: Exception) -> None:
         if sink not in self._sinks:
@@ -87,7 +92,7 @@ class Recorder:
         self.emit(Warned(f"{name} no longer follows the run: it raised {type(error).__name__}: {error}"))
 
 
-def _open_for_lines(path: Path) -> int:
+def open_for_lines(path: Path) -> int:
     """Open for appending; a line that an earlier process was killed in is ended, so that it spoils no other."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     size = os.fstat(file).st_size

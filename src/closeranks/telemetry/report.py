@@ -13,6 +13,7 @@ from pathlib import Path
 
 from closeranks.core.events import Evaluated, RunStarted, Saved, StepDone
 from closeranks.telemetry import wording
+from closeranks.telemetry.fault_page import fault_section
 from closeranks.telemetry.feeding import feeding
 from closeranks.telemetry.folder import RunFolder, Settings
 from closeranks.telemetry.history import Caution, History, load_history
@@ -61,6 +62,7 @@ def compose(run: RunFolder, history: History, command: Command, failure: str = "
         _failure_section(run, failure),
         picture,
         _table(_figures(run, history, settings)),
+        fault_section(history, failed=bool(failure)),
         _warning_section(history.warnings),
         _next_section(run, history, command),
         _environment_section(history.started),
@@ -72,7 +74,7 @@ def verdict(history: History, *, failed: bool = False) -> str:
     """The first line: what ran, for how long, and what it reached."""
     if not history.steps:
         return "No step was recorded: the run ended before its first step was done."
-    parts = [_what_ran(history), _loss_change(history.taken), _eval_words(history.evals)]
+    parts = [_what_ran(history), _loss_change(history.taken), _eval_words(history.evals), _survived(history)]
     text = "; ".join(part for part in parts if part) + "."
     return f"{text} {ending}" if (ending := _ending(history, failed)) else text
 
@@ -95,6 +97,11 @@ def _eval_words(evals: Sequence[Evaluated]) -> str:
         return ""
     metrics = "".join(f", {name} {wording.metric(value)}" for name, value in evals[-1].metrics.items())
     return f"eval {wording.brief(evals[-1].loss)}{metrics}"
+
+
+def _survived(history: History) -> str:
+    num = sum(fault.closed is not None for fault in history.troubles.faults)
+    return f"closed ranks after {wording.count(num, 'fault')}" if num else ""
 
 
 def _why(history: History) -> str:
@@ -208,10 +215,11 @@ def _eval_figure(evals: Sequence[Evaluated]) -> str:
 def _time(history: History) -> str:
     work = history.throughput()
     parts = (
-        ("first step", work.first_steps_s),
+        ("first step" if len(history.first_steps) <= 1 else "first steps", work.first_steps_s),
         ("further steps", work.seconds),
         ("evaluation", history.pauses.evals_s),
         ("saving", history.pauses.saves_s),
+        ("faults", history.lost_s),
     )
     spent = ", ".join(f"{label} {wording.span(seconds)}" for label, seconds in parts if seconds > 0)
     return f"{wording.span(history.seconds)}" + (f" ({spent})" if spent else "")

@@ -21,10 +21,10 @@ from torch import Tensor
 from closeranks.checkpoint.dcp.index import Index, Slot, Stored, index_of
 from closeranks.checkpoint.dcp.metadata import read_metadata
 from closeranks.checkpoint.dcp.names import Path as StatePath
-from closeranks.checkpoint.overlaps import Box, Run, plan
 from closeranks.checkpoint.weights.protocol import BAND_BYTES
 from closeranks.checkpoint.weights.torch_file import plain_names
 from closeranks.core.errors import CheckpointError
+from closeranks.core.overlaps import Box, Run, plan
 from closeranks.core.pieces import Piece
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import MissingError, Storage, StorageError

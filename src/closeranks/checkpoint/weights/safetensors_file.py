@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from closeranks.checkpoint.overlaps import Box, runs
 from closeranks.checkpoint.weights.index import MAX_JSON_BYTES
 from closeranks.checkpoint.weights.protocol import BAND_BYTES
 from closeranks.core.errors import CheckpointError
+from closeranks.core.overlaps import Box, runs
 from closeranks.core.pieces import Piece
 
 FORMATS: Mapping[str, torch.dtype] = {

@@ -22,7 +22,7 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        # A daemon: a process that ends in the middle of a save must not wait for it.
+        # A daemon: a process that ends in the middle of a job must not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_started = self._is_closed = False
         self._starting = threading.Lock()
@@ -32,7 +32,7 @@ class Background:
         thread can be started, or it has ended."""
         with self._starting:
             if self._is_closed:
-                raise RuntimeError("the background of this checkpoint is closed")
+                raise RuntimeError(f"the background {self._thread.name} is closed")
             if not self._is_started:
                 self._thread.start()
                 self._is_started = True
@@ -56,5 +56,5 @@ class Background:
             try:
                 job()
             except Exception:
-                _log.exception("a job in the background of a checkpoint failed")
+                _log.exception("a job in the background %s failed", self._thread.name)
             del job  # it may hold tensors

@@ -8,10 +8,9 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.checkpoint.overlaps import Box, plan, runs
+from closeranks.core.overlaps import Box, plan, runs
 from closeranks.core.pieces import Piece
-
-from .cutting import cuts, shapes
+from tests.checkpoint.cutting import cuts, shapes
 
 
 def elements(box: Box) -> list[tuple[int, ...]]:

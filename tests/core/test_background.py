@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from closeranks.checkpoint.background import Background
+from closeranks.core.background import Background
 
 
 def test_jobs_are_done_in_order_by_one_thread_that_stays() -> None:

@@ -1,0 +1,70 @@
+"""Which hosts take how many workers?
+
+Ranks follow the order of the hosts, so that a host keeps its ranks, and with them the state in its memory, wherever
+that is possible: the lead's host first, the others as they joined. Invariants: no host gets more workers than it can
+take; one in quarantine gets none while another has room; with more room there are never fewer workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from closeranks.agent.faultlog import Fault, tally, within
+from closeranks.agent.limits import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """One host of the job, as the lead knows it."""
+
+    name: str
+    num_workers: int
+    """How many it can take."""
+    is_lead: bool = False
+    state: Literal["ready", "leaving", "lost"] = "ready"
+    since: float = 0.0
+    """When it became so, by the lead's ``time.monotonic()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """So many consecutive ranks on one host."""
+
+    host: str
+    num_workers: int
+
+
+def in_quarantine(hosts: Sequence[HostState], faults: Sequence[Fault], limits: Limits, now: float) -> frozenset[str]:
+    """Hosts that had too many faults lately. Never the lead's: with that host the job would end anyway."""
+    counted = [fault.host for fault in within(faults, limits.fault_window_s, now)]
+    return frozenset(
+        host.name for host in hosts if not host.is_lead and counted.count(host.name) >= limits.max_host_faults
+    )
+
+
+def why_quarantined(host: str, faults: Sequence[Fault], limits: Limits, now: float) -> str:
+    """For people: ``5 faults (4 killed, 1 hang) within 60 min``."""
+    own = [fault for fault in within(faults, limits.fault_window_s, now) if fault.host == host]
+    return f"{len(own)} faults ({tally(own)}) within {limits.fault_window_s / 60:.3g} min"
+
+
+def room(hosts: Sequence[HostState]) -> int:
+    """How many workers could be started now."""
+    return sum(host.num_workers for host in hosts if host.state == "ready")
+
+
+def allot(hosts: Sequence[HostState], num_workers: int, avoided: frozenset[str] = frozenset()) -> tuple[Place, ...]:
+    """So many workers on these hosts, which have room for them; those to be avoided are asked last."""
+    ready = [host for host in hosts if host.state == "ready"]
+    asked = sorted(ready, key=lambda host: (host.name in avoided, not host.is_lead))
+    taken: dict[str, int] = {}
+    left = num_workers
+    for host in asked:
+        taken[host.name] = min(host.num_workers, left)
+        left -= taken[host.name]
+    if left:
+        raise ValueError(f"there is no room for {left} of {num_workers} workers")
+    ranked = sorted(ready, key=lambda host: not host.is_lead)
+    return tuple(Place(host.name, taken[host.name]) for host in ranked if taken[host.name])

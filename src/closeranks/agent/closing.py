@@ -1,0 +1,70 @@
+"""Why is a generation over; and if it was the last, how did the run end?
+
+Statements in, verdict, outcome or error out. Invariants: a host that did not live to tell is named before anybody who
+complained of its loss; who pressed Ctrl-C hears that it stopped, not how a worker died of it; anybody else hears of the
+failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from closeranks.agent.ending import Stop, counts_as_failure
+from closeranks.agent.launch import Outcome
+from closeranks.agent.membership.effects import Settled
+from closeranks.agent.statement import Statement, has_failed
+from closeranks.agent.verdict import Verdict, judge, without_facts
+from closeranks.core.errors import RunFailed
+
+
+def lost_member(settled: Settled, members: Sequence[str]) -> str:
+    """A member that did not live to tell how its workers ended: whoever complained before it was its victim."""
+    silent = [name for name in members if name not in settled.facts]
+    return settled.cause.host if settled.cause.host in silent else next(iter(silent), "")
+
+
+def verdict_of(
+    settled: Settled, whole: Statement, lost_host: str, *, next_step: int, leaving: Verdict | None
+) -> Verdict | None:
+    """Why there is another generation; None: there is none. ``leaving``: why it was asked to end, if it was."""
+    if lost_host:
+        cause = settled.cause.what if settled.cause.host == lost_host else "it was not heard in time"
+        return without_facts("host", f"{lost_host} was lost: {cause}", step=next_step)
+    if whole.zygote:
+        first = whole.zygote.partition("\n")[0]
+        return without_facts("zygote", first, step=next_step, error=RunFailed(whole.zygote))
+    if has_failed(whole):
+        return judge(whole.workers, whole.num_oom_kills)
+    if whole.has_regrouped:
+        return leaving or without_facts("resize", "the workers regroup")
+    return None
+
+
+def conclude(statement: Statement, stop: Stop | None, on_note: Callable[[str], None]) -> Outcome:
+    """Raises the error of a run that failed."""
+    if statement.zygote:
+        raise RunFailed(statement.zygote)
+    statuses = {fact.rank: fact.status for fact in statement.workers if fact.status is not None}
+    failed_at = first_failure(statement)
+    if counts_as_failure(failed_at, stop):
+        raise judge(statement.workers, statement.num_oom_kills).error
+    if failed_at is not None:
+        on_note(f"While stopping, {judge(statement.workers, statement.num_oom_kills).error}")
+    if stop is not None:
+        return Outcome(stop.reason, statuses)
+    return Outcome("drained" if statement.has_drained else "finished", statuses)
+
+
+def first_failure(statement: Statement) -> float | None:
+    """When the first worker failed; None where none did."""
+    times = [
+        fact.failure.at if fact.failure is not None else fact.died_at
+        for fact in statement.workers
+        if fact.failure is not None or (fact.died_at is not None and fact.status != 0)
+    ]
+    return min((at for at in times if at is not None), default=None)
+
+
+def killed_early(statement: Statement) -> list[int]:
+    """Ranks that patience ended, not they themselves."""
+    return [fact.rank for fact in statement.workers if fact.died_at is None and not fact.is_finished]

@@ -1,0 +1,146 @@
+"""What does an agent do on its own host? It keeps the zygote, the boxes and the workers of the generation at hand.
+
+Invariant: when a host is closed, no process of its own is left, and no memory: boxes live as long as it does and
+outlive every worker and every zygote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from closeranks.agent.boxes import Boxes
+from closeranks.agent.crew import Crew
+from closeranks.agent.launch import LaunchPlan, Listener
+from closeranks.agent.loop import Loop
+from closeranks.agent.member import Berth, Member
+from closeranks.agent.nursery import Nursery
+from closeranks.agent.verdict import WorkerFact
+from closeranks.agent.view import Seen
+from closeranks.core.errors import CloseranksError
+from closeranks.core.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """How the workers of a generation stand on this host."""
+
+    num_left: int = 0
+    """Workers whose end is not yet known."""
+    failed_at: float | None = None
+    is_clear: bool = False
+    """Whether somebody died without a word: others need not be heard to know who began."""
+    all_spoken: bool = True
+    has_drained: bool = False
+    has_regrouped: bool = False
+    """Whether everybody left by agreement, for another generation to take over."""
+
+
+class Host:
+    """This host, as a party of the job. Callers turn the loop."""
+
+    def __init__(
+        self, plan: LaunchPlan, loop: Loop, listener: Listener, *, name: str, on_store: Callable[[str], None]
+    ) -> None:
+        self.name = name
+        self._plan = plan
+        self._loop = loop
+        self._listener = listener
+        self._on_store = on_store
+        self.capacity = plan.num_workers
+        self.boxes = Boxes()
+        self.crew: Crew | None = None
+        self._nursery = Nursery(plan, loop, listener)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._nursery.is_ready and self._nursery.error is None
+
+    @property
+    def error(self) -> CloseranksError | None:
+        return self._nursery.error
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether workers could be started once, so that another zygote may well do."""
+        return self._nursery.is_ready
+
+    @property
+    def zygote(self) -> int | None:
+        return self._nursery.pid if self._nursery.error is None else None
+
+    @property
+    def members(self) -> list[Member]:
+        return self.crew.members if self.crew else []
+
+    def revive(self) -> None:
+        """Another zygote in place of one that was lost; ready when it has imported everything again."""
+        self._nursery.__exit__(None, None, None)
+        self._nursery = Nursery(self._plan, self._loop, self._listener)
+
+    def begin(self, worlds: Sequence[World], payload: Mapping[str, Any]) -> None:
+        self._close_crew()
+        if self._plan.is_elastic:
+            self.boxes.provide(len(worlds))
+        berth = Berth(payload, self._plan.config.host, self.boxes.paths, self._on_store)
+        self.crew = Crew(self._plan, worlds, self._nursery, self._loop, self._listener, berth)
+
+    def clear(self) -> None:
+        """The workers of the last generation are gone, and none has taken their place."""
+        self._close_crew()
+
+    def pass_store_on(self, address: str) -> None:
+        if self.crew is not None:
+            self.crew.pass_store_on(address)
+
+    def request(self, *, drain: bool = False, save: bool = False, regroup: bool = False) -> None:
+        if self.crew is not None:
+            self.crew.request(drain=drain, save=save, regroup=regroup)
+
+    def fence(self) -> None:
+        if self.crew is not None:
+            self.crew.fence()
+
+    @property
+    def condition(self) -> Condition:
+        if self.crew is None:
+            return Condition()
+        members = self.crew.members
+        return Condition(
+            num_left=self.crew.num_left,
+            failed_at=self.crew.failed_at,
+            is_clear=any(member.is_silent for member in members),
+            all_spoken=self.crew.all_spoken,
+            has_drained=self.crew.has_drained,
+            has_regrouped=all(member.has_regrouped and member.status == 0 for member in members),
+        )
+
+    def facts(self) -> list[WorkerFact]:
+        return self.crew.facts() if self.crew else []
+
+    def seen(self) -> list[Seen]:
+        return [
+            Seen(member.world.rank, self.name, member.pid, member.progress, member.world.local_rank)
+            for member in self.members
+        ]
+
+    def settled(self) -> None:
+        """Every rank has taken copies of its own: what earlier, larger generations left in other boxes may go."""
+        self.boxes.retire(len(self.members))
+
+    def _close_crew(self) -> None:
+        crew, self.crew = self.crew, None
+        if crew is not None:
+            crew.__exit__(None, None, None)
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self._close_crew()
+        finally:
+            self._nursery.__exit__(kind, error, tb)
+            self.boxes.close()

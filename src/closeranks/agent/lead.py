@@ -1,0 +1,498 @@
+"""How does a job go from generation to generation until it ends?
+
+The membership's machine says who is here and when nobody of a generation is left; the policy says who takes part in the
+next; this carries letters between the machine and the hosts, and tells what happened. Invariants: every wait has an
+end; whatever is said of a fault names one culprit; this host takes the same path as any other, without a network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from closeranks.agent.account import Account
+from closeranks.agent.allotment import why_quarantined
+from closeranks.agent.attention import Attention
+from closeranks.agent.claims import CLAIM, Claims, claim_of
+from closeranks.agent.closing import conclude, killed_early, lost_member, verdict_of
+from closeranks.agent.ending import Stop
+from closeranks.agent.faultlog import FaultLog, steps_done
+from closeranks.agent.gate import Gate, Gone
+from closeranks.agent.host import Host
+from closeranks.agent.launch import Fitted, LaunchPlan, Listener, Outcome, plan_fields
+from closeranks.agent.limits import Limits
+from closeranks.agent.loop import Loop
+from closeranks.agent.membership.checks import ProtocolError
+from closeranks.agent.membership.effects import (
+    Broke,
+    Changed,
+    Deposed,
+    Formed,
+    LeadEffect,
+    Send,
+    Settled,
+    Told,
+)
+from closeranks.agent.membership.follower import Follower
+from closeranks.agent.membership.lead import Lead as Membership
+from closeranks.agent.membership.messages import Event as Told_
+from closeranks.agent.membership.messages import Letter, Note, Output
+from closeranks.agent.muster import Muster
+from closeranks.agent.policy import GiveUp, Go, Place, Wait, Wish, at_boundary, decide
+from closeranks.agent.progress import Progress
+from closeranks.agent.roster import Roster
+from closeranks.agent.statement import Statement, together
+from closeranks.agent.station import TOLD, Mail, Station, word_of
+from closeranks.agent.stragglers import Slow, Stragglers
+from closeranks.agent.verdict import Verdict, without_facts
+from closeranks.agent.view import View
+from closeranks.core.errors import RunFailed, SetupError
+from closeranks.core.events import Event, HostChanged, RankLost, SlowRank, StepDone, decode, encode
+
+OnTurn = Callable[[View], float | None]
+"""Looks on in every turn of the loop; answers when (``time.monotonic()``) it wants to look again at the latest."""
+
+_TOLD_S = 0.2
+"""After a worker was asked to leave, how long to wait whether the whole run is."""
+_FAREWELL_S = 5.0
+"""How long other hosts have to hear that it is over, and to hang up."""
+_TERM = 1
+"""This lead is the only one: it stands in the process that started the job, and its loss ends it."""
+
+
+class Lead:
+    """Runs the generations of a job. All callbacks come from ``run``, in its thread."""
+
+    def __init__(self, plan: LaunchPlan, loop: Loop, listener: Listener, on_turn: OnTurn | None = None) -> None:
+        self._plan = plan
+        self._loop = loop
+        self._listener = listener
+        self._on_turn = on_turn
+        self._machine = Membership(_TERM)
+        self._host: Host | None = None
+        self._name = ""
+        self._roster = Roster("")
+        self._station: Station | None = None
+        self._letters: deque[tuple[bool, Letter | Gone]] = deque()
+        """On their way within this process: to the lead or to this host's station. What a host wrote before it hung up
+        is read first."""
+        self._gate: Gate | None = None
+        self._muster: Muster | None = None
+        self.stop: Stop | None = None
+        self._outcome: Outcome | None = None
+        self._places: tuple[Place, ...] = ()
+        self._num_wanted = 0
+        self._num_done = 0
+        self._log = FaultLog()
+        self._account: Account | None = None
+        self._noticed_at: float | None = None
+        self._told: tuple[float, int] | None = None
+        self._leaving: Verdict | None = None
+        """Why this generation is asked to end by agreement."""
+        self._waiting: tuple[Verdict, float] | None = None
+        """What is to be survived as soon as enough hosts are here, or then."""
+        self._told_quarantined: frozenset[str] = frozenset()
+        self.killed: list[int] = []
+        """Ranks that did not end by themselves, when it is over."""
+        limits = plan.survival.limits if plan.survival else Limits(stragglers="off")
+        self._stragglers = Stragglers(limits.slow_ratio, limits.slow_steps)
+        self._claims = Claims()
+        self._limits = limits
+
+    # --- from outside
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether there are workers, or soon will be again."""
+        return self._machine.generation is not None
+
+    @property
+    def generation(self) -> int:
+        return self._machine.generation.number if self._machine.generation else 0
+
+    def request(self, *, drain: bool = False, save: bool = False) -> None:
+        self._act(self._machine.ask(time.monotonic(), drain=drain, save=save))
+
+    def announce(self, address: str) -> None:
+        """Rank 0 is on this host and has opened its store."""
+        if self._station is not None:
+            self._station.announce(address)
+
+    @property
+    def ears(self) -> Listener:
+        """Of this host: what its workers say takes the way of all hosts' workers; notes need no generation."""
+
+        def event(rank: int, fields: dict[str, Any]) -> None:
+            if self._station is not None:
+                self._station.relay.on_event(rank, fields)
+
+        def output(rank: int, line: str) -> None:
+            if self._station is not None:
+                self._station.relay.on_output(rank, line)
+
+        return Listener(event, output, self._listener.on_note)
+
+    # --- the loop
+
+    def run(self, host: Host) -> Outcome:
+        """Other hosts may come while this one's zygote still imports: they have the same to do."""
+        self._host, self._name, self._roster = host, host.name, Roster(host.name)
+        try:
+            self._gate = self._open_gate()
+            while self._outcome is None:
+                if self._station is None and host.is_ready:
+                    self._open_station(host, time.monotonic())
+                elif self._station is None and host.error is not None:
+                    raise host.error
+                until = self._turn()
+                if self._outcome is None:
+                    self._loop.turn(until)
+            return self._outcome
+        finally:
+            self._dismiss()
+
+    def _open_gate(self) -> Gate | None:
+        door = self._plan.door
+        if door is None:
+            return None
+        gate = Gate(
+            self._loop,
+            door,
+            plan_fields(self._plan),
+            own_name=self._name,
+            on_letter=lambda letter: self._letters.append((True, letter)),
+            on_gone=lambda name, incarnation: self._letters.append((True, Gone(name, incarnation))),
+            on_note=self._listener.on_note,
+        )
+        self._muster = Muster(self._plan.num_hosts, door.how_to_join(gate.address.port))
+        return gate
+
+    def _dismiss(self) -> None:
+        """Whatever ended it: other hosts hear that it is over, as far as a moment lets them."""
+        if self._gate is None:
+            return
+        machine, now = self._machine, time.monotonic()
+        farewell = machine.dismiss(self._outcome.reason if self._outcome else "the job has failed", now)
+        self._gate.see_off(_letters(farewell), lambda letter: _letters(machine.handle(letter, now)), now + _FAREWELL_S)
+
+    def _open_station(self, host: Host, now: float) -> None:
+        attention = Attention(self._limits, self._loop) if self._plan.survival else None
+        follower = Follower(host.name, time.time_ns(), host.capacity, now=now)
+        mail = Mail(lambda letter: self._letters.append((True, letter)), lambda end: None)
+        self._station = Station(host, follower, attention, mail, is_lead=True)
+
+    def _turn(self) -> float | None:
+        """Everything that can be done now; when there is more, unless something happens before."""
+        until: list[float | None] = []
+        while self._outcome is None:
+            now = time.monotonic()
+            if self._gate is not None:
+                self._gate.wake()
+            until = [self._station.turn(now)] if self._station is not None else []
+            # What lies here was written in time: after a standstill of this process nobody is called late for it.
+            has_mail = bool(self._letters)
+            self._deliver()
+            self._act(self._machine.tick(now))
+            until += [self._machine.deadline(now), self._mind(now), self._gate.deadline if self._gate else None]
+            if not has_mail and not self._letters:
+                break
+        until.append(self._show(time.monotonic()))
+        return min((at for at in until if at is not None), default=None)
+
+    def _deliver(self) -> None:
+        while self._letters and self._outcome is None:
+            is_to_lead, letter = self._letters.popleft()
+            if isinstance(letter, Gone):
+                self._act(self._machine.closed(letter.name, letter.incarnation, time.monotonic()))
+            elif is_to_lead:
+                self._act(self._machine.handle(letter, time.monotonic()))
+            elif self._station is not None:
+                self._station.receive(letter)
+
+    def _mind(self, now: float) -> float | None:
+        """What only time brings about."""
+        until = [self._mind_stop(now), self._mind_muster(now)]
+        if self._told is not None and self._leaving is None and self.stop is None:
+            due = self._told[0] + _TOLD_S
+            if now >= due:
+                self._leave(without_facts("preempted", "asked to leave by SIGTERM", rank=self._told[1]), now)
+            else:
+                until.append(due)
+        if self._waiting is not None:
+            verdict, due = self._waiting
+            if now >= due:
+                self._try(verdict, now)
+            else:
+                until.append(due)
+        self._mind_still(now)
+        self._mind_slow(now)
+        return min((at for at in until if at is not None), default=None)
+
+    def _mind_stop(self, now: float) -> float | None:
+        if self.stop is None:
+            return None
+        if self._machine.generation is None:
+            self._outcome = Outcome(self.stop.reason)
+        elif self._waiting is not None:
+            self._try(self._waiting[0], now)
+        elif now >= self.stop.deadline:
+            self._act(self._machine.break_up("patience is over", now))
+        else:
+            return self.stop.deadline
+        return None
+
+    def _mind_muster(self, now: float) -> float | None:
+        if self._muster is None or self._machine.generation is not None:
+            return None
+        text, until = self._muster.look([host.name for host in self._roster.hosts if host.state == "ready"], now)
+        if text:
+            self._listener.on_note(text)
+        return until
+
+    # --- what the machine wants done
+
+    def _act(self, effects: list[LeadEffect]) -> None:
+        for effect in effects:  # who is here first: the machine decided with all of it known
+            if isinstance(effect, Changed):
+                self._roster.note(effect, time.monotonic())
+        for effect in effects:
+            now = time.monotonic()
+            match effect:
+                case Send(letter) if letter.host == self._name:
+                    self._letters.append((False, letter))
+                case Send(letter):
+                    if self._gate is not None:
+                        self._gate.send(letter)
+                case Changed():
+                    self._on_changed(effect, now)
+                case Told(host=host, body=body):
+                    self._on_told(host, body, now)
+                case Formed():
+                    if self._account is not None:
+                        self._account.mark("fork", now)
+                case Broke():
+                    self._noticed_at = self._noticed_at or now
+                case Settled():
+                    self._on_settled(effect, now)
+                case Deposed():
+                    raise RunFailed("another lead has taken over this job")
+
+    def _on_changed(self, changed: Changed, now: float) -> None:
+        if changed.host != self._name:
+            self._emit(HostChanged(changed.host, changed.change, changed.what, changed.num_workers))
+        if self._machine.generation is None:
+            self._begin_first(now)
+        elif self._waiting is not None:
+            self._try(self._waiting[0], now)
+        elif changed.change in ("joined", "leaving"):
+            self._mind_boundary(changed, now)
+
+    def _mind_boundary(self, changed: Changed, now: float) -> None:
+        """A healthy generation grows, or lets a host go, after its step."""
+        if self._plan.survival is None or self.stop is not None or self._leaving is not None or not self._places:
+            return
+        match at_boundary(self._places, self._log.faults, self._roster.hosts, self._limits, now, self._wish):
+            case "regroup":
+                cause = f"{changed.host} has {'joined' if changed.change == 'joined' else 'to leave'}"
+                self._leave(without_facts("resize" if changed.change == "joined" else "preempted", cause), now)
+            case "drain":
+                self._act(self._machine.ask(now, drain=True, save=True))
+
+    def _on_told(self, host: str, body: Told_ | Output | Note, now: float) -> None:
+        match body:
+            case Note(text=text):
+                self._listener.on_note(text if host == self._name else f"{host}: {text}")
+            case Output(rank=rank, line=line):
+                self._listener.on_output(rank, line)
+            case Told_(rank=rank, event=fields) if fields.get("event") == TOLD:
+                self._told = self._told or (now, rank)
+            case Told_(event=fields) if fields.get("event") == CLAIM:
+                self._claims.hear(host, claim_of(fields, now))
+            case Told_(rank=rank, event=fields):
+                self._listener.on_event(rank, fields)
+                self._hear(rank, fields, now)
+
+    def _hear(self, rank: int, fields: dict[str, Any], now: float) -> None:
+        """Of rank 0's events, how far the run is; the first step after a fault ends the account of it."""
+        event = decode(fields) if rank == 0 else None
+        if event is None:
+            return
+        if isinstance(event, StepDone):
+            self._num_done = max(self._num_done, event.step)
+        closed = self._account.hear(event, self.generation, now) if self._account else None
+        if closed is not None:
+            self._account = None
+            self._emit(closed)
+
+    # --- workers that stand still or are slow, and other reasons to regroup
+
+    def _mind_still(self, now: float) -> None:
+        if not self._claims.is_open:
+            return
+        host_of = {rank: self._host_of(rank) for rank in range(sum(place.num_workers for place in self._places))}
+        if still := self._claims.verdict(host_of, self._words(now), now):
+            self._act(self._machine.break_up(still.cause(now), now))
+
+    def _mind_slow(self, now: float) -> None:
+        if self._limits.stragglers == "off":
+            return
+        words = self._words(now)
+        for slow in self._stragglers.look(words, now) if words else ():
+            self._tell_slow(slow, now)
+
+    def _words(self, now: float) -> dict[int, Progress]:
+        """What all ranks have told with their hosts' last beats."""
+        peers = [self._machine.peer(place.host) for place in self._places]
+        rows = [row for peer in peers if peer is not None for row in peer.progress]
+        return {row.rank: word_of(row, now) for row in rows}
+
+    def _tell_slow(self, slow: Slow, now: float) -> None:
+        host = self._host_of(slow.rank)
+        self._emit(SlowRank(slow.rank, host, slow.step, slow.score, slow.own_s, slow.median_s))
+        if self._limits.stragglers == "evict" and self._leaving is None and self.stop is None:
+            cause = f"{slow.score:.1f} times slower than the others"
+            self._leave(without_facts("slow", cause, rank=slow.rank, step=slow.step), now)
+
+    def _host_of(self, rank: int) -> str:
+        if rank < 0:
+            return ""
+        first = 0
+        for place in self._places:
+            first += place.num_workers
+            if rank < first:
+                return place.host
+        return ""
+
+    def _leave(self, why: Verdict, now: float) -> None:
+        """Ask this generation to end by agreement: no step is lost."""
+        self._leaving = why
+        self._act(self._machine.ask(now, regroup=True))
+
+    # --- from one generation to the next
+
+    @property
+    def _wish(self) -> Wish:
+        survival = self._plan.survival
+        if survival is None:
+            return Wish(self._num_wanted)
+        wanted = self._num_wanted
+        return Wish(wanted, lambda count: survival.fit(count, wanted), survival.samples_of)
+
+    def _begin_first(self, now: float) -> None:
+        plan, survival, roster = self._plan, self._plan.survival, self._roster
+        if roster.num_ready < plan.num_hosts or not roster.is_led or self.stop is not None:
+            return
+        self._num_wanted = max(roster.room, plan.num_workers * plan.most_hosts)
+        places = tuple(Place(host.name, host.num_workers) for host in roster.hosts if host.state == "ready")
+        fitted: Fitted | None = Fitted(roster.room, plan.payload)
+        if survival is not None and roster.room < self._num_wanted:
+            fitted = survival.fit(roster.room, self._num_wanted)
+        if fitted is None or fitted.num_workers < roster.room:
+            what = f"the job cannot begin with {roster.room} of {self._num_wanted} workers"
+            raise SetupError(what, "Wait for more hosts (--hosts), or choose a layout that so many can do.")
+        self._begin(places, fitted, now)
+
+    def _begin(self, places: tuple[Place, ...], fitted: Fitted, now: float) -> None:
+        self._places, self._waiting = places, None
+        self._noticed_at = self._told = self._leaving = None
+        self._stragglers.begin()
+        self._claims.begin()
+        if fitted.words:
+            self._listener.on_note(fitted.words)
+        members = [(place.host, place.num_workers) for place in places]
+        self._act(self._machine.begin(members, fitted.payload, now))
+        if self.stop is not None:
+            self._act(self._machine.ask(now, drain=True, save=True))
+
+    def _on_settled(self, settled: Settled, now: float) -> None:
+        """Everybody of a generation is gone."""
+        whole = together([self._statement(host, facts, now) for host, facts in settled.facts.items()])
+        whole = replace(whole, workers=self._claims.mark(whole.workers))
+        is_hurried = self.stop is not None and (self.stop.reason == "interrupted" or now >= self.stop.deadline)
+        lost_host = lost_member(settled, [place.host for place in self._places])
+        verdict = None
+        if self._plan.survival is not None and not is_hurried:
+            verdict = verdict_of(settled, whole, lost_host, next_step=self._num_done + 1, leaving=self._leaving)
+        if verdict is None:
+            self._outcome = conclude(whole, self.stop, self._listener.on_note)
+            self.killed = killed_early(whole)
+            return
+        if verdict.is_user_error:
+            raise verdict.error
+        num_done = max(self._num_done, steps_done(fact.step for fact in whole.workers))
+        host = lost_host or self._host_of(verdict.culprit)
+        noticed_at = self._noticed_at or now
+        self._log = self._log.add(verdict, at=noticed_at, generation=settled.generation, host=host, num_done=num_done)
+        still_s = max((fact.still_s for fact in whole.workers), default=0.0)
+        lost = RankLost(settled.generation, verdict.culprit, host, verdict.step, verdict.kind, verdict.cause, still_s)
+        self._account = Account(lost, noticed_at, self._num_done)
+        self._account.mark("fence", now)
+        self._emit(lost)
+        self._try(verdict, now)
+
+    def _statement(self, host: str, facts: Mapping[str, Any], now: float) -> Statement:
+        try:
+            return Statement.from_fields(facts, now)
+        except ProtocolError as error:
+            self._listener.on_note(f"{host}: {error}")
+            return Statement()
+
+    def _try(self, verdict: Verdict, now: float) -> None:
+        """Begin the next generation if the policy lets it; raises what cannot be survived."""
+        limits = self._limits if self.stop is None else replace(self._limits, wait_s=0.0)
+        decision = decide(self._log.faults, self._roster.hosts, limits, now, self._wish)
+        match decision:
+            case GiveUp():
+                raise decision.error(verdict.error)
+            case Wait(until=until, why=why):
+                if self._waiting is None:
+                    self._listener.on_note(why)
+                self._waiting = (verdict, until)
+            case Go():
+                self._waiting = None
+                self._quarantine(decision, now)
+                self._begin(decision.places, decision.fitted, now)
+
+    def _quarantine(self, decision: Go, now: float) -> None:
+        for host in decision.quarantined - self._told_quarantined:
+            why = why_quarantined(host, self._log.faults, self._limits, now)
+            self._emit(HostChanged(host, "quarantined", why))
+        self._told_quarantined = decision.quarantined
+
+    # --- what is said
+
+    def _emit(self, event: Event) -> None:
+        self._listener.on_event(-1, encode(event))
+
+    def _show(self, now: float) -> float | None:
+        return self._on_turn(self.view(now)) if self._on_turn is not None else None
+
+    def view(self, now: float) -> View:
+        host = self._host
+        members = frozenset(place.host for place in self._places)
+        return View(
+            now=now,
+            state=self._state,
+            generation=self.generation,
+            world_size=sum(place.num_workers for place in self._places),
+            seen=tuple(host.seen()) if host else (),
+            hosts=self._roster.seen(members, self._told_quarantined),
+            boxes=tuple(tuple(box) for box in host.boxes.paths) if host else (),
+            boxes_bytes=host.boxes.num_bytes if host else 0,
+            zygote=host.zygote if host else None,
+        )
+
+    @property
+    def _state(self) -> str:
+        if self._machine.generation is None:
+            return "starting"
+        if self.stop is not None:
+            return "stopping"
+        return "closing ranks" if self._account is not None or self._noticed_at is not None else "running"
+
+
+def _letters(effects: list[LeadEffect]) -> list[Letter]:
+    return [effect.letter for effect in effects if isinstance(effect, Send)]

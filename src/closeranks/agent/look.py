@@ -1,0 +1,88 @@
+"""What does the kernel know of a process that gives no sign of life?
+
+Reads /proc, signals through pidfds. Invariant: every question is answered within a fixed time, by a process that is
+stopped, stuck or gone as well: nothing here waits for the process itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from closeranks.agent.hang import Sight
+
+OBSERVED_S = 0.2
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_NUM_LOOKS = 5
+_LOCK_CALLS = ("futex", "202", "98", "449")
+"""Sleeping on a lock, by the name of the kernel's function or by the number of the call (x86, ARM, futex_waitv)."""
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>\S+)')
+
+
+def kernel_state(pid: int) -> str:
+    """One letter: R runs, S sleeps, D sleeps where no signal reaches it, T is stopped, t is traced, Z is dead.
+    Empty when there is no such process. About 20 us."""
+    return _stat(pid)[0]
+
+
+def observe(pids: Mapping[int, int | None], seconds: float = OBSERVED_S) -> dict[int, Sight]:
+    """What processes, by rank, are at; takes ``seconds`` in all."""
+    known = {rank: pid for rank, pid in pids.items() if pid is not None}
+    begun = {rank: _stat(pid)[1] for rank, pid in known.items()}
+    seen: dict[int, list[tuple[str, str]]] = {rank: [] for rank in known}
+    started_at = time.monotonic()
+    for _ in range(_NUM_LOOKS):
+        time.sleep(seconds / _NUM_LOOKS)
+        for rank, pid in known.items():
+            seen[rank].append((kernel_state(pid), _call(pid)))
+    lasted_s = time.monotonic() - started_at
+    sights = {}
+    for rank, pid in known.items():
+        state, call = max(seen[rank], key=seen[rank].count)
+        load = (_stat(pid)[1] - begun[rank]) / lasted_s
+        sights[rank] = Sight(state, call, load)
+    return sights
+
+
+def ask_for_stacks(pidfds: Iterable[int]) -> None:
+    """Workers print the stacks of all their threads into their logs, also while one of them holds the interpreter's
+    lock (``agent.forked`` has registered it); one that is stopped does not. Give them a moment to arrive."""
+    for pidfd in pidfds:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
+
+
+def place_of(lines: Sequence[str]) -> str:
+    """Where a main thread is, by the last stacks of its log: ``model.py:57 in forward``; empty when there are none.
+
+    The signal goes to the main thread, which therefore is the current one of the dump.
+    """
+    heads = [number for number, line in enumerate(lines) if line.startswith("Current thread")]
+    frames = [_FRAME.match(line) for line in lines[heads[-1] + 1 : heads[-1] + 2]] if heads else []
+    if not frames or frames[0] is None:
+        return ""
+    found = frames[0]
+    return f"{Path(found['file']).name}:{found['line']} in {found['name']}"
+
+
+def _stat(pid: int) -> tuple[str, float]:
+    """State of the main thread, and seconds that all threads ran. The name in between may hold anything."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", 0.0
+    return fields[0].decode(), (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _call(pid: int) -> str:
+    """What the main thread sleeps in; empty where the kernel does not say (other users' processes, no ptrace)."""
+    try:
+        call = Path(f"/proc/{pid}/syscall").read_text().split()[0]
+    except (OSError, IndexError):
+        return ""
+    return "lock" if call in _LOCK_CALLS else call

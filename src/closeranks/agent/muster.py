@@ -1,0 +1,32 @@
+"""Who is awaited before a job begins, and what is a person told meanwhile?
+
+Invariant: whoever waits is told what for, and how it can come about, at once and then every ``EVERY_S``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EVERY_S = 10.0
+
+
+class Muster:
+    """Counts hosts until there are enough. ``how`` is the command by which another one joins."""
+
+    def __init__(self, num_hosts: int, how: str) -> None:
+        self._num_hosts = num_hosts
+        self._how = how
+        self._next_at = 0.0
+        self._told: tuple[str, ...] | None = None
+
+    def look(self, here: Sequence[str], now: float) -> tuple[str, float | None]:
+        """What is to be said now, nothing as a rule, and when to look again; ``here``: those that have joined."""
+        num_missing = self._num_hosts - len(here)
+        if num_missing <= 0:
+            return "", None
+        if now < self._next_at and self._told == tuple(here):
+            return "", self._next_at
+        self._told, self._next_at = tuple(here), now + EVERY_S
+        whom = "another host" if num_missing == 1 else f"{num_missing} more hosts"
+        present = f"; here: {', '.join(here)}" if here else ""
+        return f"Waiting for {whom} of {self._num_hosts}{present}. On each: {self._how}", self._next_at

@@ -1,0 +1,263 @@
+"""What does the agent of another host do, from joining a job to its end?
+
+    connect, show the token -> hear the plan -> start the zygote -> join -> do as the lead says -> dismissed
+
+Invariants: no worker lives when it joins, and none outlives it; losing the lead ends its workers before the lead may
+count them as dead; it joins again with what its memory holds, and gives up only when no lead is to be found, with the
+memory rescued to disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from closeranks.agent.attention import Attention
+from closeranks.agent.config import AgentConfig
+from closeranks.agent.control.client import ControlClient
+from closeranks.agent.control.peer import Peer
+from closeranks.agent.control.token import Token
+from closeranks.agent.gate import ASK_PLAN, PLAN
+from closeranks.agent.host import Host
+from closeranks.agent.launch import LaunchPlan, Listener, Survival
+from closeranks.agent.limits import Limits
+from closeranks.agent.loop import Loop
+from closeranks.agent.membership.checks import ProtocolError
+from closeranks.agent.membership.effects import End
+from closeranks.agent.membership.follower import Follower
+from closeranks.agent.membership.messages import Letter
+from closeranks.agent.rescue import rescue
+from closeranks.agent.station import Mail, Station
+from closeranks.agent.stops import heard_by
+from closeranks.core.environment import child_environment, thread_limit
+from closeranks.core.errors import RunFailed, SetupError
+
+_MOST_REFUSED = 3
+"""Answers without the right token, in a row, after which it is no accident."""
+_LEAVE_S = 30.0
+"""How long a host that was asked to go waits for its workers to be out of the run."""
+_GIVE_UP_S = 30.0
+"""How long it looks for a lead that it has lost,"""
+_DESERTED_S = 3.0
+"""and how long where the lead's own machine says that nobody is there any more."""
+
+
+class Outpost:
+    """This host's part in a job that is led from elsewhere. ``run`` blocks until it is over."""
+
+    def __init__(
+        self, address: str, token: Token, *, name: str = "", num_workers: int, on_note: Callable[[str], None]
+    ) -> None:
+        """``name`` empty: as the machine is called, made different where the lead's is called the same."""
+        self._address = address
+        self._token = token
+        self._is_named = bool(name)
+        self._name = name or socket.gethostname()
+        self._num_workers = num_workers
+        self._on_note = on_note
+        self._loop: Loop | None = None
+        self._client: ControlClient | None = None
+        self._host: Host | None = None
+        self._station: Station | None = None
+        self._limits: Limits | None = None
+        self._folder = Path()
+        self._job = ""
+        self._end: End | None = None
+        self._leave_by: float | None = None
+
+    def run(self) -> str:
+        """Why it is over. Raises ``SetupError`` for a job it cannot join, ``RunFailed`` where the lead was lost."""
+        with Loop() as loop, heard_by(loop, self._on_signal):
+            self._loop = loop
+            self._client = ControlClient(
+                loop,
+                self._address,
+                self._token,
+                on_open=self._on_open,
+                on_message=self._on_message,
+                on_close=self._on_close,
+                on_note=self._on_note,
+            )
+            try:
+                while self._end is None:
+                    loop.turn(self._turn())
+                return self._conclude(self._end)
+            finally:
+                if self._host is not None:
+                    self._host.__exit__(None, None, None)
+                self._client.close()
+
+    def _turn(self) -> float | None:
+        assert self._client is not None
+        self._client.wake()
+        if self._station is None and self._client.num_refused >= _MOST_REFUSED:
+            fix = "Look whether that is the lead, of this version, and give its token (--token-file, CLOSERANKS_TOKEN)."
+            raise SetupError(self._client.trouble.rstrip("."), fix)
+        now = time.monotonic()
+        if self._host is not None and self._station is None:
+            self._open_station(self._host, now)
+        until = [self._client.deadline, self._leave_by, self._mind_deserted(now)]
+        if self._station is not None:
+            until.append(self._station.turn(now))
+        if self._leave_by is not None and now >= self._leave_by:
+            self._end = self._end or End("it was asked to go")
+        if self._end is not None:
+            return now
+        return min((at for at in until if at is not None), default=None)
+
+    def _mind_deserted(self, now: float) -> float | None:
+        since = self._client.deserted_at if self._client is not None else None
+        if since is None or self._host is None:
+            return None
+        if now >= since + _DESERTED_S:
+            self._abandon("nothing listens there any more")
+        return since + _DESERTED_S
+
+    def _abandon(self, reason: str) -> None:
+        """What memory holds belongs on disk, once no worker lives."""
+        if self._station is not None:
+            self._station.abandon(reason)
+        else:
+            self._end = self._end or End(reason, is_lost=True)
+
+    def _open_station(self, host: Host, now: float) -> None:
+        """Joins once its zygote can fork."""
+        if host.error is not None:
+            raise host.error
+        if not host.is_ready:
+            return
+        assert self._loop is not None
+        attention = Attention(self._limits, self._loop) if self._limits else None
+        follower = Follower(self._name, time.time_ns(), self._num_workers, now=now, give_up_s=_GIVE_UP_S)
+        self._station = Station(host, follower, attention, Mail(self._send, self._on_end))
+
+    # --- the lead
+
+    def _on_open(self, peer: Peer) -> None:
+        """The plan is asked for each time: another job may be led from there by now."""
+        peer.send(ASK_PLAN)
+        if self._station is not None:
+            self._station.opened()
+
+    def _on_message(self, peer: Peer, fields: Any) -> None:
+        if isinstance(fields, dict) and fields.get("kind") == PLAN:
+            self._hear_plan(fields.get("plan"), fields.get("lead"), peer)
+            return
+        try:
+            letter = Letter.from_fields(fields)
+        except ProtocolError as error:
+            peer.refuse(f"sent what is no letter: {error}")
+            return
+        if self._station is not None:
+            self._station.receive(letter)
+
+    def _on_close(self, peer: Peer, why: str) -> None:
+        self._on_note(f"The lead at {self._address} {why}; looking for it again.")
+        if self._station is not None:
+            self._station.closed()
+
+    def _send(self, letter: Letter) -> None:
+        assert self._client is not None
+        self._client.send(letter.to_fields())
+
+    def _on_end(self, end: End) -> None:
+        self._end = end
+
+    # --- this host
+
+    def _hear_plan(self, told: Any, lead: Any, peer: Peer) -> None:
+        if self._host is not None:
+            if told.get("job") != self._job:
+                self._abandon("another job is led from there now")
+            return
+        if lead == self._name:
+            if self._is_named:
+                raise SetupError(f"the lead's host is called {lead} too", "Give this one another --name.")
+            self._name = f"{self._name}-{os.getpid()}"
+        try:
+            plan = self._plan_of(told, peer.local_host)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            os.chdir(told["cwd"])  # paths of the job count from where its lead was started
+        except OSError as error:
+            fix = "Run folder and working folder must be on a file system that all hosts share, under the same path."
+            raise SetupError(f"{error.filename or self._folder} cannot be used here ({error.strerror})", fix) from None
+        except (KeyError, TypeError, ValueError) as error:
+            fix = "Use the same version on all hosts."
+            raise SetupError(f"the lead's plan cannot be read ({error})", fix) from None
+        self._start_host(plan)
+
+    def _plan_of(self, told: dict[str, Any], local_host: str) -> LaunchPlan:
+        self._job, self._folder = told["job"], Path(told["log_folder"])
+        self._limits = Limits(**told["limits"]) if told["limits"] else None
+        threads = int(told["threads"]) or thread_limit() or max(1, _num_cores() // self._num_workers)
+        survival = None
+        if self._limits is not None:  # what becomes of the job is decided by its lead
+            survival = Survival(self._limits, lambda *_: None, lambda step: "", warm=told["warm"])
+        return LaunchPlan(
+            num_workers=self._num_workers,
+            entry=told["entry"],
+            payload=told["payload"],
+            log_folder=self._folder,
+            environment=child_environment(threads),
+            config=AgentConfig(host=local_host),
+            preload=tuple(told["preload"]),
+            sys_path=tuple(told["sys_path"]),
+            survival=survival,
+            is_elastic=survival is not None,
+            zygote_log=f"zygote-{self._name}.log",
+        )
+
+    def _start_host(self, plan: LaunchPlan) -> None:
+        assert self._loop is not None
+        workers = "1 worker" if self._num_workers == 1 else f"{self._num_workers} workers"
+        self._on_note(f"Joining the job at {self._address} as {self._name} with {workers}; its run is {self._run}.")
+        ears = Listener(self._on_event, self._on_output, self._tell)
+        self._host = Host(plan, self._loop, ears, name=self._name, on_store=self._on_store)
+
+    @property
+    def _run(self) -> Path:
+        return self._folder.parent
+
+    def _tell(self, text: str) -> None:
+        """What a person should know, here and where the job was started."""
+        self._on_note(text)
+        if self._station is not None:
+            self._station.relay.on_note(text)
+
+    def _on_event(self, rank: int, fields: dict[str, Any]) -> None:
+        """Rank 0 speaks for the run; what others say stands in files of theirs, and need not burden the lead."""
+        if self._station is not None and rank == 0:
+            self._station.relay.on_event(rank, fields)
+
+    def _on_output(self, rank: int, line: str) -> None:
+        if self._station is not None:
+            self._station.relay.on_output(rank, line)
+
+    def _on_store(self, address: str) -> None:
+        if self._station is not None:
+            self._station.announce(address)
+
+    def _on_signal(self, signum: int) -> None:
+        if signum == signal.SIGUSR1:
+            self._on_note("SIGUSR1: ask the lead for a save.")
+        elif self._leave_by is not None or self._station is None:
+            self._end = self._end or End("it was asked to go")
+        else:
+            self._leave_by = time.monotonic() + _LEAVE_S
+            self._on_note("Leaving the job at the next step. Ask again to leave at once.")
+            self._station.leave("it was asked to go")
+
+    def _conclude(self, end: End) -> str:
+        if not end.is_lost:
+            return end.reason
+        saved = rescue(self._host.boxes, self._run, self._name) if self._host else ""
+        raise RunFailed(f"the lead at {self._address} was lost, and the job with it: {end.reason}. {saved}".rstrip())
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))

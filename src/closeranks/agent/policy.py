@@ -1,0 +1,220 @@
+"""After a generation has ended: does the run go on, where, and with how many workers?
+
+Values in, decision out; nothing here touches a process. Invariants: within ``fault_window_s`` a run goes on after at
+most ``max_faults`` faults; a fault that is the code's or the data's ends it after ``max_repeats`` tries, named with
+step and samples; a mistake of the person's is never tried again. Whatever ends a run is said in a sentence, with what
+to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from closeranks.agent.allotment import HostState, Place, allot, in_quarantine, room
+from closeranks.agent.faultlog import Fault, num_repeats, tally, within
+from closeranks.agent.launch import Fitted
+from closeranks.agent.limits import Limits
+from closeranks.core.errors import CloseranksError, RunFailed
+
+__all__ = ["Fault", "GiveUp", "Go", "HostState", "Place", "Wait", "Wish", "at_boundary", "decide"]
+
+_MEMORY_WORDS = ("OutOfMemory", "out of memory", "MemoryError", "bad_alloc")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the run would like to be."""
+
+    num_workers: int
+    """As it was asked for; never more."""
+    fit: Callable[[int], Fitted | None] | None = None
+    """The job on at most so many workers, or None where that cannot be; without it the run cannot be made smaller."""
+    samples_of: Callable[[int], str] | None = None
+    """Which samples a step takes, in words for people."""
+
+    def on(self, num_available: int) -> Fitted | None:
+        """The most of it that so many workers can do."""
+        num_available = min(num_available, self.num_workers)
+        if self.fit is not None:
+            return self.fit(num_available) if num_available else None
+        return Fitted(self.num_workers, {}) if num_available == self.num_workers else None
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """The next generation."""
+
+    places: tuple[Place, ...]
+    """Ranks in this order: the first of these hosts has rank 0."""
+    fitted: Fitted
+    quarantined: frozenset[str] = frozenset()
+    """Hosts that had too many faults lately; those that are in ``places`` all the same are there for want of room."""
+
+    @property
+    def num_workers(self) -> int:
+        return sum(one.num_workers for one in self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing before then, unless a host joins: ask again."""
+
+    until: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The run ends here."""
+
+    reason: Literal["mistake", "repeats", "budget", "room"]
+    what: str
+    fix: str = ""
+
+    def error(self, last: CloseranksError) -> CloseranksError:
+        """What to raise, given the error of the fault that was the last straw."""
+        if self.reason == "mistake":
+            return last
+        return RunFailed(f"{self.sentence}\n{last}", rank=last.rank, step=last.step)
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.what}. {self.fix}".rstrip()
+
+
+def decide(
+    faults: Sequence[Fault], hosts: Sequence[HostState], limits: Limits, now: float, wish: Wish
+) -> Go | Wait | GiveUp:
+    """``faults``: all of the run so far; to ask again with the same ones, after a wait or a regrouping, is harmless."""
+    return (
+        _mistake(faults)
+        or _repeats(faults, limits, wish)
+        or _budget(faults, limits, now)
+        or _go(faults, hosts, limits, now, wish)
+    )
+
+
+def at_boundary(
+    here: Sequence[Place],
+    faults: Sequence[Fault],
+    hosts: Sequence[HostState],
+    limits: Limits,
+    now: float,
+    wish: Wish,
+) -> Literal["stay", "regroup", "drain"]:
+    """What a healthy generation on these places does after its step: grow, let a host go, or get off a bad one.
+
+    ``drain``: a host leaves and the others cannot go on without it, so the state belongs on disk.
+    """
+    leaving = {host.name for host in hosts if host.state == "leaving"}
+    is_left = any(one.host in leaving for one in here)
+    go = _go(faults, hosts, limits, now, wish)
+    match go:
+        case GiveUp():
+            return "drain" if is_left else "stay"
+        case Wait():
+            return "regroup" if is_left else "stay"
+    num_here = sum(one.num_workers for one in here)
+    is_safer = _num_on(go.quarantined, go.places) < _num_on(go.quarantined, here)
+    is_better = go.num_workers > num_here or (go.num_workers == num_here and is_safer)
+    return "regroup" if is_left or is_better else "stay"
+
+
+def _num_on(hosts: frozenset[str], places: Sequence[Place]) -> int:
+    return sum(one.num_workers for one in places if one.host in hosts)
+
+
+def _mistake(faults: Sequence[Fault]) -> GiveUp | None:
+    return GiveUp("mistake", faults[-1].cause) if faults and faults[-1].is_user_error else None
+
+
+def _repeats(faults: Sequence[Fault], limits: Limits, wish: Wish) -> GiveUp | None:
+    """A kill from outside can strike a step twice by chance: it needs one more than what the code itself raised."""
+    count = num_repeats(faults)
+    if not count or count < limits.max_repeats + faults[-1].is_silent:
+        return None
+    last = faults[-1]
+    times = f"{count} times in the same way" if count > 1 else "with elastic.max_repeats = 1"
+    cause = last.cause.rstrip(".")
+    what = f"{_place(last.step, wish)} failed {times}: {cause}. This is deterministic: the code or the data does it"
+    return GiveUp("repeats", f"{what}, and another try would end there too", _advice(last))
+
+
+def _place(step: int | None, wish: Wish) -> str:
+    if step is None:
+        return "the start of a generation, before its first step,"
+    words = wish.samples_of(step) if wish.samples_of else ""
+    return f"step {step} ({words})" if words else f"step {step}"
+
+
+def _advice(fault: Fault) -> str:
+    resume = "then go on with checkpoint.resume."
+    if fault.kind == "oom" or any(word in fault.signature for word in _MEMORY_WORDS):
+        return f"Use a smaller train.micro_batch, train.recompute or a higher layout.zero, {resume}"
+    if fault.kind == "hang":
+        return f"Its log shows where each thread stood; mend what it waits for there, {resume}"
+    if fault.is_silent:
+        return f"Find out who kills it (dmesg, the scheduler, the code of this step), {resume}"
+    return f"Mend the code, or look at those samples and leave out what is bad in them, {resume}"
+
+
+def _budget(faults: Sequence[Fault], limits: Limits, now: float) -> GiveUp | None:
+    recent = within(faults, limits.fault_window_s, now)
+    if not recent or len(recent) <= limits.max_faults:
+        return None
+    counted = f"{len(recent)} faults" if len(recent) > 1 else "a fault"
+    what = f"{counted} within {_duration(limits.fault_window_s)} ({tally(recent)})"
+    what += f", and elastic.max_faults = {limits.max_faults} are survived; the last: {recent[-1].cause.rstrip('.')}"
+    return GiveUp("budget", what, "Mend what they have in common, or raise elastic.max_faults.")
+
+
+def _go(
+    faults: Sequence[Fault], hosts: Sequence[HostState], limits: Limits, now: float, wish: Wish
+) -> Go | Wait | GiveUp:
+    num_available = room(hosts)
+    fitted = wish.on(num_available)
+    num_workers = fitted.num_workers if fitted else 0
+    if num_workers < wish.num_workers and (waiting := _wait(hosts, limits, now, num_available)):
+        return waiting
+    if fitted is None or num_workers < limits.min_workers:
+        return _no_room(num_available, limits, wish)
+    if num_workers < wish.num_workers and not fitted.words:
+        words = f"{num_workers} of {_workers(wish.num_workers)}; batch, order and learning rate stay"
+        fitted = replace(fitted, words=words)
+    avoided = in_quarantine(hosts, faults, limits, now)
+    return Go(allot(hosts, num_workers, avoided), fitted, avoided)
+
+
+def _wait(hosts: Sequence[HostState], limits: Limits, now: float, num_available: int) -> Wait | None:
+    missing = [host for host in hosts if host.state != "ready"]
+    until = max((host.since + limits.wait_s for host in missing), default=now)
+    if until <= now:
+        return None
+    names = ", ".join(host.name for host in missing)
+    why = (
+        f"{_workers(num_available)} can be had without {names}; waiting {until - now:.3g} s for it or for another host"
+    )
+    return Wait(until, why)
+
+
+def _no_room(num_available: int, limits: Limits, wish: Wish) -> GiveUp:
+    """Too few are left: by the job's own word, or because no legal layout is so small."""
+    left = f"{_workers(num_available)} of {wish.num_workers} can still be had"
+    if wish.fit is None:
+        why = "this run cannot be made smaller"
+    elif num_available < limits.min_workers:
+        why = f"elastic.min_workers = {limits.min_workers}"
+    else:
+        why = "no layout of so few is legal for this model and batch"
+    fix = "Add a host with `closeranks agent --join`, lower elastic.min_workers, or go on later with checkpoint.resume."
+    return GiveUp("room", f"{left}, and {why}", fix)
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker" if count == 1 else f"{count} workers"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.3g} min" if seconds >= 120 else f"{seconds:.3g} s"

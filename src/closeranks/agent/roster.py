@@ -1,0 +1,62 @@
+"""Which hosts does the policy choose from?
+
+Invariant: hosts stand in the order in which they first joined, the lead's own first, so that a host which comes back
+takes its old ranks again; one that left for good is forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from closeranks.agent.allotment import HostState
+from closeranks.agent.membership.effects import Changed
+from closeranks.agent.view import HostSeen
+
+
+class Roster:
+    def __init__(self, lead: str) -> None:
+        self._lead = lead
+        self._hosts: dict[str, HostState] = {}
+
+    def note(self, changed: Changed, now: float) -> None:
+        """A host came or went."""
+        known = self._hosts.get(changed.host)
+        match changed.change:
+            case "joined":
+                is_lead = changed.host == self._lead
+                self._hosts[changed.host] = HostState(changed.host, changed.num_workers, is_lead, "ready", now)
+            case "left":
+                self._hosts.pop(changed.host, None)
+            case "leaving" | "lost" as state if known is not None:
+                self._hosts[changed.host] = replace(known, state=state, since=now)
+
+    @property
+    def hosts(self) -> list[HostState]:
+        return sorted(self._hosts.values(), key=lambda host: not host.is_lead)
+
+    @property
+    def is_led(self) -> bool:
+        """Whether the lead's own host can take workers: without it nothing begins."""
+        return any(host.is_lead and host.state == "ready" for host in self._hosts.values())
+
+    @property
+    def num_ready(self) -> int:
+        return sum(host.state == "ready" for host in self._hosts.values())
+
+    @property
+    def room(self) -> int:
+        """How many workers could be started now."""
+        return sum(host.num_workers for host in self._hosts.values() if host.state == "ready")
+
+    def seen(self, members: frozenset[str], quarantined: frozenset[str]) -> tuple[HostSeen, ...]:
+        return tuple(
+            HostSeen(host.name, host.num_workers, _state(host, members, quarantined)) for host in self._hosts.values()
+        )
+
+
+def _state(host: HostState, members: frozenset[str], quarantined: frozenset[str]) -> str:
+    if host.state != "ready":
+        return host.state
+    if host.name in members:
+        return "member"
+    return "quarantined" if host.name in quarantined else "ready"

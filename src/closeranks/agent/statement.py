@@ -1,0 +1,88 @@
+"""What does a host say of its workers when a generation is over, or about to be?
+
+Times travel as ages, since no two hosts share a clock. Invariant: ``from_fields`` gives back what ``to_fields`` told,
+by the reader's clock, or raises ``ProtocolError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from closeranks.agent.failure import FailureReport
+from closeranks.agent.membership.checks import ProtocolError
+from closeranks.agent.verdict import WorkerFact
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    workers: tuple[WorkerFact, ...] = ()
+    num_oom_kills: int = 0
+    zygote: str = ""
+    """Why no worker could be forked any more, in words."""
+    has_drained: bool = False
+    has_regrouped: bool = False
+    """Whether all of its workers left by agreement, for another generation to take over."""
+
+    def to_fields(self, now: float) -> dict[str, Any]:
+        return {
+            "workers": [_aged(fact, now) for fact in self.workers],
+            "num_oom_kills": self.num_oom_kills,
+            "zygote": self.zygote,
+            "has_drained": self.has_drained,
+            "has_regrouped": self.has_regrouped,
+        }
+
+    @classmethod
+    def from_fields(cls, told: Mapping[str, Any], now: float) -> Statement:
+        try:
+            return cls(
+                workers=tuple(_dated(fields, now) for fields in told["workers"]),
+                num_oom_kills=int(told["num_oom_kills"]),
+                zygote=str(told["zygote"]),
+                has_drained=bool(told["has_drained"]),
+                has_regrouped=bool(told["has_regrouped"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"a host's statement cannot be read: {error}") from None
+
+
+def together(statements: Sequence[Statement]) -> Statement:
+    """What all hosts say."""
+    workers = sorted((fact for one in statements for fact in one.workers), key=lambda fact: fact.rank)
+    return Statement(
+        workers=tuple(workers),
+        num_oom_kills=sum(one.num_oom_kills for one in statements),
+        zygote=next((one.zygote for one in statements if one.zygote), ""),
+        has_drained=any(one.has_drained for one in statements),
+        has_regrouped=bool(statements) and all(one.has_regrouped for one in statements),
+    )
+
+
+def has_failed(statement: Statement) -> bool:
+    """Whether any worker failed, rather than being killed with the others or leaving by itself."""
+    return bool(statement.zygote) or any(
+        fact.failure is not None
+        or fact.still
+        or (fact.died_at is not None and not fact.is_finished and fact.status != 0)
+        for fact in statement.workers
+    )
+
+
+def _aged(fact: WorkerFact, now: float) -> dict[str, Any]:
+    fields = asdict(fact)
+    fields["died_at"] = None if fact.died_at is None else now - fact.died_at
+    if fact.failure is not None:
+        fields["failure"]["at"] = now - fact.failure.at
+    return fields
+
+
+def _dated(fields: Mapping[str, Any], now: float) -> WorkerFact:
+    died_at, failure = fields["died_at"], fields["failure"]
+    fact = WorkerFact(**{**fields, "failure": None, "died_at": None, "log_tail": tuple(fields["log_tail"])})
+    return replace(
+        fact,
+        died_at=None if died_at is None else now - float(died_at),
+        failure=None if failure is None else FailureReport(**{**failure, "at": now - float(failure["at"])}),
+    )

@@ -1,0 +1,285 @@
+"""How does a host do what the job's lead says, and tell the lead what happens here?
+
+The membership's ``Follower`` decides, ``Host`` acts; this joins the two, for the lead's own host and for any other.
+Invariants: a fault is told once for a generation, as soon as it is clear who began it; workers that stand still are
+claimed, not judged, for they may wait for one of another host; a generation is told as fenced
+only when its workers are gone, or the kernel has had ``REAP_S`` for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from closeranks.agent.attention import Attention
+from closeranks.agent.claims import claim_fields
+from closeranks.agent.ending import CLEAR_S, REAP_S, TELL_S
+from closeranks.agent.hang import Still
+from closeranks.agent.host import Host
+from closeranks.agent.launch import Listener
+from closeranks.agent.membership.effects import End, FollowerEffect, Joined, Kill, Send, Start, TakeAsk, TakeStore
+from closeranks.agent.membership.follower import Follower, Work
+from closeranks.agent.membership.messages import Begin, Event, Letter, Note, Output, RankProgress
+from closeranks.agent.progress import Phase, Progress
+from closeranks.agent.statement import Statement
+from closeranks.core.world import World
+
+TOLD = "told"
+"""The event that a worker was asked to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """Where letters go, and who hears of the end."""
+
+    send: Callable[[Letter], None]
+    on_end: Callable[[End], None]
+
+
+class Station:
+    """One host at work. ``turn`` is called after every turn of the loop, and says when it wants to be called again."""
+
+    def __init__(
+        self, host: Host, follower: Follower, attention: Attention | None, mail: Mail, *, is_lead: bool = False
+    ) -> None:
+        """``attention`` None: the first fault ends the run. ``is_lead``: the lead is in this very process."""
+        self.host = host
+        self._is_lead = is_lead
+        self._follower = follower
+        self._attention = attention
+        self._mail = mail
+        self._pending: Begin | None = None
+        """To be begun as soon as the zygote is ready."""
+        self._has_told_fault = self._has_told_leaving = False
+        self._fenced_at = 0.0
+        self._first_kept: int | None = None
+        self._claimed: object = None
+        """Of whom it was last said that they stand still, and where."""
+
+    @property
+    def relay(self) -> Listener:
+        """What workers say goes to the lead."""
+        follower = self._follower
+
+        def tell(body: Event | Output | Note) -> None:
+            self._do(follower.relay(body))
+
+        return Listener(
+            on_event=lambda rank, event: tell(Event(follower.generation, rank, event)),
+            on_output=lambda rank, line: tell(Output(follower.generation, rank, line)),
+            on_note=lambda text: tell(Note(text)),
+        )
+
+    # --- the lead speaks
+
+    def receive(self, letter: Letter) -> None:
+        self._do(self._follower.handle(letter, time.monotonic()))
+
+    def opened(self) -> None:
+        """There is a connection to the lead."""
+        self._follower.opened(time.monotonic())
+
+    def closed(self) -> None:
+        """The connection to the lead has ended."""
+        self._do(self._follower.closed(time.monotonic()))
+
+    def abandon(self, reason: str) -> None:
+        """The job is gone."""
+        self._do(self._follower.abandon(reason))
+
+    def leave(self, reason: str) -> None:
+        """This host was asked to go."""
+        self._do(self._follower.leave(reason))
+
+    # --- this host speaks
+
+    def announce(self, address: str) -> None:
+        """Rank 0 is here and has opened its store."""
+        self._do(self._follower.stored(address))
+
+    def turn(self, now: float) -> float | None:
+        if self._is_lead and self._follower.is_joined:
+            self._follower.lease_until = math.inf  # the lead cannot be out of reach, however busy this host is
+        until = [self._look(now), self._follower.deadline(now)]
+        self._do(self._follower.tick(now, self._progress(now)))
+        return min((at for at in until if at is not None), default=None)
+
+    def _look(self, now: float) -> float | None:
+        host, work = self.host, self._follower.work
+        if self._pending is not None:
+            if host.is_ready:
+                self._start(self._pending)
+            elif host.error is not None:
+                self._tell_fault(now)
+            return None
+        if work == Work.KILLING:
+            return self._mind_end(now)
+        if work != Work.WORKING:
+            return None
+        condition = host.condition
+        if host.error is not None:
+            self._tell_fault(now)
+        elif condition.failed_at is not None:
+            tell_s = CLEAR_S if condition.is_clear and self._attention is not None else TELL_S
+            if condition.all_spoken or now >= condition.failed_at + tell_s:
+                self._tell_fault(now)
+                return None
+            return condition.failed_at + tell_s
+        elif condition.num_left == 0:
+            self._end_output()
+            self._do(self._follower.done(self._statement().to_fields(now)))
+        else:
+            return self._mind_living(now)
+        return None
+
+    def _mind_living(self, now: float) -> float | None:
+        told = next((member for member in self.host.members if member.is_told), None)
+        if told is not None and not self._has_told_leaving:
+            self._has_told_leaving = True
+            self._do(self._follower.relay(Event(self._follower.generation, told.world.rank, {"event": TOLD})))
+        if self._attention is None or self._has_told_fault:
+            return None
+        self._mind_boxes()
+        noticed = self._attention.look(self.host.members, now)
+        if noticed.still is not None:
+            self._claim(self._attention, noticed.still)
+        return noticed.next_at
+
+    def _claim(self, attention: Attention, still: Still) -> None:
+        """Once for each place where they stand: the lead knows of the other hosts' workers, and decides."""
+        place = (still.suspects, still.step, still.phase)
+        if place != self._claimed:
+            self._claimed = place
+            fields = claim_fields(attention.examine(still, self.host.members), time.monotonic())
+            self._do(self._follower.relay(Event(self._follower.generation, still.suspects[0], fields)))
+
+    def _mind_boxes(self) -> None:
+        """When all ranks have voted since their first copy, earlier generations' need not be kept any more."""
+        words = [member.progress for member in self.host.members]
+        if self._first_kept is None:
+            kept = [word.kept for word in words if word.kept is not None]
+            self._first_kept = max(kept) if len(kept) == len(words) else None
+        elif all(word.step is not None and word.step >= self._first_kept + 2 for word in words):
+            self.host.settled()
+
+    def _mind_end(self, now: float) -> float | None:
+        if self.host.condition.num_left and now < self._fenced_at + REAP_S:
+            return self._fenced_at + REAP_S
+        self._end_output()
+        statement = self._statement().to_fields(now)
+        self._tell_of_survivors()
+        if self.host.error is not None and self.host.was_ready:
+            self.host.revive()
+        self._do(self._follower.fenced(statement, now))
+        return None
+
+    def _end_output(self) -> None:
+        for member in self.host.members:
+            member.end_output()
+
+    def _tell_of_survivors(self) -> None:
+        for member in self.host.members:
+            if not member.is_over:
+                who = f"Rank {member.world.rank} (process {member.pid})"
+                why = "it hangs in the kernel, in a device driver or a network file system perhaps"
+                text = f"{who} was killed but has not ended within {REAP_S:g} s: {why}."
+                self._do(self._follower.relay(Note(text)))
+
+    def _tell_fault(self, now: float) -> None:
+        if not self._has_told_fault:
+            self._has_told_fault = True
+            self._do(self._follower.broke(self._statement().to_fields(now)))
+
+    def _statement(self) -> Statement:
+        host, crew = self.host, self.host.crew
+        condition = host.condition
+        return Statement(
+            workers=tuple(host.facts()),
+            num_oom_kills=crew.num_oom_kills if crew else 0,
+            zygote=str(host.error) if host.error else "",
+            has_drained=condition.has_drained,
+            has_regrouped=condition.has_regrouped,
+        )
+
+    def _progress(self, now: float) -> list[RankProgress]:
+        return [_row(member.world.rank, member.progress, now) for member in self.host.members]
+
+    # --- what is to be done
+
+    def _do(self, effects: list[FollowerEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(letter):
+                    self._mail.send(letter)
+                case Start(begin):
+                    self._pending = begin
+                    self._has_told_fault = self._has_told_leaving = False
+                case TakeStore(address):
+                    self.host.pass_store_on(address)
+                case TakeAsk(ask):
+                    self.host.request(drain=ask.drain, save=ask.save, regroup=ask.regroup)
+                case Kill():
+                    self._kill()
+                case End():
+                    self._mail.on_end(effect)
+                case Joined():
+                    pass
+
+    def _start(self, begin: Begin) -> None:
+        self._pending = self._first_kept = self._claimed = None
+        if self._attention is not None:
+            self._attention.begin()
+        self.host.begin(worlds_of(begin), begin.payload)
+
+    def _kill(self) -> None:
+        self._fenced_at = time.monotonic()
+        if self._pending is not None:
+            self._pending = None
+            self.host.clear()
+        self.host.fence()
+
+
+def worlds_of(begin: Begin) -> list[World]:
+    """The ranks of one host."""
+    hosts = begin.hosts if len(begin.per_host) > 1 else ()
+    return [
+        World(
+            rank,
+            begin.world_size,
+            local_rank=number,
+            local_size=begin.num_workers,
+            launcher="agent",
+            generation=begin.generation,
+            hosts=hosts,
+        )
+        for number, rank in enumerate(begin.ranks)
+    ]
+
+
+def word_of(row: RankProgress, now: float) -> Progress:
+    """What a worker's own word said when its host last beat."""
+    return Progress(
+        step=None if row.step < 0 else row.step,
+        phase=Phase(row.phase),
+        at=now - row.age_s,
+        tick=row.tick,
+        own_sum_s=row.own_sum_s,
+        num_own=row.num_own,
+        lane=row.lane,
+    )
+
+
+def _row(rank: int, progress: Progress, now: float) -> RankProgress:
+    return RankProgress(
+        rank=rank,
+        step=-1 if progress.step is None else progress.step,
+        phase=int(progress.phase),
+        age_s=max(0.0, now - progress.at),
+        tick=progress.tick,
+        kept=-1 if progress.kept is None else progress.kept,
+        own_sum_s=progress.own_sum_s,
+        num_own=progress.num_own,
+        lane=progress.lane,
+    )

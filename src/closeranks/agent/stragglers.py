@@ -1,0 +1,133 @@
+"""Which rank computes slower than the others?
+
+Values in, findings out. Each rank tells what a micro-batch cost it alone, waiting not counted; it is compared with the
+median of the others that have the same work. A stage of a pipeline that nobody shares has no such others: it is
+compared with its own first steps, and the change with the others' change, so that a rank which was slow from the start
+cannot be told there from one that has more to do.
+
+Invariants: a rank is named when it is slow in every part of a row of ``num_steps`` steps, and not again until it was
+well for as many; what lasts less than ``SPAN_S`` is the scheduler's doing and names nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from closeranks.agent.progress import Progress
+
+SPAN_S = 2.0
+"""Three busy processes on two processors are 1.5 times apart for a second, until the scheduler moves one of them."""
+_SAMPLE_S = 0.5
+_SAMPLES = 4
+"""Single steps vary: the row is judged in so many parts, each by its mean, and none shorter than ``_SAMPLE_S``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A finding."""
+
+    rank: int
+    step: int
+    score: float
+    own_s: float
+    """What a micro-batch cost it alone,"""
+    median_s: float
+    """and what it should have cost by the others' measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a micro-batch cost a rank alone, since the last look."""
+
+    own_s: float
+    lane: int = 0
+    usual_s: float = 0.0
+    """The same in its first steps; 0: not known yet."""
+
+
+def expected(paces: Mapping[int, Pace]) -> dict[int, float]:
+    """For each rank that can be compared, what its pace should be by the others'."""
+    found = {}
+    for rank, pace in paces.items():
+        others = [(other, one) for other, one in paces.items() if other != rank]
+        alike = [one.own_s for _, one in others if one.lane == pace.lane]
+        changes = [one.own_s / one.usual_s for _, one in others if one.usual_s > 0]
+        if alike:
+            found[rank] = median(alike)
+        elif pace.usual_s > 0 and changes:
+            found[rank] = pace.usual_s * median(changes)
+    return {rank: seconds for rank, seconds in found.items() if seconds > 0}
+
+
+@dataclass(slots=True)
+class _Record:
+    """One rank, from look to look."""
+
+    num_own: int
+    own_sum_s: float
+    usual_steps: int = 0
+    usual_sum_s: float = 0.0
+    num_slow: int = 0
+    num_well: int = 0
+    slow_since: float = 0.0
+    is_named: bool = False
+
+    def judge(self, is_slow: bool, num_steps: int, now: float) -> None:
+        """Count looks of one kind in a row, in steps."""
+        if is_slow and self.num_slow == 0:
+            self.slow_since = now
+        self.num_slow = self.num_slow + num_steps if is_slow else 0
+        self.num_well = 0 if is_slow else self.num_well + num_steps
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """What must be remembered between looks, in one generation."""
+
+    ratio: float
+    num_steps: int
+    scores: dict[int, float] = field(default_factory=dict)
+    """Of the last part of a row that was judged."""
+    _records: dict[int, _Record] = field(default_factory=dict)
+    _sampled_at: float = 0.0
+
+    def begin(self) -> None:
+        """A new generation."""
+        self.scores, self._records, self._sampled_at = {}, {}, 0.0
+
+    def look(self, words: Mapping[int, Progress], now: float) -> list[Slow]:
+        """Who is to be named now. Call it as often as you like, with the words of all ranks."""
+        if self._records.keys() != words.keys():
+            self._records = {rank: _Record(word.num_own, word.own_sum_s) for rank, word in words.items()}
+            return []
+        share = max(1, self.num_steps // _SAMPLES)
+        is_due = all(word.num_own - self._records[rank].num_own >= share for rank, word in words.items())
+        if not is_due or now - self._sampled_at < _SAMPLE_S:
+            return []
+        self._sampled_at = now
+        paces = {rank: self._sample(self._records[rank], word) for rank, word in words.items()}
+        return self._findings(words, paces, now)
+
+    def _sample(self, record: _Record, word: Progress) -> Pace:
+        spent_s, steps = word.own_sum_s - record.own_sum_s, word.num_own - record.num_own
+        usual_s = record.usual_sum_s / record.usual_steps if record.usual_steps >= self.num_steps else 0.0
+        if not usual_s and record.num_own:  # the very first steps warm up
+            record.usual_sum_s += spent_s
+            record.usual_steps += steps
+        return Pace(spent_s / steps, word.lane, usual_s)
+
+    def _findings(self, words: Mapping[int, Progress], paces: Mapping[int, Pace], now: float) -> list[Slow]:
+        found, should_s = [], expected(paces)
+        self.scores = {rank: paces[rank].own_s / seconds for rank, seconds in should_s.items()}
+        for rank, word in words.items():
+            record = self._records[rank]
+            record.judge(self.scores.get(rank, 1.0) > self.ratio, word.num_own - record.num_own, now)
+            record.num_own, record.own_sum_s = word.num_own, word.own_sum_s
+            if record.is_named:
+                record.is_named = record.num_well < self.num_steps
+            elif record.num_slow >= self.num_steps and now - record.slow_since >= SPAN_S:
+                record.is_named = True
+                found.append(Slow(rank, word.step or 0, self.scores[rank], paces[rank].own_s, should_s[rank]))
+        return found

@@ -1,0 +1,49 @@
+"""``closeranks agent``: this host takes part in a job that is led from another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HELP = """Join a job that another host leads, with the workers of this one.
+
+\b
+  closeranks train job.toml -n 4 --hosts 2 --listen 10.0.0.1:29400     on the first host: it leads
+  closeranks agent --join 10.0.0.1:29400 -n 4 --token-file job.token   on every other host
+
+The lead begins when so many hosts have joined. A host that joins later makes the run larger at its next step, one that
+is lost or leaves (Ctrl-C, SIGTERM) makes it smaller; neither loses more than a step. The job's token proves that a host
+belongs to it: the lead writes one to the run folder unless both are given the same. Hosts share the file system with
+the run folder and the job's code. Exit status: 0 the job is over or this host has left, 1 the lead was lost, 2
+something needs your hand.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("agent", help=HELP, short_help="Join a job that another host leads.")(agent)
+
+
+def agent(
+    join: Annotated[str, typer.Option(help="Where the lead listens.", metavar="HOST:PORT")],
+    num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
+    token_file: Annotated[Path | None, typer.Option(help="The job's token; else CLOSERANKS_TOKEN is read.")] = None,
+    name: Annotated[str, typer.Option(help="What the job calls this host; its host name if left out.")] = "",
+) -> None:
+    import re
+    import sys
+
+    from closeranks.agent.control.token import host_token
+    from closeranks.agent.outpost import Outpost
+    from closeranks.core.environment import job_token, num_gpus
+    from closeranks.core.errors import SetupError
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    token = host_token(token_file, job_token(), say)
+    if name and not re.fullmatch(r"[\w.-]{1,200}", name):
+        raise SetupError(f"'{name}' is no name for a host", "Use letters, digits, dots and dashes.")
+    outpost = Outpost(join, token, name=name, num_workers=num_workers or num_gpus() or 1, on_note=say)
+    say(f"The job is over for this host: {outpost.run()}.")

@@ -1,0 +1,83 @@
+"""``closeranks drill``: does this job survive faults, and come out the same?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HELP = """Strike a job with real faults, and compare it with the run that never failed.
+
+\b
+  closeranks drill job.toml -n 4
+  closeranks drill job.toml -n 4 --faults kill,hang,slow,oom,bitflip,diskfull --count 20 --seed 7
+  closeranks drill job.toml -n 4 --faults "kill(rank=1, step=3), stop(rank=0, step=9)"
+  closeranks drill job.toml -n 4 train.steps=40 layout="zero=3"
+
+The job runs twice: undisturbed, then with faults, each with run.deterministic and elastic.snapshot_every=1. A table
+tells of each fault how long it took to be detected and until the ranks were back, how many finished steps were done
+again, and whether losses and state are those of the undisturbed run, bit by bit.
+
+\b
+Faults, all done from outside the workers:
+  kill       SIGKILL to one worker              kill2     to two at once
+  exception  its connections are cut            term      SIGTERM, as a scheduler sends it
+  hang       all its threads freeze             stop      SIGSTOP
+  slow       a share of one processor           oom       the kernel's out-of-memory killer
+  bitflip    a bit of its copy, then SIGKILL    torn      SIGKILL while it copies its state
+  diskfull   no room for checkpoints            zygote    SIGKILL to the process that workers come from
+
+A bare word leaves time and rank to the campaign, which --seed repeats. In full: kill(rank=1, step=3, at=0.5), where at
+is how far into the step; slow(rank=1, step=3, steps=5, share=0.2); kill2(rank=0, other=2, step=3); diskfull(step=3,
+steps=4). slow and oom need control groups that this user may make, diskfull needs root. Everything is written to
+runs/drill-JOB: both runs, drill.md and drill.json. Exit status: 0 all faults were survived and both runs are equal, 1
+not, 2 something in the job or the machine needs your hand.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("drill", help=HELP, short_help="Strike a job with faults, and see whether it comes out the same.")(
+        drill
+    )
+
+
+def drill(
+    job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values to change.", metavar="[TABLE.KEY=VALUE]...")
+    ] = None,
+    num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
+    faults: Annotated[
+        str,
+        typer.Option(help="Kinds, or faults in full, parted by commas; every kind that is possible here if left away."),
+    ] = "",
+    count: Annotated[int, typer.Option(min=0, help="How many faults to draw of the kinds; 0: one of each.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Which campaign: the same seed strikes the same way.")] = 0,
+    folder: Annotated[str, typer.Option(help="Where both runs go; runs/drill-JOB if left away.")] = "",
+) -> None:
+    from closeranks.cli.drills.running import Orders, all_kinds
+    from closeranks.cli.drills.running import drill as run
+    from closeranks.cli.launching import workers_of
+    from closeranks.elastic.faults.grammar import parse_faults
+    from closeranks.run.job import load_job
+
+    changes = tuple(overrides or ())
+    if faults.strip():
+        asked = parse_faults(faults)
+    else:
+        asked, without = all_kinds(workers_of(load_job(job, changes).value, num_workers))
+        for kind, reason in without.items():
+            typer.echo(f"{kind} is left out, it is not possible here: {reason}.")
+    command = _command(job, changes, num_workers, faults, count, seed)
+    if not run(Orders(job, changes, num_workers, asked, count, seed, folder, command)):
+        raise typer.Exit(1)
+
+
+def _command(job: Path, changes: tuple[str, ...], num_workers: int, faults: str, count: int, seed: int) -> str:
+    """What to type to do it again."""
+    import shlex
+
+    flags = [*(["-n", str(num_workers)] if num_workers else []), *(["--faults", faults] if faults.strip() else [])]
+    flags += [*(["--count", str(count)] if count else []), "--seed", str(seed)]
+    return shlex.join(["closeranks", "drill", str(job), *flags, *changes])

@@ -1,0 +1,134 @@
+"""What did a run come to, so that two runs can be held against each other?
+
+Imports no torch unless numbers must be compared by how far they are apart. Invariant: every step counts once, as the
+last account of it says; bits are compared, not printed numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from closeranks.checkpoint.catalogue import Found
+from closeranks.checkpoint.difference import diff, tree_differences
+from closeranks.checkpoint.manifest import Manifest
+from closeranks.cli.ckpt.places import pick
+from closeranks.core.errors import CheckpointError
+from closeranks.core.events import SaveFailed
+from closeranks.telemetry.faults import Told
+from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.history import load_history, told_by_agent
+from closeranks.telemetry.recorder import read_events
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
+"""How far a run may be from another of a different size: its sums are taken in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One run, as it wrote itself down."""
+
+    losses: Mapping[int, float]
+    """By step."""
+    samples: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Which samples each step took, in order; empty where that was not written down."""
+    told: Sequence[Told] = ()
+    """What the agent saw, and saves that failed."""
+    last_step: int = 0
+    longest_s: float = 0.0
+    """The longest step, a first one included."""
+
+
+def read_course(folder: Path) -> Course:
+    run, history = RunFolder(folder), load_history(folder)
+    steps = history.steps
+    return Course(
+        losses={step.step: step.loss for step in steps},
+        samples=_samples(run),
+        told=sorted([*told_by_agent(run), *_failed_saves(run)], key=lambda line: line.at),
+        last_step=history.started.last_step if history.started else 0,
+        longest_s=max((step.seconds for step in steps), default=0.0),
+    )
+
+
+def _failed_saves(run: RunFolder) -> list[Told]:
+    lines = read_events(run.metrics(0)) if run.metrics(0).exists() else ()
+    return [Told(float(values["at"]), event) for values, event in lines if isinstance(event, SaveFailed)]
+
+
+def _samples(run: RunFolder) -> dict[int, tuple[int, ...]]:
+    """Of all ranks; a micro-batch that was done again replaces what was written of it before, by whichever rank."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for path in sorted(run.path.glob("metrics/samples-*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = _row(line)
+            if row is not None:
+                found.setdefault(int(row["step"]), {})[int(row["micro_batch"])] = row["samples"]
+    return {
+        step: tuple(sample for number in sorted(parts) for sample in parts[number]) for step, parts in found.items()
+    }
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """None for a line that its writer was killed in."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def same_losses(one: Course, other: Course, first: int, last: int, tolerance: float = 0.0) -> bool:
+    """Whether both took every step from ``first`` to ``last`` to the same loss: in every bit, or within a tolerance."""
+    for step in range(first, last + 1):
+        a, b = one.losses.get(step), other.losses.get(step)
+        if a is None or b is None:
+            return False
+        is_near = tolerance > 0 and abs(a - b) <= tolerance * max(abs(a), abs(b))
+        if _bits(a) != _bits(b) and not is_near:
+            return False
+    return True
+
+
+def _bits(value: float) -> bytes:
+    return struct.pack("<d", value)
+
+
+def state_difference(one: Path, other: Path, tolerance: float = 0.0) -> str:
+    """In what the last states of two runs differ, in words; empty where they are equal."""
+    try:
+        (a, first), (b, second) = pick(str(one)), pick(str(other))
+    except CheckpointError as error:
+        return f"the last states cannot be compared: {error.what}"
+    odd = [row for row in diff(first, second) if row.verdict != "equal"]
+    if tolerance > 0:
+        odd = [row for row in odd if row.verdict != "differs" or not _is_near(a, b, row.section, row.key, tolerance)]
+    if odd:
+        return f"{len(odd)} tensors of the last state differ, {odd[0].section}/{odd[0].key} the first of them"
+    trees = tree_differences(_lasting(first), _lasting(second))
+    return f"the last states differ in {trees[0]}" if trees else ""
+
+
+def _lasting(manifest: Manifest) -> dict[str, Any]:
+    """What training goes on from; with which settings, and how long saves took, is told beside it."""
+    return {key: value for key, value in manifest.tree.items() if key not in ("config", "rhythm")}
+
+
+def _is_near(a: Found, b: Found, section: str, key: str, tolerance: float) -> bool:
+    """By the largest difference of any number: that of one near zero may be large in proportion, and means nothing."""
+    from closeranks.checkpoint.reader import CheckpointReader
+    from closeranks.checkpoint.values import largest_difference
+
+    found = largest_difference(CheckpointReader(a.storage, a.name), CheckpointReader(b.storage, b.name), section, key)
+    return found.absolute <= tolerance
+
+
+def same_samples(one: Course, other: Course) -> bool | None:
+    """Whether every step took the same samples; None where neither wrote them down."""
+    if not one.samples and not other.samples:
+        return None
+    return one.samples == other.samples

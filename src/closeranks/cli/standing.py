@@ -1,0 +1,164 @@
+"""How does what the agent sees become a status that others can read?
+
+Hears every event and looks over the agent's shoulder in each of its turns. Invariant: cheap enough for every turn (the
+file is composed only when it is due), and nothing it meets can end the run. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from closeranks.agent.progress import PHASE_WORDS
+from closeranks.agent.view import Seen, View
+from closeranks.core.events import (
+    Event,
+    HostChanged,
+    RankLost,
+    RanksClosed,
+    RunStarted,
+    SaveFailed,
+    SlowRank,
+    Snapshotting,
+    StepDone,
+    Warned,
+)
+from closeranks.telemetry import lines
+from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.status import (
+    Happened,
+    HostStatus,
+    Status,
+    StatusWriter,
+    WorkerStatus,
+    resident_bytes,
+    this_process,
+)
+
+if TYPE_CHECKING:
+    from closeranks.agent.lead import OnTurn
+
+_EVENTS_KEPT = 8
+_HELD_S = 60.0
+
+
+class Standing:
+    """Call sequence: ``hear`` each event of rank 0 and of the agent, ``look`` in every turn, ``end`` once.
+
+    A folder that holds the status of an earlier part of the run keeps it until this part has really begun: a run that
+    is refused leaves what it found.
+    """
+
+    def __init__(self, folder: Path, on_problem: Callable[[str], None] | None = None) -> None:
+        self._on_problem = on_problem
+        self._writer = StatusWriter(folder, on_problem=on_problem)
+        self._folder = folder
+        self._began_at = time.time()
+        self._self = this_process()
+        self._num_steps = self._step = self._snapshot_every = self._num_before = 0
+        self._lost: RankLost | None = None
+        self._happened: deque[Happened] = deque(maxlen=_EVENTS_KEPT)
+        self._view = View(0.0, "starting", 0, 0, (), (), (), 0)
+        self._is_held = RunFolder(folder).status.exists()
+
+    def move(self, folder: Path) -> None:
+        """A script's session writes elsewhere than was thought."""
+        if folder != self._folder:
+            if not self._is_held:
+                RunFolder(self._folder).status.unlink(missing_ok=True)
+            self._folder, self._writer = folder, StatusWriter(folder, on_problem=self._on_problem)
+
+    def hear(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._is_held = False
+                self._num_steps, self._step = event.last_step, event.first_step
+            case StepDone():
+                self._step = event.step
+            case Snapshotting():
+                self._snapshot_every = event.every
+            case RankLost():
+                self._settle()
+                self._lost, self._num_before = event, self._view.world_size
+            case RanksClosed():
+                lost, self._lost = self._lost, None
+                if lost is not None:
+                    self._note(lines.closed_line(lost, event, self._num_before or event.world_size))
+            case SlowRank():
+                self._note(lines.slow_line(event))
+            case HostChanged():
+                self._note(lines.host_line(event))
+            case SaveFailed():
+                self._note(lines.save_failed_line(event))
+            case Warned():
+                self._note(lines.warned_line(event))
+
+    def look(self, view: View) -> float:
+        """One turn of the agent; the answer is when, on the monotonic clock, it should look in again at the latest."""
+        self._view = view
+        if not self._is_held and self._writer.is_due(view.generation, view.state):
+            self._writer.write(self.status(view.state))
+        return self._writer.next_at if not self._is_held else view.now + _HELD_S
+
+    def looking_beside(self, other: OnTurn | None) -> OnTurn:
+        """Both look on in every turn, the other first; whoever wants to look again earlier is heeded."""
+
+        def look(view: View) -> float:
+            asked = other(view) if other is not None else None
+            own = self.look(view)
+            return own if asked is None else min(own, asked)
+
+        return look
+
+    def end(self, state: str) -> None:
+        """How the run ended: the last that is written."""
+        self._settle()
+        if not self._is_held:
+            self._writer.write(self.status(state))
+
+    def status(self, state: str) -> Status:
+        view, now = self._view, time.time()
+        happened = tuple(self._happened)
+        if self._lost is not None:
+            happened = (*happened, Happened(now, lines.closing_line(self._lost)))
+        return Status(
+            run=str(self._folder),
+            state=state,
+            writer=self._self,
+            began_at=self._began_at,
+            at=now,
+            generation=view.generation,
+            world_size=view.world_size,
+            step=self._step,
+            num_steps=self._num_steps,
+            workers=tuple(_worker(one) for one in view.seen),
+            hosts=tuple(HostStatus(host.name, host.num_workers, host.state) for host in view.hosts),
+            happened=happened,
+            snapshot_every=self._snapshot_every,
+            snapshot_bytes=view.boxes_bytes,
+        )
+
+    def _note(self, text: str) -> None:
+        self._happened.append(Happened(time.time(), text))
+
+    def _settle(self) -> None:
+        """Somebody was lost and no ranks were closed after it."""
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            self._note(lines.lost_words(lost))
+
+
+def _worker(seen: Seen) -> WorkerStatus:
+    progress = seen.progress
+    return WorkerStatus(
+        rank=seen.rank,
+        host=seen.host,
+        pid=seen.pid,
+        step=progress.step,
+        phase=PHASE_WORDS[progress.phase],
+        own_s=progress.own_s,
+        memory_bytes=resident_bytes(seen.pid),
+    )

@@ -1,0 +1,147 @@
+"""``closeranks status``: who is here, and how far are they?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from closeranks.telemetry.status import Heard, Status
+
+HELP = """Tell how a run stands: its workers and hosts, generation, step and last events.
+
+\b
+  closeranks status runs/tiny
+  closeranks status runs/tiny --watch
+  closeranks status --json
+
+Without a folder it is the newest run under runs/. A run whose agent cannot be found any more is told as what was last
+heard of it. --watch shows it again and again until the run has ended; --json prints one object, for machines.
+"""
+
+_WATCH_S = 0.5
+
+
+def register(app: typer.Typer) -> None:
+    app.command("status", help=HELP, short_help="Tell how a run stands now.")(status)
+
+
+def status(
+    run: Annotated[
+        Path | None, typer.Argument(help="The run's folder; the newest when left out.", metavar="RUN")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until the run has ended.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+) -> None:
+    folder = _folder(run)
+    if watch:
+        _watch(folder, as_json)
+    else:
+        found, heard = _look(folder)
+        typer.echo(_shown(found, heard, as_json))
+
+
+def _folder(run: Path | None) -> Path:
+    from closeranks.core.errors import UserError
+    from closeranks.telemetry.folder import RunFolder, newest_run
+
+    if run is None:
+        newest = newest_run(Path("runs"))
+        if newest is None:
+            raise UserError("there is no run under runs/", "Name the run's folder: closeranks status RUN.")
+        return newest
+    if not run.is_dir():
+        raise UserError(f"there is no folder {run}", "Name the folder that `closeranks train` printed.")
+    if not RunFolder(run).is_run:
+        raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")
+    return run
+
+
+def _look(folder: Path) -> tuple[Status, Heard]:
+    from closeranks.telemetry.status import how_heard, is_alive, read_status
+
+    found = read_status(folder) or _unwatched(folder)
+    return found, how_heard(found, time.time(), is_alive(found.writer))
+
+
+def _unwatched(folder: Path) -> Status:
+    """A run that no agent of ours watches, as far as its metrics tell."""
+    from closeranks.telemetry.folder import RunFolder
+    from closeranks.telemetry.history import load_history
+    from closeranks.telemetry.status import UNWATCHED, Status
+
+    run, history = RunFolder(folder), load_history(folder)
+    path = run.metrics(0) if run.metrics(0).exists() else run.job
+    started = history.started
+    return Status(
+        run=str(folder),
+        state=UNWATCHED if history.ended is None else history.ended.reason,
+        at=path.stat().st_mtime,
+        step=history.steps[-1].step if history.steps else 0,
+        num_steps=started.last_step if started else 0,
+        generation=started.generation if started else 0,
+        world_size=started.world_size if started else 0,
+    )
+
+
+def _shown(found: Status, heard: Heard, as_json: bool) -> str:
+    from closeranks.telemetry.status import encode_status
+    from closeranks.telemetry.status_text import status_text
+
+    now = time.time()
+    if as_json:
+        return encode_status(found, heard=heard.value, age_s=round(max(0.0, now - found.at), 3))
+    return status_text(found, heard, now)
+
+
+def _watch(folder: Path, as_json: bool) -> None:
+    """Until the run has ended or nobody can say any more; Ctrl-C is how a person leaves, and no mistake."""
+    from rich.console import Console
+
+    console = Console()
+    try:
+        if console.is_terminal and not as_json:
+            _draw_over(folder, console)
+        else:
+            _print_changes(folder, as_json)
+    except KeyboardInterrupt:
+        return
+
+
+def _looks(folder: Path) -> Iterator[tuple[Status, Heard]]:
+    """Look after look, up to the one after which there is nothing more to see."""
+    from closeranks.telemetry.status import Heard
+
+    while True:
+        found, heard = _look(folder)
+        yield found, heard
+        if heard in (Heard.ENDED, Heard.GONE, Heard.UNWATCHED):
+            return
+        time.sleep(_WATCH_S)
+
+
+def _draw_over(folder: Path, console: Console) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=console, auto_refresh=False) as live:
+        for found, heard in _looks(folder):
+            live.update(Text(_shown(found, heard, False)), refresh=True)
+
+
+def _print_changes(folder: Path, as_json: bool) -> None:
+    """One line for each change: a file or a pipe cannot be drawn over."""
+    from closeranks.telemetry.status_text import one_line
+
+    last = ""
+    for found, heard in _looks(folder):
+        text = _shown(found, heard, True).replace("\n", "") if as_json else one_line(found, heard, time.time())
+        if text != last:
+            typer.echo(text)
+        last = text

@@ -1,0 +1,29 @@
+"""After how many steps is the next copy of the state taken?
+
+Invariant: pure functions of numbers that all ranks share, so that all take their copies at the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+_FIRST, _EVERY = 3, 100
+_MOST = 1000
+
+
+def is_time_to_decide(num_steps: int) -> bool:
+    """Whether ranks look at what copies cost after so many steps of their own: early, and now and then."""
+    return num_steps == _FIRST or (num_steps > 0 and num_steps % _EVERY == 0)
+
+
+def steps_between(cost_s: float, step_s: float, share: float) -> int:
+    """As few as keep the cost of a copy within this share of the time for so many steps."""
+    if cost_s <= 0.0 or step_s <= 0.0:
+        return 1
+    return min(max(1, math.ceil(cost_s / (share * step_s))), _MOST)
+
+
+def true_cost(stall_s: float, busy_s: float, num_cores: int, num_busy: int) -> float:
+    """What a copy takes from training: the time it stood still and, where no core is to spare for the copying thread of
+    every worker, the processor time too, which somebody else would have used."""
+    return stall_s if num_cores >= 2 * num_busy else stall_s + busy_s

@@ -1,0 +1,246 @@
+"""How is each kind of fault done, and undone?
+
+Each is a real cause from outside the worker: a signal through its pidfd, a control group, a connection that is shut
+down, bits in memory that the agent owns, a disk without room. Invariant: whatever a blow set up it takes down again in
+``end``, which may be called at any time and more than once.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from closeranks.elastic.faults.boxes import Headers, flip_bit, newest_sealed
+from closeranks.elastic.faults.cgroups import CPU, FREEZER, MEMORY, Group, Lacking, Need, find_home
+from closeranks.elastic.faults.disk import SmallDisk
+from closeranks.elastic.faults.fault import Fault
+from closeranks.elastic.faults.look import Look, Worker, step_of, worker_of
+from closeranks.elastic.faults.processes import Victim, await_state
+
+_MOMENT_S = 0.02
+
+
+class Blow:
+    """One fault under way. ``turn`` is called at every look until it says that it is over, ``end`` after that."""
+
+    is_hasty = False
+    """Whether it wants to be turned again at once."""
+
+    def __init__(self, note: str = "", *, has_struck: bool = True) -> None:
+        self.note = note
+        self.struck_at = time.time() if has_struck else None
+
+    def turn(self, look: Look) -> bool:
+        return self.struck_at is not None
+
+    def end(self) -> None: ...
+
+
+def _victim(look: Look, rank: int) -> Worker:
+    worker = worker_of(look, rank)
+    if worker is None or worker.pid is None:
+        raise ProcessLookupError(f"rank {rank} is not here")
+    return worker
+
+
+def _send(look: Look, ranks: tuple[int, ...], number: signal.Signals) -> Blow:
+    """To all of them at once: nobody is struck before all are known to be there."""
+    victims = [Victim(_victim(look, rank).pid or 0) for rank in ranks]
+    try:
+        for victim in victims:
+            victim.signal(number)
+    finally:
+        for victim in victims:
+            victim.close()
+    return Blow(number.name)
+
+
+def _cut(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
+    with Victim(_victim(look, fault.rank).pid or 0) as victim:
+        num_cut = victim.cut_connections()
+    if not num_cut:
+        raise OSError(f"rank {fault.rank} has no connection to another")
+    return Blow(f"{num_cut} connections shut down")
+
+
+def _kill_zygote(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
+    if look.zygote is None:
+        raise ProcessLookupError("there is no zygote now")
+    with Victim(look.zygote) as zygote:
+        zygote.signal(signal.SIGKILL)
+    return Blow("SIGKILL to the zygote")
+
+
+class _Grouped(Blow):
+    """A worker in a control group of its own, until it is dead. What the group does is set before it is taken in."""
+
+    def __init__(self, fault: Fault, look: Look, need: Need, note: str, *, has_struck: bool = True) -> None:
+        super().__init__(note, has_struck=has_struck)
+        home = find_home(need)
+        self._victim = Victim(_victim(look, fault.rank).pid or 0)
+        self._group = Group(home)
+        try:
+            self.prepare(fault)
+            self._group.take(self._victim.pid)
+        except OSError:
+            self.end()
+            raise
+
+    def prepare(self, fault: Fault) -> None:
+        raise NotImplementedError
+
+    def turn(self, look: Look) -> bool:
+        return self._victim.is_dead
+
+    def end(self) -> None:
+        self._victim.close()
+        self._group.remove()
+
+
+class _Freeze(_Grouped):
+    def __init__(self, fault: Fault, look: Look) -> None:
+        super().__init__(fault, look, FREEZER, "frozen")
+
+    def prepare(self, fault: Fault) -> None:
+        self._group.freeze(True)
+
+
+def _hang(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
+    try:
+        return _Freeze(fault, look)
+    except Lacking:
+        return _send(look, (fault.rank,), signal.SIGSTOP)
+
+
+class _Slow(_Grouped):
+    def __init__(self, fault: Fault, look: Look) -> None:
+        self._fault = fault
+        super().__init__(fault, look, CPU, f"{fault.share:.0%} of a processor")
+
+    def prepare(self, fault: Fault) -> None:
+        self._group.limit_cpu(fault.share)
+
+    def turn(self, look: Look) -> bool:
+        step = step_of(look, self._fault)
+        return super().turn(look) or (step is not None and step > self._fault.last_step)
+
+
+class _Starve(_Grouped):
+    """It holds what it has; the first page more that it asks for ends it, by the kernel's hand."""
+
+    def __init__(self, fault: Fault, look: Look) -> None:
+        super().__init__(fault, look, MEMORY, "no page more", has_struck=False)
+
+    def prepare(self, fault: Fault) -> None:
+        self._group.limit_memory(0)
+
+    def turn(self, look: Look) -> bool:
+        if self.struck_at is None and self._group.num_oom_kills:
+            self.struck_at, self.note = time.time(), "killed by the kernel for want of memory"
+        return super().turn(look)
+
+
+def _own_boxes(look: Look, worker: Worker) -> tuple[str, ...]:
+    if worker.local_rank >= len(look.boxes):
+        raise OSError(f"rank {worker.rank} keeps no copies in memory")
+    return tuple(look.boxes[worker.local_rank][:2])
+
+
+def _flip(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
+    """It stands still meanwhile, so that what is newest stays newest."""
+    worker = _victim(look, fault.rank)
+    with Victim(worker.pid or 0) as victim:
+        victim.signal(signal.SIGSTOP)
+        try:
+            slot = newest_sealed(_own_boxes(look, worker))
+            if slot is None:
+                raise OSError(f"rank {fault.rank} has no sealed copy yet")
+            bit = flip_bit(slot, random.Random(str(fault)))
+        except OSError:
+            victim.signal(signal.SIGCONT)
+            raise
+        victim.signal(signal.SIGKILL)
+    return Blow(f"bit {bit} of the copy of step {slot.step}, then SIGKILL")
+
+
+class _Tear(Blow):
+    """Watches the victim's copies without a pause: writing one takes a millisecond or less in a small run."""
+
+    is_hasty = True
+
+    def __init__(self, fault: Fault, look: Look) -> None:
+        super().__init__(has_struck=False)
+        worker = _victim(look, fault.rank)
+        self._generation = look.generation
+        self._headers = Headers(_own_boxes(look, worker))
+        try:
+            self._victim = Victim(worker.pid or 0)
+        except OSError:
+            self._headers.close()
+            raise
+
+    def turn(self, look: Look) -> bool:
+        """For a moment, so that the agent's loop gets its turns too."""
+        deadline = time.monotonic() + _MOMENT_S
+        while self.struck_at is None and time.monotonic() < deadline:
+            if self._headers.is_writing(self._generation):
+                self._strike()
+        return self.struck_at is not None or self._victim.is_dead
+
+    def _strike(self) -> None:
+        with suppress(ProcessLookupError):
+            self._victim.signal(signal.SIGKILL)
+        self.struck_at = time.time()
+        await_state(self._victim.pid, "ZX")
+        left = ", which left the copy torn" if any(self._headers.are_torn()) else "; the copy was faster"
+        self.note = f"SIGKILL while it copied{left}"
+
+    def end(self) -> None:
+        self._headers.close()
+        self._victim.close()
+
+
+class _FullDisk(Blow):
+    def __init__(self, fault: Fault, disk: SmallDisk | None) -> None:
+        if disk is None:
+            raise OSError("no file system was put under the checkpoints before the run")
+        super().__init__("no block left for checkpoints")
+        self._fault = fault
+        self._disk: SmallDisk | None = disk
+        disk.fill()
+
+    def turn(self, look: Look) -> bool:
+        """Room that a failed save gives back is taken again: on a disk that others fill it would be, too."""
+        step = step_of(look, self._fault)
+        if self._disk is not None:
+            with suppress(BlockingIOError):  # somebody is writing just now: the next turn will do
+                self._disk.fill()
+        return step is not None and step > self._fault.last_step
+
+    def end(self) -> None:
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk.free()
+
+
+def _to_workers(number: signal.Signals) -> Callable[[Fault, Look, SmallDisk | None], Blow]:
+    return lambda fault, look, disk: _send(look, fault.victims, number)
+
+
+BLOWS: dict[str, Callable[[Fault, Look, SmallDisk | None], Blow]] = {
+    "kill": _to_workers(signal.SIGKILL),
+    "kill2": _to_workers(signal.SIGKILL),
+    "exception": _cut,
+    "hang": _hang,
+    "stop": _to_workers(signal.SIGSTOP),
+    "slow": lambda fault, look, disk: _Slow(fault, look),
+    "oom": lambda fault, look, disk: _Starve(fault, look),
+    "bitflip": _flip,
+    "torn": lambda fault, look, disk: _Tear(fault, look),
+    "diskfull": lambda fault, look, disk: _FullDisk(fault, disk),
+    "term": _to_workers(signal.SIGTERM),
+    "zygote": _kill_zygote,
+}

@@ -1,0 +1,102 @@
+"""Which faults does a random campaign strike with, and when?
+
+Pure: the same arguments give the same faults. Invariants: kinds take turns, so that each comes as often as any other
+(give or take one); steps are spread over the whole run, the first, a middle and the last one among them, no
+step twice but where a kind cannot stand at its own; a fault that lasts is over before the run is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from closeranks.core.errors import UserError
+from closeranks.elastic.faults.fault import KINDS, STEPS, Fault
+
+_EARLIEST = {"torn": 3}
+"""Both copies must have been written once before a torn one can be told from an empty one."""
+_LONGEST = 40
+"""Steps that a fault lasts in a long run."""
+_PLACES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+"""Late in a step another rank may have ended it already."""
+
+
+def campaign(kinds: Sequence[str], count: int, seed: int, num_steps: int, num_ranks: int) -> list[Fault]:
+    """``count`` faults in the order of their steps."""
+    names = list(dict.fromkeys(kinds))
+    _check(names, count, num_steps, num_ranks)
+    rng = random.Random(f"{seed}/{num_steps}/{num_ranks}/{','.join(names)}")
+    steps = _steps(count, num_steps, rng)
+    turns = _turns(names, count, rng)
+    _give_way(turns, steps, num_steps)
+    faults = [_fault(kind, step, num_steps, num_ranks, rng) for kind, step in zip(turns, steps, strict=True)]
+    return sorted(faults, key=lambda fault: fault.step)
+
+
+def _check(names: Sequence[str], count: int, num_steps: int, num_ranks: int) -> None:
+    if not names or count < 1:
+        raise UserError("a campaign needs at least one kind of fault, and a count of at least 1", "Name a kind: kill.")
+    if count > num_steps:
+        what = f"{count} faults do not fit into {num_steps} steps: each is struck at a step of its own"
+        raise UserError(what, f"Ask for --count {num_steps} at most, or train longer.")
+    for name in names:
+        needed = max(_earliest(name), 2 if name == "diskfull" else 1)
+        if num_steps < needed:
+            raise UserError(f"{name} needs a run of at least {needed} steps, this one has {num_steps}", "Train longer.")
+        if num_ranks < KINDS[name].num_ranks:
+            raise UserError(f"{name} needs at least {KINDS[name].num_ranks} workers", "Start with -n 2 or more.")
+
+
+def _earliest(kind: str) -> int:
+    return _EARLIEST.get(kind, 1)
+
+
+def _steps(count: int, num_steps: int, rng: random.Random) -> list[int]:
+    """Evenly spread, each moved by less than half the way to the next; both ends and the middle stay where they are."""
+    middle = (num_steps + 1) // 2
+    if count == 1:
+        return [middle]
+    gap = (num_steps - 1) / (count - 1)
+    slack = max(0, (int(gap) - 1) // 2)
+    inner = [1 + round(place * gap) + rng.randint(-slack, slack) for place in range(1, count - 1)]
+    if inner and middle not in inner:
+        inner[min(range(len(inner)), key=lambda place: abs(inner[place] - middle))] = middle
+    return [1, *inner, num_steps]
+
+
+def _turns(names: list[str], count: int, rng: random.Random) -> list[str]:
+    turns: list[str] = []
+    while len(turns) < count:
+        turn = list(names)
+        rng.shuffle(turn)
+        turns += turn
+    return turns[:count]
+
+
+def _give_way(turns: list[str], steps: Sequence[int], num_steps: int) -> None:
+    """Kinds that cannot stand at a step change places with one that can, where there is one."""
+    for place, step in enumerate(steps):
+        if _fits(turns[place], step, num_steps):
+            continue
+        for other in range(len(turns)):
+            if _fits(turns[other], step, num_steps) and _fits(turns[place], steps[other], num_steps):
+                turns[place], turns[other] = turns[other], turns[place]
+                break
+
+
+def _fits(kind: str, step: int, num_steps: int) -> bool:
+    lasts = 1 if KINDS[kind].ends_generation else 2
+    return step >= _earliest(kind) and step + lasts - 1 <= num_steps
+
+
+def _fault(kind: str, step: int, num_steps: int, num_ranks: int, rng: random.Random) -> Fault:
+    rank = rng.randrange(num_ranks)
+    other = rng.choice([one for one in range(num_ranks) if one != rank]) if kind == "kill2" else 0
+    at = rng.choice(_PLACES) if step < num_steps else 0.0  # the last one may be over sooner than the one before it
+    step = max(step, _earliest(kind))
+    if KINDS[kind].ends_generation:
+        return Fault(kind, step, rank if "rank" in KINDS[kind].takes else 0, other, at=at)
+    step = min(step, max(1, num_steps - 1))
+    # A save takes as long as many short steps do, and who is slow for a second only is not called so.
+    steps = max(1, min(max(STEPS, min(num_steps // 3, _LONGEST)), num_steps - step))
+    return Fault(kind, step, rank if "rank" in KINDS[kind].takes else 0, steps=steps, at=at)

@@ -1,0 +1,114 @@
+"""What can be done to a run on purpose? Faults as data: ``kill(rank=1, step=3)``.
+
+Invariant: a fault says everything about itself and prints as the text it is read from, so that a campaign can be
+written down, repeated and cut short by hand. What each kind needs of the machine is told by ``means``; who strikes is
+``inject``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from closeranks.core.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to hurt a run, and how it is done from outside the worker."""
+
+    name: str
+    meaning: str
+    takes: tuple[str, ...] = ("rank",)
+    """Arguments beside ``step`` and ``at``, in the order in which they are printed."""
+    ends_generation: bool = True
+    """Whether workers are lost by it; False: the run should go on as if nothing were."""
+    num_ranks: int = 1
+    """With fewer ranks than this there is nobody to strike."""
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("kill", "SIGKILL to one worker"),
+        Kind("kill2", "SIGKILL to two workers at once", ("rank", "other"), num_ranks=2),
+        Kind("exception", "its connections to the others are cut, so that its next collective raises", num_ranks=2),
+        Kind("hang", "all its threads freeze, whoever holds the GIL (cgroup freezer; SIGSTOP where there is none)"),
+        Kind("stop", "SIGSTOP to one worker"),
+        Kind("slow", "it gets a share of one processor for some steps", ("rank", "steps", "share"), False),
+        Kind("oom", "no more memory for it: the kernel's out-of-memory killer ends it"),
+        Kind("bitflip", "one bit of its newest copy in memory is turned over, then SIGKILL"),
+        Kind("torn", "SIGKILL while it copies its state"),
+        Kind("diskfull", "no room for checkpoints for some steps", ("steps",), False),
+        Kind("term", "SIGTERM to one worker, as a scheduler sends it"),
+        Kind("zygote", "SIGKILL to the process that workers are forked from", ()),
+    )
+}
+
+STEPS = 5
+"""How many steps a fault that lasts does, unless it says."""
+SHARE = 0.2
+"""Of one processor, what a slow worker gets unless the fault says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One strike. Arguments that its kind does not take keep their defaults."""
+
+    kind: str
+    step: int
+    """It strikes when its victim works on this step; the first is 1."""
+    rank: int = 0
+    other: int = 0
+    """The second victim of ``kill2``."""
+    steps: int = STEPS
+    share: float = SHARE
+    at: float = 0.0
+    """How far into the step, as a share of what its last step took."""
+
+    def __str__(self) -> str:
+        values = [(name, getattr(self, name)) for name in self.about.takes]
+        said = [(name, value) for name, value in values if name not in DEFAULTS or value != DEFAULTS[name]]
+        ranks = [pair for pair in said if pair[0] in ("rank", "other")]
+        rest = [pair for pair in said if pair not in ranks]
+        spots = [*ranks, ("step", self.step), *rest, *([("at", self.at)] if self.at else [])]
+        return f"{self.kind}({', '.join(f'{name}={value!r}' for name, value in spots)})"
+
+    @property
+    def about(self) -> Kind:
+        return KINDS[self.kind]
+
+    @property
+    def has_rank(self) -> bool:
+        return "rank" in self.about.takes
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """Ranks that it strikes; none where it is not a worker that is struck."""
+        return tuple(getattr(self, name) for name in ("rank", "other") if name in self.about.takes)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that it does something to by itself."""
+        return self.step + self.steps - 1 if "steps" in self.about.takes else self.step
+
+
+DEFAULTS = {"steps": STEPS, "share": SHARE}
+"""Arguments that may be left away, beside ``at``."""
+
+
+def check_faults(faults: Sequence[Fault], num_ranks: int, num_steps: int | None = None) -> None:
+    """Refuse what this run cannot meet. ``num_steps`` None: not known before it has begun."""
+    for fault in faults:
+        if fault.about.num_ranks > num_ranks:
+            raise UserError(f"{fault}: {fault.kind} needs at least {fault.about.num_ranks} workers", "Start with -n 2.")
+        if strangers := [rank for rank in fault.victims if rank >= num_ranks]:
+            fix = f"The ranks of {num_ranks} workers are 0 to {num_ranks - 1}."
+            raise UserError(f"{fault}: there is no rank {strangers[0]}", fix)
+        if num_steps is None:
+            continue
+        if fault.step > num_steps:
+            raise UserError(f"{fault}: the run has {num_steps} steps only", "Choose an earlier step.")
+        if fault.kind == "diskfull" and fault.last_step >= num_steps:
+            what = f"{fault}: the disk would still be full after the last step, {num_steps}, whose state is compared"
+            raise UserError(what, f"Let step + steps come to at most {num_steps}.")

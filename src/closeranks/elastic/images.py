@@ -1,0 +1,73 @@
+"""Which ranks hold the same state, and who keeps a second copy of it?
+
+An image is all that one rank holds of the state. Replicas hold the same one, so it goes by the coordinates on the other
+axes. Invariants: all functions are pure, and every rank gets the same answer from the same world; nobody keeps more
+than one copy for another, since a box has room for one; a copy leaves its host wherever another has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+
+from closeranks.facts.layout import Layout
+from closeranks.facts.mesh import Mesh
+
+
+def images_of(mesh: Mesh) -> tuple[str, ...]:
+    """The image of every rank."""
+    places = (mesh.place(rank) for rank in range(mesh.layout.num_ranks))
+    return tuple(f"p{place.pipeline}-s{place.shard}-t{place.tensor}" for place in places)
+
+
+def layout_digest(layout: Layout) -> str:
+    """Equal where images of the same name hold the same tensors."""
+    return blake2b(str(layout).encode(), digest_size=8).hexdigest()
+
+
+def partners(hosts: Sequence[int], images: Sequence[str]) -> tuple[int | None, ...]:
+    """Who keeps a copy of each rank's image; None where a replica suffices or there is nobody.
+
+    An image whose replicas lie on several hosts needs none; on the only host, one that has a replica at all. Where an
+    image does need one, the first of its holders has it kept.
+    """
+    are_several = len(set(hosts)) > 1
+    writers = []
+    for image in dict.fromkeys(images):
+        holders = [rank for rank, other in enumerate(images) if other == image]
+        is_safe = len({hosts[rank] for rank in holders}) > 1 if are_several else len(holders) > 1
+        if not is_safe:
+            writers.append(holders[0])
+    order = sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank))
+    shift = max(sum(host == other for other in hosts) for host in set(hosts)) if are_several else 1
+    # A walk that begins beyond the largest host finds a free rank of another one at once, wherever there is one.
+    walks = {rank: [order[(at + shift + n) % len(order)] for n in range(len(order))] for at, rank in enumerate(order)}
+    matching = _Matching()
+    matching.extend(writers, lambda rank: (other for other in walks[rank] if hosts[other] != hosts[rank]))
+    matching.extend(writers, lambda rank: (other for other in walks[rank] if other != rank))
+    found = {writer: keeper for keeper, writer in matching.writer_of.items()}
+    return tuple(found.get(rank) for rank in range(len(hosts)))
+
+
+class _Matching:
+    """Pairs writers with keepers, one to one; moves earlier pairs where that makes room for one more."""
+
+    def __init__(self) -> None:
+        self.writer_of: dict[int, int] = {}
+
+    def extend(self, writers: Iterable[int], candidates: Callable[[int], Iterable[int]]) -> None:
+        placed = set(self.writer_of.values())
+        for writer in writers:
+            if writer not in placed:
+                self._place(writer, candidates, set())
+
+    def _place(self, writer: int, candidates: Callable[[int], Iterable[int]], tried: set[int]) -> bool:
+        for keeper in candidates(writer):
+            if keeper in tried:
+                continue
+            tried.add(keeper)
+            before = self.writer_of.get(keeper)
+            if before is None or self._place(before, candidates, tried):
+                self.writer_of[keeper] = writer
+                return True
+        return False

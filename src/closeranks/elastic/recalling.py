@@ -1,0 +1,172 @@
+"""How does a rank get its tensors back from slots, whatever layout wrote them?
+
+Of the same layout each entry lies in one stretch of the tensor it belongs to, and is digested while it is copied there.
+After a resize a tensor is put together from the entries that overlap it. Invariant: every byte that is given out was
+checked against the digest that was taken when it was copied, or ``SlotError`` says whose copy is damaged; then the
+tensors hold some of it and some not, and whoever asked must fill them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from crc32c import crc32c
+from torch import Tensor
+
+from closeranks.core.overlaps import Box, Run, plan
+from closeranks.core.pieces import Piece
+from closeranks.elastic.slots import Entry, Octets, Sealed, SlotError, flipped
+from closeranks.elastic.sources import copy_and_digest, octets
+
+_NUM_THREADS = 4
+"""That digest and copy what goes to a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    slot: Sealed
+    entry: Entry
+    crc: int
+    piece: Piece
+
+    def values(self) -> Tensor:
+        """Unchecked, flat."""
+        dtype: torch.dtype = getattr(torch, self.entry.dtype)
+        if not self.entry.num_bytes:
+            return torch.empty(0, dtype=dtype)
+        return torch.from_numpy(self.slot.data(self.entry)).view(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """An entry that lies whole and in its own order in a wanted piece, from element ``first`` to ``last``."""
+
+    stored: _Stored
+    first: int
+    last: int
+
+    def copy(self, place: Octets) -> None:
+        one = self.stored
+        if copy_and_digest(one.slot.data(one.entry), [place]) != one.crc:
+            raise DamagedCopy(one.slot, one.entry)
+
+    def land(self, target: Tensor) -> None:
+        with torch.cuda.device(target.device), torch.no_grad():
+            pinned = torch.empty(self.last - self.first, dtype=target.dtype, pin_memory=True)
+            self.copy(octets(pinned))
+            target[self.first : self.last].copy_(pinned, non_blocking=True)
+
+
+def _stretches(stored: Sequence[_Stored], piece: Piece) -> list[_Stretch] | None:
+    """The entries that make up a piece one after the other, where the same box was stored; None where it was not."""
+    first, last = piece.flat or (0, prod(piece.size))
+    found: list[_Stretch] = []
+    at = first
+    for one in stored:
+        begin, end = one.piece.flat or (0, prod(one.piece.size))
+        is_same_box = (one.piece.start, one.piece.size) == (piece.start, piece.size)
+        if is_same_box and begin == at and at < end <= last:
+            found.append(_Stretch(one, begin - first, end - first))
+            at = end
+    return found if at == last else None
+
+
+@cache
+def _crew() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_THREADS, "recall")
+
+
+class DamagedCopy(SlotError):
+    """Bytes of a copy changed in memory."""
+
+    def __init__(self, slot: Sealed, entry: Entry) -> None:
+        super().__init__(flipped(slot, entry))
+        self.slot = slot
+
+
+@dataclass
+class Recalled:
+    """The images of one state as far as a rank needs them, the one to be tried first in front. Offers what
+    ``run.state.Saved`` asks for."""
+
+    slots: Sequence[Sealed]
+    _stored: dict[tuple[str, str], list[_Stored]] = field(default_factory=dict)
+    _checked: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for slot in self.slots:
+            for entry, crc in zip(slot.index.entries, slot.index.crcs, strict=True):
+                piece = Piece(entry.key, entry.shape, entry.start, entry.size, entry.flat)
+                self._stored.setdefault((entry.section, entry.key), []).append(_Stored(slot, entry, crc, piece))
+
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        return self.slots[0].index.tree
+
+    def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
+        return {key: found[0].entry.shape for (of, key), found in self._stored.items() if of == section}
+
+    def read(self, section: str, key: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
+        stored = self._of(section, key, piece)
+        made = torch.empty(piece.local_shape, dtype=dtype or stored[0].values().dtype)
+        self.read_into(section, key, piece, made)
+        return made
+
+    def read_into(self, section: str, key: str, piece: Piece, out: Tensor) -> None:
+        stored = self._of(section, key, piece)
+        dtype: torch.dtype = getattr(torch, stored[0].entry.dtype)
+        is_straight = out.is_contiguous() and out.dtype == dtype
+        with torch.no_grad():
+            stretches = _stretches(stored, piece)
+            if stretches is not None and is_straight:
+                self._fill(stretches, out.detach().view(-1))
+                return
+            whole = torch.empty(piece.numel, dtype=dtype)
+            if stretches is not None:
+                self._fill(stretches, whole)
+            else:
+                self._from_overlaps(stored, piece, whole)
+            out.copy_(whole.view(out.shape))
+
+    def _of(self, section: str, key: str, piece: Piece) -> list[_Stored]:
+        stored = self._stored.get((section, key), [])
+        if not stored or stored[0].entry.shape != piece.shape:
+            raise SlotError(f"no copy holds {section}/{key} of shape {piece.shape}")
+        return stored
+
+    def _fill(self, stretches: Sequence[_Stretch], target: Tensor) -> None:
+        """One pass copies and digests; to a device several threads do, through pinned memory that torch keeps."""
+        if target.is_cuda:
+            list(_crew().map(lambda one: one.land(target), stretches))
+        else:
+            for one in stretches:
+                one.copy(octets(target[one.first : one.last]))
+
+    def _from_overlaps(self, stored: Sequence[_Stored], piece: Piece, target: Tensor) -> None:
+        planned = plan(piece, [one.piece for one in stored])
+        if planned.missing:
+            raise SlotError(f"no copy holds all of {stored[0].entry.section}/{stored[0].entry.key}")
+        for overlap in planned.overlaps:
+            one = stored[overlap.saved]
+            self._check(one)
+            _view(target, overlap.target, overlap.box).copy_(_view(one.values(), overlap.source, overlap.box))
+
+    def _check(self, one: _Stored) -> None:
+        """Once for each entry."""
+        if id(one) not in self._checked and crc32c(one.slot.data(one.entry).data) != one.crc:
+            raise DamagedCopy(one.slot, one.entry)
+        self._checked.add(id(one))
+
+
+def _view(memory: Tensor, run: Run, box: Box) -> Tensor:
+    """A box as a view of a piece's memory."""
+    view = memory[run.first : run.first + run.box.numel].view(run.box.size)
+    for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
+        view = view.narrow(dim, start - run.box.start[dim], size)
+    return view

@@ -1,0 +1,95 @@
+"""How does a sealed slot travel to another host?
+
+As it lies in memory: its header in one message of fixed size, from which both sides know the rest; then data and index
+in pieces of at most 64 MiB. Invariants: whoever announces nothing sends a header that is no header, and nothing after
+it, so that nobody waits; a slot is sealed on the other side only after every digest in it was found right there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from closeranks.elastic.slots import DATA_AT, HEADER_BYTES, Octets, Slot, decode_header, digests_problem
+
+_PIECE_BYTES = 64 << 20
+_NO_HEADER = bytes(HEADER_BYTES)
+
+Works = list[dist.Work]
+
+
+def send(slot: Octets | None, to: int, group: dist.ProcessGroup | None = None) -> Works:
+    """Begin to send a sealed slot, all of its file, or word that there is none. It must stay as it is until the works
+    are done."""
+    header = np.frombuffer(bytearray(_NO_HEADER), np.uint8) if slot is None else slot[:HEADER_BYTES]
+    works = [_isend(header, to, group)]
+    if slot is not None:
+        works += [_isend(piece, to, group) for piece in _pieces(slot, header)]
+    return works
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    is_sealed: bool
+    problem: str = ""
+    """What went wrong; nothing where there was nothing to receive."""
+
+
+def receive(slot: Slot | None, of: int, group: dist.ProcessGroup | None = None) -> Received:
+    """Take in what ``send`` sends, and seal it. Without a slot, or without memory for it, it is received and forgotten:
+    the sender must not wait for ever."""
+    head = np.empty(HEADER_BYTES, np.uint8)
+    _recv(head, of, group)
+    decoded = decode_header(head.tobytes())
+    if isinstance(decoded, str):
+        return Received(False, "" if decoded == "empty" else f"what rank {of} sent is {decoded}")
+    about, lengths = decoded
+    problem = ""
+    try:
+        if slot is not None:
+            slot.reserve(lengths.num_data, lengths.num_index)
+            slot.invalidate()
+    except OSError as error:
+        slot, problem = None, f"there is no memory for the copy of rank {of}: {error.strerror}"
+    if slot is None:
+        _drain(lengths.index_at + lengths.num_index - DATA_AT, of, group)
+        return Received(False, problem)
+    slot.touch(lengths.num_data)
+    for piece in _pieces(slot.bytes, head):
+        _recv(piece, of, group)
+    index = slot.bytes[lengths.index_at : lengths.index_at + lengths.num_index].tobytes()
+    problem = digests_problem(slot.bytes, lengths, index)
+    if not problem:
+        slot.seal(about, lengths.num_data, index)
+    return Received(not problem, problem and f"what rank {of} sent {problem}")
+
+
+def _pieces(slot: Octets, header: Octets) -> list[Octets]:
+    decoded = decode_header(header.tobytes())
+    assert not isinstance(decoded, str), "only sealed slots travel"
+    end = decoded[1].index_at + decoded[1].num_index
+    return [slot[start : min(start + _PIECE_BYTES, end)] for start in range(DATA_AT, end, _PIECE_BYTES)]
+
+
+def _drain(num_bytes: int, of: int, group: dist.ProcessGroup | None) -> None:
+    scratch = np.empty(min(num_bytes, _PIECE_BYTES), np.uint8)
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        _recv(scratch[: min(_PIECE_BYTES, num_bytes - start)], of, group)
+
+
+def _isend(piece: Octets, to: int, group: dist.ProcessGroup | None) -> dist.Work:
+    work = dist.isend(_tensor(piece), to, group=group)
+    assert work is not None, "the sender is in the group"
+    return work
+
+
+def _recv(piece: Octets, of: int, group: dist.ProcessGroup | None) -> None:
+    dist.recv(_tensor(piece), of, group=group)
+
+
+def _tensor(piece: Octets) -> Tensor:
+    return torch.from_numpy(piece)

@@ -1,0 +1,331 @@
+"""What does one copy of a rank's state look like in memory, and is it whole?
+
+A slot is a file (an anonymous one of the agent's, mapped) that holds one image at one step:
+
+    header   256 bytes: what it is, how long its parts are, CRC32C of the index, CRC32C of the header itself
+    data     tensors back to back, from byte 4096 on
+    index    which bytes are which tensor, the state that is no tensor, and CRC32C of every tensor's bytes
+
+[Note: sealing] A writer first makes the header invalid, then writes data, then the index with the digests, then the
+header, and the eight bytes that make it valid last. A process that is killed keeps every store up to the instruction it
+died at, so whoever finds a valid header finds all that was written before it; who dies earlier leaves a slot that says
+it is torn, and the other slot of the pair as it was.
+
+Invariants: no flipped bit, cut or foreign file is ever taken for a copy: header and index are checked by ``inspect``,
+each tensor's bytes when they are read. A file only grows, and has its memory before anybody writes: where there is none
+``reserve`` raises, and nobody is killed by a page that cannot be had. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+
+from closeranks.core.faults import declare, point
+
+Octets = np.ndarray[Any, np.dtype[np.uint8]]
+
+HEADER_BYTES, DATA_AT = 256, 4096
+_MAGIC, _WRITING, _NOTHING = b"CLRANKS1", b"CLRANKS~", bytes(8)
+_BODY = struct.Struct("<IIQQIIQQII48s16s")
+_CRC = struct.Struct("<I")
+_LENGTHS = struct.Struct("<II")
+_SLICE_BYTES = 2 << 20
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""``MADV_POPULATE_READ`` and ``WRITE``, of Linux 5.14 and later: map these pages now."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+AFTER_DATA = declare("slot.after_data", "the tensors' bytes are copied, the index is not written")
+AFTER_INDEX = declare("slot.after_index", "data and index are written, the header still says torn")
+BEFORE_HEADER = declare("slot.before_header", "all of the header is written but the bytes that make it valid")
+AFTER_HEADER = declare("slot.after_header", "the slot is sealed, and nobody knows of it yet")
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a slot holds. Slots of one ``run``, ``generation`` and ``step`` belong together: no other mix of images is
+    known to be one state."""
+
+    generation: int
+    step: int
+    image: str
+    num_images: int
+    """How many different images make up the whole state."""
+    layout: str = ""
+    """A digest of how the state was spread: images of another layout are taken apart."""
+    rank: int = 0
+    """Who wrote it, or had it written."""
+    run: int = 0
+    """Which session of its process: a script may open several."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The state it belongs to; of one run, later ones compare greater."""
+        return self.run, self.step, self.generation
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor's bytes."""
+
+    section: str
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    flat: tuple[int, int] | None
+    dtype: str
+    offset: int
+    """From the beginning of the data."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    entries: tuple[Entry, ...]
+    tree: dict[str, Any]
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What is to be said of a file: what it holds, or why it holds nothing that can be used."""
+
+    about: About | None
+    reason: str = ""
+    """``empty``, ``torn: ...``, ``foreign: ...``, ``truncated: ...`` or ``damaged: ...``."""
+
+
+def encode_entries(entries: Sequence[Entry]) -> bytes:
+    """The part of the index that stays the same from step to step."""
+    rows = [[e.section, e.key, e.shape, e.start, e.size, e.flat, e.dtype, e.offset, e.num_bytes] for e in entries]
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def encode_index(entries: bytes, tree: bytes, crcs: Sequence[int]) -> bytes:
+    return _LENGTHS.pack(len(entries), len(tree)) + entries + tree + np.asarray(crcs, "<u4").tobytes()
+
+
+def decode_index(data: bytes) -> Index:
+    first, second = _LENGTHS.unpack_from(data)
+    begin = _LENGTHS.size
+    rows, tree = json.loads(data[begin : begin + first]), json.loads(data[begin + first : begin + first + second])
+    entries = tuple(
+        Entry(s, k, tuple(shape), tuple(start), tuple(size), tuple(flat) if flat else None, dtype, offset, num)
+        for s, k, shape, start, size, flat, dtype, offset, num in rows
+    )
+    crcs = np.frombuffer(data, "<u4", offset=begin + first + second)
+    return Index(entries, tree, tuple(crcs.tolist()))
+
+
+class Slot:
+    """One file, open for writing. Call sequence: ``reserve``, ``invalidate``, fill ``data``, ``seal``."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._memory: mmap.mmap | None = None
+        self.bytes: Octets = np.empty(0, np.uint8)
+        """All of it. Whoever holds a part of it keeps the mapping."""
+        self._num_touched = 0
+
+    def reserve(self, num_data: int, num_index: int) -> None:
+        """Room for so much, with its memory; ``OSError`` where there is none. What lay in it stays valid or invalid."""
+        wanted = _round_up(_index_at(num_data) + num_index, _SLICE_BYTES)
+        size = os.fstat(self._fd).st_size
+        if size < wanted:
+            os.posix_fallocate(self._fd, 0, wanted)
+            size = wanted
+        if len(self.bytes) < wanted:
+            self._memory = mmap.mmap(self._fd, size)
+            self.bytes = np.frombuffer(self._memory, np.uint8)
+            self._num_touched = 0
+
+    def data(self, num_data: int) -> Octets:
+        return self.bytes[DATA_AT : DATA_AT + num_data]
+
+    def touch(self, end: int) -> None:
+        """Map the pages up to byte ``end`` of the data at once: one by one, a first copy would take four times as long.
+        Without the interpreter's lock; a kernel that does not know how costs that time."""
+        self._num_touched = _populate(self.bytes, self._num_touched, DATA_AT + end, _POPULATE_WRITE)
+
+    def invalidate(self) -> None:
+        if len(self.bytes):
+            self._writable()[:8] = _WRITING
+
+    def seal(self, about: About, num_data: int, index: bytes) -> None:
+        """The data is in its place. From the last line on the slot counts."""
+        point(AFTER_DATA)
+        memory, at = self._writable(), _index_at(num_data)
+        memory[at : at + len(index)] = index
+        point(AFTER_INDEX)
+        memory[8:HEADER_BYTES] = encode_header(about, num_data, index)[8:]
+        point(BEFORE_HEADER)
+        memory[:8] = _MAGIC
+        point(AFTER_HEADER)
+
+    def close(self) -> None:
+        self._memory, self.bytes = None, np.empty(0, np.uint8)
+        os.close(self._fd)
+
+    def _writable(self) -> mmap.mmap:
+        assert self._memory is not None, "reserve comes first"
+        return self._memory
+
+
+def encode_header(about: About, num_data: int, index: bytes) -> bytes:
+    """A whole valid header."""
+    body = _BODY.pack(
+        about.run,
+        about.generation,
+        about.step,
+        num_data,
+        about.rank,
+        about.num_images,
+        _index_at(num_data),
+        len(index),
+        crc32c(index),
+        0,
+        about.image.encode(),
+        about.layout.encode(),
+    )
+    plain = (_MAGIC + body).ljust(HEADER_BYTES - _CRC.size, b"\0")
+    return plain + _CRC.pack(crc32c(plain))
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Where the parts of a sealed slot lie."""
+
+    num_data: int
+    index_at: int
+    num_index: int
+    index_crc: int
+
+
+def decode_header(header: bytes) -> tuple[About, Lengths] | str:
+    """What it says, or what is wrong with it."""
+    magic = bytes(header[:8])
+    if magic == _WRITING:
+        return "torn: it was being written"
+    if len(header) < HEADER_BYTES or magic == _NOTHING:
+        return "empty"
+    if magic != _MAGIC:
+        return f"foreign: it begins with {magic!r}"
+    (found,) = _CRC.unpack_from(header, HEADER_BYTES - _CRC.size)
+    if crc32c(header[: HEADER_BYTES - _CRC.size]) != found:
+        return "damaged: its header is not as it was written"
+    run, generation, step, num_data, rank, num_images, at, num_index, crc, _, image, layout = _BODY.unpack_from(
+        header, 8
+    )
+    name, spread = image.rstrip(b"\0").decode(), layout.rstrip(b"\0").decode()
+    return About(generation, step, name, num_images, spread, rank, run), Lengths(num_data, at, num_index, crc)
+
+
+class Sealed:
+    """One file, open for reading, with a sound header and index. ``SlotError`` says why there is nothing to read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            header = os.pread(fd, HEADER_BYTES, 0)
+            decoded = decode_header(header)
+            if isinstance(decoded, str):
+                raise SlotError(decoded)
+            self.about, self.lengths = decoded
+            end = self.lengths.index_at + self.lengths.num_index
+            if end > size or DATA_AT + self.lengths.num_data > self.lengths.index_at:
+                raise SlotError(f"truncated: {size} bytes, where its header speaks of {end}")
+            # Private, so that it counts as writable, which torch wants of memory it looks at; nobody writes to it.
+            self._memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
+        finally:
+            os.close(fd)
+        self.bytes: Octets = np.frombuffer(self._memory, np.uint8)
+        self._index_bytes = self._memory[self.lengths.index_at : end]
+        if crc32c(self._index_bytes) != self.lengths.index_crc:
+            raise SlotError("damaged: its index is not as it was written")
+        self._index: Index | None = None
+        self._num_touched = 0
+
+    @property
+    def index(self) -> Index:
+        if self._index is None:
+            self._index = decode_index(self._index_bytes)
+        return self._index
+
+    def data(self, entry: Entry) -> Octets:
+        """Unchecked."""
+        begin = DATA_AT + entry.offset
+        if begin >= self._num_touched - _SLICE_BYTES:
+            self._num_touched = _populate(self.bytes, self._num_touched, begin + entry.num_bytes, _POPULATE_READ)
+        return self.bytes[begin : begin + entry.num_bytes]
+
+
+class SlotError(Exception):
+    """Why a file holds no copy that can be used, or not the bytes it should."""
+
+
+def inspect(path: str) -> Looked:
+    """Whether a file holds a copy, as far as header and index tell. Reads no tensor."""
+    try:
+        return Looked(Sealed(path).about)
+    except SlotError as error:
+        return Looked(None, str(error))
+    except OSError as error:
+        return Looked(None, f"damaged: it cannot be read ({error.strerror})")
+
+
+def digests_problem(file: Octets, lengths: Lengths, index: bytes) -> str:
+    """What is wrong with an index and the data it speaks of, before anything was sealed; nothing where all is right."""
+    if crc32c(index) != lengths.index_crc:
+        return "arrived with another index"
+    decoded = decode_index(index)
+    for entry, crc in zip(decoded.entries, decoded.crcs, strict=True):
+        begin = DATA_AT + entry.offset
+        if crc32c(file[begin : begin + entry.num_bytes].data) != crc:
+            return f"arrived with other bytes of {entry.section}/{entry.key}"
+    return ""
+
+
+def check(sealed: Sealed) -> str:
+    """The first tensor whose bytes are not those that were copied, in words; nothing where all are. Reads all of it."""
+    for entry, crc in zip(sealed.index.entries, sealed.index.crcs, strict=True):
+        if crc32c(sealed.data(entry).data) != crc:
+            return flipped(sealed, entry)
+    return ""
+
+
+def flipped(sealed: Sealed, entry: Entry) -> str:
+    """How a copy is spoken of whose bytes changed in memory."""
+    about = sealed.about
+    return (
+        f"the copy of {about.image} at step {about.step} is damaged: the bytes of {entry.section}/{entry.key} changed"
+    )
+
+
+def _populate(memory: Octets, start: int, end: int, how: int) -> int:
+    """Map pages slice by slice, without the interpreter's lock; up to where they are mapped now."""
+    while start < min(end, len(memory)):
+        size = min(_SLICE_BYTES, len(memory) - start)
+        _LIBC.madvise(ctypes.c_void_p(memory.ctypes.data + start), ctypes.c_size_t(size), how)
+        start += size
+    return start
+
+
+def _index_at(num_data: int) -> int:
+    return _round_up(DATA_AT + num_data, 64)
+
+
+def _round_up(number: int, to: int) -> int:
+    return -(-number // to) * to

@@ -1,0 +1,203 @@
+"""When does a run copy its state into memory that outlives its workers?
+
+Before its first step, and after every n-th commit, while the next step computes; each copy is joined before the next
+vote. With "auto", n follows from what copies cost and steps take, on which all ranks agree now and then. Invariants:
+all ranks take copies of the same steps; training never ends for want of memory; without boxes nothing is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from closeranks.agent.progress import Phase
+from closeranks.core.events import Event, Snapshotting, Warned
+from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_cost
+from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, Seat, free_file, seats_of
+from closeranks.elastic.images import images_of, layout_digest, partners
+from closeranks.elastic.keeper import Berths, Joined, Keeper
+from closeranks.elastic.shelf import Shelf
+from closeranks.elastic.slots import About
+from closeranks.elastic.sources import Holding
+from closeranks.run.overseer import Overseer
+from closeranks.run.parts import Parts
+from closeranks.run.restoring import TakenOver, hosts_of
+from closeranks.run.state import held_still, holdings, progress_of, sketch_of
+
+REGROUPED = "regrouped"
+"""How a generation ends that another takes over from by agreement."""
+
+
+class Keeping:
+    """The copies of one session, in the order of its steps."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        taken: TakenOver,
+        emit: Callable[[Event], None],
+        overseer: Overseer,
+        rhythm: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._parts, self._emit, self._overseer, self._rhythm = parts, emit, overseer, rhythm
+        self._taken = taken
+        self._sketch = sketch_of(parts)
+        self._images = images_of(parts.groups.mesh)
+        self._kept_by = partners(hosts_of(parts), self._images)
+        self._keeper = Keeper(self._berths(taken.shelf)) if taken.shelf else None
+        every = parts.job.elastic.snapshot_every
+        self._is_auto = every == "auto"
+        self._every = max(1, every) if isinstance(every, int) else int(taken.origin.tree.get("every", 1))
+        self._told_every = taken.origin.tree.get("every")
+        self._first = self._begun = taken.origin.step
+        self._sealed = -1
+        self._is_warned = False
+        self._held: list[Holding] = []
+        self._stepped_at, self._steps, self._costs = 0.0, list[float](), list[float]()
+        parts.before_vote.append(self.join)
+
+    def introduce(self) -> None:
+        """Say where this generation begins."""
+        for event in self._taken.told(self._parts):
+            self._emit(event)
+
+    def start(self, step: int) -> None:
+        """Before the first step. Where everything lies already where it would be written, nothing is copied."""
+        if self._keeper is None:
+            return
+        self._stepped_at = time.monotonic()
+        if self._taken.is_in_place:
+            self._sealed = step
+            self._overseer.kept(step)
+        else:
+            self._begin(self._keeper, step)
+
+    def after(self, step: int) -> None:
+        """After a commit, when nothing more happens to the state before the next step."""
+        if self._keeper is None:
+            return
+        now = time.monotonic()
+        self._steps.append(now - self._stepped_at)
+        self._stepped_at = now
+        if is_time_to_decide(step - self._first):
+            self._decide(self._keeper, step)
+        if step - self._begun >= self._every:
+            self._begin(self._keeper, step)
+
+    def join(self) -> None:
+        """Before a vote: what was begun is sealed, or never will be."""
+        joined = self._keeper.join() if self._keeper is not None else None
+        if joined is not None:
+            self._hear(joined)
+
+    def seal(self, step: int) -> bool:
+        """All ranks, at the end of a generation: whether every one has this very step in memory now."""
+        if self._keeper is not None:
+            self.join()
+            if self._sealed != step:
+                self._begin(self._keeper, step)
+                self.join()
+        return all(self._parts.groups.world.gather_text("yes" if self._sealed == step else ""))
+
+    def hand_over(self, step: int, save: Callable[[], object]) -> None:
+        """All ranks, when a generation ends by agreement: the next one finds this very step in memory, or else on a
+        disk."""
+        self._parts.pace.enter(Phase.KEEP)
+        if not self.seal(step) and self._parts.job.checkpoint.save:
+            save()
+        self._overseer.has_regrouped = True
+
+    def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _begin(self, keeper: Keeper, step: int) -> None:
+        parts = self._parts
+        about = About(
+            generation=parts.world.generation,
+            step=step,
+            image=self._images[parts.world.rank],
+            num_images=len(set(self._images)),
+            layout=layout_digest(parts.layout),
+            rank=parts.world.rank,
+            run=self._taken.shelf.run,
+        )
+        tree: dict[str, Any] = {"data": parts.supply.state(), "every": self._every, **self._sketch}
+        tree["progress"] = progress_of(parts, step)
+        if parts.world.is_lead:
+            tree["rhythm"] = self._rhythm()
+        if not self._held or not held_still(parts, self._held):
+            self._held = holdings(parts)
+        keeper.begin(about, self._held, json.dumps(tree).encode())
+        self._begun = step
+
+    def _hear(self, joined: Joined) -> None:
+        if joined.is_sealed:
+            self._sealed = joined.step
+            self._overseer.kept(joined.step)
+        num_busy = self._parts.world.local_size * (1 if self._parts.device.type == "cuda" else torch.get_num_threads())
+        num_cores = len(os.sched_getaffinity(0))
+        self._costs.append(true_cost(joined.stall_s, joined.busy_s, num_cores, num_busy))
+        if joined.problem and not self._is_warned:
+            self._is_warned = True
+            what = f"rank {self._parts.world.rank}: {joined.problem}; training goes on"
+            self._emit(Warned(what, joined.step))
+
+    def _decide(self, keeper: Keeper, step: int) -> None:
+        """All ranks, at the same step. The first copy and the first step, which make everything ready, are left out
+        where there are others."""
+        own = [median(numbers[1:] or numbers or [0.0]) for numbers in (self._steps, self._costs)]
+        told = [json.loads(text) for text in self._parts.groups.world.gather_text(json.dumps(own))]
+        step_s, cost_s = (max(numbers) for numbers in zip(*told, strict=True))
+        self._steps, self._costs = self._steps[-1:], self._costs[-1:]
+        if self._is_auto:
+            self._every = steps_between(cost_s, step_s, self._parts.job.elastic.snapshot_cost)
+        if self._every != self._told_every:
+            self._told_every = self._every
+            if self._parts.world.is_lead:
+                self._emit(Snapshotting(step, self._every, keeper.num_bytes, cost_s, self.copies))
+
+    @property
+    def copies(self) -> str:
+        """Where the second copy is, in words."""
+        hosts = hosts_of(self._parts)
+        pairs = [(hosts[rank], hosts[keeper]) for rank, keeper in enumerate(self._kept_by) if keeper is not None]
+        if pairs:
+            return "peer on another host" if all(one != other for one, other in pairs) else "peer"
+        return "replica" if len(set(self._images)) < len(self._images) else "none"
+
+    def _berths(self, shelf: Shelf) -> Berths:
+        hosts, rank = hosts_of(self._parts), self._parts.world.rank
+        seats = seats_of(hosts, self._images)
+        keeper = self._kept_by[rank]
+        beside = seats[keeper] if keeper is not None and hosts[keeper] == hosts[rank] else None
+        apart = [(w, k) for w, k in enumerate(self._kept_by) if k is not None and hosts[w] != hosts[k]]
+        guest_of = next((writer for writer, other in apart if other == rank), None)
+        return Berths(
+            own=self._pair(shelf, shelf.own, seats[rank], OWN_FILES),
+            beside=None if beside is None else self._pair(shelf, beside.box, beside, PEER_FILES),
+            away=None if beside is not None else keeper,
+            guest_of=guest_of,
+            guest=None if guest_of is None else self._pair(shelf, shelf.own, seats[rank], PEER_FILES),
+            group=self._open_group() if apart else None,
+        )
+
+    def _pair(self, shelf: Shelf, box: int, seat: Seat, files: tuple[int, int]) -> tuple[str, str]:
+        first = free_file(self._taken.copies, self._taken.state, seat, files)
+        second = files[0] if first == files[1] else files[1]
+        return shelf.boxes[box][first], shelf.boxes[box][second]
+
+    def _open_group(self) -> dist.ProcessGroup:
+        """A collective: all ranks. Training's messages and these must not meet."""
+        timeout = timedelta(seconds=self._parts.job.run.timeout_s)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        self._parts.opened.closers.append(lambda: dist.destroy_process_group(group))
+        return group

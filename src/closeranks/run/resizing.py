@@ -1,0 +1,122 @@
+"""What becomes of a job when not all of its workers can be had?
+
+The nearest legal layout with as many workers as there are. Invariants: only the layout changes, so that batches, the
+order of samples, learning rate and randomness stay what they were; what is found passes ``check_workers``; with more
+workers at hand there are never fewer at work; no rank is given more of the model than it had while there are enough of
+them for tensor and pipeline as they were. Imports no torch: agents decide with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from closeranks.agent.limits import Limits
+from closeranks.elastic.config import ElasticConfig
+from closeranks.facts.layout import Demands, Layout, counted
+from closeranks.facts.nearest import nearest_first
+from closeranks.run.job import Job, check_workers, demands, layout_for, micro_batch_size
+
+_TABLE = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A job as it runs on so many workers."""
+
+    job: Job
+    num_workers: int
+    words: str = ""
+    """What is different from the job at its full size, for people; empty where nothing is."""
+
+    @property
+    def layout(self) -> Layout:
+        return layout_for(self.job, self.num_workers)
+
+
+def fit(job: Job, num_available: int, num_wanted: int = 0) -> Fitted | None:
+    """The job on at most ``num_available`` workers; None where it cannot run on so few, or does not want to.
+
+    ``job`` is the one the run was started with, never a smaller one, so that a run grows back to what it was.
+    ``num_wanted``: how many workers that was; 0: what its layout says.
+    """
+    full = layout_for(job, num_wanted or num_available)
+    for layout in _layouts(job, full, min(num_available, full.num_ranks)):
+        num_workers = layout.num_ranks
+        fitted = job if layout == layout_for(job, num_workers) else _with_layout(job, layout)
+        if num_workers >= job.elastic.min_workers and not check_workers(fitted, num_workers):
+            return Fitted(fitted, num_workers, _words(full, layout, job) if num_wanted or job.layout.data else "")
+    return None
+
+
+def _layouts(job: Job, full: Layout, most: int) -> Iterator[Layout]:
+    """What may be tried, best first.
+
+    A job that splits its model over workers has a reason to, its size as a rule. So the split stays while there are
+    enough of them, and some may stand by; else it stays as fine as can be. Then the most workers, then the nearest.
+    """
+    split = (full.tensor, full.pipeline, full.schedule)
+    yield from (
+        layout for layout in _near(job, full, most) if (layout.tensor, layout.pipeline, layout.schedule) == split
+    )
+    yield from sorted(_near(job, full, most), key=lambda layout: -min(_fineness(layout), _fineness(full)))
+
+
+def _near(job: Job, full: Layout, most: int) -> Iterator[Layout]:
+    """All legal layouts of at most so many ranks, the largest first; made one by one, for a thousand take a second."""
+    needs = demands(job, micro_batch_size(job.train))
+    for size in range(most, 0, -1):
+        yield from (layout for layout in nearest_first(full, needs, size) if _is_sure(layout, full, needs, job))
+
+
+def _fineness(layout: Layout) -> int:
+    """Over how many ranks the weights are split."""
+    shards = (layout.shard or layout.data) if layout.zero == 3 else 1
+    return layout.tensor * layout.pipeline * shards
+
+
+def _is_sure(layout: Layout, full: Layout, needs: Demands, job: Job) -> bool:
+    """Whether nothing that is only known once model and data are open can refuse it: that would end the run.
+
+    A chain that filled so many stages fills fewer; a table of the user's own that splits by four also splits by two;
+    a last step that came out even over the data ranks does so over any divisor of them.
+    """
+    if layout.num_stages > full.num_stages or (needs.has_tensor_rules and full.tensor % layout.tensor):
+        return False
+    has_uneven_end = job.layout.batch_norm == "sync" and job.train.epochs is not None
+    return not has_uneven_end or full.data % layout.data == 0
+
+
+def _with_layout(job: Job, layout: Layout) -> Job:
+    values = {name: getattr(layout, name) for name in _TABLE}
+    return job.model_copy(update={"layout": job.layout.model_copy(update=values)})
+
+
+def _words(full: Layout, layout: Layout, job: Job) -> str:
+    """``3 of 4 workers: layout data=4 zero=3 -> data=3 zero=3; ...``"""
+    if layout == full:
+        return ""
+    said = f"layout {_text(full)} -> {_text(layout)}"
+    if layout.pipeline > 1 and layout.schedule != full.schedule:
+        said += f" by {layout.schedule}"
+    words = f"{layout.num_ranks} of {counted(full.num_ranks, 'worker')}: {said}; batch, order and learning rate stay"
+    if job.layout.batch_norm == "sync" and layout.data != full.data:
+        words += f", but batch norm is synchronised over {layout.data} data ranks instead of {full.data}"
+    return words
+
+
+def _text(layout: Layout) -> str:
+    """Without a schedule where there is nothing to schedule."""
+    return str(layout if layout.pipeline > 1 else replace(layout, schedule="1f1b"))
+
+
+def samples_of(job: Job, step: int) -> str:
+    """Which samples a step takes, in words: where they stand in the run's order, as ``data show`` counts."""
+    first = (step - 1) * job.train.global_batch
+    last = first + job.train.global_batch - 1
+    return f"samples {first} to {last} of the run; `closeranks data show {first} JOB.toml` shows the first"
+
+
+def limits_of(config: ElasticConfig) -> Limits:
+    """What the agent needs of the table ``[elastic]``."""
+    return Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})

@@ -1,0 +1,269 @@
+"""With which state does a generation begin?
+
+The first one as the job says. A later one takes over: from the memory of its own host, from a peer's copy on another,
+from the run's newest sound checkpoint, or as the run began. All ranks tell what they can read, come to the same choice
+and read; a copy that proves damaged is passed over by all of them together, with a word.
+
+Invariant: when ``take_over`` returns, all ranks hold the state of one and the same step, every byte of it checked, or
+all of them raised. Nothing that was kept is changed by it, so that whoever dies in it can begin again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.errors import SetupError
+from closeranks.core.events import Event, Restored, Resumed, Warned
+from closeranks.core.faults import declare, point
+from closeranks.elastic.choosing import Choice, Copy, Place, Seat, State, choose, is_in_place, seats_of
+from closeranks.elastic.images import images_of, layout_digest, partners
+from closeranks.elastic.recalling import DamagedCopy, Recalled
+from closeranks.elastic.shelf import Shelf
+from closeranks.elastic.shipping import receive, send
+from closeranks.elastic.slots import About, Sealed, Slot, SlotError, inspect
+from closeranks.run.parts import Parts
+from closeranks.run.resuming import restore, resume_own
+from closeranks.run.saving import Origin, next_part, place_of
+from closeranks.run.state import restore_state
+
+AGREED = declare("restore.agreed", "all ranks know from which copies they go on, and have read none")
+FETCHING = declare("restore.fetching", "a copy from another host has arrived, others may be on their way")
+BEFORE_VERIFY = declare("restore.before_verify", "everything is at hand, and nothing of it is checked")
+AFTER_VERIFY = declare("restore.after_verify", "this rank has its state back, and does not know of the others")
+_BEGINNING = "beginning.json"
+"""In the run's folder: what a later generation cannot know of the first."""
+_NONE_OF_OURS = 1 << 30
+_USUAL = ("empty", "torn")
+"""What a kill leaves of one slot of a pair; the other one is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Where a generation begins, and what it found in memory."""
+
+    origin: Origin
+    shelf: Shelf
+    event: Restored | None = None
+    copies: tuple[Copy, ...] = ()
+    """Everything that lay in boxes, of all hosts."""
+    state: State | None = None
+    """Which of it the generation goes on from; its copies must outlive the first of the new ones."""
+    is_in_place: bool = False
+    """Whether every rank and every peer has that state where it would be written."""
+
+    def told(self, parts: Parts) -> Iterator[Event]:
+        """What is said when the run begins, or goes on: a later generation repeats nothing of the first."""
+        if self.event is not None:
+            if parts.world.is_lead:
+                yield self.event
+            return
+        if self.origin.path:
+            yield Resumed(self.origin.step, self.origin.path)
+        for text in (*self.origin.notes, *parts.warnings) if parts.world.is_lead else ():
+            yield Warned(text)
+
+
+def take_over(parts: Parts, folder: Path, shelf: Shelf) -> TakenOver:
+    """All ranks."""
+    if not shelf:
+        return TakenOver(restore(parts, folder), shelf)
+    if parts.world.generation == 0:
+        begun = TakenOver(restore(parts, folder), shelf)
+        _note_beginning(parts, folder)  # only now: what is refused leaves the folder as it was
+        return begun
+    began_at = time.monotonic()
+    memory = _Memory(parts, shelf)
+    choice, tree = memory.recall()
+    if choice is not None:
+        step, sources = choice.step, {choice.source_of(rank, seat.host) for rank, seat in enumerate(memory.seats)}
+        found = Origin(step, "", tree)
+        source = "peer" if "peer" in sources else "memory"
+    else:
+        found, source = _from_disk(parts, folder, memory.notes)
+    event = Restored(found.step, source, parts.world.generation, time.monotonic() - began_at, memory.notes)
+    if choice is None:
+        return TakenOver(found, shelf, event, memory.copies)
+    kept_by = partners(hosts_of(parts), [seat.image for seat in memory.seats])
+    is_there = is_in_place(choice, memory.sound(), memory.seats, kept_by)
+    return TakenOver(found, shelf, event, memory.copies, choice.state, is_there)
+
+
+def hosts_of(parts: Parts) -> list[int]:
+    return [parts.world.host_of(rank) for rank in range(parts.world.size)]
+
+
+def _from_disk(parts: Parts, folder: Path, notes: list[str]) -> tuple[Origin, str]:
+    notes.append("no state is whole in memory")
+    found = resume_own(parts, folder, _first_part(parts, folder), notes)
+    return (found, "checkpoint") if found is not None else (restore(parts, folder), "start")
+
+
+@dataclass
+class _Memory:
+    """What lies in the boxes of all hosts, as all ranks know it."""
+
+    parts: Parts
+    shelf: Shelf
+    seats: tuple[Seat, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    bad: set[Place] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.seats = seats_of(hosts_of(self.parts), images_of(self.parts.groups.mesh))
+        host = self.seats[self.parts.world.rank].host
+        is_speaker = self.seats[self.parts.world.rank].box == 0  # all of a host see the same
+        told = _told(self.shelf, host) if is_speaker else [[], []]
+        heard = [json.loads(text) for text in self.parts.groups.world.gather_text(json.dumps(told))]
+        self.copies = tuple(Copy(Place(*place), About(**about)) for rows, _ in heard for place, about in rows)
+        self.notes += [note for _, notes in heard for note in notes]
+
+    def sound(self) -> list[Copy]:
+        return [copy for copy in self.copies if copy.place not in self.bad]
+
+    def recall(self) -> tuple[Choice | None, Mapping[str, Any]]:
+        """Try the newest whole state, and what is left without the copies that proved bad, until one is read."""
+        layout = layout_digest(self.parts.layout)
+        while (choice := choose(self.sound(), self.seats, layout, self.shelf.run)) is not None:
+            point(AGREED)
+            with ExitStack() as opened:
+                attempt = _Attempt(self.parts, self.shelf, self.seats, choice, opened)
+                tree, problems = attempt.read()
+                point(AFTER_VERIFY)
+                # All have read when this is over: what was fetched may go.
+                heard = [json.loads(text) for text in self.parts.groups.world.gather_text(json.dumps(problems))]
+            blamed = {Place(*place): what for problems in heard for *place, what in problems}
+            if not blamed:
+                return choice, tree
+            self.bad |= blamed.keys()
+            self.notes += list(dict.fromkeys(blamed.values()))
+        return None, {}
+
+
+def _told(shelf: Shelf, host: int) -> list[Any]:
+    """What this host's boxes hold, and what is to be said of those that hold nothing."""
+    rows, notes = [], []
+    for box, paths in enumerate(shelf.boxes):
+        for file, path in enumerate(paths):
+            looked = inspect(path)
+            if looked.about is not None:
+                rows.append([[host, box, file], asdict(looked.about)])
+            elif not looked.reason.startswith(_USUAL):
+                notes.append(f"a copy in box {box} of host {host} was passed over: {looked.reason}")
+    return [rows, notes]
+
+
+Problem = list[Any]
+"""Host, box and file of a copy, and what is wrong with it."""
+
+
+@dataclass
+class _Attempt:
+    """One try to read one state."""
+
+    parts: Parts
+    shelf: Shelf
+    seats: Sequence[Seat]
+    choice: Choice
+    opened: ExitStack
+
+    @property
+    def rank(self) -> int:
+        return self.parts.world.rank
+
+    def read(self) -> tuple[Mapping[str, Any], list[Problem]]:
+        """Into the parts; never raises for what it finds: other ranks may find it sound."""
+        paths, problems = self._fetch()
+        if problems:
+            return {}, problems
+        wanted = self.choice.reads[self.rank]
+        point(BEFORE_VERIFY)
+        try:
+            recalled = Recalled([Sealed(paths.get(name) or self._path(copy)) for name, copy in wanted.items()])
+            restore_state(self.parts, recalled)
+        except DamagedCopy as error:
+            blamed = [c for n, c in wanted.items() if (paths.get(n) or self._path(c)) == error.slot.path]
+            return {}, [_problem(copy, str(error)) for copy in blamed]
+        except (SlotError, OSError) as error:  # nothing in particular: the whole state is no good to us
+            return {}, [_problem(copy, f"the copy of {copy.about.image}: {error}") for copy in wanted.values()]
+        return recalled.tree, []
+
+    def _path(self, copy: Copy) -> str:
+        return self.shelf.boxes[copy.place.box][copy.place.file]
+
+    def _fetch(self) -> tuple[dict[str, str], list[Problem]]:
+        """Bring what this host lacks, one after the other in the same order everywhere; where it lies now."""
+        if not self.choice.fetches:
+            return {}, []
+        got: dict[str, str] = {}
+        problems: list[Problem] = []
+        for fetch in self.choice.fetches:
+            if fetch.source == self.rank:
+                problems += self._give(fetch.copy, fetch.target)
+            elif fetch.target == self.rank:
+                slot, path = self._scratch()
+                received = receive(slot, fetch.source)
+                point(FETCHING)
+                if received.is_sealed:
+                    got[fetch.copy.about.image] = path
+                else:
+                    problems.append(_problem(fetch.copy, received.problem or "a copy could not be read by its host"))
+        told = self.parts.groups.world.gather_text(json.dumps([got, problems]))
+        host, paths = self.seats[self.rank].host, dict[str, str]()
+        for rank, (theirs, wrong) in enumerate(map(json.loads, told)):
+            problems += wrong if rank != self.rank else []
+            paths |= theirs if self.seats[rank].host == host else {}
+        return paths, problems
+
+    def _give(self, copy: Copy, to: int) -> list[Problem]:
+        try:
+            slot: Sealed | None = Sealed(self._path(copy))
+            problems: list[Problem] = []
+        except (SlotError, OSError) as error:
+            slot, problems = None, [_problem(copy, str(error))]
+        for work in send(None if slot is None else slot.bytes, to):
+            work.wait()
+        return problems
+
+    def _scratch(self) -> tuple[Slot, str]:
+        """Memory that lasts until all of this host have read it."""
+        fd = os.memfd_create("closeranks-fetched", os.MFD_CLOEXEC)
+        self.opened.callback(os.close, fd)
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        slot = Slot(path)
+        self.opened.callback(slot.close)
+        return slot, path
+
+
+def _problem(copy: Copy, what: str) -> Problem:
+    return [copy.place.host, copy.place.box, copy.place.file, what]
+
+
+def _note_beginning(parts: Parts, folder: Path) -> None:
+    """Under which number this run saves first: what lies there already is of others, or of what it was resumed from."""
+    if not parts.world.is_lead or not parts.job.checkpoint.save:
+        return
+    path = folder / _BEGINNING
+    try:
+        first_part = next_part(place_of(parts, folder), parts.job.checkpoint.remote)
+        path.with_suffix(".tmp").write_text(json.dumps({"first_part": first_part}))
+        path.with_suffix(".tmp").replace(path)
+    except (OSError, SetupError):  # saving will say so; without the note no checkpoint is taken for this run's own
+        path.unlink(missing_ok=True)
+
+
+def _first_part(parts: Parts, folder: Path) -> int:
+    number = 0
+    if parts.world.is_lead:
+        try:
+            number = int(json.loads((folder / _BEGINNING).read_text())["first_part"])
+        except (OSError, ValueError, KeyError):
+            number = _NONE_OF_OURS
+    return int(parts.groups.world.share_text(str(number)))

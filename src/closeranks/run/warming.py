@@ -1,0 +1,183 @@
+"""How does the process that workers are forked from learn what each of them would have to learn anew?
+
+It goes through one throw-away step of the job's own kind (layout, precision, optimizer) on a small stand-in for its
+model, in a group that talks to nobody: modules that torch imports late, its tables and ours then stand ready in every
+worker forked later, and so does data that is read whole. Invariant: afterwards the process is as it was but for what it
+has learned: one thread, no group, no CUDA, the same random streams and settings, no file. Where there is a GPU it only
+imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from closeranks.core.linux import num_threads
+from closeranks.core.protocols import Batch
+from closeranks.core.world import World
+from closeranks.data.order import Ints
+from closeranks.data.sources.open import open_source
+from closeranks.elastic.keeper import Berths, Keeper
+from closeranks.elastic.recalling import Recalled
+from closeranks.elastic.slots import About, Sealed
+from closeranks.models.build import spec_for
+from closeranks.run import heirloom
+from closeranks.run.job import Job, layout_for
+from closeranks.run.opening import started_event
+from closeranks.run.parts import Ingredients, Parts, assemble
+from closeranks.run.state import holdings, restore_state, tree_of
+from closeranks.run.step import Step
+
+_SEQ_LEN, _MICRO_BATCH = 16, 2
+_OURS = ("digits", "pairs")
+"""Models that are small as they are, and their data with them."""
+_KEPT = ("dropout", "attention", "tied")
+_DEVICES = ("nvidia", "kfd", "dxg")
+"""How the kernel names accelerators: NVIDIA's, AMD's, and any under Windows."""
+_LEAVE_S = 5.0
+
+
+def warm(payload: Mapping[str, Any]) -> None:
+    """Make ready for workers of this payload; called once in the zygote, when its first workers live."""
+    job = Job.model_validate(payload["job"])
+    if job.train.compile:
+        importlib.import_module("torch._inductor.compile_fx")
+    heirloom.keep_sources(job.data, job.run.seed)
+    if not may_compute():
+        return
+    with unchanged():
+        for kind in kinds(job):
+            rehearse(kind)
+
+
+def may_compute() -> bool:
+    """Whether a backward stays in this thread. The first one asks the driver of every accelerator that torch was built
+    for, even for devices that are hidden from it, and the driver starts a thread."""
+    return torch.accelerator.current_accelerator() is None or not _has_devices()
+
+
+def _has_devices() -> bool:
+    return any(name.startswith(_DEVICES) for name in os.listdir("/dev"))
+
+
+def kinds(job: Job) -> list[Job]:
+    """The steps to go through: the job's own on a small model, and on as few ranks as have the same axes.
+
+    Of a pipeline the first stage alone can be played without the others; what the last one does, a whole model does.
+    """
+    small = small_job(job)
+    if job.layout.pipeline == 1:
+        return [small]
+    return [small, small.model_copy(update={"layout": small.layout.model_copy(update={"pipeline": 1})})]
+
+
+def small_job(job: Job) -> Job:
+    """The job, but for its size, its files, and what it names: models and data of the user's, and parameters."""
+    ways = {"data": 4, "shard": 2} if job.layout.shard else {"data": 2}
+    layout = job.layout.model_copy(update={**ways, "schedule": "1f1b"})  # others receive between stages of one rank
+    tables = {**job.model_dump(), "layout": layout.model_dump(), "checkpoint": {"save": False}}
+    tables["run"] = {"seed": job.run.seed, "device": "cpu"}
+    tables["optim"]["groups"] = ()
+    num_samples = _MICRO_BATCH * layout.data * max(2, layout.pipeline)
+    size = {"steps": 1, "epochs": None, "micro_batch": _MICRO_BATCH, "global_batch": num_samples}
+    tables["train"] |= {**size, "compile": False}
+    if job.model.name not in _OURS:
+        kept = {key: tables["model"][key] for key in _KEPT if key in tables["model"]}
+        tables["model"] = {"name": "llama", "preset": "tiny", "num_layers": max(2, layout.pipeline), **kept}
+        tables["data"] = {"name": "text", "seq_len": _SEQ_LEN}
+    return Job.model_validate(tables)
+
+
+class _Nothing:
+    """As many samples as a step takes, all alike."""
+
+    identity = "nothing"
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def read(self, indices: Ints) -> Batch:
+        return {"tokens": torch.zeros(len(indices), _SEQ_LEN + 1, dtype=torch.uint8)}
+
+
+def rehearse(job: Job) -> None:
+    """One step of rank 0, from nothing to the state that would be kept of it."""
+    size = layout_for(job, 0).num_ranks
+    source = open_source(job.data, "train", 0) if job.model.name in _OURS else _Nothing(job.train.global_batch)
+    ingredients = Ingredients(spec_for(job.model, seq_len=job.data.seq_len), source, None)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        parts = assemble(job, World(0, size, 0, size), ingredients)
+        try:
+            started_event(parts, 0, Path())
+            parts.module.train()
+            parts.supply.loader.start(0)
+            step = Step(parts, 0)
+            step.run()
+            step.commit()
+            _keep_and_recall(parts)
+        finally:
+            parts.supply.close()
+            parts.opened.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def _keep_and_recall(parts: Parts) -> None:
+    """A copy of the state into memory of our own, and back. Not by ``take_over``, which counts a process's sessions."""
+    with ExitStack() as opened:
+        paths = [_memory(opened), _memory(opened)]
+        keeper = Keeper(Berths(own=(paths[0], paths[1])))
+        opened.callback(keeper.close)
+        keeper.begin(About(0, 1, "stand-in", 1), holdings(parts), json.dumps(tree_of(parts, 1)).encode())
+        keeper.join()
+        restore_state(parts, Recalled([Sealed(paths[0])]))
+
+
+def _memory(opened: ExitStack) -> str:
+    fd = os.memfd_create("closeranks-warm", os.MFD_CLOEXEC)
+    opened.callback(os.close, fd)
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Streams and settings are each worker's own: it begins as if nothing had been drawn or set before it."""
+    running, threads, stream = num_threads(), torch.get_num_threads(), torch.get_rng_state()
+    numpy_stream, python_stream = np.random.get_state(), random.getstate()
+    hook = sys.excepthook  # torch puts the rank of every group in front of what is printed
+    torch.set_num_threads(1)
+    heirloom.inherit({heirloom.KEY: 1.0})  # what is thrown away is not measured
+    try:
+        yield
+    finally:
+        heirloom.inherit({})
+        sys.excepthook = hook
+        torch.set_num_threads(threads)
+        torch.set_rng_state(stream)
+        np.random.set_state(numpy_stream)
+        random.setstate(python_stream)
+        _await_threads(running)
+
+
+def _await_threads(number: int) -> None:
+    """A thread that was joined may live on in the kernel for a moment: whoever forked now would lose it half-way."""
+    deadline = time.monotonic() + _LEAVE_S
+    while num_threads() > number and time.monotonic() < deadline:
+        time.sleep(0.001)

@@ -1,0 +1,65 @@
+"""Which samples did each step of a run take? Read back from ``metrics/samples-*.jsonl`` (data.log_samples).
+
+Invariant: each micro-batch of each step counts once. Its index is global, so a step that was done again, by other
+workers perhaps and on another number of them, replaces the earlier account, whichever rank wrote it. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from closeranks.telemetry.recorder import parse_line
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One micro-batch of one step."""
+
+    step: int
+    """Counted from 1, as steps are reported."""
+    micro_batch: int
+    samples: tuple[int, ...]
+    skipped: tuple[int, ...] = ()
+    """Those of them that were bad and count nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLog:
+    steps: Mapping[int, tuple[Taken, ...]]
+    """Micro-batches of each step, in their order."""
+    conflicts: tuple[Taken, ...] = ()
+    """Accounts that were replaced by one of other samples: none, unless the order of a run was broken."""
+
+    def of(self, step: int) -> tuple[int, ...]:
+        return tuple(sample for taken in self.steps.get(step, ()) for sample in taken.samples)
+
+
+def fold_samples(rows: Iterable[Mapping[str, Any]]) -> SampleLog:
+    """Rows in the order in which each rank wrote them."""
+    latest: dict[tuple[int, int], Taken] = {}
+    conflicts: list[Taken] = []
+    for row in rows:
+        taken = Taken(int(row["step"]), int(row["micro_batch"]), tuple(row["samples"]), tuple(row.get("skipped", ())))
+        place = (taken.step, taken.micro_batch)
+        earlier = latest.get(place)
+        if earlier is not None and earlier.samples != taken.samples:
+            conflicts.append(earlier)
+        latest[place] = taken
+    steps: dict[int, list[Taken]] = {}
+    for place in sorted(latest):
+        steps.setdefault(place[0], []).append(latest[place])
+    return SampleLog({step: tuple(each) for step, each in steps.items()}, tuple(conflicts))
+
+
+def read_samples(folder: Path) -> SampleLog:
+    """What a run folder tells; a line that a worker was killed in is passed over."""
+    rows = (
+        fields
+        for path in sorted(folder.glob("metrics/samples-*.jsonl"))
+        for line in path.read_bytes().splitlines()
+        if (fields := parse_line(line)) is not None
+    )
+    return fold_samples(rows)

@@ -1,0 +1,50 @@
+"""Workers that wait for one of another host are not given up for it."""
+
+from dataclasses import replace
+
+import pytest
+
+from closeranks.agent.claims import Claims, claim_fields, claim_of
+from closeranks.agent.hang import Still
+from closeranks.agent.membership.checks import ProtocolError
+from closeranks.agent.progress import Phase, Progress
+from closeranks.agent.verdict import WorkerFact
+
+HOST_OF = {0: "h0", 1: "h1"}
+HOOK, WAITING = Progress(5, Phase.HOOK, 0.0), Progress(6, Phase.REDUCE, 0.0)
+WORDS = {0: HOOK, 1: WAITING}
+OF_THE_WAITING = Still((1,), 6, Phase.REDUCE, 1.0, 5.0)
+OF_THE_SLOW = Still((0,), 5, Phase.HOOK, 1.0, 600.0)
+
+
+def test_a_claim_travels_as_an_age() -> None:
+    still = replace(OF_THE_WAITING, why="busy", is_stopped=True)
+    assert claim_of(claim_fields(still, 10.0), 110.0) == replace(still, since=101.0)
+
+
+@pytest.mark.parametrize("change", [{"suspects": 3}, {"phase": 99}, {"age_s": None}])
+def test_what_is_no_claim_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        claim_of({**claim_fields(OF_THE_WAITING, 1.0), **change}, 1.0)
+
+
+def test_nobody_is_given_up_while_the_last_of_all_has_time_left() -> None:
+    claims = Claims()
+    claims.hear("h1", OF_THE_WAITING)
+    assert claims.verdict(HOST_OF, WORDS, 20.0) is None
+    assert claims.verdict(HOST_OF, {1: WAITING}, 20.0) is None, "of rank 0 nothing is known"
+    claims.hear("h0", OF_THE_SLOW)
+    assert claims.verdict(HOST_OF, WORDS, 700.0) == OF_THE_SLOW
+    assert claims.verdict(HOST_OF, WORDS, 700.0) is None, "it is told once"
+
+
+def test_the_culprit_alone_is_marked() -> None:
+    claims, workers = Claims(), (WorkerFact(0, step=5), WorkerFact(1, step=6))
+    assert claims.mark(workers) == workers
+    claims.hear("h1", OF_THE_WAITING)
+    claims.hear("h0", OF_THE_SLOW)
+    claims.verdict(HOST_OF, WORDS, 701.0)
+    slow, waiting = claims.mark(workers)
+    assert (slow.still, slow.still_s, waiting.still) == ("hang", 700.0, "")
+    claims.begin()
+    assert claims.mark(workers) == workers

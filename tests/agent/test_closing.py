@@ -1,0 +1,51 @@
+"""Of a generation that is over, the one who began it is named: a host that was lost before those who missed it."""
+
+from typing import Any
+
+from closeranks.agent.closing import lost_member, verdict_of
+from closeranks.agent.failure import FailureReport
+from closeranks.agent.membership.effects import Cause, Settled
+from closeranks.agent.statement import Statement
+from closeranks.agent.verdict import WorkerFact, without_facts
+
+ECHO = FailureReport("RuntimeError", "Connection closed by peer", "", "", 10.0, 5)
+FACTS: dict[str, Any] = {"workers": []}
+
+
+def settled(cause: Cause, *told: str) -> Settled:
+    return Settled(3, cause, dict.fromkeys(told, FACTS), ())
+
+
+def test_a_member_that_told_nothing_was_lost_whoever_complained_first() -> None:
+    over = settled(Cause("fault", "h0", "a worker failed"), "h0")
+    assert lost_member(over, ["h0", "h1"]) == "h1"
+    whole = Statement(workers=(WorkerFact(0, step=5, failure=ECHO),))
+    verdict = verdict_of(over, whole, "h1", next_step=5, leaving=None)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprit, verdict.cause) == ("host", -1, "h1 was lost: it was not heard in time")
+
+
+def test_of_several_the_one_that_ended_the_generation_is_named() -> None:
+    over = settled(Cause("lost", "h2", "its connection was closed"), "h0")
+    assert lost_member(over, ["h0", "h1", "h2"]) == "h2"
+    verdict = verdict_of(over, Statement(), "h2", next_step=1, leaving=None)
+    assert verdict is not None
+    assert verdict.cause == "h2 was lost: its connection was closed"
+
+
+def test_where_all_told_their_workers_are_judged() -> None:
+    over = settled(Cause("fault", "h0"), "h0", "h1")
+    assert lost_member(over, ["h0", "h1"]) == ""
+    dead = WorkerFact(1, step=5, status=-9, died_at=9.0)
+    verdict = verdict_of(
+        over, Statement(workers=(WorkerFact(0, step=5, failure=ECHO), dead)), "", next_step=5, leaving=None
+    )
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprit) == ("killed", 1)
+
+
+def test_an_end_by_agreement_has_the_reason_for_which_it_was_asked() -> None:
+    over, whole = settled(Cause("done"), "h0"), Statement(has_regrouped=True)
+    why = without_facts("preempted", "h1 has to leave")
+    assert verdict_of(over, whole, "", next_step=1, leaving=why) is why
+    assert verdict_of(over, Statement(), "", next_step=1, leaving=None) is None

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_cost
+
+
+def test_cheap_copies_are_taken_every_step() -> None:
+    assert steps_between(0.0, 0.1, 0.02) == 1
+    assert steps_between(0.002, 0.15, 0.02) == 1
+    assert steps_between(0.003, 0.15, 0.02) == 1
+    assert steps_between(0.0031, 0.15, 0.02) == 2
+
+
+@given(st.floats(1e-6, 10.0), st.floats(1e-3, 100.0), st.floats(0.001, 1.0))
+def test_the_cost_stays_within_its_share_and_no_step_more_is_given_up(cost: float, step: float, share: float) -> None:
+    n = steps_between(cost, step, share)
+    assert 1 <= n <= 1000
+    if n < 1000:
+        assert cost <= n * step * share * (1 + 1e-9)
+        assert n == 1 or cost > (n - 1) * step * share * (1 - 1e-9)
+
+
+def test_processor_time_counts_where_no_core_is_to_spare() -> None:
+    assert true_cost(0.001, 0.02, num_cores=8, num_busy=4) == 0.001
+    assert true_cost(0.001, 0.02, num_cores=7, num_busy=4) == 0.021
+
+
+def test_ranks_look_early_and_then_now_and_then() -> None:
+    assert [n for n in range(301) if is_time_to_decide(n)] == [3, 100, 200, 300]

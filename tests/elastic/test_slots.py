@@ -1,0 +1,292 @@
+"""A slot is whole or says why it is not: torn by a kill at any point, cut, flipped, foreign, empty."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from closeranks.core import faults
+from closeranks.core.pieces import Piece
+from closeranks.elastic import keeper as keeping
+from closeranks.elastic.keeper import Berths, Keeper
+from closeranks.elastic.recalling import DamagedCopy, Recalled
+from closeranks.elastic.slots import (
+    DATA_AT,
+    HEADER_BYTES,
+    About,
+    Entry,
+    Sealed,
+    Slot,
+    check,
+    decode_index,
+    encode_entries,
+    encode_index,
+    inspect,
+)
+from closeranks.elastic.sources import Holding
+from tests.elastic.boxes import make_boxes, shared_memory
+
+ABOUT = About(generation=2, step=7, image="p0-s1-t0", num_images=4, layout="0123456789abcdef", rank=1, run=3)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with shared_memory() as folder:
+        yield folder
+
+
+def holdings(value: float) -> list[Holding]:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(40, 33, generator=generator) * value
+    return [
+        Holding("model", "weight", Piece("weight", (80, 33), (40, 0), (40, 33)), weight),
+        Holding("model", "empty", Piece("empty", (0, 3), (0, 0), (0, 3)), torch.empty(0, 3)),
+        Holding("model", "half", Piece.whole("half", (5,)), torch.full((5,), value, dtype=torch.bfloat16)),
+        Holding("optimizer", "flat", Piece.whole("flat", (9,)).flattened(2, 7), torch.arange(5.0) * value),
+        Holding("model", "mean", Piece.whole("mean", ()), torch.tensor(value), is_steady=False),
+    ]
+
+
+def keep(boxes: tuple[str, ...], step: int, turns: int = 1, beside: tuple[str, str] | None = None) -> Keeper:
+    kept = Keeper(Berths((boxes[0], boxes[1]), beside))
+    for number in range(turns):
+        kept.begin(
+            replace(ABOUT, step=step + number), holdings(float(step + number)), json.dumps({"at": step}).encode()
+        )
+        joined = kept.join()
+        assert joined is not None
+        assert joined.is_sealed
+    return kept
+
+
+def recalled(path: str) -> dict[str, torch.Tensor]:
+    found = Recalled([Sealed(path)])
+    return {held.key: found.read(held.section, held.key, held.piece) for held in holdings(0.0)}
+
+
+def test_what_was_kept_comes_back_bit_for_bit(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    keep(box, 7).close()
+    assert inspect(box[0]).about == ABOUT
+    assert inspect(box[1]).reason == "empty"
+    assert check(Sealed(box[0])) == ""
+    assert Sealed(box[0]).index.tree == {"at": 7}
+    for held in holdings(7.0):
+        assert torch.equal(
+            recalled(box[0])[held.key].view(-1).view(torch.uint8), held.tensor.view(-1).view(torch.uint8)
+        )
+
+
+def test_slots_take_turns_and_a_peer_gets_the_same(place: Path) -> None:
+    one, other = make_boxes(place, 2)
+    keep(one, 7, turns=3, beside=(other[2], other[3])).close()
+    steps = [about and about.step for about in (inspect(path).about for path in (*one, *other))]
+    assert steps == [9, 8, None, None, None, None, 9, 8]
+    assert torch.equal(recalled(other[2])["weight"], recalled(one[0])["weight"])
+
+
+def test_an_index_is_what_it_was() -> None:
+    rows = [("model", "a/b", (4, 6), (0, 2), (4, 2), None), ("other", "ü", (), (), (), (0, 1))]
+    entries = [Entry(*row, "float32", 64, 12) for row in rows]
+    index = decode_index(encode_index(encode_entries(entries), b'{"x": [1]}', [7, 2**32 - 1]))
+    assert index.entries == tuple(entries)
+    assert (index.tree, index.crcs) == ({"x": [1]}, (7, 2**32 - 1))
+
+
+# Damage
+
+
+def flip(path: str, at: int, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def is_noticed(path: str) -> bool:
+    if inspect(path).about is None:
+        return True
+    try:
+        recalled(path)
+    except DamagedCopy:
+        return check(Sealed(path)) != ""
+    return False
+
+
+def covered(path: str) -> list[range]:
+    """Every byte that means anything."""
+    sealed = Sealed(path)
+    entries = [range(DATA_AT + e.offset, DATA_AT + e.offset + e.num_bytes) for e in sealed.index.entries]
+    at = sealed.lengths.index_at
+    return [range(HEADER_BYTES), *entries, range(at, at + sealed.lengths.num_index)]
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    keep(box, 7).close()
+    assert not is_noticed(box[0])
+    draw = random.Random(3)
+    spots = [draw.choice(part) for part in covered(box[0]) if part for _ in range(40)]
+    for at in (*spots, *range(16)):
+        bit = draw.randrange(8)
+        flip(box[0], at, bit)
+        assert is_noticed(box[0]), f"byte {at}, bit {bit}"
+        flip(box[0], at, bit)
+    assert not is_noticed(box[0])
+
+
+def test_a_damaged_tensor_is_named(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    keep(box, 7).close()
+    (entry,) = [e for e in Sealed(box[0]).index.entries if e.key == "flat"]
+    flip(box[0], DATA_AT + entry.offset + 3, 0)
+    with pytest.raises(DamagedCopy, match="p0-s1-t0 at step 7 is damaged: the bytes of optimizer/flat changed"):
+        recalled(box[0])
+
+
+def test_files_that_hold_no_copy_say_why(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    keep(box, 7).close()
+    whole = Path(box[0]).read_bytes()
+    cases = {
+        "empty": b"",
+        "empty ": bytes(9000),
+        "foreign": b"SQLite format 3\0" + whole[16:],
+        "truncated": whole[: DATA_AT + 100],
+        "damaged: its header": whole[:20] + b"x" + whole[21:],
+        "torn": b"CLRANKS~" + whole[8:],
+    }
+    for reason, content in cases.items():
+        Path(box[1]).write_bytes(content)
+        looked = inspect(box[1])
+        assert looked.about is None
+        assert looked.reason.startswith(reason.strip()), reason
+    os.unlink(box[1])
+    assert inspect(box[1]).reason.startswith("damaged: it cannot be read")
+
+
+# Kills
+
+POINTS = ["slot.before_data", "slot.in_data", "slot.after_data", "slot.after_index", "slot.before_header"]
+
+
+def killed_at(label: str, passing: int, boxes: tuple[str, ...], beside: tuple[str, str] | None) -> int:
+    child = os.fork()
+    if not child:
+        try:
+            faults._DEATH = (label, passing)
+            keep(boxes, 7, turns=3, beside=beside)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("label", [*POINTS, "slot.after_header"])
+@pytest.mark.parametrize("turn", [2, 3])
+def test_a_kill_at_any_point_leaves_the_step_before(place: Path, label: str, turn: int) -> None:
+    """Three copies, of steps 7, 8 and 9; the process dies in the second or third."""
+    (box,) = make_boxes(place, 1)
+    assert killed_at(label, turn, box, None) == -signal.SIGKILL
+    looked = [inspect(path) for path in box[:2]]
+    steps = {found.about.step for found in looked if found.about}
+    newest = 6 + turn
+    if label == "slot.after_header":
+        assert steps == {newest - 1, newest}
+    else:
+        assert steps == {newest - 1}
+        (other,) = [found for found in looked if not found.about]
+        assert other.reason == ("torn: it was being written")
+    for path in box[:2]:
+        assert inspect(path).about is None or check(Sealed(path)) == ""
+
+
+@pytest.mark.parametrize("passing", range(1, 7))
+def test_a_kill_between_the_own_slot_and_the_peers_leaves_both_steps_before(place: Path, passing: int) -> None:
+    one, other = make_boxes(place, 2)
+    assert killed_at("slot.before_header", passing, one, (other[2], other[3])) == -signal.SIGKILL
+    sound = [{i.about.step for i in map(inspect, pair) if i.about} for pair in (one[:2], other[2:])]
+    before = 6 + (passing + 1) // 2 - 1
+    if before > 6:
+        assert before in sound[0]
+        assert before in sound[1]
+    assert (7 + (passing - 1) // 2 in sound[0]) == (passing % 2 == 0)
+
+
+def test_all_points_of_writing_are_swept() -> None:
+    assert {label for label in faults.POINTS if label.startswith("slot.")} == {*POINTS, "slot.after_header"}
+
+
+# Want of memory, and what changes too early
+
+
+def starved(boxes: tuple[str, ...]) -> int:
+    child = os.fork()
+    if not child:
+        kept = keep(boxes, 7)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        kept.begin(replace(ABOUT, step=8), holdings(8.0), b"{}")
+        joined = kept.join()
+        assert joined is not None
+        is_told = "no memory" in joined.problem and not joined.is_sealed
+        kept.begin(replace(ABOUT, step=9), holdings(9.0), b"{}")
+        again = kept.join()
+        os._exit(42 if is_told and again is not None and not again.problem and not again.is_sealed else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_want_of_memory_is_told_once_and_leaves_the_copy_before(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    assert starved(box) == 42
+    about = inspect(box[0]).about
+    assert about is not None
+    assert about.step == 7
+
+
+def test_a_tensor_that_changes_too_early_leaves_the_slot_torn_and_is_copied_at_once_from_then_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (box,) = make_boxes(place, 1)
+    kept = keep(box, 7)
+    held = holdings(8.0)
+    monkeypatch.setattr(keeping, "point", lambda label: held[0].tensor.add_(1.0))  # as if forward changed a weight
+    kept.begin(replace(ABOUT, step=8), held, b"{}")
+    joined = kept.join()
+    assert joined is not None
+    assert "'weight' changed" in joined.problem
+    assert inspect(box[1]).about is None
+    about = inspect(box[0]).about
+    assert about is not None
+    assert about.step == 7
+    monkeypatch.undo()
+    kept.begin(replace(ABOUT, step=9), held, b"{}")
+    expected = held[0].tensor.clone()
+    held[0].tensor.add_(1.0)
+    joined = kept.join()
+    assert joined is not None
+    assert joined.is_sealed
+    assert torch.equal(recalled(box[1])["weight"], expected)
+    kept.close()
+
+
+def test_a_slot_grows_and_keeps_what_it_says(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    slot = Slot(box[0])
+    for num_data in (100, 5 << 20):
+        slot.reserve(num_data, 64)
+        slot.invalidate()
+        slot.data(num_data)[:] = np.uint8(num_data % 251)
+        slot.seal(ABOUT, num_data, encode_index(b"[]", b"{}", []))
+        assert inspect(box[0]).about == ABOUT
+        assert Sealed(box[0]).lengths.num_data == num_data
+    slot.close()

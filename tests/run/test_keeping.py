@@ -1,0 +1,180 @@
+"""When copies are taken, what is said of them, and how a generation hands over to the next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from closeranks.core.environment import set_world
+from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapshotting, StepDone, Warned
+from closeranks.core.world import World
+from closeranks.elastic.shelf import Shelf
+from closeranks.elastic.slots import Sealed as SealedSlot
+from closeranks.elastic.slots import check, inspect
+from closeranks.run.overseer import settle_in
+from tests.elastic.boxes import make_boxes, shared_memory
+from tests.run import small
+from tests.run.generations import Case, assert_same, events, files, losses, run, run_and_die
+
+NO_SAVES = {"checkpoint": {"save": False}}
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with shared_memory() as folder:
+        yield folder
+
+
+@pytest.fixture
+def shelf(place: Path) -> Iterator[Shelf]:
+    found = Shelf(make_boxes(place, 1), 0)
+    settle_in(shelf=found)
+    yield found
+    settle_in()
+
+
+def steps_of(shelf: Shelf) -> list[int | None]:
+    return [found.about.step if found.about else None for found in map(inspect, shelf.boxes[0])]
+
+
+# In one process
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_leaves_its_last_two_steps_in_its_box(tmp_path: Path, shelf: Shelf) -> None:
+    small.train(tmp_path, elastic={"snapshot_every": 1}, **NO_SAVES)
+    assert steps_of(shelf) == [4, 3, None, None]
+    assert all(check(SealedSlot(path)) == "" for path in shelf.boxes[0][:2])
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_boxes_nothing_is_kept(tmp_path: Path) -> None:
+    settle_in()
+    result = small.train(tmp_path, **NO_SAVES)
+    assert result.steps == 4
+    assert small.of_kind(tmp_path, Snapshotting) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_copies_are_taken_every_so_many_steps(tmp_path: Path, shelf: Shelf) -> None:
+    small.train(tmp_path, train={"steps": 8}, elastic={"snapshot_every": 3}, **NO_SAVES)
+    assert steps_of(shelf) == [6, 3, None, None]
+    (said,) = small.of_kind(tmp_path, Snapshotting)
+    assert (said.every, said.copies, said.step) == (3, "none", 3)
+    assert said.bytes > 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_auto_takes_fewer_copies_of_short_steps(tmp_path: Path, shelf: Shelf) -> None:
+    """A step of a tiny model takes a millisecond; its copy must not take a fiftieth of that."""
+    small.train(tmp_path, train={"steps": 12}, elastic={"snapshot_cost": 1e-4}, **NO_SAVES)
+    (said,) = small.of_kind(tmp_path, Snapshotting)
+    assert said.every > 1
+    assert said.cost_s > 0
+    assert max(step for step in steps_of(shelf) if step is not None) < 12
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_later_generation_goes_on_and_repeats_nothing(tmp_path: Path, shelf: Shelf) -> None:
+    small.train(tmp_path, elastic={"snapshot_every": 1}, **NO_SAVES)
+    settle_in(shelf=shelf)  # a new process
+    set_world(World(launcher="testing", generation=1))
+    changes = {"train": {"steps": 6}, "elastic": {"snapshot_every": 1}}
+    result = small.train(tmp_path, **changes, checkpoint={"save": False, "resume": "auto"})
+    assert result.steps == 6
+    restored = small.of_kind(tmp_path, Restored)
+    assert [(event.step, event.source) for event in restored] == [(4, "memory")]
+    assert small.of_kind(tmp_path, Warned) == []
+    assert steps_of(shelf) == [6, 5, None, None]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_script_with_two_sessions_finds_each_ones_own(tmp_path: Path, shelf: Shelf) -> None:
+    small.train(tmp_path / "one", **NO_SAVES)
+    small.train(tmp_path / "two", train={"steps": 3}, **NO_SAVES)
+    runs = {found.about.run for found in map(inspect, shelf.boxes[0]) if found.about}
+    assert runs == {1}  # the second writes where the first did
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_that_was_cut_short_is_made_again(tmp_path: Path, shelf: Shelf) -> None:
+    """The copy of a step is taken after its evaluation."""
+
+    class Dying(small.Hook):
+        def on_eval(self, session: object, result: Evaluated) -> None:
+            assert steps_of(shelf)[:2] in ([2, 1], [2, 3], [0, 1], [2, None], [0, None])
+            if result.step == 2:
+                raise KeyboardInterrupt
+
+    given = {"train": {"steps": 4, "eval_every": 2}, "elastic": {"snapshot_every": 1}, **NO_SAVES}
+    with pytest.raises(KeyboardInterrupt):
+        small.train(tmp_path, eval_data=small.dataset(8), hooks=[Dying()], **given)
+    assert 2 not in steps_of(shelf)
+
+
+@pytest.mark.usefixtures("alone")
+def test_want_of_memory_is_a_warning(tmp_path: Path, place: Path) -> None:
+    settle_in(shelf=Shelf((("/dev/full",) * 4,), 0))
+    result = small.train(tmp_path, **NO_SAVES)
+    settle_in()
+    assert result.steps == 4
+    (warned,) = small.of_kind(tmp_path, Warned)
+    assert "no memory for copies of the state" in warned.what
+
+
+# Worlds
+
+
+@pytest.mark.world
+def test_a_generation_ends_by_agreement_and_the_next_repeats_no_step(place: Path) -> None:
+    case = Case(place / "run", "data=2 zero=3", steps=5, regroup_at=3, tables={"elastic": {"snapshot_every": 4}})
+    told = run(case)
+    assert [(one["reason"], one["steps"], one["has_regrouped"]) for one in told] == [("regrouped", 3, True)] * 2
+    assert all(one["kept"][-1] == 3 for one in told)
+    assert [found.about.step for found in map(inspect, files(case, 0)) if found.about].count(3) == 4
+    assert events(case, RunEnded) == events(case, Saved) == []
+    finished = replace(case, generation=1, regroup_at=0)
+    run(finished)
+    assert [event.step for event in events(case, StepDone)] == [1, 2, 3, 4, 5]
+    assert [event.reason for event in events(case, RunEnded)] == ["finished"]
+    through = replace(finished, folder=place / "through", generation=0)
+    run(through)
+    assert_same(finished, through)
+
+
+@pytest.mark.world
+def test_a_drain_beats_a_regroup(place: Path) -> None:
+    case = Case(place / "run", "data=2", steps=5, regroup_at=2, drain_at=2)
+    told = run(case)
+    assert [(one["reason"], one["steps"], one["has_regrouped"]) for one in told] == [("drained", 2, False)] * 2
+    assert len(events(case, Saved)) == 1
+
+
+@pytest.mark.world
+def test_what_is_said_of_copies(place: Path) -> None:
+    shards = Case(place / "shards", "data=2 zero=3", steps=4)
+    run(shards)
+    replicas = Case(place / "replicas", "data=2", steps=4)
+    run(replicas)
+    apart = Case(place / "apart", "data=2 zero=1", steps=4, hosts=(0, 1))
+    run(apart)
+    said = [events(case, Snapshotting)[0].copies for case in (shards, replicas, apart)]
+    assert said == ["peer", "replica", "peer on another host"]
+
+
+@pytest.mark.world
+def test_every_n_th_step_costs_at_most_n(place: Path) -> None:
+    case = Case(place / "run", "data=2", deaths=((0, "step:6"),), tables={"elastic": {"snapshot_every": 4}}, steps=7)
+    run_and_die(case)
+    told = run(replace(case, generation=1, deaths=()))
+    assert events(case, Restored)[0].step == 4
+    assert told[0]["kept"][0] == 4
+    lines = (place / "run" / "losses-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)[0] for line in lines] == [1, 2, 3, 4, 5, 6, 5, 6, 7]
+    twice = [json.loads(line) for line in lines if json.loads(line)[0] in (5, 6)]
+    assert twice[:2] == twice[2:]
+    assert sorted(losses(case)) == [1, 2, 3, 4, 5, 6, 7]
