@@ -4,13 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install demo test test-slow matrix lint format bench bench-data servers clean
+.PHONY: help install demo test test-slow matrix drills soak lint format bench bench-data servers clean
 
 help:
 	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (under a minute)"
 	@echo "make test       lint, types, import contract and all tests but the slow ones"
 	@echo "make test-slow  the tests that take minutes (torch.compile, long runs)"
 	@echo "make matrix     resume every layout from every other: 64 pairs on up to 8 processes (about 10 minutes)"
+	@echo "make drills     every fault under every kind of layout; writes docs/drills-table.md (about half an hour)"
+	@echo "make soak       an hour of faults at random times, in two mixes, against undisturbed running"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      every benchmark that runs here; each ends with one line of JSON"
 	@echo "make bench-data how fast samples arrive, against six other loaders (about 15 minutes, a venv of its own)"
@@ -49,6 +51,13 @@ test: lint servers
 test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"
 
+drills: install servers
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drills docs/drills-table.md
+
+soak: install servers
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --mix light --minutes 30
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --mix all --minutes 30
+
 matrix: install
 	$(PYTEST) tests/run/test_matrix.py
 
@@ -59,6 +68,9 @@ bench: install
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/checkpoint.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recovery.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/steady.py
+	$(BIN)/python benchmarks/membership.py
 
 # The other loaders do not agree on their dependencies with ours: they live in a venv beside.
 PEERS := .venv-peers

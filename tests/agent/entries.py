@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ def finish(payload: Payload, link: WorkerLink) -> None:
             link.send_event({"event": "store", "address": link.store()})
     else:
         link.send_event({"event": "store", "address": link.store()})
+
+
+def meet_twice(payload: Payload, link: WorkerLink) -> None:
+    """As a script with two sessions does: each has a store of its own, and the first is over when the second begins."""
+    is_met = Path(payload["folder"], "met")
+    for name in ("first", "second"):
+        while name == "second" and link.world.is_lead and not is_met.exists():
+            time.sleep(0.01)
+        if link.world.is_lead:
+            with link.listen_socket() as listener:
+                link.announce_store(address_of(listener))
+        link.send_event({"event": name, "address": link.store()})
+        if not link.world.is_lead:
+            is_met.touch()
 
 
 def describe_self(payload: Payload, link: WorkerLink) -> None:

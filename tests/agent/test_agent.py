@@ -36,6 +36,15 @@ def test_workers_know_their_world_and_find_the_store(host: Host) -> None:
     assert not any(exists(event["pid"]) for event in ready.values())
 
 
+def test_each_session_of_a_script_finds_its_own_store(host: Host, tmp_path: Path) -> None:
+    assert host.run(host.plan("meet_twice", 2, payload={"folder": str(tmp_path)})).is_clean
+    first, second = host.named("first"), host.named("second")
+    assert (
+        len({event["address"] for event in first.values()}) == len({event["address"] for event in second.values()}) == 1
+    )
+    assert (len(first), len(second)) == (2, 2)
+
+
 def test_a_worker_holds_only_what_is_its_own(host: Host) -> None:
     host.run(host.plan("describe_self", 3))
     for rank, event in host.events:
@@ -207,6 +216,21 @@ def test_sigterm_to_a_worker_drains_it(host: Host) -> None:
             os.kill(event["pid"], signal.SIGTERM)
 
     assert host.run(host.plan("drain"), ask).reason == "drained"
+
+
+@pytest.mark.timeout(60)
+def test_sigterm_to_a_worker_that_was_just_forked_is_not_lost(host: Host) -> None:
+    """It has no handler yet; without the signal it would wait for ever."""
+    struck: list[int] = []
+
+    def strike(view: View) -> None:
+        for one in view.seen:
+            if one.pid is not None and not struck:
+                struck.append(one.pid)
+                os.kill(one.pid, signal.SIGTERM)
+
+    ignore = dict.fromkeys(("on_event", "on_output", "on_note"), lambda *_: None)
+    assert Agent(host.plan("drain", num_workers=1), on_turn=strike, **ignore).run().reason == "drained"
 
 
 def test_a_save_that_fails_in_a_drain_is_a_failure(host: Host) -> None:

@@ -31,11 +31,27 @@ def test_what_is_no_claim_is_refused(change: dict[str, object]) -> None:
 def test_nobody_is_given_up_while_the_last_of_all_has_time_left() -> None:
     claims = Claims()
     claims.hear("h1", OF_THE_WAITING)
-    assert claims.verdict(HOST_OF, WORDS, 20.0) is None
-    assert claims.verdict(HOST_OF, {1: WAITING}, 20.0) is None, "of rank 0 nothing is known"
+    assert claims.verdict(HOST_OF, WORDS, 20.0, 1.0) is None
+    assert claims.verdict(HOST_OF, {1: WAITING}, 20.0, 1.0) is None, "of rank 0 nothing is known"
     claims.hear("h0", OF_THE_SLOW)
-    assert claims.verdict(HOST_OF, WORDS, 700.0) == OF_THE_SLOW
-    assert claims.verdict(HOST_OF, WORDS, 700.0) is None, "it is told once"
+    assert claims.verdict(HOST_OF, WORDS, 700.0, 1.0) == OF_THE_SLOW
+    assert claims.verdict(HOST_OF, WORDS, 700.0, 1.0) is None, "it is told once"
+
+
+def test_who_waited_is_not_blamed_when_the_last_moves_on_before_its_word_does() -> None:
+    claims = Claims()
+    claims.hear("h1", OF_THE_WAITING)
+    assert claims.verdict(HOST_OF, WORDS, 20.0, 1.0) is None
+    ahead = {0: Progress(6, Phase.VOTE, 20.1), 1: WAITING}
+    assert claims.verdict(HOST_OF, ahead, 20.1, 1.0) is None
+    assert claims.verdict(HOST_OF, ahead, 21.0, 1.0) is None
+    assert claims.verdict(HOST_OF, ahead, 21.2, 1.0) == OF_THE_WAITING, "but it is when that lasts"
+
+
+def test_who_is_stopped_is_certain_at_once() -> None:
+    claims, stopped = Claims(), replace(OF_THE_WAITING, is_stopped=True)
+    claims.hear("h1", stopped)
+    assert claims.verdict(HOST_OF, WORDS, 20.0, 1.0) == stopped
 
 
 def test_the_culprit_alone_is_marked() -> None:
@@ -43,7 +59,8 @@ def test_the_culprit_alone_is_marked() -> None:
     assert claims.mark(workers) == workers
     claims.hear("h1", OF_THE_WAITING)
     claims.hear("h0", OF_THE_SLOW)
-    claims.verdict(HOST_OF, WORDS, 701.0)
+    claims.verdict(HOST_OF, WORDS, 700.0, 1.0)
+    claims.verdict(HOST_OF, WORDS, 701.0, 1.0)
     slow, waiting = claims.mark(workers)
     assert (slow.still, slow.still_s, waiting.still) == ("hang", 700.0, "")
     claims.begin()

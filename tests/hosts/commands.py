@@ -41,6 +41,8 @@ class Command:
 
     def send(self, signum: int) -> None:
         os.kill(self.pid, signum)
+        if signum == signal.SIGCONT:
+            self.process.send_signal(signum)  # nsenter stops itself together with its child
 
     def descendants(self) -> list[int]:
         """All processes that the command has started, parents first."""

@@ -121,11 +121,12 @@ class Site:
         what = f"ranks {list(ranks)} to stand at step {step}"
         wait_for(lambda: all(path.exists() for path in paths) or _ended(lead, what), what, lead)
 
-    def wait_for_event(self, event: str, lead: Command, **fields: object) -> Event:
-        """Of the agent's own."""
+    def wait_for_event(self, event: str, lead: Command, *, times: int = 1, **fields: object) -> Event:
+        """Of the agent's own: the first such, or a later one."""
 
         def find() -> Event | None:
-            return next((one for one in self.agent_events(event) if _has(one, fields)), None)
+            found = [one for one in self.agent_events(event) if _has(one, fields)]
+            return found[times - 1] if len(found) >= times else None
 
         return wait_for(lambda: find() or _ended(lead, f"{event} {fields}"), f"{event} {fields}", lead)
 

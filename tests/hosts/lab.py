@@ -199,6 +199,7 @@ class LabHost:
         assert self._init.stdout is not None
         self._init.stdout.close()
         for process in self.processes:
+            process.kill()  # nsenter itself, which may be stopped
             process.wait(timeout=10)
             if process.stdout is not None:
                 process.stdout.close()

@@ -48,7 +48,7 @@ def test_who_waits_for_a_patient_one_elsewhere_is_not_given_up(site: Site, undis
 
 
 def test_a_lead_that_was_stopped_goes_on_with_its_own_workers(site: Site, undisturbed: dict[int, float]) -> None:
-    """Its lease to the other host runs out meanwhile, so that one has killed its worker; its own host was never gone."""
+    """The other host's lease runs out meanwhile, so that it has killed its worker; the lead's own was never gone."""
     with Lab(2) as lab:
         first, second = lab.hosts
         lead, other = site.lead(first), site.join(second, first)

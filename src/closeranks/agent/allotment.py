@@ -50,6 +50,11 @@ def why_quarantined(host: str, faults: Sequence[Fault], limits: Limits, now: flo
     return f"{len(own)} faults ({tally(own)}) within {limits.fault_window_s / 60:.3g} min"
 
 
+def hosts_by_rank(places: Sequence[Place]) -> dict[int, str]:
+    names = [one.host for one in places for _ in range(one.num_workers)]
+    return dict(enumerate(names))
+
+
 def room(hosts: Sequence[HostState]) -> int:
     """How many workers could be started now."""
     return sum(host.num_workers for host in hosts if host.state == "ready")

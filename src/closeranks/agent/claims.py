@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from closeranks.agent.hang import Still, join
+from closeranks.agent.hang import Still, behind, join, position
 from closeranks.agent.membership.checks import ProtocolError
 from closeranks.agent.progress import Phase, Progress
 from closeranks.agent.verdict import WorkerFact
@@ -55,9 +55,11 @@ class Claims:
     def __init__(self) -> None:
         self._claims: dict[str, Still] = {}
         self._verdict: tuple[Still, float] | None = None
+        self._front: object = None
+        self._front_since = 0.0
 
     def begin(self) -> None:
-        self._claims, self._verdict = {}, None
+        self._claims, self._verdict, self._front = {}, None, None
 
     @property
     def is_open(self) -> bool:
@@ -67,12 +69,23 @@ class Claims:
     def hear(self, host: str, still: Still) -> None:
         self._claims[host] = still
 
-    def verdict(self, host_of: Mapping[int, str], words: Mapping[int, Progress], now: float) -> Still | None:
-        """Once, when it is certain; ``words`` of all ranks."""
+    def verdict(
+        self, host_of: Mapping[int, str], words: Mapping[int, Progress], now: float, sure_s: float
+    ) -> Still | None:
+        """Once, when it is certain; ``words`` of all ranks, as their hosts last told.
+
+        When the last of all moves on at last, those who waited for it seem to be the last, by words that are older than
+        its own: only who has been the last for ``sure_s`` is.
+        """
         if not self.is_open or not words.keys() >= host_of.keys():
             return None
+        front = [(rank, position(words[rank])) for rank in behind(words)]
+        if front != self._front:
+            self._front, self._front_since = front, now
         still = join(self._claims, host_of, words)
-        self._verdict = None if still is None else (still, now)
+        if still is None or not (still.is_stopped or now >= self._front_since + sure_s):
+            return None
+        self._verdict = (still, now)
         return still
 
     def mark(self, workers: Sequence[WorkerFact]) -> tuple[WorkerFact, ...]:

@@ -88,6 +88,7 @@ def _hear_sigterm(link: WorkerLink) -> None:
         let_through()
 
     signal.signal(signal.SIGTERM, drain)
+    let_through()  # the zygote has held it back since the fork
     os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=be_ordinary)
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from closeranks.agent.account import Account
-from closeranks.agent.allotment import why_quarantined
+from closeranks.agent.allotment import hosts_by_rank, why_quarantined
 from closeranks.agent.attention import Attention
 from closeranks.agent.claims import CLAIM, Claims, claim_of
 from closeranks.agent.closing import conclude, killed_early, lost_member, verdict_of
@@ -40,6 +40,7 @@ from closeranks.agent.membership.follower import Follower
 from closeranks.agent.membership.lead import Lead as Membership
 from closeranks.agent.membership.messages import Event as Told_
 from closeranks.agent.membership.messages import Letter, Note, Output
+from closeranks.agent.membership.pace import pace_for
 from closeranks.agent.muster import Muster
 from closeranks.agent.policy import GiveUp, Go, Place, Wait, Wish, at_boundary, decide
 from closeranks.agent.progress import Progress
@@ -59,6 +60,8 @@ _TOLD_S = 0.2
 """After a worker was asked to leave, how long to wait whether the whole run is."""
 _FAREWELL_S = 5.0
 """How long other hosts have to hear that it is over, and to hang up."""
+_SURE_BEATS = 4
+"""Over how many beats a rank must have been the last of all before it is given up: words of two hosts differ in age."""
 _TERM = 1
 """This lead is the only one: it stands in the process that started the job, and its loss ends it."""
 
@@ -247,7 +250,8 @@ class Lead:
     def _mind_muster(self, now: float) -> float | None:
         if self._muster is None or self._machine.generation is not None:
             return None
-        text, until = self._muster.look([host.name for host in self._roster.hosts if host.state == "ready"], now)
+        ready = [host.name for host in self._roster.hosts if host.state == "ready"]
+        text, until = self._muster.look(list(dict.fromkeys([self._name, *ready])), now)
         if text:
             self._listener.on_note(text)
         return until
@@ -332,8 +336,8 @@ class Lead:
     def _mind_still(self, now: float) -> None:
         if not self._claims.is_open:
             return
-        host_of = {rank: self._host_of(rank) for rank in range(sum(place.num_workers for place in self._places))}
-        if still := self._claims.verdict(host_of, self._words(now), now):
+        sure_s = _SURE_BEATS * pace_for(len(self._places)).beat_s
+        if still := self._claims.verdict(hosts_by_rank(self._places), self._words(now), now, sure_s):
             self._act(self._machine.break_up(still.cause(now), now))
 
     def _mind_slow(self, now: float) -> None:
@@ -357,14 +361,7 @@ class Lead:
             self._leave(without_facts("slow", cause, rank=slow.rank, step=slow.step), now)
 
     def _host_of(self, rank: int) -> str:
-        if rank < 0:
-            return ""
-        first = 0
-        for place in self._places:
-            first += place.num_workers
-            if rank < first:
-                return place.host
-        return ""
+        return hosts_by_rank(self._places).get(rank, "")
 
     def _leave(self, why: Verdict, now: float) -> None:
         """Ask this generation to end by agreement: no step is lost."""

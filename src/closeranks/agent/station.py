@@ -55,6 +55,8 @@ class Station:
         self._has_told_fault = self._has_told_leaving = False
         self._fenced_at = 0.0
         self._first_kept: int | None = None
+        self._is_alone = True
+        """Whether all workers of the generation are here."""
         self._claimed: object = None
         """Of whom it was last said that they stand still, and where."""
 
@@ -96,8 +98,12 @@ class Station:
     # --- this host speaks
 
     def announce(self, address: str) -> None:
-        """Rank 0 is here and has opened its store."""
-        self._do(self._follower.stored(address))
+        """Rank 0 is here and has opened its store. A script opens one for each of its sessions: where all workers are
+        of this host, as a script's are, the lead need not know."""
+        if self._is_alone:
+            self.host.pass_store_on(address)
+        else:
+            self._do(self._follower.stored(address))
 
     def turn(self, now: float) -> float | None:
         if self._is_lead and self._follower.is_joined:
@@ -229,6 +235,7 @@ class Station:
 
     def _start(self, begin: Begin) -> None:
         self._pending = self._first_kept = self._claimed = None
+        self._is_alone = len(begin.per_host) == 1
         if self._attention is not None:
             self._attention.begin()
         self.host.begin(worlds_of(begin), begin.payload)

@@ -66,6 +66,8 @@ class Zygote:
 
     def _fork(self, worker: int, fds: WorkerFds) -> None:
         zygote = os.getpid()
+        # Ignored here and inherited: held back instead until the child can hear it, or one sent at once would be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
         except OSError as error:
@@ -77,6 +79,7 @@ class Zygote:
             self._children[pidfd] = (worker, pid)
             self._selector.register(pidfd, selectors.EVENT_READ)
             self._answer({"op": "forked", "worker": worker, "pid": pid}, [pidfd])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for fd in fds:
             os.close(fd)
 
