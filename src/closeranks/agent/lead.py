@@ -13,17 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from closeranks.agent.account import Account
-from closeranks.agent.allotment import hosts_by_rank, why_quarantined
+from closeranks.agent.allotment import Place, hosts_by_rank
 from closeranks.agent.attention import Attention
 from closeranks.agent.claims import CLAIM, Claims, claim_of
-from closeranks.agent.closing import conclude, killed_early, lost_member, verdict_of
+from closeranks.agent.closing import conclude, killed_early
+from closeranks.agent.course import Course
 from closeranks.agent.ending import Stop
-from closeranks.agent.faultlog import FaultLog, steps_done
 from closeranks.agent.gate import Gate, Gone
 from closeranks.agent.host import Host
 from closeranks.agent.launch import Fitted, LaunchPlan, Listener, Outcome, plan_fields
-from closeranks.agent.limits import Limits
 from closeranks.agent.loop import Loop
 from closeranks.agent.membership.checks import ProtocolError
 from closeranks.agent.membership.effects import (
@@ -42,7 +40,7 @@ from closeranks.agent.membership.messages import Event as Told_
 from closeranks.agent.membership.messages import Letter, Note, Output
 from closeranks.agent.membership.pace import pace_for
 from closeranks.agent.muster import Muster
-from closeranks.agent.policy import GiveUp, Go, Place, Wait, Wish, at_boundary, decide
+from closeranks.agent.policy import Go
 from closeranks.agent.progress import Progress
 from closeranks.agent.roster import Roster
 from closeranks.agent.statement import Statement, together
@@ -50,8 +48,8 @@ from closeranks.agent.station import TOLD, Mail, Station, word_of
 from closeranks.agent.stragglers import Slow, Stragglers
 from closeranks.agent.verdict import Verdict, without_facts
 from closeranks.agent.view import View
-from closeranks.core.errors import RunFailed, SetupError
-from closeranks.core.events import Event, HostChanged, RankLost, SlowRank, StepDone, decode, encode
+from closeranks.core.errors import RunFailed
+from closeranks.core.events import Event, HostChanged, SlowRank, encode
 
 OnTurn = Callable[[View], float | None]
 """Looks on in every turn of the loop; answers when (``time.monotonic()``) it wants to look again at the latest."""
@@ -86,24 +84,16 @@ class Lead:
         self._muster: Muster | None = None
         self.stop: Stop | None = None
         self._outcome: Outcome | None = None
-        self._places: tuple[Place, ...] = ()
-        self._num_wanted = 0
-        self._num_done = 0
-        self._log = FaultLog()
-        self._account: Account | None = None
-        self._noticed_at: float | None = None
+        self._course = Course(plan, self._emit)
         self._told: tuple[float, int] | None = None
-        self._leaving: Verdict | None = None
-        """Why this generation is asked to end by agreement."""
+        """When a worker said that it was asked to leave, and which."""
         self._waiting: tuple[Verdict, float] | None = None
         """What is to be survived as soon as enough hosts are here, or then."""
-        self._told_quarantined: frozenset[str] = frozenset()
         self.killed: list[int] = []
         """Ranks that did not end by themselves, when it is over."""
-        limits = plan.survival.limits if plan.survival else Limits(stragglers="off")
+        limits = self._course.limits
         self._stragglers = Stragglers(limits.slow_ratio, limits.slow_steps)
         self._claims = Claims()
-        self._limits = limits
 
     # --- from outside
 
@@ -182,7 +172,7 @@ class Lead:
         self._gate.see_off(_letters(farewell), lambda letter: _letters(machine.handle(letter, now)), now + _FAREWELL_S)
 
     def _open_station(self, host: Host, now: float) -> None:
-        attention = Attention(self._limits, self._loop) if self._plan.survival else None
+        attention = Attention(self._course.limits, self._loop) if self._course.can_survive else None
         follower = Follower(host.name, time.time_ns(), host.capacity, now=now)
         mail = Mail(lambda letter: self._letters.append((True, letter)), lambda end: None)
         self._station = Station(host, follower, attention, mail, is_lead=True)
@@ -218,10 +208,11 @@ class Lead:
     def _mind(self, now: float) -> float | None:
         """What only time brings about."""
         until = [self._mind_stop(now), self._mind_muster(now)]
-        if self._told is not None and self._leaving is None and self.stop is None:
-            due = self._told[0] + _TOLD_S
+        if self._told is not None and self._course.leaving is None and self.stop is None:
+            due, rank = self._told[0] + _TOLD_S, self._told[1]
             if now >= due:
-                self._leave(without_facts("preempted", "asked to leave by SIGTERM", rank=self._told[1]), now)
+                cause = "asked to leave by SIGTERM"
+                self._leave(without_facts("preempted", cause, rank=rank, step=self._course.step), now)
             else:
                 until.append(due)
         if self._waiting is not None:
@@ -275,10 +266,9 @@ class Lead:
                 case Told(host=host, body=body):
                     self._on_told(host, body, now)
                 case Formed():
-                    if self._account is not None:
-                        self._account.mark("fork", now)
+                    self._course.formed(now)
                 case Broke():
-                    self._noticed_at = self._noticed_at or now
+                    self._course.noticed_at = self._course.noticed_at or now
                 case Settled():
                     self._on_settled(effect, now)
                 case Deposed():
@@ -296,12 +286,11 @@ class Lead:
 
     def _mind_boundary(self, changed: Changed, now: float) -> None:
         """A healthy generation grows, or lets a host go, after its step."""
-        if self._plan.survival is None or self.stop is not None or self._leaving is not None or not self._places:
+        if self.stop is not None:
             return
-        match at_boundary(self._places, self._log.faults, self._roster.hosts, self._limits, now, self._wish):
-            case "regroup":
-                cause = f"{changed.host} has {'joined' if changed.change == 'joined' else 'to leave'}"
-                self._leave(without_facts("resize" if changed.change == "joined" else "preempted", cause), now)
+        match self._course.at_boundary(changed.host, changed.change, self._roster, now):
+            case Verdict() as why:
+                self._leave(why, now)
             case "drain":
                 self._act(self._machine.ask(now, drain=True, save=True))
 
@@ -317,31 +306,19 @@ class Lead:
                 self._claims.hear(host, claim_of(fields, now))
             case Told_(rank=rank, event=fields):
                 self._listener.on_event(rank, fields)
-                self._hear(rank, fields, now)
-
-    def _hear(self, rank: int, fields: dict[str, Any], now: float) -> None:
-        """Of rank 0's events, how far the run is; the first step after a fault ends the account of it."""
-        event = decode(fields) if rank == 0 else None
-        if event is None:
-            return
-        if isinstance(event, StepDone):
-            self._num_done = max(self._num_done, event.step)
-        closed = self._account.hear(event, self.generation, now) if self._account else None
-        if closed is not None:
-            self._account = None
-            self._emit(closed)
+                self._course.hear(rank, fields, self.generation, now)
 
     # --- workers that stand still or are slow, and other reasons to regroup
 
     def _mind_still(self, now: float) -> None:
         if not self._claims.is_open:
             return
-        sure_s = _SURE_BEATS * pace_for(len(self._places)).beat_s
-        if still := self._claims.verdict(hosts_by_rank(self._places), self._words(now), now, sure_s):
+        sure_s = _SURE_BEATS * pace_for(len(self._course.places)).beat_s
+        if still := self._claims.verdict(hosts_by_rank(self._course.places), self._words(now), now, sure_s):
             self._act(self._machine.break_up(still.cause(now), now))
 
     def _mind_slow(self, now: float) -> None:
-        if self._limits.stragglers == "off":
+        if self._course.limits.stragglers == "off":
             return
         words = self._words(now)
         for slow in self._stragglers.look(words, now) if words else ():
@@ -349,58 +326,38 @@ class Lead:
 
     def _words(self, now: float) -> dict[int, Progress]:
         """What all ranks have told with their hosts' last beats."""
-        peers = [self._machine.peer(place.host) for place in self._places]
+        peers = [self._machine.peer(place.host) for place in self._course.places]
         rows = [row for peer in peers if peer is not None for row in peer.progress]
         return {row.rank: word_of(row, now) for row in rows}
 
     def _tell_slow(self, slow: Slow, now: float) -> None:
-        host = self._host_of(slow.rank)
+        host = self._course.host_of(slow.rank)
         self._emit(SlowRank(slow.rank, host, slow.step, slow.score, slow.own_s, slow.median_s))
-        if self._limits.stragglers == "evict" and self._leaving is None and self.stop is None:
+        if self._course.limits.stragglers == "evict" and self._course.leaving is None and self.stop is None:
             cause = f"{slow.score:.1f} times slower than the others"
             self._leave(without_facts("slow", cause, rank=slow.rank, step=slow.step), now)
 
-    def _host_of(self, rank: int) -> str:
-        return hosts_by_rank(self._places).get(rank, "")
-
     def _leave(self, why: Verdict, now: float) -> None:
         """Ask this generation to end by agreement: no step is lost."""
-        self._leaving = why
+        self._course.leaving = why
         self._act(self._machine.ask(now, regroup=True))
 
     # --- from one generation to the next
 
-    @property
-    def _wish(self) -> Wish:
-        survival = self._plan.survival
-        if survival is None:
-            return Wish(self._num_wanted)
-        wanted = self._num_wanted
-        return Wish(wanted, lambda count: survival.fit(count, wanted), survival.samples_of)
-
     def _begin_first(self, now: float) -> None:
-        plan, survival, roster = self._plan, self._plan.survival, self._roster
-        if roster.num_ready < plan.num_hosts or not roster.is_led or self.stop is not None:
-            return
-        self._num_wanted = max(roster.room, plan.num_workers * plan.most_hosts)
-        places = tuple(Place(host.name, host.num_workers) for host in roster.hosts if host.state == "ready")
-        fitted: Fitted | None = Fitted(roster.room, plan.payload)
-        if survival is not None and roster.room < self._num_wanted:
-            fitted = survival.fit(roster.room, self._num_wanted)
-        if fitted is None or fitted.num_workers < roster.room:
-            what = f"the job cannot begin with {roster.room} of {self._num_wanted} workers"
-            raise SetupError(what, "Wait for more hosts (--hosts), or choose a layout that so many can do.")
-        self._begin(places, fitted, now)
+        roster = self._roster
+        if roster.num_ready >= self._plan.num_hosts and roster.is_led and self.stop is None:
+            self._begin(*self._course.first(roster), now)
 
     def _begin(self, places: tuple[Place, ...], fitted: Fitted, now: float) -> None:
-        self._places, self._waiting = places, None
-        self._noticed_at = self._told = self._leaving = None
+        payload = self._course.begin(places, fitted)
+        self._waiting = self._told = None
         self._stragglers.begin()
         self._claims.begin()
         if fitted.words:
             self._listener.on_note(fitted.words)
         members = [(place.host, place.num_workers) for place in places]
-        self._act(self._machine.begin(members, fitted.payload, now))
+        self._act(self._machine.begin(members, payload, now))
         if self.stop is not None:
             self._act(self._machine.ask(now, drain=True, save=True))
 
@@ -409,26 +366,13 @@ class Lead:
         whole = together([self._statement(host, facts, now) for host, facts in settled.facts.items()])
         whole = replace(whole, workers=self._claims.mark(whole.workers))
         is_hurried = self.stop is not None and (self.stop.reason == "interrupted" or now >= self.stop.deadline)
-        lost_host = lost_member(settled, [place.host for place in self._places])
-        verdict = None
-        if self._plan.survival is not None and not is_hurried:
-            verdict = verdict_of(settled, whole, lost_host, next_step=self._num_done + 1, leaving=self._leaving)
-        if verdict is None:
-            self._outcome = conclude(whole, self.stop, self._listener.on_note)
-            self.killed = killed_early(whole)
+        may_go_on = self._course.can_survive and not is_hurried
+        verdict = self._course.over(settled, whole, now) if may_go_on else None
+        if verdict is not None:
+            self._try(verdict, now)
             return
-        if verdict.is_user_error:
-            raise verdict.error
-        num_done = max(self._num_done, steps_done(fact.step for fact in whole.workers))
-        host = lost_host or self._host_of(verdict.culprit)
-        noticed_at = self._noticed_at or now
-        self._log = self._log.add(verdict, at=noticed_at, generation=settled.generation, host=host, num_done=num_done)
-        still_s = max((fact.still_s for fact in whole.workers), default=0.0)
-        lost = RankLost(settled.generation, verdict.culprit, host, verdict.step, verdict.kind, verdict.cause, still_s)
-        self._account = Account(lost, noticed_at, self._num_done)
-        self._account.mark("fence", now)
-        self._emit(lost)
-        self._try(verdict, now)
+        self._outcome = conclude(whole, self.stop, self._listener.on_note)
+        self.killed = killed_early(whole)
 
     def _statement(self, host: str, facts: Mapping[str, Any], now: float) -> Statement:
         try:
@@ -439,25 +383,13 @@ class Lead:
 
     def _try(self, verdict: Verdict, now: float) -> None:
         """Begin the next generation if the policy lets it; raises what cannot be survived."""
-        limits = self._limits if self.stop is None else replace(self._limits, wait_s=0.0)
-        decision = decide(self._log.faults, self._roster.hosts, limits, now, self._wish)
-        match decision:
-            case GiveUp():
-                raise decision.error(verdict.error)
-            case Wait(until=until, why=why):
-                if self._waiting is None:
-                    self._listener.on_note(why)
-                self._waiting = (verdict, until)
-            case Go():
-                self._waiting = None
-                self._quarantine(decision, now)
-                self._begin(decision.places, decision.fitted, now)
-
-    def _quarantine(self, decision: Go, now: float) -> None:
-        for host in decision.quarantined - self._told_quarantined:
-            why = why_quarantined(host, self._log.faults, self._limits, now)
-            self._emit(HostChanged(host, "quarantined", why))
-        self._told_quarantined = decision.quarantined
+        decision = self._course.next(verdict, self._roster.hosts, now, is_stopping=self.stop is not None)
+        if isinstance(decision, Go):
+            self._begin(decision.places, decision.fitted, now)
+            return
+        if self._waiting is None:
+            self._listener.on_note(decision.why)
+        self._waiting = (verdict, decision.until)
 
     # --- what is said
 
@@ -469,14 +401,14 @@ class Lead:
 
     def view(self, now: float) -> View:
         host = self._host
-        members = frozenset(place.host for place in self._places)
+        members = frozenset(place.host for place in self._course.places)
         return View(
             now=now,
             state=self._state,
             generation=self.generation,
-            world_size=sum(place.num_workers for place in self._places),
+            world_size=sum(place.num_workers for place in self._course.places),
             seen=tuple(host.seen()) if host else (),
-            hosts=self._roster.seen(members, self._told_quarantined),
+            hosts=self._roster.seen(members, self._course.quarantined),
             boxes=tuple(tuple(box) for box in host.boxes.paths) if host else (),
             boxes_bytes=host.boxes.num_bytes if host else 0,
             zygote=host.zygote if host else None,
@@ -488,7 +420,7 @@ class Lead:
             return "starting"
         if self.stop is not None:
             return "stopping"
-        return "closing ranks" if self._account is not None or self._noticed_at is not None else "running"
+        return "closing ranks" if self._course.is_closing else "running"
 
 
 def _letters(effects: list[LeadEffect]) -> list[Letter]:

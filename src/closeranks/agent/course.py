@@ -1,0 +1,173 @@
+"""What becomes of a run between one generation and the next?
+
+It remembers how far the run is, which faults it had and where its workers are, asks the policy, and words what is told.
+Nothing here touches a process or a connection. Invariants: whatever is said of a fault names one culprit; a fault that
+strikes while ranks are being closed belongs to the same account, which counts from the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from closeranks.agent.account import Account
+from closeranks.agent.allotment import HostState, Place, hosts_by_rank, why_quarantined
+from closeranks.agent.closing import lost_member, verdict_of
+from closeranks.agent.faultlog import FaultLog, steps_done
+from closeranks.agent.launch import Fitted, LaunchPlan
+from closeranks.agent.limits import Limits
+from closeranks.agent.membership.effects import Settled
+from closeranks.agent.policy import GiveUp, Go, Wait, Wish, at_boundary, decide
+from closeranks.agent.roster import Roster
+from closeranks.agent.statement import Statement
+from closeranks.agent.verdict import Verdict, without_facts
+from closeranks.core.errors import SetupError
+from closeranks.core.events import Event, HostChanged, RankLost, RunStarted, StepDone, decode
+
+_HEIRLOOM = "measured_flops"
+"""What a generation need not measure again: the one before did, with as many workers on each host."""
+
+
+class Course:
+    """Of one run. ``emit`` hears the events that are the agent's own."""
+
+    def __init__(self, plan: LaunchPlan, emit: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._emit = emit
+        self.limits = plan.survival.limits if plan.survival else Limits(stragglers="off")
+        self.places: tuple[Place, ...] = ()
+        self.quarantined: frozenset[str] = frozenset()
+        self.leaving: Verdict | None = None
+        """Why this generation is asked to end by agreement."""
+        self.noticed_at: float | None = None
+        """When this generation's end was."""
+        self._num_wanted = 0
+        self._num_done = 0
+        self._log = FaultLog()
+        self._account: Account | None = None
+        self._measured: tuple[tuple[int, ...], float | None] = ((), None)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether a fault is noticed whose account is not closed."""
+        return self._account is not None or self.noticed_at is not None
+
+    @property
+    def can_survive(self) -> bool:
+        return self._plan.survival is not None
+
+    @property
+    def step(self) -> int:
+        """The one that is at work now, as far as rank 0 has told."""
+        return self._num_done + 1
+
+    def host_of(self, rank: int) -> str:
+        return hosts_by_rank(self.places).get(rank, "")
+
+    # --- while a generation runs
+
+    def hear(self, rank: int, fields: dict[str, Any], generation: int, now: float) -> None:
+        """Of rank 0's events, how far the run is; the first step after a fault ends the account of it."""
+        event = decode(fields) if rank == 0 else None
+        match event:
+            case None:
+                return
+            case StepDone(step=step):
+                self._num_done = max(self._num_done, step)
+            case RunStarted(measured_flops=flops):
+                self._measured = (self._counts, flops)
+        closed = self._account.hear(event, generation, now) if self._account else None
+        if closed is not None:
+            self._account = None
+            self._emit(closed)
+
+    def formed(self, now: float) -> None:
+        """Every host has started its workers."""
+        if self._account is not None:
+            self._account.mark("fork", now)
+
+    def at_boundary(self, host: str, change: str, roster: Roster, now: float) -> Verdict | str:
+        """A host has joined or wants to leave: why to regroup for it, or what else to do."""
+        if not self.can_survive or self.leaving is not None or not self.places:
+            return "stay"
+        what = at_boundary(self.places, self._log.faults, roster.hosts, self.limits, now, self._wish)
+        if what != "regroup":
+            return what
+        is_new = change == "joined"
+        cause = f"{host} has {'joined' if is_new else 'to leave'}"
+        return without_facts("resize" if is_new else "preempted", cause, step=self.step)
+
+    # --- from one to the next
+
+    def first(self, roster: Roster) -> tuple[tuple[Place, ...], Fitted]:
+        """Where the run begins; raises where it cannot with the hosts that are here."""
+        plan, survival = self._plan, self._plan.survival
+        self._num_wanted = max(roster.room, plan.num_workers * plan.most_hosts)
+        places = tuple(Place(host.name, host.num_workers) for host in roster.hosts if host.state == "ready")
+        fitted: Fitted | None = Fitted(roster.room, plan.payload)
+        if survival is not None and roster.room < self._num_wanted:
+            fitted = survival.fit(roster.room, self._num_wanted)
+        if fitted is None or fitted.num_workers < roster.room:
+            what = f"the job cannot begin with {roster.room} of {self._num_wanted} workers"
+            raise SetupError(what, "Wait for more hosts (--hosts), or choose a layout that so many can do.")
+        return places, fitted
+
+    def begin(self, places: tuple[Place, ...], fitted: Fitted) -> Mapping[str, Any]:
+        """What the workers of the next generation are told."""
+        self.places = places
+        self.noticed_at = self.leaving = None
+        counts, flops = self._measured
+        if counts != self._counts or flops is None:
+            return fitted.payload
+        return {**fitted.payload, _HEIRLOOM: flops}
+
+    def over(self, settled: Settled, whole: Statement, now: float) -> Verdict | None:
+        """A generation is over: why there is to be another; None: there is not. Raises a mistake of the person's."""
+        lost_host = lost_member(settled, [place.host for place in self.places])
+        verdict = verdict_of(settled, whole, lost_host, next_step=self.step, leaving=self.leaving)
+        if verdict is None:
+            return None
+        if verdict.is_user_error:
+            raise verdict.error
+        self._tell_lost(verdict, whole, lost_host or self.host_of(verdict.culprit), settled.generation, now)
+        return verdict
+
+    def _tell_lost(self, verdict: Verdict, whole: Statement, host: str, generation: int, now: float) -> None:
+        noticed_at = self.noticed_at or now
+        num_done = max(self._num_done, steps_done(fact.step for fact in whole.workers))
+        self._log = self._log.add(verdict, at=noticed_at, generation=generation, host=host, num_done=num_done)
+        still_s = max((fact.still_s for fact in whole.workers), default=0.0)
+        lost = RankLost(generation, verdict.culprit, host, verdict.step, verdict.kind, verdict.cause, still_s)
+        first_at = self._account.noticed_at if self._account is not None else noticed_at
+        self._account = Account(lost, first_at, self._num_done)
+        self._account.mark("fence", now)
+        self._emit(lost)
+
+    def next(self, verdict: Verdict, hosts: Sequence[HostState], now: float, *, is_stopping: bool) -> Go | Wait:
+        """Raises what cannot be survived. Who is asked to stop does not wait for hosts."""
+        limits = replace(self.limits, wait_s=0.0) if is_stopping else self.limits
+        decision = decide(self._log.faults, hosts, limits, now, self._wish)
+        if isinstance(decision, GiveUp):
+            raise decision.error(verdict.error)
+        if isinstance(decision, Go):
+            self._tell_quarantined(decision, now)
+        return decision
+
+    def _tell_quarantined(self, decision: Go, now: float) -> None:
+        for host in decision.quarantined - self.quarantined:
+            why = why_quarantined(host, self._log.faults, self.limits, now)
+            self._emit(HostChanged(host, "quarantined", why))
+        self.quarantined = decision.quarantined
+
+    @property
+    def _wish(self) -> Wish:
+        survival = self._plan.survival
+        if survival is None:
+            return Wish(self._num_wanted)
+        wanted = self._num_wanted
+        return Wish(wanted, lambda count: survival.fit(count, wanted), survival.samples_of)
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(place.num_workers for place in self.places)
