@@ -24,8 +24,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hosts import INTERFACE, NUM_HOSTS, Hosts, HostsError, address
 from results import Spread, conclude, say
+
+from hosts import INTERFACE, NUM_HOSTS, Hosts, HostsError, address
 
 PORT = 29500
 TOLERANCE = 1e-4

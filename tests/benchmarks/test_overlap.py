@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import pytest
-from hosts import Hosts, HostsError
 from overlap import FLOOR, PAIRS, QUICK, compare, compare_losses, hidden_share, judge, main, slower, variants
 
+from hosts import Hosts, HostsError
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.benchmarks.scripts import run_script
 
