@@ -232,7 +232,7 @@ def test_the_writer_is_nice_small_quick_and_without_torch(tmp_path: Path) -> Non
         memory_kb = int(status.partition("RssAnon:")[2].split()[0])
         assert memory_kb < 80_000
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
-        assert seconds < 3.0  # 0.2 s on a machine that does nothing else
+        assert seconds < 10.0  # 0.2 s on a machine that does nothing else; with torch it would be 20 times that
 
 
 TRAINER = """

@@ -110,6 +110,7 @@ def killed_after(path: Path, num_workers: int, step: int, *settings: str) -> Non
         time.sleep(0.02)
 
 
+@pytest.mark.timeout(300)  # three runs of up to four workers
 @pytest.mark.world
 def test_killed_and_resumed_at_other_sizes_a_run_takes_the_same_samples(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -7,19 +7,27 @@ from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_co
 
 
 def test_cheap_copies_are_taken_every_step() -> None:
-    assert steps_between(0.0, 0.1, 0.02) == 1
-    assert steps_between(0.002, 0.15, 0.02) == 1
-    assert steps_between(0.003, 0.15, 0.02) == 1
-    assert steps_between(0.0031, 0.15, 0.02) == 2
+    assert steps_between(0.0, 0.0, 0.1, 0.02) == 1
+    assert steps_between(0.002, 0.002, 0.15, 0.02) == 1
+    assert steps_between(0.003, 0.003, 0.15, 0.02) == 1
+    assert steps_between(0.0031, 0.0031, 0.15, 0.02) == 2
 
 
-@given(st.floats(1e-6, 10.0), st.floats(1e-3, 100.0), st.floats(0.001, 1.0))
-def test_the_cost_stays_within_its_share_and_no_step_more_is_given_up(cost: float, step: float, share: float) -> None:
-    n = steps_between(cost, step, share)
+def test_waiting_for_the_seal_counts_for_a_copy_after_every_step_alone() -> None:
+    assert steps_between(0.0, 1.0, 0.15, 0.02) == 2
+    assert steps_between(0.03, 1.0, 0.15, 0.02) == 10
+
+
+@given(st.floats(1e-6, 10.0), st.floats(0.0, 10.0), st.floats(1e-3, 100.0), st.floats(0.001, 1.0))
+def test_the_cost_stays_within_its_share_and_no_step_more_is_given_up(
+    stall: float, sealing: float, step: float, share: float
+) -> None:
+    n = steps_between(stall, stall + sealing, step, share)
     assert 1 <= n <= 1000
+    assert (n == 1) == (stall + sealing <= step * share)
     if n < 1000:
-        assert cost <= n * step * share * (1 + 1e-9)
-        assert n == 1 or cost > (n - 1) * step * share * (1 - 1e-9)
+        assert stall <= n * step * share * (1 + 1e-9)
+        assert n <= 2 or stall > (n - 1) * step * share * (1 - 1e-9)
 
 
 def test_processor_time_counts_where_no_core_is_to_spare() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from closeranks.core.pieces import Piece
 from closeranks.elastic.devices import HALF_BYTES
 from closeranks.elastic.keeper import Berths, Keeper
-from closeranks.elastic.recalling import Recalled
-from closeranks.elastic.slots import About, Sealed, check
+from closeranks.elastic.pinning import Pinned
+from closeranks.elastic.recalling import DamagedCopy, Recalled
+from closeranks.elastic.slots import DATA_AT, About, Sealed, check
 from closeranks.elastic.sources import Holding
 from tests.elastic.boxes import make_boxes, shared_memory
 
@@ -41,7 +43,11 @@ def holdings() -> list[Holding]:
     return [Holding("model", f"t{n}", Piece.whole(f"t{n}", tuple(t.shape)), t, is_steady=n != 1) for n, t in named]
 
 
-def test_a_copy_is_of_the_committed_state(place: Path) -> None:
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight into slots, and through pinned memory where CUDA refuses them."""
+    if not is_pinned:
+        monkeypatch.setattr(Pinned, "pin", lambda pinned, is_enough: False)
     one, other = make_boxes(place, 2)
     kept = Keeper(Berths((one[0], one[1]), (other[2], other[3])))
     held = holdings()
@@ -66,4 +72,59 @@ def test_a_copy_is_of_the_committed_state(place: Path) -> None:
                 fresh = torch.zeros_like(item.tensor)
                 recalled.read_into(item.section, item.key, item.piece, fresh)
                 assert torch.equal(fresh, was), item.key
+    assert [pinned.is_whole for pinned in kept._pins.values()] == [is_pinned] * 2
     kept.close()
+
+
+def test_training_goes_on_as_soon_as_a_copy_has_landed(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    kept, held = Keeper(Berths((box[0], box[1]))), holdings()
+    for step in range(4):
+        expected = [item.tensor.clone() for item in held]
+        kept.begin(replace(ABOUT, step=step), held, b"{}")
+        kept.land()
+        for item in held:
+            item.tensor.sub_(0.25)  # the optimizer, while the copy is being digested
+        joined = kept.join()
+        assert joined is not None
+        assert joined.is_sealed
+        assert joined.stall_s <= joined.late_s
+        with Recalled([Sealed(box[step % 2])], 8) as recalled:
+            found = [torch.zeros_like(item.tensor) for item in held]
+            for item, fresh in zip(held, found, strict=True):
+                recalled.read_into(item.section, item.key, item.piece, fresh)
+        for item, fresh, was in zip(held, found, expected, strict=True):
+            assert torch.equal(fresh, was), item.key
+    kept.close()
+
+
+def test_damage_is_told_when_all_threads_are_done(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    kept, held = Keeper(Berths((box[0], box[1]))), holdings()
+    kept.begin(ABOUT, held, b"{}")
+    kept.join()
+    kept.close()
+    entry = Sealed(box[0]).index.entries[1]
+    with open(box[0], "r+b") as file:
+        file.seek(DATA_AT + entry.offset + 3)
+        file.write(b"\x07\x09")
+    fresh = torch.zeros_like(held[0].tensor)
+    with pytest.raises(DamagedCopy, match="model/t0 changed"), Recalled([Sealed(box[0])]) as recalled:
+        recalled.read_into("model", "t0", held[0].piece, fresh)
+
+
+def test_a_slot_is_pinned_once_and_given_back(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    kept, held = Keeper(Berths((box[0], box[1]))), holdings()
+    kept.make_ready(held)
+    kept._background.drain()
+    pins = dict(kept._pins)
+    assert [pinned.is_whole for pinned in pins.values()] == [True, True]
+    for step in range(3):
+        kept.begin(replace(ABOUT, step=step), held, b"{}")
+        kept.join()
+    assert kept._pins == pins
+    kept.close()
+    again = Pinned(pins[box[0]].memory)  # CUDA refuses what is pinned already
+    assert again.pin(threading.Event())
+    again.release()

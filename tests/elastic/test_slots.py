@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from closeranks.core import faults
 from closeranks.core.pieces import Piece
 from closeranks.elastic import keeper as keeping
+from closeranks.elastic import slots as slotting
 from closeranks.elastic.keeper import Berths, Keeper
 from closeranks.elastic.recalling import DamagedCopy, Recalled
 from closeranks.elastic.slots import (
@@ -27,11 +29,13 @@ from closeranks.elastic.slots import (
     Entry,
     Sealed,
     Slot,
+    SlotError,
     check,
     decode_index,
     encode_entries,
     encode_index,
     inspect,
+    void,
 )
 from closeranks.elastic.sources import Holding
 from tests.elastic.boxes import make_boxes, shared_memory
@@ -166,6 +170,7 @@ def test_files_that_hold_no_copy_say_why(place: Path) -> None:
         "truncated": whole[: DATA_AT + 100],
         "damaged: its header": whole[:20] + b"x" + whole[21:],
         "torn": b"CLRANKS~" + whole[8:],
+        "damaged: it was given up": b"CLRANKS!" + whole[8:],
     }
     for reason, content in cases.items():
         Path(box[1]).write_bytes(content)
@@ -290,3 +295,60 @@ def test_a_slot_grows_and_keeps_what_it_says(place: Path) -> None:
         assert inspect(box[0]).about == ABOUT
         assert Sealed(box[0]).lengths.num_data == num_data
     slot.close()
+
+
+def test_what_is_void_is_no_copy_until_it_is_written_again(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    keep(box, 7).close()
+    void(box[0])
+    assert inspect(box[0]).reason == "damaged: it was given up"
+    keep(box, 8).close()
+    about = inspect(box[0]).about
+    assert about is not None
+    assert about.step == 8
+
+
+def test_who_gives_up_leaves_a_copy_alone_and_marks_what_is_empty(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    keep(box, 7).close()
+    for path in box[:2]:
+        slot = Slot(path)
+        slot.give_up()
+        slot.close()
+    assert inspect(box[0]).about == ABOUT
+    assert inspect(box[1]).reason == "damaged: it was given up"
+
+
+def test_bytes_are_read_without_mapping_them(place: Path) -> None:
+    (box,) = make_boxes(place, 1)
+    keep(box, 7).close()
+    sealed = Sealed(box[0])
+    for entry in sealed.index.entries:
+        found = np.zeros(entry.num_bytes, np.uint8)
+        sealed.read(entry, found)
+        assert np.array_equal(found, sealed.data(entry))
+    os.truncate(box[0], DATA_AT + 10)
+    with pytest.raises(SlotError, match="truncated: it ends within model/weight"):
+        sealed.read(sealed.index.entries[0], np.zeros(sealed.index.entries[0].num_bytes, np.uint8))
+
+
+def test_a_copy_that_has_landed_is_of_its_step_whatever_comes_before_its_seal(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (box,) = make_boxes(place, 1)
+    may_seal = threading.Event()
+    monkeypatch.setattr(slotting, "point", lambda label: may_seal.wait(20.0))
+    kept, held = Keeper(Berths((box[0], box[1]))), holdings(7.0)
+    kept.begin(ABOUT, held, b"{}")
+    kept.land()
+    assert not kept.is_done
+    assert inspect(box[0]).reason.startswith("torn")
+    expected = held[0].tensor.clone()
+    held[0].tensor.add_(1.0)  # the optimizer
+    may_seal.set()
+    joined = kept.join()
+    assert joined is not None
+    assert joined.is_sealed
+    assert joined.late_s > joined.stall_s
+    assert torch.equal(recalled(box[0])["weight"], expected)
+    kept.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from closeranks.core.environment import set_world
 from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapshotting, StepDone, Warned
 from closeranks.core.world import World
+from closeranks.elastic import slots
 from closeranks.elastic.shelf import Shelf
 from closeranks.elastic.slots import Sealed as SealedSlot
 from closeranks.elastic.slots import check, inspect
@@ -93,6 +95,20 @@ def test_a_later_generation_goes_on_and_repeats_nothing(tmp_path: Path, shelf: S
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_later_generation_keeps_the_pace_of_the_one_before_until_it_knows_better(
+    tmp_path: Path, shelf: Shelf
+) -> None:
+    """No copy is joined in its first three steps, after which ranks look at what copies cost."""
+    small.train(tmp_path, elastic={"snapshot_every": 3}, **NO_SAVES)
+    settle_in(shelf=shelf)
+    set_world(World(launcher="testing", generation=1))
+    small.train(tmp_path, train={"steps": 7}, checkpoint={"save": False, "resume": "auto"})
+    assert [event.step for event in small.of_kind(tmp_path, Restored)] == [3]
+    assert [event.every for event in small.of_kind(tmp_path, Snapshotting)] == [3]
+    assert steps_of(shelf) == [6, 3, None, None]
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_script_with_two_sessions_finds_each_ones_own(tmp_path: Path, shelf: Shelf) -> None:
     small.train(tmp_path / "one", **NO_SAVES)
     small.train(tmp_path / "two", train={"steps": 3}, **NO_SAVES)
@@ -126,7 +142,53 @@ def test_want_of_memory_is_a_warning(tmp_path: Path, place: Path) -> None:
     assert "no memory for copies of the state" in warned.what
 
 
+@pytest.mark.usefixtures("alone")
+def test_training_goes_on_while_a_copy_is_sealed(tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of step 3 is held up until step 5 is over; that of step 6 does not begin before it is sealed."""
+    steps_seen: list[list[int | None]] = []
+    is_over = threading.Event()
+    held_up: list[bool] = []
+
+    class Watching(small.Hook):
+        def on_step(self, session: object, step: StepDone) -> None:
+            if step.step == 5:
+                steps_seen.append(steps_of(shelf))
+                is_over.set()
+
+    def point(label: str) -> None:
+        if label == "slot.before_header" and steps_of(shelf)[0] == 0:  # the second copy of all
+            held_up.append(is_over.wait(20.0))
+
+    monkeypatch.setattr(slots, "point", point)
+    given = {"train": {"steps": 8}, "elastic": {"snapshot_every": 3}, **NO_SAVES}
+    small.train(tmp_path, hooks=[Watching()], **given)
+    assert held_up == [True]
+    assert steps_seen == [[0, None, None, None]]
+    assert steps_of(shelf) == [6, 3, None, None]
+
+
 # Worlds
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    "label",
+    [
+        "slot.after_data:5",
+        pytest.param("slot.in_data:3", marks=pytest.mark.slow),
+        pytest.param("slot.before_header:6", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_while_a_copy_is_sealed_costs_one_copy_more(place: Path, label: str) -> None:
+    """Copies of steps 0, 2 and 4, each into two slots; the third is not sealed in both."""
+    tables = {"elastic": {"snapshot_every": 2}}
+    case = Case(place / "run", "data=2 zero=3", deaths=((1, label),), tables=tables, steps=6)
+    run_and_die(case)
+    run(replace(case, generation=1, deaths=()))
+    assert [event.step for event in events(case, Restored)] == [4 if label == "slot.before_header:6" else 2]
+    through = replace(case, folder=place / "through", deaths=())
+    run(through)
+    assert_same(case, through)
 
 
 @pytest.mark.world

@@ -44,7 +44,8 @@ def test_what_passes_is_waited_out(moto: Server, prefix: str, rule: Rule, proxie
         assert b"".join(storage.fetch(storage.entry("data"))) == DATA
         assert rule.num_applied == rule.times
         num_asked = len([line for line in proxy.requests if line.startswith("GET")])
-        assert num_asked >= 3 + (rule.times if not rule.delay_s else 0)
+        # A cut beyond the end of a short range cuts nothing, and which request meets the rule is chance.
+        assert num_asked >= 3 + (1 if rule.cut_answer_after_bytes > 0 else 0 if rule.delay_s else rule.times)
 
 
 def test_what_does_not_pass_is_a_sentence(moto: Server, prefix: str, proxied: Standing) -> None:

@@ -39,7 +39,7 @@ class Account:
             case RunStarted(first_step=step, layout=layout, world_size=world_size):
                 self._layout, self._world_size = layout, world_size
                 self._first_step = step if self._first_step is None else self._first_step
-            case StepDone(step=step):
+            case StepDone(step=step) if self._first_step is None or step > self._first_step:
                 self.mark("step", now)
                 return self._closed(step, generation, now)
         return None

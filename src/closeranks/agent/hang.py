@@ -202,9 +202,12 @@ class Watch:
         if now - self._looked_at > 4 * self.every_s + 1.0:
             self._awake_since, self._stopped = now, {}  # this very process was held up, and perhaps all others with it
         self._looked_at, self._latest = now, list(words.values())
-        return self._held(words, states, now) or standing_still(
+        still = self._held(words, states, now) or standing_still(
             words, now, self._deadlines, earlier=self._earlier, awake_since=self._awake_since
         )
+        if still is not None and all(states.get(rank) == _STOPPED for rank in still.suspects):
+            still = replace(still, is_stopped=True)
+        return still
 
     @property
     def look_at(self) -> float:

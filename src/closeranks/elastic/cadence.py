@@ -16,11 +16,12 @@ def is_time_to_decide(num_steps: int) -> bool:
     return num_steps == _FIRST or (num_steps > 0 and num_steps % _EVERY == 0)
 
 
-def steps_between(cost_s: float, step_s: float, share: float) -> int:
-    """As few as keep the cost of a copy within this share of the time for so many steps."""
-    if cost_s <= 0.0 or step_s <= 0.0:
+def steps_between(stall_s: float, late_s: float, step_s: float, share: float) -> int:
+    """As few as keep what training loses by a copy within this share of the time for so many steps: ``late_s`` with
+    one after every step, which waits until it is sealed, ``stall_s`` with fewer."""
+    if late_s <= share * step_s or step_s <= 0.0:
         return 1
-    return min(max(1, math.ceil(cost_s / (share * step_s))), _MOST)
+    return min(max(2, math.ceil(stall_s / (share * step_s))), _MOST)
 
 
 def true_cost(stall_s: float, busy_s: float, num_cores: int, num_busy: int) -> float:

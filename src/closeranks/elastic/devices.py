@@ -1,26 +1,30 @@
 """How do tensors of an accelerator come to the host without holding up training?
 
-On a stream of their own, which begins when the state is complete on the training stream, through pinned memory whose
-two halves take turns: while a device fills one, the other is digested and copied into slots. Invariants: the training
-thread waits for nothing but ``Ready.wait``; nothing of the state is overwritten before it has arrived, since training
-goes on past it only when all of it has. For tensors of the CPU all of this comes to nothing.
+On a stream of their own, which begins when the state is complete on the training stream: straight into a slot that is
+pinned or, where none can be, through pinned memory whose two halves take turns: while a device fills one, the other is
+digested and copied into slots. Invariants: the training thread waits for nothing but a copy's landing, and where it
+must its seal; nothing of the state is overwritten before it has arrived. For tensors of the CPU all of this comes to
+nothing.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from closeranks.elastic.slots import Octets
+from closeranks.elastic.pinning import Pinned
+from closeranks.elastic.slots import DATA_AT, Entry, Octets
 from closeranks.elastic.sources import octets
 
 HALF_BYTES = 64 << 20
+_FLIGHT_BYTES = 256 << 20
+"""Sent straight into a slot between two events: what has landed is digested while the rest is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,13 @@ class Landed:
 
 
 class Ready:
-    """The moment at which the state is complete, on every device it lies on."""
+    """The moments at which the state is complete, on every device it lies on, and at which training wants to change
+    it."""
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
         self.events: dict[torch.device, torch.cuda.Event] = {}
+        self.fences: dict[torch.device, torch.cuda.Event] = {}
+        self.asked_at: float | None = None
         for device in {source.device for source in sources if source.is_cuda}:
             # Blocking: who waits for it sleeps instead of turning a processor.
             self.events[device] = torch.cuda.Event(blocking=True)
@@ -46,17 +53,13 @@ class Ready:
         for event in self.events.values():
             event.synchronize()
 
-    def wait(self, is_done: threading.Event) -> float:
-        """Until the copy is done; seconds that training lost by it. While a device still computes it loses nothing."""
-        if is_done.is_set():
-            return 0.0
-        fences = [torch.cuda.Event() for _ in self.events]
-        for fence, device in zip(fences, self.events, strict=True):
-            fence.record(torch.cuda.current_stream(device))
-        began_at = time.perf_counter()
-        is_done.wait()
-        is_idle = all(fence.query() for fence in fences)
-        return time.perf_counter() - began_at if is_idle else 0.0
+    def ask(self) -> None:
+        """Training needs the copy now, or when its devices are done with what they were told so far."""
+        if self.asked_at is None:
+            for device in self.events:
+                self.fences[device] = torch.cuda.Event(enable_timing=True)
+                self.fences[device].record(torch.cuda.current_stream(device))
+            self.asked_at = time.perf_counter()
 
     def entered(self) -> AbstractContextManager[object]:
         """A new thread stands on the first device of all, and whatever it asks of CUDA would take memory there."""
@@ -64,12 +67,55 @@ class Ready:
         return nullcontext() if device is None else torch.cuda.device(device)
 
 
-class Bounce:
-    """Brings tensors to the host, in their order. Costs twice ``HALF_BYTES`` of pinned memory where there are any."""
+class Ferry:
+    """Brings tensors to the host, in their order. Costs twice ``HALF_BYTES`` of pinned memory where it must go through
+    that."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._halves: list[Tensor] = []
+
+    def lateness(self, ready: Ready) -> float:
+        """For how long training has been standing still by now. While a device still computes it loses nothing."""
+        if ready.asked_at is None:
+            return 0.0
+        late_s = [time.perf_counter() - ready.asked_at]
+        for device, fence in ready.fences.items():
+            if not fence.query():
+                return 0.0
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(self._stream(device))
+            now.synchronize()
+            late_s.append(fence.elapsed_time(now) / 1000)
+        return max(0.0, min(late_s))
+
+    def land_in(self, pinned: Pinned, sources: Sequence[Tensor], entries: Sequence[Entry]) -> Iterator[list[int]]:
+        """Straight into a slot, once the state is ``reach``ed; the numbers of those that have arrived. All are on
+        their way before the first is told."""
+        flights: list[tuple[list[int], list[torch.cuda.Event]]] = []
+        flight, num_bytes, devices = list[int](), 0, {source.device for source in sources if source.is_cuda}
+        for number, (source, entry) in enumerate(zip(sources, entries, strict=True)):
+            self._send_in(pinned, source, entry)
+            flight.append(number)
+            num_bytes += entry.num_bytes
+            if num_bytes >= _FLIGHT_BYTES or number == len(entries) - 1:
+                flights.append((flight, [self._marked(device) for device in devices]))
+                flight, num_bytes = [], 0
+        for numbers, events in flights:
+            for event in events:
+                event.synchronize()
+            yield numbers
+
+    def _send_in(self, pinned: Pinned, source: Tensor, entry: Entry) -> None:
+        begin = DATA_AT + entry.offset
+        if not source.is_cuda:
+            np.copyto(pinned.memory[begin : begin + entry.num_bytes], octets(source))
+            return
+        with torch.cuda.stream(self._stream(source.device)):
+            data = source.contiguous().view(-1).view(torch.uint8)
+            for start, stop in pinned.cuts(begin, begin + entry.num_bytes):
+                place = torch.from_numpy(pinned.memory[start:stop])
+                place.copy_(data[start - begin : stop - begin], non_blocking=True)
 
     def land(self, sources: Sequence[Tensor], ready: Ready) -> Iterator[list[Landed]]:
         """In batches, once the state is ``reach``ed; no source of a device may have more than ``HALF_BYTES``."""
@@ -103,10 +149,12 @@ class Bounce:
                 target.copy_(source.contiguous().view(-1).view(torch.uint8), non_blocking=True)
             landed.append(Landed(number, octets(target)))
             at += -(-num_bytes // 16) * 16
-        events = [torch.cuda.Event(blocking=True) for _ in devices]
-        for event, device in zip(events, devices, strict=True):
-            event.record(self._stream(device))
-        return landed, events
+        return landed, [self._marked(device) for device in devices]
+
+    def _marked(self, device: torch.device) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream(device))
+        return event
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

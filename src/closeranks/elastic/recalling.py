@@ -9,11 +9,10 @@ tensors hold some of it and some not, and whoever asked must fill them again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from crc32c import crc32c
@@ -23,9 +22,6 @@ from closeranks.core.overlaps import Box, Run, plan
 from closeranks.core.pieces import Piece
 from closeranks.elastic.slots import Entry, Octets, Sealed, SlotError, flipped
 from closeranks.elastic.sources import copy_and_digest, octets
-
-_NUM_THREADS = 4
-"""That digest and copy what goes to a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +53,14 @@ class _Stretch:
             raise DamagedCopy(one.slot, one.entry)
 
     def land(self, target: Tensor) -> None:
+        """Through pinned memory that torch keeps and uses again: far less than it would take to pin the copy itself."""
+        one = self.stored
         with torch.cuda.device(target.device), torch.no_grad():
             pinned = torch.empty(self.last - self.first, dtype=target.dtype, pin_memory=True)
-            self.copy(octets(pinned))
+            place = octets(pinned)
+            one.slot.read(one.entry, place)
+            if crc32c(place.data) != one.crc:
+                raise DamagedCopy(one.slot, one.entry)
             target[self.first : self.last].copy_(pinned, non_blocking=True)
 
 
@@ -77,11 +78,6 @@ def _stretches(stored: Sequence[_Stored], piece: Piece) -> list[_Stretch] | None
     return found if at == last else None
 
 
-@cache
-def _crew() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_NUM_THREADS, "recall")
-
-
 class DamagedCopy(SlotError):
     """Bytes of a copy changed in memory."""
 
@@ -93,9 +89,16 @@ class DamagedCopy(SlotError):
 @dataclass
 class Recalled:
     """The images of one state as far as a rank needs them, the one to be tried first in front. Offers what
-    ``run.state.Saved`` asks for."""
+    ``run.state.Saved`` asks for.
+
+    Within ``with``, tensors of a device are filled by ``num_threads`` meanwhile: all are filled and checked, or
+    ``DamagedCopy`` is raised, when it is left, and nobody writes to them afterwards.
+    """
 
     slots: Sequence[Sealed]
+    num_threads: int = 4
+    _crew: ThreadPoolExecutor | None = None
+    _pending: list[Future[None]] = field(default_factory=list)
     _stored: dict[tuple[str, str], list[_Stored]] = field(default_factory=dict)
     _checked: set[int] = field(default_factory=set)
 
@@ -104,6 +107,17 @@ class Recalled:
             for entry, crc in zip(slot.index.entries, slot.index.crcs, strict=True):
                 piece = Piece(entry.key, entry.shape, entry.start, entry.size, entry.flat)
                 self._stored.setdefault((entry.section, entry.key), []).append(_Stored(slot, entry, crc, piece))
+
+    def __enter__(self) -> Self:
+        self._crew = ThreadPoolExecutor(self.num_threads, "recall")  # starts none before it is needed
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        crew, self._crew, pending, self._pending = self._crew, None, self._pending, []
+        assert crew is not None, "entered"
+        crew.shutdown(cancel_futures=error is not None)
+        for one in pending if error is None else ():
+            one.result()
 
     @property
     def tree(self) -> Mapping[str, Any]:
@@ -141,12 +155,14 @@ class Recalled:
         return stored
 
     def _fill(self, stretches: Sequence[_Stretch], target: Tensor) -> None:
-        """One pass copies and digests; to a device several threads do, through pinned memory that torch keeps."""
-        if target.is_cuda:
-            list(_crew().map(lambda one: one.land(target), stretches))
-        else:
-            for one in stretches:
+        """On the CPU one pass copies and digests; for a device several threads do, one entry each."""
+        for one in stretches:
+            if not target.is_cuda:
                 one.copy(octets(target[one.first : one.last]))
+            elif self._crew is None:
+                one.land(target)
+            else:
+                self._pending.append(self._crew.submit(one.land, target))
 
     def _from_overlaps(self, stored: Sequence[_Stored], piece: Piece, target: Tensor) -> None:
         planned = plan(piece, [one.piece for one in stored])

@@ -111,6 +111,8 @@ def octets(tensor: Tensor) -> Octets:
 
 def copy_and_digest(source: Octets, targets: Sequence[Octets]) -> int:
     """CRC32C of the source, which is copied to every target block by block, without the interpreter's lock."""
+    if not targets:
+        return int(crc32c(source.data))
     crc = 0
     for start in range(0, len(source), BLOCK_BYTES):
         block = source[start : start + BLOCK_BYTES]
@@ -118,6 +120,11 @@ def copy_and_digest(source: Octets, targets: Sequence[Octets]) -> int:
         for target in targets:
             np.copyto(target[start : start + BLOCK_BYTES], block)
     return int(crc)
+
+
+def num_digesters(num_cores: int, num_ranks: int) -> int:
+    """Threads of one rank that digest what a device sends or gets: one core keeps up with a fifth of its link."""
+    return min(max(2, 3 * num_cores // (4 * num_ranks)), 12)
 
 
 class Watch:

@@ -1,8 +1,10 @@
 """When does a run copy its state into memory that outlives its workers?
 
-Before its first step, and after every n-th commit, while the next step computes; each copy is joined before the next
-vote. With "auto", n follows from what copies cost and steps take, on which all ranks agree now and then. Invariants:
-all ranks take copies of the same steps; training never ends for want of memory; without boxes nothing is done.
+Before its first step, and after every n-th commit, while the next step computes; each copy has landed before the next
+vote, and is sealed before the vote of the step that is copied next (the same vote where n is 1). With "auto", n follows
+from what copies cost and steps take, on which all ranks agree now and then. Invariants: all ranks take copies of the
+same steps, and none begins one before all have sealed the one before it ([Note: one whole state at any time]); training
+never ends for want of memory; without boxes nothing is done.
 """
 
 from __future__ import annotations
@@ -12,25 +14,26 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from closeranks.agent.progress import Phase
-from closeranks.core.events import Event, Snapshotting, Warned
+from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode
 from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_cost
 from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, Seat, free_file, seats_of
 from closeranks.elastic.images import images_of, layout_digest, partners
 from closeranks.elastic.keeper import Berths, Joined, Keeper
 from closeranks.elastic.shelf import Shelf
 from closeranks.elastic.slots import About
-from closeranks.elastic.sources import Holding
+from closeranks.elastic.sources import Holding, num_digesters
 from closeranks.run.overseer import Overseer
 from closeranks.run.parts import Parts
 from closeranks.run.restoring import TakenOver, hosts_of
 from closeranks.run.state import held_still, holdings, progress_of, sketch_of
+from closeranks.telemetry.recorder import to_line
 
 REGROUPED = "regrouped"
 """How a generation ends that another takes over from by agreement."""
@@ -48,21 +51,25 @@ class Keeping:
         rhythm: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._parts, self._emit, self._overseer, self._rhythm = parts, emit, overseer, rhythm
+        self.last: StepDone | None = None
+        """What the last step came to: whoever takes over tells it where rank 0 was lost before it could."""
         self._taken = taken
         self._sketch = sketch_of(parts)
         self._images = images_of(parts.groups.mesh)
         self._kept_by = partners(hosts_of(parts), self._images)
-        self._keeper = Keeper(self._berths(taken.shelf)) if taken.shelf else None
+        num_threads = num_digesters(_num_cores(), parts.world.local_size)
+        self._keeper = Keeper(self._berths(taken.shelf), num_threads) if taken.shelf else None
         every = parts.job.elastic.snapshot_every
         self._is_auto = every == "auto"
         self._every = max(1, every) if isinstance(every, int) else int(taken.origin.tree.get("every", 1))
         self._told_every = taken.origin.tree.get("every")
-        self._first = self._begun = taken.origin.step
+        self._first = self._begun = self._done = taken.origin.step
         self._sealed = -1
         self._is_warned = False
         self._held: list[Holding] = []
-        self._stepped_at, self._steps, self._costs = 0.0, list[float](), list[float]()
-        parts.before_vote.append(self.join)
+        self._stepped_at, self._lost_s = 0.0, 0.0
+        self._steps, self._stalls, self._lates = list[float](), list[float](), list[float]()
+        parts.before_vote.append(self.before_vote)
 
     def introduce(self) -> None:
         """Say where this generation begins."""
@@ -80,31 +87,42 @@ class Keeping:
         else:
             self._begin(self._keeper, step)
 
+    def is_due(self, step: int) -> bool:
+        """Whether ``after`` will copy the state of this step."""
+        return self._keeper is not None and step - self._begun >= self._every
+
     def after(self, step: int) -> None:
         """After a commit, when nothing more happens to the state before the next step."""
         if self._keeper is None:
             return
         now = time.monotonic()
-        self._steps.append(now - self._stepped_at)
-        self._stepped_at = now
+        self._steps.append(max(0.0, now - self._stepped_at - self._lost_s))
+        self._stepped_at, self._lost_s, self._done = now, 0.0, step
         if is_time_to_decide(step - self._first):
             self._decide(self._keeper, step)
         if step - self._begun >= self._every:
             self._begin(self._keeper, step)
+        elif step == self._first + 1:  # not earlier: until its first step is done, others wait for this generation
+            self._keeper.make_ready(self._holdings())
 
-    def join(self) -> None:
-        """Before a vote: what was begun is sealed, or never will be."""
-        joined = self._keeper.join() if self._keeper is not None else None
-        if joined is not None:
-            self._hear(joined)
+    def before_vote(self) -> None:
+        """What was begun has landed, and where a copy may follow this step, the one before it is sealed or never will
+        be: once all ranks have voted, the slot of the one before that is free."""
+        if self._keeper is None:
+            return
+        self._keeper.land()
+        step = self._done + 1
+        if step - self._begun >= self._every or is_time_to_decide(step - self._first) or self._keeper.is_done:
+            self._join(self._keeper)
 
     def seal(self, step: int) -> bool:
         """All ranks, at the end of a generation: whether every one has this very step in memory now."""
         if self._keeper is not None:
-            self.join()
-            if self._sealed != step:
+            self._join(self._keeper)
+            if self._begun != step:
+                self._parts.groups.world.gather_text("")  # all have sealed the one before
                 self._begin(self._keeper, step)
-                self.join()
+                self._join(self._keeper)
         return all(self._parts.groups.world.gather_text("yes" if self._sealed == step else ""))
 
     def hand_over(self, step: int, save: Callable[[], object]) -> None:
@@ -132,20 +150,32 @@ class Keeping:
         )
         tree: dict[str, Any] = {"data": parts.supply.state(), "every": self._every, **self._sketch}
         tree["progress"] = progress_of(parts, step)
+        if self.last is not None and self.last.step == step:
+            tree["last"] = to_line(encode(self.last)).decode()
         if parts.world.is_lead:
             tree["rhythm"] = self._rhythm()
-        if not self._held or not held_still(parts, self._held):
-            self._held = holdings(parts)
-        keeper.begin(about, self._held, json.dumps(tree).encode())
+        keeper.begin(about, self._holdings(), json.dumps(tree).encode())
         self._begun = step
+
+    def _holdings(self) -> list[Holding]:
+        """The same list as long as they are the same tensors in the same memory."""
+        if not self._held or not held_still(self._parts, self._held):
+            self._held = holdings(self._parts)
+        return self._held
+
+    def _join(self, keeper: Keeper) -> None:
+        joined = keeper.join()
+        if joined is not None:
+            self._hear(joined)
 
     def _hear(self, joined: Joined) -> None:
         if joined.is_sealed:
             self._sealed = joined.step
             self._overseer.kept(joined.step)
         num_busy = self._parts.world.local_size * (1 if self._parts.device.type == "cuda" else torch.get_num_threads())
-        num_cores = len(os.sched_getaffinity(0))
-        self._costs.append(true_cost(joined.stall_s, joined.busy_s, num_cores, num_busy))
+        for seconds, costs in ((joined.stall_s, self._stalls), (joined.late_s, self._lates)):
+            costs.append(true_cost(seconds, joined.busy_s, _num_cores(), num_busy))
+        self._lost_s += joined.late_s if self._every == 1 else joined.stall_s
         if joined.problem and not self._is_warned:
             self._is_warned = True
             what = f"rank {self._parts.world.rank}: {joined.problem}; training goes on"
@@ -153,13 +183,18 @@ class Keeping:
 
     def _decide(self, keeper: Keeper, step: int) -> None:
         """All ranks, at the same step. The first copy and the first step, which make everything ready, are left out
-        where there are others."""
-        own = [median(numbers[1:] or numbers or [0.0]) for numbers in (self._steps, self._costs)]
+        where there are others. A generation that has taken none yet goes on as the one before."""
+        if not self._lates:  # on all ranks alike: what was begun is joined by now
+            return
+        own = [median(self._steps[1:] or self._steps)]
+        own += [median_low(costs[1:] or costs) for costs in (self._stalls, self._lates)]
         told = [json.loads(text) for text in self._parts.groups.world.gather_text(json.dumps(own))]
-        step_s, cost_s = (max(numbers) for numbers in zip(*told, strict=True))
-        self._steps, self._costs = self._steps[-1:], self._costs[-1:]
+        step_s, stall_s, late_s = (max(numbers) for numbers in zip(*told, strict=True))
+        for numbers in (self._steps, self._stalls, self._lates):
+            del numbers[:-1]
         if self._is_auto:
-            self._every = steps_between(cost_s, step_s, self._parts.job.elastic.snapshot_cost)
+            self._every = steps_between(stall_s, late_s, step_s, self._parts.job.elastic.snapshot_cost)
+        cost_s = late_s if self._every == 1 else stall_s
         if self._every != self._told_every:
             self._told_every = self._every
             if self._parts.world.is_lead:
@@ -201,3 +236,7 @@ class Keeping:
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self._parts.opened.closers.append(lambda: dist.destroy_process_group(group))
         return group
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))

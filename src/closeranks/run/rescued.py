@@ -67,9 +67,9 @@ class Read:
 def read_rescued(parts: Parts, rescued: Rescued, *, may_be_done: bool) -> Read:
     """Into the parts. Never raises for what it finds: some ranks may see more of a state than others."""
     try:
-        recalled = Recalled([Sealed(file) for file in rescued.files])
-        check_fits(parts, recalled, may_be_done=may_be_done)
-        restore_state(parts, recalled)
+        with Recalled([Sealed(file) for file in rescued.files]) as recalled:
+            check_fits(parts, recalled, may_be_done=may_be_done)
+            restore_state(parts, recalled)
     except CheckpointError as error:
         return Read(refusal=(error.what, error.fix))
     except SlotError as error:

@@ -5,7 +5,11 @@ from the run's newest sound checkpoint, or as the run began. All ranks tell what
 and read; a copy that proves damaged is passed over by all of them together, with a word.
 
 Invariant: when ``take_over`` returns, all ranks hold the state of one and the same step, every byte of it checked, or
-all of them raised. Nothing that was kept is changed by it, so that whoever dies in it can begin again.
+all of them raised. Nothing sound that was kept is changed by it, so that whoever dies in it can begin again.
+
+[Note: a spoilt beginning] A state that proves damaged while it is read has left some of itself in the model. Another
+that is read after it covers all of that; the run's own beginning would not. Where nothing else is left, what proved
+damaged is marked as such and this generation ends: the next one begins with a fresh model.
 """
 
 from __future__ import annotations
@@ -17,21 +21,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from closeranks.core.errors import SetupError
-from closeranks.core.events import Event, Restored, Resumed, Warned
+from closeranks.core.errors import CloseranksError, SetupError
+from closeranks.core.events import Event, Restored, Resumed, Warned, decode
 from closeranks.core.faults import declare, point
-from closeranks.elastic.choosing import Choice, Copy, Place, Seat, State, choose, is_in_place, seats_of
+from closeranks.elastic.choosing import (
+    OWN_FILES,
+    PEER_FILES,
+    Choice,
+    Copy,
+    Place,
+    Seat,
+    State,
+    choose,
+    is_in_place,
+    seats_of,
+)
 from closeranks.elastic.images import images_of, layout_digest, partners
 from closeranks.elastic.recalling import DamagedCopy, Recalled
 from closeranks.elastic.shelf import Shelf
 from closeranks.elastic.shipping import receive, send
-from closeranks.elastic.slots import About, Sealed, Slot, SlotError, inspect
+from closeranks.elastic.slots import About, Sealed, Slot, SlotError, inspect, void
+from closeranks.elastic.sources import num_digesters
 from closeranks.run.parts import Parts
 from closeranks.run.resuming import restore, resume_own
 from closeranks.run.saving import Origin, next_part, place_of
 from closeranks.run.state import restore_state
+from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.recorder import last_step, parse_line
 
 AGREED = declare("restore.agreed", "all ranks know from which copies they go on, and have read none")
 FETCHING = declare("restore.fetching", "a copy from another host has arrived, others may be on their way")
@@ -50,6 +68,7 @@ class TakenOver:
 
     origin: Origin
     shelf: Shelf
+    folder: Path
     event: Restored | None = None
     copies: tuple[Copy, ...] = ()
     """Everything that lay in boxes, of all hosts."""
@@ -63,6 +82,7 @@ class TakenOver:
         if self.event is not None:
             if parts.world.is_lead:
                 yield self.event
+                yield from _untold(self.folder, self.origin)
             return
         if self.origin.path:
             yield Resumed(self.origin.step, self.origin.path)
@@ -73,9 +93,9 @@ class TakenOver:
 def take_over(parts: Parts, folder: Path, shelf: Shelf) -> TakenOver:
     """All ranks."""
     if not shelf:
-        return TakenOver(restore(parts, folder), shelf)
+        return TakenOver(restore(parts, folder), shelf, folder)
     if parts.world.generation == 0:
-        begun = TakenOver(restore(parts, folder), shelf)
+        begun = TakenOver(restore(parts, folder), shelf, folder)
         _note_beginning(parts, folder)  # only now: what is refused leaves the folder as it was
         return begun
     began_at = time.monotonic()
@@ -86,23 +106,45 @@ def take_over(parts: Parts, folder: Path, shelf: Shelf) -> TakenOver:
         found = Origin(step, "", tree)
         source = "peer" if "peer" in sources else "memory"
     else:
-        found, source = _from_disk(parts, folder, memory.notes)
+        found, source = _from_disk(parts, folder, memory)
     event = Restored(found.step, source, parts.world.generation, time.monotonic() - began_at, memory.notes)
     if choice is None:
-        return TakenOver(found, shelf, event, memory.copies)
+        return TakenOver(found, shelf, folder, event, memory.copies)
     kept_by = partners(hosts_of(parts), [seat.image for seat in memory.seats])
     is_there = is_in_place(choice, memory.sound(), memory.seats, kept_by)
-    return TakenOver(found, shelf, event, memory.copies, choice.state, is_there)
+    return TakenOver(found, shelf, folder, event, memory.copies, choice.state, is_there)
+
+
+def _untold(folder: Path, origin: Origin) -> Iterator[Event]:
+    """The last step, where others have its state but rank 0 was lost before it wrote down what it came to."""
+    last = parse_line(origin.tree.get("last", "").encode())
+    event = decode(last) if last else None
+    if event is not None and origin.step > last_step(RunFolder(folder).metrics(0)):
+        yield event
 
 
 def hosts_of(parts: Parts) -> list[int]:
     return [parts.world.host_of(rank) for rank in range(parts.world.size)]
 
 
-def _from_disk(parts: Parts, folder: Path, notes: list[str]) -> tuple[Origin, str]:
-    notes.append("no state is whole in memory")
-    found = resume_own(parts, folder, _first_part(parts, folder), notes)
+def _from_disk(parts: Parts, folder: Path, memory: _Memory) -> tuple[Origin, str]:
+    passed: list[str] = []
+    found = resume_own(parts, folder, _first_part(parts, folder), passed)
+    if found is None and (memory.is_spoilt or passed):
+        _begin_anew(parts, folder, memory, passed)
+    if found is not None or memory.has_lost:
+        memory.notes.append("no state is whole in memory")
+    memory.notes.extend(passed)
     return (found, "checkpoint") if found is not None else (restore(parts, folder), "start")
+
+
+def _begin_anew(parts: Parts, folder: Path, memory: _Memory, passed: Sequence[str]) -> NoReturn:
+    """All ranks. See [Note: a spoilt beginning]; this run's checkpoints, none of which is sound, count no more."""
+    memory.void()
+    _note_beginning(parts, folder)
+    parts.groups.world.gather_text("")  # who raises first has the others ended
+    what = "; ".join([*memory.notes, *passed])
+    raise CloseranksError(f"no state of this run is sound any more ({what})", "Fresh workers begin from the beginning.")
 
 
 @dataclass
@@ -115,15 +157,27 @@ class _Memory:
     copies: tuple[Copy, ...] = ()
     notes: list[str] = field(default_factory=list)
     bad: set[Place] = field(default_factory=set)
+    is_spoilt: bool = False
+    """Whether any rank may hold some of a state that proved damaged."""
+    has_lost: bool = False
+    """Whether there ever was more than the copy of the beginning, which is sealed before the vote of the first step."""
 
     def __post_init__(self) -> None:
         self.seats = seats_of(hosts_of(self.parts), images_of(self.parts.groups.mesh))
         host = self.seats[self.parts.world.rank].host
         is_speaker = self.seats[self.parts.world.rank].box == 0  # all of a host see the same
-        told = _told(self.shelf, host) if is_speaker else [[], []]
+        told = _told(self.shelf, host) if is_speaker else [[], [], False]
         heard = [json.loads(text) for text in self.parts.groups.world.gather_text(json.dumps(told))]
-        self.copies = tuple(Copy(Place(*place), About(**about)) for rows, _ in heard for place, about in rows)
-        self.notes += [note for _, notes in heard for note in notes]
+        self.copies = tuple(Copy(Place(*place), About(**about)) for rows, *_ in heard for place, about in rows)
+        self.notes += [note for _, notes, _ in heard for note in notes]
+        self.has_lost = bool(self.notes) or any(is_used for *_, is_used in heard)
+
+    def void(self) -> None:
+        """What proved bad is not taken for a copy by a later generation; one of each host sees to it."""
+        seat = self.seats[self.parts.world.rank]
+        for place in self.bad if seat.box == 0 else ():
+            if place.host == seat.host:
+                void(self.shelf.boxes[place.box][place.file])
 
     def sound(self) -> list[Copy]:
         return [copy for copy in self.copies if copy.place not in self.bad]
@@ -143,21 +197,24 @@ class _Memory:
             if not blamed:
                 return choice, tree
             self.bad |= blamed.keys()
+            self.is_spoilt = True
             self.notes += list(dict.fromkeys(blamed.values()))
         return None, {}
 
 
 def _told(shelf: Shelf, host: int) -> list[Any]:
-    """What this host's boxes hold, and what is to be said of those that hold nothing."""
-    rows, notes = [], []
+    """What this host's boxes hold, what is to be said of those that hold nothing, and whether any pair was ever written
+    twice: who is killed in the first copy of all has lost nothing."""
+    rows, notes, is_used = [], [], False
     for box, paths in enumerate(shelf.boxes):
         for file, path in enumerate(paths):
             looked = inspect(path)
+            is_used = is_used or (file in (OWN_FILES[1], PEER_FILES[1]) and looked.reason != "empty")
             if looked.about is not None:
                 rows.append([[host, box, file], asdict(looked.about)])
             elif not looked.reason.startswith(_USUAL):
                 notes.append(f"a copy in box {box} of host {host} was passed over: {looked.reason}")
-    return [rows, notes]
+    return [rows, notes, is_used]
 
 
 Problem = list[Any]
@@ -186,8 +243,10 @@ class _Attempt:
         wanted = self.choice.reads[self.rank]
         point(BEFORE_VERIFY)
         try:
-            recalled = Recalled([Sealed(paths.get(name) or self._path(copy)) for name, copy in wanted.items()])
-            restore_state(self.parts, recalled)
+            sealed = [Sealed(paths.get(name) or self._path(copy)) for name, copy in wanted.items()]
+            num_threads = num_digesters(len(os.sched_getaffinity(0)), self.parts.world.local_size)
+            with Recalled(sealed, num_threads) as recalled:
+                restore_state(self.parts, recalled)
         except DamagedCopy as error:
             blamed = [c for n, c in wanted.items() if (paths.get(n) or self._path(c)) == error.slot.path]
             return {}, [_problem(copy, str(error)) for copy in blamed]

@@ -48,7 +48,7 @@ def resume(parts: Parts, folder: Path) -> Origin | None:
     passed: list[str] = []
     found = _rescued(parts, folder if is_auto else Path(place), candidates, passed, may_be_done=is_auto)
     found = found or _first_sound(parts, candidates, passed, may_be_done=is_auto)
-    if found is not None or (is_auto and not candidates):
+    if found is not None or (is_auto and not candidates and not passed):
         return found
     which = "sound checkpoint" if candidates else "checkpoint"
     raise CheckpointError(

@@ -124,7 +124,9 @@ class Saving:
         return self._is_granted
 
     def proceed(self, step: int) -> None:
-        """All ranks: take what was granted."""
+        """All ranks: take what was granted, if anything was."""
+        if not self._is_granted:
+            return
         self._is_granted = False
         self._parts.pace.enter(Phase.SAVE)
         self._begin(step)

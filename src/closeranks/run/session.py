@@ -181,9 +181,9 @@ class Session:
         every = self.job.train.eval_every
         if every and self.num_done % every == 0 and self.parts.eval_source is not None and not self._ending:
             self.evaluate()
-        if self._saving.is_granted:
+        if self._saving.is_granted or self._keeping.is_due(self.num_done):
             self._note(self._ledger.flush())  # what is saved knows of every sample that was skipped
-            self._saving.proceed(self.num_done)
+        self._saving.proceed(self.num_done)
         self._keeping.after(self.num_done)  # evaluated and all: whoever takes over has nothing to make up for
 
     def _pause(self, phase: Phase) -> None:
@@ -195,7 +195,7 @@ class Session:
 
     def _note(self, settled: Iterable[Settled]) -> None:
         for entry in settled:
-            self._last = entry.done
+            self._last = self._keeping.last = entry.done
             self._emit(entry.done)
             self.parts.supply.settle(entry.done, self._emit)
             self._hooks.on_step(self, entry.done)

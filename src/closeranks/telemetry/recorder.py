@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.core.errors import SetupError
-from closeranks.core.events import Event, Warned, decode
+from closeranks.core.events import Event, StepDone, Warned, decode
 from closeranks.telemetry.folder import RunFolder
 
 Sink = Callable[[Event], None]
@@ -27,6 +27,7 @@ AGENT = -1
 """The agent's number among those who record: it has no rank."""
 
 _log = logging.getLogger(__name__)
+_TAIL_BYTES = 1 << 16
 _STRICT = json.JSONEncoder(allow_nan=False).encode
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -138,3 +139,15 @@ def read_events(path: Path) -> Iterator[tuple[dict[str, Any], Event | None]]:
         for line in lines:
             if (values := parse_line(line)) is not None:
                 yield values, decode(values)
+
+
+def last_step(path: Path) -> int:
+    """The highest step whose account stands among the last lines of a rank's file; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    found = [parse_line(line) for line in lines]
+    return max((int(one["step"]) for one in found if one is not None and one.get("event") == StepDone.name), default=0)

@@ -18,9 +18,9 @@ from closeranks.elastic.faults.cgroups import CPU, FREEZER, MEMORY, Group, Lacki
 from closeranks.elastic.faults.disk import SmallDisk
 from closeranks.elastic.faults.fault import Fault
 from closeranks.elastic.faults.look import Look, Worker, step_of, worker_of
-from closeranks.elastic.faults.processes import Victim, await_state
+from closeranks.elastic.faults.processes import Victim, await_state, going_first
 
-_MOMENT_S = 0.02
+_MOMENT_S = 0.1
 
 
 class Blow:
@@ -185,9 +185,10 @@ class _Tear(Blow):
     def turn(self, look: Look) -> bool:
         """For a moment, so that the agent's loop gets its turns too."""
         deadline = time.monotonic() + _MOMENT_S
-        while self.struck_at is None and time.monotonic() < deadline:
-            if self._headers.is_writing(self._generation):
-                self._strike()
+        with going_first():
+            while self.struck_at is None and time.monotonic() < deadline:
+                if self._headers.is_writing(self._generation):
+                    self._strike()
         return self.struck_at is not None or self._victim.is_dead
 
     def _strike(self) -> None:

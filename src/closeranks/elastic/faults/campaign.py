@@ -51,6 +51,13 @@ def _earliest(kind: str) -> int:
     return _EARLIEST.get(kind, 1)
 
 
+def _latest(kind: str, num_steps: int) -> int:
+    """The last step it can begin at: what lasts needs another one, and a quick copy may be missed some times."""
+    if kind == "torn":
+        return max(_earliest(kind), num_steps - num_steps // 3)
+    return num_steps if KINDS[kind].ends_generation else max(1, num_steps - 1)
+
+
 def _steps(count: int, num_steps: int, rng: random.Random) -> list[int]:
     """Evenly spread, each moved by less than half the way to the next; both ends and the middle stay where they are."""
     middle = (num_steps + 1) // 2
@@ -85,18 +92,16 @@ def _give_way(turns: list[str], steps: Sequence[int], num_steps: int) -> None:
 
 
 def _fits(kind: str, step: int, num_steps: int) -> bool:
-    lasts = 1 if KINDS[kind].ends_generation else 2
-    return step >= _earliest(kind) and step + lasts - 1 <= num_steps
+    return _earliest(kind) <= step <= _latest(kind, num_steps)
 
 
 def _fault(kind: str, step: int, num_steps: int, num_ranks: int, rng: random.Random) -> Fault:
     rank = rng.randrange(num_ranks)
     other = rng.choice([one for one in range(num_ranks) if one != rank]) if kind == "kill2" else 0
     at = rng.choice(_PLACES) if step < num_steps else 0.0  # the last one may be over sooner than the one before it
-    step = max(step, _earliest(kind))
+    step = min(max(step, _earliest(kind)), _latest(kind, num_steps))
     if KINDS[kind].ends_generation:
         return Fault(kind, step, rank if "rank" in KINDS[kind].takes else 0, other, at=at)
-    step = min(step, max(1, num_steps - 1))
     # A save takes as long as many short steps do, and who is slow for a second only is not called so.
     steps = max(1, min(max(STEPS, min(num_steps // 3, _LONGEST)), num_steps - step))
     return Fault(kind, step, rank if "rank" in KINDS[kind].takes else 0, steps=steps, at=at)

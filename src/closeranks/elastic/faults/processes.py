@@ -12,6 +12,8 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -94,6 +96,21 @@ def cannot_take_descriptors() -> str:
         return f"the kernel refuses pidfd_getfd ({os.strerror(ctypes.get_errno())})"
     os.close(taken)
     return ""
+
+
+@contextmanager
+def going_first() -> Iterator[None]:
+    """This process comes before all others on busy cores, where it may."""
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+    except PermissionError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, usual)
 
 
 def await_state(pid: int, wanted: str, timeout_s: float = 0.2) -> None:

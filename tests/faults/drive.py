@@ -1,0 +1,54 @@
+"""``closeranks train``, struck by faults that can be written down and by those that tests have of their own; what was
+done is left in ``strikes.json`` beside the job.
+
+    python -m tests.faults.drive JOB NUM_WORKERS FAULTS SPECIALS [TABLE.KEY=VALUE]...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from closeranks.agent.view import View
+from closeranks.cli import launching
+from closeranks.core.errors import CloseranksError
+from closeranks.elastic.faults.grammar import parse_faults
+from closeranks.elastic.faults.inject import Injector
+from closeranks.run.folder import choose_folder
+from closeranks.run.job import load_job
+from closeranks.telemetry.folder import RunFolder
+from tests.faults.strikes import Strikes, decode
+
+
+def drive(path: Path, num_workers: int, faults: str, specials: str, settings: list[str]) -> int:
+    folder = RunFolder(choose_folder(load_job(path, settings).value, path.stem))
+    strikes = Strikes(decode(specials))
+    asked = parse_faults(faults).faults if faults else ()
+    with Injector(asked, folder.checkpoints) as injector:
+
+        def on_turn(view: View) -> float | None:
+            return min((at for at in (injector(view), strikes(view)) if at is not None), default=None)
+
+        try:
+            launching.train(path, settings, num_workers, on_turn=on_turn)
+        except CloseranksError as error:
+            print(f"closeranks: {error}", file=sys.stderr)
+            return error.exit_code
+        finally:
+            _write_down(path.with_name("strikes.json"), injector, strikes)
+    return 0
+
+
+def _write_down(path: Path, injector: Injector, strikes: Strikes) -> None:
+    struck = [{**asdict(strike), "fault": str(strike.fault)} for strike in injector.strikes]
+    struck += [asdict(strike) for strike in strikes.done]
+    struck.sort(key=lambda strike: float(strike["at"]))
+    missed = [*map(str, injector.missed), *map(str, strikes.pending)]
+    path.write_text(json.dumps({"struck": struck, "missed": missed}))
+
+
+if __name__ == "__main__":
+    job, num_workers, faults, specials, *settings = sys.argv[1:]
+    sys.exit(drive(Path(job), int(num_workers), faults, specials, settings))

@@ -1,0 +1,254 @@
+"""Run the job, struck or not, as a person does; look at what it left behind, and hold it against the run that never
+failed.
+
+What a machine holds is compared before and after: processes that carry the run's mark, sockets that they listened on,
+files in /dev/shm, control groups and mounts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from closeranks.checkpoint.catalogue import Found
+from closeranks.cli.ckpt.places import pick
+from closeranks.cli.drills.courses import Course, read_course, state_difference
+from closeranks.core.events import Event, RankLost, RanksClosed
+from closeranks.elastic.faults.disk import cannot_mount
+from closeranks.telemetry.samples import SampleLog, read_samples
+from tests.cli.commands import mark, marked_processes
+from tests.cli.fault_jobs import IMPORTABLE
+from tests.faults.jobs import SHAPES, STEPS, write_job
+from tests.faults.strikes import Special, encode
+
+TIMEOUT_S = 140.0
+_SETTLE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run that is over."""
+
+    folder: Path
+    """With the job, and the run in ``run``."""
+    code: int
+    out: str = ""
+    err: str = ""
+    left: tuple[str, ...] = ()
+    """Whatever is still there that was not before."""
+    ports: frozenset[str] = frozenset()
+    """Sockets that its processes listened on, by inode."""
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @cached_property
+    def course(self) -> Course:
+        return read_course(self.run)
+
+    @cached_property
+    def samples(self) -> SampleLog:
+        return read_samples(self.run)
+
+    @cached_property
+    def state(self) -> tuple[Found, Any]:
+        return pick(str(self.run))
+
+    def told(self, kind: type[Event]) -> list[Any]:
+        return [line.event for line in self.course.told if isinstance(line.event, kind)]
+
+    @property
+    def lost(self) -> list[RankLost]:
+        return self.told(RankLost)
+
+    @property
+    def closed(self) -> list[RanksClosed]:
+        return self.told(RanksClosed)
+
+    @property
+    def strikes(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads((self.folder / "strikes.json").read_text())
+        return told
+
+    @property
+    def said(self) -> str:
+        return f"exit {self.code}\n{self.out}\n{self.err}"
+
+
+def go(
+    folder: Path,
+    shape: str = "ddp",
+    *settings: str,
+    faults: str = "",
+    specials: Sequence[Special] = (),
+    env: dict[str, str] | None = None,
+    meanwhile: Callable[[subprocess.Popen[str], Path], None] | None = None,
+) -> Ran:
+    """Train the job in ``folder`` to its end. ``meanwhile`` is called with the agent's process and the run's folder."""
+    job, how = write_job(folder), SHAPES[shape]
+    (folder / "orders").mkdir(exist_ok=True)
+    words = [job, how.num_workers, faults, encode(specials), f"layout={how.layout}", *settings]
+    machine = Machine()
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        process = subprocess.Popen(
+            [*_apart(folder), sys.executable, "-m", "tests.faults.drive", *map(str, words)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **IMPORTABLE, machine.mark: "1", **(env or {})},
+            stdout=out,
+            stderr=err,
+            text=True,
+            start_new_session=True,
+        )
+        machine.pid = process.pid
+        with machine.watched():
+            try:
+                if meanwhile is not None:
+                    meanwhile(process, folder / "run")
+                code = process.wait(TIMEOUT_S)
+            finally:
+                process.kill()
+                process.wait()
+    said, complained = (folder / "out").read_text(), (folder / "err").read_text()
+    return Ran(folder, code, said, complained, machine.left(folder), frozenset(machine.ports))
+
+
+def _apart(folder: Path) -> list[str]:
+    """Give a command a /dev/shm of its own, so that what is left there is known to be its own; for root alone."""
+    shm = folder / "shm"
+    shm.mkdir(exist_ok=True)
+    if cannot_mount():
+        return []
+    return ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(shm)]
+
+
+# --- what a run leaves behind
+
+
+@dataclass
+class Machine:
+    """What there is on this machine that a run might leave behind, from before it until after it."""
+
+    mark: str = field(default_factory=mark)
+    pid: int = 0
+    """Of the run's agent."""
+    ports: set[str] = field(default_factory=set)
+
+    def watched(self) -> _Watch:
+        return _Watch(self)
+
+    def look(self) -> None:
+        """Which sockets do its processes listen on now?"""
+        self.ports |= _listening() & _sockets_of(self.mark)
+
+    def left(self, folder: Path) -> tuple[str, ...]:
+        """What is still there, after a while in which the kernel may finish."""
+        deadline = time.monotonic() + _SETTLE_S
+        while (found := self.found(folder)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def found(self, folder: Path) -> tuple[str, ...]:
+        processes = [f"process: {line}" for line in marked_processes(self.mark)]
+        ports = [f"listening socket {inode}" for inode in self.ports & _listening()]
+        shm = [f"/dev/shm/{path.name}" for path in (folder / "shm").iterdir()]
+        groups = [f"control group {path}" for path in Path("/sys/fs/cgroup").glob(f"**/closeranks-{self.pid}-*")]
+        mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(folder) in line]
+        return (*processes, *ports, *shm, *groups, *mounts)
+
+
+class _Watch:
+    """Looks at a run's sockets now and then, in a thread."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._go_on)
+
+    def _go_on(self) -> None:
+        while not self._is_over.wait(0.5):
+            self._machine.look()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def _listening() -> set[str]:
+    """Inodes of all sockets that listen here."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                found.add(words[9])
+    return found
+
+
+def _sockets_of(name: str) -> set[str]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdecimal() or name.encode() not in (entry / "environ").read_bytes():
+                continue
+            links = [os.readlink(path) for path in (entry / "fd").iterdir()]
+        except OSError:
+            continue
+        found |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    return found
+
+
+# --- the proof
+
+
+def assert_clean(ran: Ran) -> None:
+    assert ran.left == (), ran.left
+
+
+def assert_same(calm: Ran, struck: Ran, last: int = STEPS) -> None:
+    """Every loss, the last state and every sample are those of the run that never failed, and nothing is left."""
+    assert struck.code == 0, struck.said
+    assert_clean(struck)
+    assert bits(struck) == bits(calm)
+    assert len(bits(calm)) == last
+    assert state_difference(calm.run, struck.run) == ""
+    assert struck.samples.conflicts == ()
+    assert struck.samples.steps == calm.samples.steps
+    taken = [sample for step in range(1, last + 1) for sample in struck.samples.of(step)]
+    assert len(taken) == len(set(taken)) == 16 * last
+
+
+def assert_struck(ran: Ran, *kinds: str, num_redone: int = 1) -> None:
+    """Every strike fell, and the agent told of exactly these ends of generations, in this order."""
+    assert ran.strikes["missed"] == [], ran.said
+    assert [strike for strike in ran.strikes["struck"] if strike["error"]] == []
+    assert [lost.kind for lost in ran.lost] == list(kinds), ran.said
+    assert all(closed.num_redone <= num_redone for closed in ran.closed), ran.closed
+
+
+def bits(ran: Ran) -> dict[int, str]:
+    """The loss of every step, in every bit; what was done again replaces what stood there."""
+    return {step: loss.hex() for step, loss in ran.course.losses.items()}
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    """Until rank 0 has written down that step."""
+    path = run / "metrics" / "rank-00000.jsonl"
+    needle = f'"step": {step},'
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (path.exists() and any('"step"' in line and needle in line for line in path.read_text().splitlines())):
+        assert process.poll() is None, "it ended before"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
