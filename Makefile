@@ -52,7 +52,7 @@ test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"
 
 drills: install servers
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drills docs/drills-table.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drills --page docs/drills-table.md
 
 soak: install servers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --mix light --minutes 30

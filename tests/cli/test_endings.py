@@ -45,7 +45,8 @@ def last_step(folder: Path, rank: int) -> int:
 
 
 def test_a_killed_worker_ends_the_run_with_one_clear_report(tmp_path: Path) -> None:
-    with started("train", TINY, "-n", 3, *LONG, "run.folder=run", cwd=tmp_path) as (process, name):
+    once = "elastic.enabled=false"
+    with started("train", TINY, "-n", 3, *LONG, once, "run.folder=run", cwd=tmp_path) as (process, name):
         wait_for_line(process, "step     5/")
         os.kill(workers(name)[1], signal.SIGKILL)
         out, err = process.communicate(timeout=20)

@@ -27,6 +27,7 @@ class Command:
         self._output = cwd / f"{host.name}-{len(host.processes)}.txt"
         command = [sys.executable, "-m", "closeranks", *map(str, arguments)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment.pop("GLOO_SOCKET_IFNAME", None)  # a session of an earlier test in this process may have set it
         with self._output.open("w") as output:
             self.process = host.start(command, environment=environment, output=output, cwd=cwd)
 

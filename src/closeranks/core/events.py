@@ -157,7 +157,8 @@ class Snapshotting(Event):
     name: ClassVar[str] = "snapshots"
     step: int = 0
     every: int = 1
-    """A copy is taken after so many steps; a fault costs at most so many finished ones."""
+    """A copy is taken after so many steps; a fault costs at most so many finished ones, and as many more in the moments
+    in which a copy is not sealed yet."""
     bytes: int = 0
     """Of one rank's copies, those it keeps for a peer included."""
     cost_s: float = 0.0
