@@ -49,6 +49,8 @@ every = 2
 keep_last = 2
 timeout_s = 5.0
 """
+ALONE = "elastic.enabled=false"
+"""A worker that falls ends the run: what is saved is all there is to go on from."""
 IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 """Where the job finds its hooks."""
 

@@ -25,7 +25,7 @@ from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.checkpoint.test_write_faults import _FIFREEZE, _FITHAW, disk
 from tests.cli.commands import ROOT, started, wait_for_line
-from tests.cli.fault_jobs import IMPORTABLE, STEPS, Course, course, failed, go, hook, saved, write_job
+from tests.cli.fault_jobs import ALONE, IMPORTABLE, STEPS, Course, course, failed, go, hook, saved, write_job
 from tests.cli.test_endings import gone_within, last_step
 from tests.storage import servers
 from tests.storage.proxy import Proxy, Rule, Standing
@@ -81,7 +81,7 @@ def assert_clear_report(err: str) -> None:
 
 def die_handing_over(folder: Path, label: str) -> None:
     """A trainer, in its third save; the second counts then, and was waited for."""
-    done = go(folder, hook("Patient"), env={"CLOSERANKS_KILL_AT": f"{label}:3"})
+    done = go(folder, ALONE, hook("Patient"), env={"CLOSERANKS_KILL_AT": f"{label}:3"})
     assert done.code == 1, done.err
     assert_clear_report(done.err)
     assert done.left_behind == []
@@ -104,7 +104,7 @@ def die_writing(folder: Path, label: str) -> None:
 
 def die_at_the_end(folder: Path, label: str) -> None:
     """A trainer, in the last save, which it does itself."""
-    done = go(folder, "checkpoint.every=0", "checkpoint.resume=auto", env={"CLOSERANKS_KILL_AT": label})
+    done = go(folder, ALONE, "checkpoint.every=0", "checkpoint.resume=auto", env={"CLOSERANKS_KILL_AT": label})
     assert done.code == 1, done.err
     assert_clear_report(done.err)
     assert done.left_behind == []
@@ -141,6 +141,20 @@ NOT_AT_THE_END = {"writer.order_received", *(label for label in labels()[0] if l
 def test_a_trainer_killed_in_its_last_save(tmp_path: Path, undisturbed: Course, label: str) -> None:
     die_at_the_end(tmp_path, label)
     assert_goes_on(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "label", [labels()[2][0], *(pytest.param(at, marks=pytest.mark.slow) for at in labels()[2][1:])]
+)
+def test_a_trainer_killed_while_it_hands_over_a_state_is_replaced(
+    tmp_path: Path, undisturbed: Course, label: str
+) -> None:
+    done = go(tmp_path, hook("Patient"), env={"CLOSERANKS_KILL_AT": f"{label}:3"})
+    assert done.code == 0, done.err
+    assert "closed ranks in" in done.out
+    assert done.left_behind == []
+    assert saved(tmp_path / "run")[-1] == STEPS
+    assert course(tmp_path / "run") == undisturbed
 
 
 # Killed from outside
