@@ -1,15 +1,23 @@
-"""The zygote: one thread, a working group, what it learns between two generations, and words for a failed import."""
+"""The zygote: one thread, a working group, what it learns between two generations, who takes its place, and words for a
+failed import.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from closeranks.agent.crew import Crew, worlds_here
-from closeranks.agent.launch import Listener, Survival
+from closeranks.agent.launch import LaunchPlan, Listener, Survival
 from closeranks.agent.limits import Limits
 from closeranks.agent.loop import Loop
 from closeranks.agent.nursery import Nursery
@@ -46,15 +54,22 @@ def test_words_for_a_failed_import() -> None:
     assert str(import_error("theirs", KeyError())) == "importing 'theirs' failed: KeyError."
 
 
-def generations(host: Host, warm: str, num_generations: int = 2) -> list[dict[str, Any]]:
-    """What rank 0 of each generation knows, when the zygote was asked to learn after the first was forked."""
+@contextmanager
+def standing(host: Host, warm: str = "learn") -> Iterator[tuple[LaunchPlan, Nursery, Loop, Listener]]:
+    """A nursery that is ready, of a plan that survives."""
     host.log_folder.mkdir()
     listener = Listener(lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append)
     survival = Survival(Limits(), lambda _: None, lambda _: "", warm=f"warm_entries:{warm}" if warm else "")
     plan = host.plan("warm_entries:tell", 2, payload={"lesson": "forks"}, survival=survival)
-    told: list[dict[str, Any]] = []
     with Loop() as loop, Nursery(plan, loop, listener) as nursery:
         turn_until(loop, lambda: nursery.is_ready)
+        yield plan, nursery, loop, listener
+
+
+def generations(host: Host, warm: str, num_generations: int = 2) -> list[dict[str, Any]]:
+    """What rank 0 of each generation knows, when the zygote was asked to learn after the first was forked."""
+    told: list[dict[str, Any]] = []
+    with standing(host, warm) as (plan, nursery, loop, listener):
         for generation in range(num_generations):
             with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: crew.num_left == 0)
@@ -88,3 +103,69 @@ def test_a_lesson_that_fails_is_a_note_in_the_zygotes_log(host: Host, lesson: st
 def test_a_plan_without_a_lesson_asks_for_none(host: Host) -> None:
     generations(host, "")
     assert (host.log_folder / "zygote.log").read_text() == ""
+
+
+def until_gone(pids: list[int], loop: Loop | None = None) -> None:
+    deadline = time.monotonic() + 5.0
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+        if loop is not None:
+            loop.turn(time.monotonic())
+
+
+def spare_of(nursery: Nursery, loop: Loop) -> int:
+    """The process that would take the zygote's place."""
+    deadline = time.monotonic() + 20.0
+    while not (found := [one.pid for one in psutil.Process(nursery.pid).children() if os.getsid(one.pid) == one.pid]):
+        assert time.monotonic() < deadline, "nobody was left in its place"
+        loop.turn(time.monotonic() + 0.02)
+    loop.turn(time.monotonic() + 0.1)
+    return found[0]
+
+
+@pytest.mark.world
+class TestSpare:
+    """A zygote that is killed has left another that knows as much, and workers need not wait for its imports."""
+
+    def test_it_takes_the_place_of_one_that_was_killed(self, host: Host) -> None:
+        spares = []
+        with standing(host) as (plan, nursery, loop, listener):
+            for generation in range(3):
+                with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
+                    turn_until(loop, lambda: crew.num_left == 0)
+                    assert crew.statuses == {0: 0, 1: 0}
+                told = host.named("knows")[0]
+                assert told["zygote"] == nursery.pid == (spares[-1] if spares else told["zygote"])
+                assert told["known"] == (["forks"] if generation else [])
+                spares.append(spare_of(nursery, loop))
+                os.kill(nursery.pid, signal.SIGKILL)
+                turn_until(loop, lambda: nursery.error is not None)
+                nursery.revive()
+                assert nursery.is_ready
+                assert nursery.error is None
+        assert len(set(spares)) == 3
+        until_gone(spares)
+
+    def test_one_that_is_lost_itself_is_replaced_with_the_next_generation(self, host: Host) -> None:
+        with standing(host) as (plan, nursery, loop, listener):
+            spares = []
+            for generation in range(2):
+                with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
+                    turn_until(loop, lambda: crew.num_left == 0)
+                spares.append(spare_of(nursery, loop))
+                os.kill(spares[-1], signal.SIGKILL)
+                until_gone(spares[-1:], loop)
+            assert spares[0] != spares[1]
+            os.kill(nursery.pid, signal.SIGKILL)
+            turn_until(loop, lambda: nursery.error is not None)
+            nursery.revive()
+            assert not nursery.is_ready, "nobody is left who has imported anything"
+            turn_until(loop, lambda: nursery.is_ready)
+
+    def test_it_ends_when_the_agent_lets_go_of_it(self, host: Host) -> None:
+        with standing(host) as (plan, nursery, loop, listener):
+            with Crew(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
+                turn_until(loop, lambda: crew.num_left == 0)
+            both = [nursery.pid, spare_of(nursery, loop)]
+        until_gone(both)

@@ -10,6 +10,7 @@ from typing import Any
 from closeranks import Hook, Session
 from closeranks.core.events import Event, StepDone
 from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.status import read_status
 from tests.hosts.commands import Command, wait_for
 from tests.hosts.lab import LabHost as Host
 
@@ -136,6 +137,12 @@ class Site:
         return [event for event in events if event is not None and event.name == kind]
 
     # --- afterwards
+
+    @property
+    def shown_workers(self) -> list[tuple[int, str, int | None]]:
+        """What ``closeranks status`` shows of each: its rank, its host and the step it works on."""
+        status = read_status(self.run)
+        return [(one.rank, one.host, one.step) for one in status.workers] if status else []
 
     @property
     def losses(self) -> dict[int, float]:

@@ -37,6 +37,8 @@ def test_a_host_that_joins_later_makes_the_run_larger_and_one_that_leaves_smalle
         site.wait_for_event("host", lead, change="joined", host="h1")
         site.let_go(3)
         site.wait_until_held(7, generation=1, lead=lead)
+        here = [(0, "h0", 7), (1, "h1", 7)]
+        wait_for(lambda: site.shown_workers == here, "the status to show the workers of both hosts", lead)
         other.send(signal.SIGTERM)
         site.wait_for_event("host", lead, change="leaving", host="h1")
         site.let_go(7)

@@ -76,9 +76,8 @@ class Host:
         return self.crew.members if self.crew else []
 
     def revive(self) -> None:
-        """Another zygote in place of one that was lost; ready when it has imported everything again."""
-        self._nursery.__exit__(None, None, None)
-        self._nursery = Nursery(self._plan, self._loop, self._listener)
+        """Another zygote in place of one that was lost."""
+        self._nursery.revive()
 
     def begin(self, worlds: Sequence[World], payload: Mapping[str, Any]) -> None:
         self._close_crew()

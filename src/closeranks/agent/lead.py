@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,7 @@ from closeranks.agent.statement import Statement, together
 from closeranks.agent.station import TOLD, Mail, Station, word_of
 from closeranks.agent.stragglers import Slow, Stragglers
 from closeranks.agent.verdict import Verdict, without_facts
-from closeranks.agent.view import View
+from closeranks.agent.view import Seen, View
 from closeranks.core.errors import RunFailed
 from closeranks.core.events import Event, HostChanged, SlowRank, encode
 
@@ -412,7 +412,14 @@ class Lead:
             boxes=tuple(tuple(box) for box in host.boxes.paths) if host else (),
             boxes_bytes=host.boxes.num_bytes if host else 0,
             zygote=host.zygote if host else None,
+            elsewhere=tuple(self._seen_elsewhere(now)),
         )
+
+    def _seen_elsewhere(self, now: float) -> Iterator[Seen]:
+        for place in self._course.places:
+            peer = self._machine.peer(place.host) if place.host != self._name else None
+            if peer is not None:
+                yield from (Seen(row.rank, place.host, None, word_of(row, now)) for row in peer.progress)
 
     @property
     def _state(self) -> str:

@@ -1,7 +1,8 @@
 """How does the agent come by workers? It starts the zygote, and asks it to fork.
 
+A zygote that knows all it can know leaves a spare: should it be lost, the next workers need not wait for its imports.
 Invariant: the zygote leads a session of its own, so that Ctrl-C in a terminal reaches the agent alone; when the nursery
-is closed, the zygote has been killed and reaped.
+is closed, the zygote and its spare are gone.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol
 
+from closeranks.agent.ancestor import Ancestor, start
 from closeranks.agent.exits import in_words
 from closeranks.agent.launch import LaunchPlan, Listener
 from closeranks.agent.loop import Loop
@@ -54,21 +54,50 @@ class Nursery:
         self._wards: dict[int, Newborn] = {}
         self._num_asked = 0
         self._is_warm = plan.survival is None or not plan.survival.warm
+        self._spare: Ancestor | None = None
+        self._bequest: socket.socket | None = None
+        """Our end of the line to a spare that is asked for."""
         self._log = OutputLog(plan.log_folder / plan.zygote_log, lambda line: None, listener.on_note)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output = self._log.take_writer()
-        with theirs:
-            self._process = _spawn(theirs.fileno(), output, plan.environment)
-        os.close(output)
-        self._pidfd = os.pidfd_open(self._process.pid)
-        loop.watch(self._control, self._hear)
         loop.watch(self._log.reader, self._read_log)
-        loop.watch(self._pidfd, self._lost)
-        self._tell({"preload": _preload(plan), "sys_path": list(plan.sys_path)})
+        self._zygote = self._start()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._zygote.pid
+
+    def revive(self) -> None:
+        """Another zygote in place of one that was lost: its spare, or one that has to import everything first."""
+        self._let_go(self._zygote)
+        self.cancel()
+        self._drop_bequest()
+        self._wards.clear()
+        self._is_forking = False
+        self.error = None
+        spare, self._spare = self._spare, None
+        self.is_ready = spare is not None
+        if spare is None:
+            self._is_warm = self._plan.survival is None or not self._plan.survival.warm
+            self._zygote = self._start()
+        else:
+            self._zygote = spare
+            self._loop.forget(spare.pidfd)
+            self._watch(spare)
+
+    def _start(self) -> Ancestor:
+        zygote = start(self._log.writer, self._plan.environment)
+        self._watch(zygote)
+        setup = {"preload": _preload(self._plan), "sys_path": list(self._plan.sys_path)}
+        _send(zygote.control, setup)
+        return zygote
+
+    def _watch(self, zygote: Ancestor) -> None:
+        self._loop.watch(zygote.control, self._hear)
+        self._loop.watch(zygote.pidfd, self._lost)
+
+    def _let_go(self, zygote: Ancestor) -> None:
+        self._loop.forget(zygote.control)
+        self._loop.forget(zygote.pidfd)
+        zygote.end()
 
     def fork(self, ward: Newborn, fds: WorkerFds) -> None:
         """Ask for one worker. The descriptors become the nursery's, which closes them once the zygote has them.
@@ -92,28 +121,48 @@ class Nursery:
         worker, ward, fds = self._waiting.popleft()
         self._wards[worker] = ward
         self._is_forking = True
-        self._tell({"op": "fork", "worker": worker}, fds)
+        _send(self._zygote.control, {"op": "fork", "worker": worker}, fds)
         _close_all(fds)
 
-    def _warm_once(self) -> None:
-        """When the first workers live: their start is not delayed, and the next ones are forked from who knows more."""
+    def _prepare(self) -> None:
+        """When the first workers live, so that their start is not delayed: the next ones are forked from who knows
+        more, and from whoever is left."""
         survival = self._plan.survival
-        if self._is_warm or self._is_forking or survival is None:
+        if self._is_forking or survival is None:
             return
-        self._is_warm = True
-        self._tell({"op": "warm", "call": survival.warm, "payload": dict(self._plan.payload)})
+        if not self._is_warm:
+            self._is_warm = True
+            _send(self._zygote.control, {"op": "warm", "call": survival.warm, "payload": dict(self._plan.payload)})
+        if self._spare is None and self._bequest is None:
+            self._bequest, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                _send(self._zygote.control, {"op": "spare"}, [theirs.fileno()])
 
-    def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # a dead zygote is noticed by its pidfd, with its status
-            socket.send_fds(self._control, [json.dumps(message).encode()], list(fds))
+    def _inherit(self, pid: int, pidfd: int) -> None:
+        control, self._bequest = self._bequest, None
+        assert control is not None
+        self._spare = Ancestor(pid, pidfd, control)
+        self._loop.watch(pidfd, self._lose_spare)
+
+    def _lose_spare(self) -> None:
+        """The next generation's first worker asks for another."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._let_go(spare)
+
+    def _drop_bequest(self) -> None:
+        """A spare that was born all the same hears its line end, and ends."""
+        if self._bequest is not None:
+            self._bequest.close()
+            self._bequest = None
 
     def _hear(self) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 1)
+            data, fds, _, _ = socket.recv_fds(self._zygote.control, _PACKET_BYTES, 1)
         except ConnectionResetError:
             data, fds = b"", []
         if not data:
-            self._loop.forget(self._control)
+            self._loop.forget(self._zygote.control)
             return
         message = json.loads(data)
         match message["op"]:
@@ -126,7 +175,11 @@ class Nursery:
                 self._is_forking = False
                 self._wards[message["worker"]].born(message["pid"], fds[0])
                 self._ask_next()
-                self._warm_once()
+                self._prepare()
+            case "spared":
+                self._inherit(message["pid"], fds[0])
+            case "spare_failed":
+                self._drop_bequest()
             case "exited":
                 self._wards.pop(message["worker"]).exited(message["status"])
             case "fork_failed":
@@ -148,9 +201,9 @@ class Nursery:
 
     def _lost(self) -> None:
         """The zygote has ended though nobody closed it. What it said before is heard first."""
-        self._loop.forget(self._pidfd)
-        status = self._process.wait()
-        while self.error is None and self._control in self._loop:
+        self._loop.forget(self._zygote.pidfd)
+        status = self._zygote.status()
+        while self.error is None and self._zygote.control in self._loop:
             self._hear()
         if self.error is not None:
             return
@@ -167,31 +220,17 @@ class Nursery:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Kill the zygote and what else is in its group, and reap it."""
-        if self._process.returncode is None:  # not reaped yet, so its number is certainly its own
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        for source in (self._control, self._log.reader, self._pidfd):
-            self._loop.forget(source)
+        self._lose_spare()
+        self._drop_bequest()
+        self._let_go(self._zygote)
+        self._loop.forget(self._log.reader)
         self.cancel()
-        os.close(self._pidfd)
-        self._control.close()
         self._log.close()
 
 
-def _spawn(control: int, output: int, environment: Any) -> subprocess.Popen[bytes]:
-    """``-P``: a file in the working folder that is named like a module of Python's does not come before it here."""
-    command = [sys.executable, "-P", "-m", "closeranks.agent.zygote", str(control), str(os.getpid())]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=(control,),
-        env=dict(environment),
-        start_new_session=True,
-    )
+def _send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # a dead zygote is noticed by its pidfd, with its status
+        socket.send_fds(control, [json.dumps(message).encode()], list(fds))
 
 
 def _preload(plan: LaunchPlan) -> list[str]:

@@ -37,6 +37,11 @@ class OutputLog:
         writer, self._writer = self._writer, -1
         return writer
 
+    @property
+    def writer(self) -> int:
+        """The writing end, for one process after another; it stays this log's."""
+        return self._writer
+
     def read(self) -> bool:
         """Pass on what has arrived, one bounded read; False when there is nothing (more) now."""
         try:

@@ -13,12 +13,12 @@ from closeranks.agent.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One worker of this host."""
+    """One worker."""
 
     rank: int
     host: str
     pid: int | None
-    """None before its fork."""
+    """None before its fork, and for one of another host."""
     progress: Progress
     local_rank: int = 0
     """The number of its box."""
@@ -51,3 +51,5 @@ class View:
     boxes_bytes: int
     zygote: int | None = None
     """The process that workers are forked from."""
+    elsewhere: tuple[Seen, ...] = ()
+    """The workers of other hosts, as their hosts told last."""

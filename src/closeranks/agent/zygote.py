@@ -4,8 +4,9 @@ Run as ``python -m closeranks.agent.zygote CONTROL_FD AGENT_PID``. Control messa
 descriptors ride along. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on ``fork`` at
 any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
 told by ``exited``. ``warm`` asks it to learn what workers to come would each learn anew; it is answered by nothing, and
-what comes meanwhile waits.
-Invariant: the zygote has one thread, never touches CUDA, and dies with its agent; a child dies with the zygote.
+what comes meanwhile waits. ``spare`` brings another control socket, asks for a zygote that serves it, and is answered
+``spared`` (with a pidfd) or ``spare_failed``: that one outlives the first.
+Invariant: a zygote has one thread, never touches CUDA, and ends with its agent; a worker dies with its zygote.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from closeranks.agent.exits import status_of
 from closeranks.agent.failure import own_place, plain_message
@@ -39,7 +40,7 @@ class Zygote:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: dict[int, tuple[int, int]] = {}  # pidfd -> (the agent's key, pid)
+        self._children: dict[int, tuple[int | None, int]] = {}  # pidfd -> (the agent's key, none for a spare; pid)
         self._selector = selectors.PollSelector()  # unlike epoll it holds no descriptor that a child would inherit
         self._selector.register(control, selectors.EVENT_READ)
 
@@ -62,6 +63,8 @@ class Zygote:
                 self._fork(message["worker"], WorkerFds(*fds))
             case "warm":
                 warm_up(message["call"], message["payload"])
+            case "spare":
+                self._leave_spare(fds[0])
         return True
 
     def _fork(self, worker: int, fds: WorkerFds) -> None:
@@ -75,13 +78,43 @@ class Zygote:
         else:
             if pid == 0:
                 live(fds, zygote, (self._control.fileno(), *self._children))
-            pidfd = os.pidfd_open(pid)
-            self._children[pidfd] = (worker, pid)
-            self._selector.register(pidfd, selectors.EVENT_READ)
+            pidfd = self._mind(worker, pid)
             self._answer({"op": "forked", "worker": worker, "pid": pid}, [pidfd])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for fd in fds:
             os.close(fd)
+
+    def _leave_spare(self, control: int) -> None:
+        """A fork of this very process, with none of its children."""
+        try:
+            pid = os.fork()
+        except OSError:
+            self._answer({"op": "spare_failed"})
+        else:
+            if pid == 0:
+                self._serve_apart(control)
+            pidfd = self._mind(None, pid)
+            self._answer({"op": "spared", "pid": pid}, [pidfd])
+        os.close(control)
+
+    def _serve_apart(self, control: int) -> NoReturn:
+        status = 1
+        try:
+            os.setsid()
+            for fd in (self._control.detach(), *self._children):
+                os.close(fd)
+            Zygote(socket.socket(fileno=control)).serve()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _mind(self, worker: int | None, pid: int) -> int:
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = (worker, pid)
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        return pidfd
 
     def _reap(self, pidfd: int) -> None:
         worker, pid = self._children.pop(pidfd)
@@ -92,7 +125,8 @@ class Zygote:
         assert result is not None
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        self._answer({"op": "exited", "worker": worker, "status": status_of(result)})
+        if worker is not None:
+            self._answer({"op": "exited", "worker": worker, "status": status_of(result)})
 
     def _answer(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         socket.send_fds(self._control, [json.dumps(message).encode()], fds or [])

@@ -134,7 +134,7 @@ class Standing:
             world_size=view.world_size,
             step=self._step,
             num_steps=self._num_steps,
-            workers=tuple(_worker(one) for one in view.seen),
+            workers=tuple(_worker(one) for one in sorted((*view.seen, *view.elsewhere), key=lambda one: one.rank)),
             hosts=tuple(HostStatus(host.name, host.num_workers, host.state) for host in view.hosts),
             happened=happened,
             snapshot_every=self._snapshot_every,

@@ -31,7 +31,7 @@ UNWATCHED = "unwatched"
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker of the agent's host."""
+    """One worker; of one on another host than the agent's, no more is known than its step and what it does."""
 
     rank: int = 0
     host: str = ""
