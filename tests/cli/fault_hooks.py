@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ class Patient(Hook):
         saver = session._saving._own
         for report in saver.wait(PATIENCE_S) if saver is not None else ():
             session._saving._hear(report)
+
+
+class Unhurried(Hook):
+    """Steps long enough for somebody outside to tell one from the next, however busy the machine is."""
+
+    def on_step(self, session: Session, step: Any) -> None:
+        time.sleep(0.1)
 
 
 class WritersDie(Patient):

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
+from closeranks.agent.exits import status_of
+
 _END_S = 5.0
 
 
@@ -28,8 +30,15 @@ class Ancestor:
         self._child = child
 
     def status(self) -> int | None:
-        """How it ended, which it has; None: it was no child of ours, and somebody else was told."""
-        return None if self._child is None else self._child.wait()
+        """How it ended, which it has; None: it is no child of ours, and somebody else was told."""
+        if self._child is not None:
+            return self._child.wait()
+        try:
+            result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+        except ChildProcessError:
+            return None
+        assert result is not None
+        return status_of(result)
 
     def end(self) -> None:
         """Kill it and what else is in its group, and let go of it."""
@@ -39,6 +48,7 @@ class Ancestor:
             ended = select.poll()
             ended.register(self.pidfd, select.POLLIN)
             ended.poll(_END_S * 1000)
+            self.status()
         elif self._child.returncode is None:  # not reaped yet, so its number is certainly its own
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

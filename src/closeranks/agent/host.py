@@ -125,6 +125,10 @@ class Host:
             for member in self.members
         ]
 
+    def reap(self) -> None:
+        """Whatever workers left behind, and who was forked by a zygote that is no more, is this process's to reap."""
+        self._nursery.reap()
+
     def settled(self) -> None:
         """Every rank has taken copies of its own: what earlier, larger generations left in other boxes may go."""
         self.boxes.retire(len(self.members))

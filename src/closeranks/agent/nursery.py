@@ -1,8 +1,9 @@
 """How does the agent come by workers? It starts the zygote, and asks it to fork.
 
 A zygote that knows all it can know leaves a spare: should it be lost, the next workers need not wait for its imports.
-Invariant: the zygote leads a session of its own, so that Ctrl-C in a terminal reaches the agent alone; when the nursery
-is closed, the zygote and its spare are gone.
+Invariant: the zygote leads a session of its own, so that Ctrl-C in a terminal reaches the agent alone; whoever below
+this process loses its parent becomes its child and is reaped; when the nursery is closed, the zygote and its spare are
+gone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from closeranks.agent.loop import Loop
 from closeranks.agent.output import OutputLog
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, decode
+from closeranks.core.linux import adopt_orphans, reap_orphans
 
 _PACKET_BYTES = 1 << 17
 _TAIL_LINES = 12
@@ -57,6 +59,7 @@ class Nursery:
         self._spare: Ancestor | None = None
         self._bequest: socket.socket | None = None
         """Our end of the line to a spare that is asked for."""
+        self._was_adopting = adopt_orphans(True)
         self._log = OutputLog(plan.log_folder / plan.zygote_log, lambda line: None, listener.on_note)
         loop.watch(self._log.reader, self._read_log)
         self._zygote = self._start()
@@ -64,6 +67,10 @@ class Nursery:
     @property
     def pid(self) -> int:
         return self._zygote.pid
+
+    def reap(self) -> None:
+        """Those whose parent is gone are this process's; of a zygote's end the nursery hears itself."""
+        reap_orphans({self.pid} if self._spare is None else {self.pid, self._spare.pid})
 
     def revive(self) -> None:
         """Another zygote in place of one that was lost: its spare, or one that has to import everything first."""
@@ -82,6 +89,7 @@ class Nursery:
             self._zygote = spare
             self._loop.forget(spare.pidfd)
             self._watch(spare)
+            _send(spare.control, {"op": "belong", "agent": os.getpid()})
 
     def _start(self) -> Ancestor:
         zygote = start(self._log.writer, self._plan.environment)
@@ -220,12 +228,14 @@ class Nursery:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._let_go(self._zygote)
         self._lose_spare()
         self._drop_bequest()
-        self._let_go(self._zygote)
         self._loop.forget(self._log.reader)
         self.cancel()
         self._log.close()
+        reap_orphans(())
+        adopt_orphans(self._was_adopting)
 
 
 def _send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:

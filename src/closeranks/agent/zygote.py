@@ -5,8 +5,10 @@ descriptors ride along. The agent sends its setup once and is answered ``ready``
 any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
 told by ``exited``. ``warm`` asks it to learn what workers to come would each learn anew; it is answered by nothing, and
 what comes meanwhile waits. ``spare`` brings another control socket, asks for a zygote that serves it, and is answered
-``spared`` (with a pidfd) or ``spare_failed``: that one outlives the first.
-Invariant: a zygote has one thread, never touches CUDA, and ends with its agent; a worker dies with its zygote.
+``spared`` (with a pidfd) or ``spare_failed``: that one outlives the first, and hears ``belong`` when the agent has
+become its parent.
+Invariant: a zygote has one thread, never touches CUDA, and ends with its agent (a spare by its line, until it
+belongs); a worker dies with its zygote.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ class Zygote:
                 warm_up(message["call"], message["payload"])
             case "spare":
                 self._leave_spare(fds[0])
+            case "belong":
+                die_with_parent(message["agent"])
         return True
 
     def _fork(self, worker: int, fds: WorkerFds) -> None:

@@ -38,7 +38,7 @@ def train(
     hosts: Annotated[str, typer.Option(help="Hosts to begin with, this one included; 1:4 grows to 4.")] = "1",
     listen: Annotated[str, typer.Option(help="Where other hosts may join.", metavar="ADDRESS[:PORT]")] = "",
     token_file: Annotated[Path | None, typer.Option(help="The token that other hosts must show.")] = None,
-    faults: Annotated[str, typer.Option(help='Strike it on purpose, such as "kill(rank=1, step=40)".')] = "",
+    faults: Annotated[str, typer.Option(help='Strike workers of this host on purpose: "kill(rank=1, step=40)".')] = "",
 ) -> None:
     from closeranks.cli import launching
 
@@ -49,4 +49,4 @@ def train(
         return
     from closeranks.cli.drills.running import train_with
 
-    train_with(job, changes, num_workers, faults)
+    train_with(job, changes, num_workers, faults, party)

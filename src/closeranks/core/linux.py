@@ -10,8 +10,10 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Collection
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 # Loaded once in the zygote: a forked child must not open libraries before it has tied itself to its parent.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -27,6 +29,26 @@ def die_with_parent(parent: int) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != parent:
         os._exit(ORPHANED)
+
+
+def adopt_orphans(wanted: bool) -> bool:
+    """Whether descendants whose parent dies become this process's children, not init's; returns how it was before."""
+    before, nothing = ctypes.c_int(0), ctypes.c_ulong(0)
+    _LIBC.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), nothing, nothing, nothing)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(wanted), nothing, nothing, nothing)
+    return bool(before.value)
+
+
+def reap_orphans(known: Collection[int]) -> None:
+    """Let those go who ended, were adopted, and are nobody's to wait for; the ``known`` ones somebody does wait for."""
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None or found.si_pid in known:
+            return
+        os.waitpid(found.si_pid, 0)
 
 
 def num_threads() -> int:

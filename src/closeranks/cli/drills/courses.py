@@ -18,7 +18,7 @@ from closeranks.checkpoint.difference import diff, tree_differences
 from closeranks.checkpoint.manifest import Manifest
 from closeranks.cli.ckpt.places import pick
 from closeranks.core.errors import CheckpointError
-from closeranks.core.events import SaveFailed
+from closeranks.core.events import SaveFailed, StepDone
 from closeranks.telemetry.faults import Told
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.history import load_history, told_by_agent
@@ -41,6 +41,8 @@ class Course:
     last_step: int = 0
     longest_s: float = 0.0
     """The longest step, a first one included."""
+    ended_at: float = 0.0
+    """``time.time()`` when the last step was told."""
 
 
 def read_course(folder: Path) -> Course:
@@ -52,12 +54,22 @@ def read_course(folder: Path) -> Course:
         told=sorted([*told_by_agent(run), *_failed_saves(run)], key=lambda line: line.at),
         last_step=history.started.last_step if history.started else 0,
         longest_s=max((step.seconds for step in steps), default=0.0),
+        ended_at=_last_told(run),
     )
 
 
 def _failed_saves(run: RunFolder) -> list[Told]:
+    return [line for line in _told(run) if isinstance(line.event, SaveFailed)]
+
+
+def _last_told(run: RunFolder) -> float:
+    return max((line.at for line in _told(run) if isinstance(line.event, StepDone)), default=0.0)
+
+
+def _told(run: RunFolder) -> list[Told]:
+    """By rank 0."""
     lines = read_events(run.metrics(0)) if run.metrics(0).exists() else ()
-    return [Told(float(values["at"]), event) for values, event in lines if isinstance(event, SaveFailed)]
+    return [Told(float(values["at"]), event) for values, event in lines]
 
 
 def _samples(run: RunFolder) -> dict[int, tuple[int, ...]]:

@@ -180,8 +180,10 @@ def _free(wanted: Path) -> Path:
     return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
 
 
-def train_with(path: Path, overrides: Sequence[str], num_workers: int, text: str) -> None:
-    """``closeranks train --faults``: the job, struck by what is spelled out."""
+def train_with(
+    path: Path, overrides: Sequence[str], num_workers: int, text: str, party: launching.Party | None = None
+) -> None:
+    """``closeranks train --faults``: the job, struck by what is spelled out, on this host."""
     asked = parse_faults(text)
     if asked.kinds:
         what = f"`{asked.kinds[0]}` does not say when and whom"
@@ -190,4 +192,4 @@ def train_with(path: Path, overrides: Sequence[str], num_workers: int, text: str
     check_faults(asked.faults, launching.workers_of(job, num_workers), job.train.steps)
     checkpoints = RunFolder(choose_folder(job, path.stem)).checkpoints
     with Injector(asked.faults, checkpoints) as injector:
-        launching.train(path, overrides, num_workers, on_turn=injector)
+        launching.train(path, overrides, num_workers, on_turn=injector, party=party)

@@ -15,6 +15,9 @@ from closeranks.elastic.faults.fault import Fault
 from closeranks.elastic.faults.inject import Strike
 from closeranks.telemetry.faults import Told
 
+_LEAVING_S = 1.0
+"""Who is asked to leave has that long before it must be seen to."""
+_MISSED = "it did not strike: the run was over; with steps as short as these, train longer or ask for fewer faults"
 _UNNOTICED = {"slow": "it was not called slow", "diskfull": "no save met it"}
 
 
@@ -88,12 +91,12 @@ def judge(
         later = [other.step for other in ordered[place + 1 :] if other.step > strike.step]
         last = min([*(step - 1 for step in later), quiet.last_step])
         is_equal = same_losses(quiet, struck, max(1, strike.step), last, tolerance)
-        rows.append(_row(strike, struck.told, is_equal, has_finished))
-    return [*rows, *(Row(str(fault), note="it did not strike: the run was over") for fault in missed)]
+        rows.append(_row(strike, struck, is_equal, has_finished))
+    return [*rows, *(Row(str(fault), note=_MISSED) for fault in missed)]
 
 
-def _row(strike: Strike, told: Sequence[Told], is_equal: bool, has_finished: bool) -> Row:
-    name = str(strike.fault)
+def _row(strike: Strike, struck: Course, is_equal: bool, has_finished: bool) -> Row:
+    name, told = str(strike.fault), struck.told
     if strike.error:
         return Row(name, equal=is_equal, note=f"it could not strike: {strike.error}")
     if not strike.fault.about.ends_generation:
@@ -105,6 +108,9 @@ def _row(strike: Strike, told: Sequence[Told], is_equal: bool, has_finished: boo
     closed = _first(
         told, lambda line: isinstance(line.event, RanksClosed) and line.event.generation > strike.generation
     )
+    if lost is None and strike.fault.kind == "term" and has_finished and struck.ended_at < strike.at + _LEAVING_S:
+        note = f"{strike.note}; the run was over before anybody had to leave"
+        return Row(name, None, None, 0, survived=True, equal=is_equal, note=note)
     if lost is None:
         return Row(name, equal=is_equal, note=f"{strike.note}; it was never noticed")
     if closed is None or not isinstance(closed.event, RanksClosed):
