@@ -382,9 +382,7 @@ _SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from closeranks.agent.agent import Agent
-from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.view import View
 from closeranks.agent.launch import LaunchPlan
 
 plan = LaunchPlan(num_workers=3, entry="entries:hang", log_folder=Path(sys.argv[1]), environment=dict(os.environ),

@@ -2,11 +2,14 @@
 
 from typing import Any
 
-from closeranks.agent.closing import lost_member, verdict_of
+import pytest
+
+from closeranks.agent.closing import conclude, lost_member, verdict_of
 from closeranks.agent.failure import FailureReport
 from closeranks.agent.membership.effects import Cause, Settled
 from closeranks.agent.statement import Statement
 from closeranks.agent.verdict import WorkerFact, without_facts
+from closeranks.core.errors import RunFailed
 
 ECHO = FailureReport("RuntimeError", "Connection closed by peer", "", "", 10.0, 5)
 FACTS: dict[str, Any] = {"workers": []}
@@ -49,3 +52,13 @@ def test_an_end_by_agreement_has_the_reason_for_which_it_was_asked() -> None:
     why = without_facts("preempted", "h1 has to leave")
     assert verdict_of(over, whole, "", next_step=1, leaving=why) is why
     assert verdict_of(over, Statement(), "", next_step=1, leaving=None) is None
+
+
+def test_workers_that_were_ended_with_a_lost_host_have_not_finished() -> None:
+    """Without recovery: those of this host were fenced, and none of them failed."""
+    fenced = Statement(workers=(WorkerFact(0, step=500),))
+    over = settled(Cause("lost", "h1", "it was not heard for 3 s"), "h0")
+    with pytest.raises(RunFailed, match="before they were done: h1: it was not heard for 3 s"):
+        conclude(over, fenced, None, print)
+    done = Statement(workers=(WorkerFact(0, step=500, status=0, is_finished=True),))
+    assert conclude(settled(Cause("done"), "h0"), done, None, print).reason == "finished"

@@ -136,5 +136,5 @@ def test_seeing_off_answers_whoever_still_writes_and_waits_for_all_to_hang_up(ha
 
 def test_how_to_join_names_the_token_s_place() -> None:
     door = Door("0.0.0.0", 0, TOKEN, address="10.0.0.1", token_file="/run/job.token")
-    assert door.how_to_join(29400) == "closeranks agent --join 10.0.0.1:29400 --token-file /run/job.token"
-    assert "CLOSERANKS_TOKEN" in Door("fd00::1", 0, TOKEN).how_to_join(1)
+    assert door.how_to_join(29400, 4) == "closeranks agent --join 10.0.0.1:29400 -n 4 --token-file /run/job.token"
+    assert "CLOSERANKS_TOKEN" in Door("fd00::1", 0, TOKEN).how_to_join(1, 4)

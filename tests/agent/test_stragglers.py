@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from closeranks.agent.progress import Phase, Progress, ProgressWord, create_progress
 from closeranks.agent.stragglers import SPAN_S, Pace, Slow, Stragglers, expected
+from closeranks.elastic.faults.cgroups import CPU, Group, Lacking, find_home
 
 from .nest import Nest, Order, open_nest
-
-_CGROUPS = Path("/sys/fs/cgroup/cpu")
 
 
 class _Run:
@@ -124,42 +123,37 @@ def nest() -> Iterator[Nest]:
 
 
 @pytest.fixture
-def control_group() -> Iterator[Path]:
+def control_group() -> Iterator[Group]:
     """Without a quota at first; it goes when its processes have."""
-    group = _CGROUPS / f"closeranks-test-{os.getpid()}"
     try:
-        group.mkdir()
-        (group / "cpu.cfs_quota_us").write_text("-1")
-    except OSError as error:
-        pytest.skip(f"no control group for processors can be made here: {error}")
+        group = Group(find_home(CPU))
+    except Lacking as reason:
+        pytest.skip(str(reason))
     yield group
-    deadline = time.monotonic() + 10
-    while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    group.rmdir()
+    group.remove(10.0)
 
 
 def _ran_s(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-def _throttle(pid: int, group: Path) -> None:
+def _throttle(pid: int, group: Group) -> None:
     """To a third of what the process took of a processor: on an idle machine a third of one, else less."""
     before_s, started_at = _ran_s(pid), time.monotonic()
     time.sleep(1.5)
     share = (_ran_s(pid) - before_s) / (time.monotonic() - started_at)
-    (group / "cpu.cfs_quota_us").write_text(str(max(2000, int(share / 3 * 100_000))))
+    group.limit_cpu(max(0.02, share / 3))
 
 
 @pytest.mark.world
 @pytest.mark.parametrize("is_inside", [False, True], ids=["apart", "collectives inside"])
 def test_a_rank_at_a_third_of_its_processor_is_named_and_nobody_else(
-    nest: Nest, tmp_path: Path, control_group: Path, is_inside: bool
+    nest: Nest, tmp_path: Path, control_group: Group, is_inside: bool
 ) -> None:
     fds = [create_progress() for _ in range(3)]
     words = [ProgressWord(fd) for fd in fds]
     paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds]
-    pids = nest.hatch(Order(paths, str(tmp_path), "quota", is_inside, str(control_group / "cgroup.procs")))
+    pids = nest.hatch(Order(paths, str(tmp_path), "quota", is_inside, str(control_group.path / "cgroup.procs")))
     try:
         tracker, found, deadline = Stragglers(1.5, 20), list[Slow](), time.monotonic() + 60
         while not words[1].read().num_own:

@@ -22,6 +22,7 @@ from closeranks.agent.limits import Limits
 from closeranks.agent.loop import Loop
 from closeranks.agent.nursery import Nursery
 from closeranks.agent.zygote import import_error
+from closeranks.elastic.faults.cgroups import Group, Need, find_home
 
 from .conftest import Host
 from .test_crew import turn_until
@@ -162,6 +163,48 @@ class TestSpare:
             nursery.revive()
             assert not nursery.is_ready, "nobody is left who has imported anything"
             turn_until(loop, lambda: nursery.is_ready)
+
+    def test_a_zygote_that_was_stopped_is_given_up_when_it_is_needed(self, host: Host) -> None:
+        with standing(host) as (plan, nursery, loop, listener):
+            with Crew(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
+                turn_until(loop, lambda: crew.num_left == 0)
+            spare = spare_of(nursery, loop)
+            os.kill(nursery.pid, signal.SIGSTOP)
+            assert nursery.mind(time.monotonic() + 1e6) is None, "nobody waits for it"
+            with Crew(plan, worlds_here(1, 1), nursery, loop, listener) as crew:
+                deadline = time.monotonic() + 20.0
+                while nursery.error is None:
+                    assert time.monotonic() < deadline
+                    loop.turn(nursery.mind(time.monotonic()))
+                assert "killed by SIGKILL" in str(nursery.error)
+            nursery.revive()
+            assert nursery.pid == spare
+            with Crew(plan, worlds_here(1, 2), nursery, loop, listener) as crew:
+                turn_until(loop, lambda: crew.num_left == 0)
+                assert crew.statuses == {0: 0}
+
+    def test_one_killed_while_it_imports_again_is_replaced_once_more(self, host: Host) -> None:
+        with standing(host) as (_, nursery, loop, _):
+            for _ in range(3):  # no worker was forked, so that none has left a spare
+                os.kill(nursery.pid, signal.SIGKILL)
+                turn_until(loop, lambda: nursery.error is not None)
+                assert nursery.was_ready
+                nursery.revive()
+            turn_until(loop, lambda: nursery.is_ready)
+
+    def test_where_nobody_can_be_forked_the_reason_is_told_and_nobody_waits(self, host: Host) -> None:
+        with standing(host) as (plan, nursery, loop, listener):
+            group = Group(find_home(Need("pids", "pids", "pids.max", "pids.max")))
+            try:
+                group.write("pids.max", "1")
+                group.take(nursery.pid)
+                with Crew(plan, worlds_here(2, 0), nursery, loop, listener) as crew:
+                    turn_until(loop, lambda: nursery.error is not None)
+                    assert "a worker could not be forked (Resource temporarily unavailable)" in str(nursery.error)
+                    crew.fence()
+                    assert crew.num_left == 0
+            finally:
+                group.remove()
 
     def test_it_ends_when_the_agent_lets_go_of_it(self, host: Host) -> None:
         with standing(host) as (plan, nursery, loop, listener):

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.elastic.images import images_of, layout_digest, partners
+from closeranks.elastic.images import can_spare_a_host, images_of, layout_digest, partners
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
 
@@ -53,6 +53,16 @@ def test_a_host_larger_than_all_others_keeps_some_for_itself() -> None:
     assert sorted(keeper for keeper in found if keeper is not None) == [0, 1, 2, 3]
     assert sum(keeper == 3 for keeper in found[:3]) == 1
     assert found[3] in (0, 1, 2)
+
+
+def test_of_a_host_larger_than_all_others_some_images_would_go_with_it() -> None:
+    def spares(hosts: list[int], images: list[str]) -> bool:
+        return can_spare_a_host(hosts, images, partners(hosts, images))
+
+    assert spares([0, 0, 1, 1], ["a", "b", "c", "d"])
+    assert spares([0, 0, 0, 1], ["a", "a", "a", "a"])
+    assert spares([0, 0], ["a", "b"]), "there is no other host to leave"
+    assert not spares([0, 0, 0, 1], ["a", "b", "c", "d"])
 
 
 @given(worlds)

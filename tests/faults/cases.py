@@ -6,8 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from closeranks.elastic.faults.cgroups import FREEZER, Lacking, Need, find_home
 from tests.cli.fault_jobs import IMPORTABLE
 from tests.faults.strikes import Jump, Newborn, Special, Touch
+
+
+def lacking_control(need: Need) -> str:
+    """Why there is no such control group here; empty where there is."""
+    try:
+        find_home(need)
+    except Lacking as reason:
+        return str(reason)
+    return ""
+
 
 IMPATIENT = "elastic.hang_floor_s=3"
 SLOW = ("elastic.slow_steps=3", "elastic.slow_ratio=2.0")
@@ -17,6 +28,8 @@ IN_COPYING = (
     *("slot.before_data", "slot.in_data", "slot.after_data"),
     *("slot.after_index", "slot.before_header", "slot.after_header"),
 )
+IS_FREEZING = not lacking_control(FREEZER)
+FROZEN = "all threads frozen" if IS_FREEZING else "all threads stopped"
 FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
 
 # faketime 0.9.10 turns the call behind time.sleep into EINVAL where it is told to leave the monotonic clock alone.
@@ -73,8 +86,8 @@ class Case:
     specials: Callable[[Path], Sequence[Special]] = _nothing
     settings: tuple[str, ...] = ()
     env: Callable[[Path], dict[str, str]] = lambda folder: {}
-    num_lost: int | None = None
-    """Generations that end by it; None: one for each fault."""
+    kinds: tuple[str, ...] = ()
+    """As what the ends of generations are told, in order."""
     needs: tuple[str, ...] = field(default=())
     """Kinds that not every machine allows."""
     is_timed: bool = True
@@ -85,62 +98,68 @@ KILLS = "kill(rank=1, step=1), kill(rank=0, step=8, at=0.5), kill(rank=2, step=1
 _EVERY = "kill(rank=0, step=4), kill(rank=1, step=8), kill(rank=2, step=12)"
 
 CASES = (
-    Case(tuple(f"SIGKILL of a worker, {when} step" for when in ("first", "middle", "last")), KILLS),
+    Case(
+        tuple(f"SIGKILL of a worker, {when} step" for when in ("first", "middle", "last")), KILLS, kinds=("killed",) * 3
+    ),
     Case(
         ("SIGTERM to a worker", "SIGKILL of two workers", "SIGKILL of the zygote"),
         "term(rank=2, step=2), kill2(rank=0, other=2, step=12), zygote(step=14)",
+        kinds=("preempted", "killed", "zygote"),
     ),
     Case(
         ("hang in Python", "SIGSTOP"),
         "stop(rank=2, step=10)",
         lambda folder: [order(folder, "sleep", 1, 5)],
         (IMPATIENT,),
+        kinds=("hang", "stopped"),
     ),
     Case(
-        ("hang in a collective", "hang, all threads frozen"),
+        ("hang in a collective", f"hang, {FROZEN}"),
         "hang(rank=0, step=10)",
         lambda folder: [order(folder, "alone", 1, 5)],
         (IMPATIENT,),
+        kinds=("hang", "hang" if IS_FREEZING else "stopped"),
     ),
-    Case(("hang with the GIL held",), "", lambda folder: [order(folder, "gil", 2, 6)], (IMPATIENT,)),
+    Case(("hang with the GIL held",), "", lambda folder: [order(folder, "gil", 2, 6)], (IMPATIENT,), kinds=("hang",)),
     Case(
         ("connections cut", "exception in a user's code", "out-of-memory kill"),
         "exception(rank=1, step=4), oom(rank=2, step=12)",
         lambda folder: [order(folder, "raise", 0, 8)],
+        kinds=("exception", "exception", "oom"),
         needs=("exception", "oom"),
     ),
-    Case(("torn copy", "flipped bit"), "torn(rank=1, step=3), bitflip(rank=2, step=9)"),
+    Case(("torn copy", "flipped bit"), "torn(rank=1, step=3), bitflip(rank=2, step=9)", kinds=("killed", "killed")),
     Case(
         ("slow worker, reported",),
         "slow(rank=1, step=3, steps=13, share=0.05)",
         settings=("elastic.stragglers=report", *SLOW),
-        num_lost=0,
         needs=("slow",),
     ),
     Case(
         ("slow worker, replaced",),
         "slow(rank=1, step=3, steps=13, share=0.05)",
         settings=("elastic.stragglers=evict", *SLOW),
+        kinds=("slow",),
         needs=("slow",),
     ),
     Case(
         ("disk full",),
         "diskfull(step=4, steps=8)",
         settings=("checkpoint.every=2",),
-        num_lost=0,
         needs=("diskfull",),
     ),
     Case(
         ("SIGKILL of a worker", "a second one while ranks are closed", "and a third"),
         "kill(rank=2, step=6)",
         lambda folder: [Newborn(0, 1), Newborn(1, 2)],
+        kinds=("killed",) * 3,
     ),
     Case(
         tuple(f"SIGKILL at {label}" for label in IN_RECOVERY),
         _EVERY,
         lambda folder: sweep(folder, IN_RECOVERY, first=3, every=4, rank=0),
         env=deadly,
-        num_lost=2 * len(IN_RECOVERY),
+        kinds=("killed",) * 2 * len(IN_RECOVERY),
         is_timed=False,
     ),
     Case(
@@ -148,6 +167,7 @@ CASES = (
         "",
         lambda folder: sweep(folder, IN_COPYING, first=2, every=2, rank=1),
         env=deadly,
+        kinds=("killed",) * len(IN_COPYING),
         is_timed=False,
     ),
     Case(
@@ -155,7 +175,6 @@ CASES = (
         "",
         jumps,
         env=false_clock,
-        num_lost=0,
         is_timed=False,
     ),
 )

@@ -78,7 +78,7 @@ def test_whoever_waits_for_hosts_is_told_how_they_join_and_can_give_up(site: Sit
     with Lab(1) as lab:
         (host,) = lab.hosts
         lead = site.lead(host)
-        what = f"closeranks agent --join {host.address}:{PORT} --token-file {site.token}"
+        what = f"closeranks agent --join {host.address}:{PORT} -n 1 --token-file {site.token}"
         wait_for(lambda: re.search(r"Waiting for another host of 2; here: h0", lead.said), "the lead to wait", lead)
         assert what in lead.said.replace("\n", " ")
         lead.send(signal.SIGINT)

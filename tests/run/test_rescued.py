@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.elastic.slots import About, Slot, encode_entries, encode_index
-from closeranks.run.rescued import find_rescued
+from closeranks.run.rescued import find_rescued, forget_rescued
 
 
 def write(run: Path, host: str, number: int, about: About) -> Path:
@@ -57,3 +57,12 @@ def test_what_is_half_written_or_damaged_is_not_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [".", "nowhere"])
 def test_without_any_there_is_none(tmp_path: Path, place: str) -> None:
     assert find_rescued(tmp_path / place) is None
+
+
+def test_it_is_forgotten_when_a_checkpoint_as_new_stands(tmp_path: Path) -> None:
+    write(tmp_path, "h1", 0, about(7, "a", num_images=1))
+    forget_rescued(tmp_path, 6)
+    assert find_rescued(tmp_path) is not None
+    forget_rescued(tmp_path, 7)
+    assert list(tmp_path.iterdir()) == []
+    forget_rescued(tmp_path, 8)

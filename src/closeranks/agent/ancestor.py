@@ -40,11 +40,15 @@ class Ancestor:
         assert result is not None
         return status_of(result)
 
+    def kill(self) -> None:
+        """Its end is noticed through ``pidfd``."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
     def end(self) -> None:
         """Kill it and what else is in its group, and let go of it."""
         if self._child is None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            self.kill()
             ended = select.poll()
             ended.register(self.pidfd, select.POLLIN)
             ended.poll(_END_S * 1000)

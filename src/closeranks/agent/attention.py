@@ -1,6 +1,6 @@
 """What does an agent notice by looking at its workers, rather than by being told?
 
-Joins what is learned (``hang``, ``stragglers``) with what the kernel knows (``look``). Invariant: looking costs the
+Joins what is learned (``hang``) with what the kernel knows (``look``). Invariant: looking costs the
 workers nothing; only when a generation is given up are they asked where they stand, for the log.
 """
 
@@ -15,7 +15,6 @@ from closeranks.agent.limits import Limits
 from closeranks.agent.look import kernel_state, observe, place_of
 from closeranks.agent.loop import Loop
 from closeranks.agent.member import Member
-from closeranks.agent.stragglers import Slow, Stragglers
 
 _STACKS_S = 0.15
 """How long workers have to write down where they stand."""
@@ -25,7 +24,6 @@ _STACKS_S = 0.15
 class Noticed:
     still: Still | None
     """Who stands still, as far as this host can see."""
-    slow: tuple[Slow, ...]
     next_at: float
 
 
@@ -33,33 +31,24 @@ class Attention:
     """Of one host. ``begin`` comes before each generation."""
 
     def __init__(self, limits: Limits, loop: Loop) -> None:
-        self._limits = limits
         self._loop = loop
         self._watch = Watch(Deadlines(limits.hang_floor_s, limits.hang_factor, limits.first_s))
-        self._stragglers = Stragglers(limits.slow_ratio, limits.slow_steps)
         self._next_at = 0.0
 
     def begin(self) -> None:
         self._watch.begin()
-        self._stragglers.begin()
         self._next_at = 0.0
-
-    @property
-    def scores(self) -> dict[int, float]:
-        """How each rank's own computing compares with the others'."""
-        return self._stragglers.scores
 
     def look(self, members: Sequence[Member], now: float) -> Noticed:
         """Cheap when it is called too early."""
         if now < self._next_at:
-            return Noticed(None, (), self._next_at)
+            return Noticed(None, self._next_at)
         alive = _alive(members)
         words = {rank: member.progress for rank, member in alive.items()}
         states = {rank: kernel_state(member.pid or 0) for rank, member in alive.items()}
         still = self._watch.look(words, states, now)
-        slow = [] if self._limits.stragglers == "off" else self._stragglers.look(words, now)
         self._next_at = now + self._watch.every_s
-        return Noticed(still, tuple(slow), self._next_at)
+        return Noticed(still, self._next_at)
 
     def examine(self, still: Still, members: Sequence[Member]) -> Still:
         """The same with fewer suspects, where something tells some from the others; every worker's stacks are in its

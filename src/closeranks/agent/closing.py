@@ -40,7 +40,7 @@ def verdict_of(
     return None
 
 
-def conclude(statement: Statement, stop: Stop | None, on_note: Callable[[str], None]) -> Outcome:
+def conclude(settled: Settled, statement: Statement, stop: Stop | None, on_note: Callable[[str], None]) -> Outcome:
     """Raises the error of a run that failed."""
     if statement.zygote:
         raise RunFailed(statement.zygote)
@@ -52,6 +52,9 @@ def conclude(statement: Statement, stop: Stop | None, on_note: Callable[[str], N
         on_note(f"While stopping, {judge(statement.workers, statement.num_oom_kills).error}")
     if stop is not None:
         return Outcome(stop.reason, statuses)
+    if failed_at is None and settled.cause.why != "done":
+        who = f"{settled.cause.host}: " if settled.cause.host else ""
+        raise RunFailed(f"the workers were ended before they were done: {who}{settled.cause.what or settled.cause.why}")
     return Outcome("drained" if statement.has_drained else "finished", statuses)
 
 

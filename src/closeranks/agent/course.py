@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from closeranks.agent.account import Account
-from closeranks.agent.allotment import HostState, Place, hosts_by_rank, why_quarantined
+from closeranks.agent.allotment import HostState, Place, allot, hosts_by_rank, why_quarantined
 from closeranks.agent.closing import lost_member, verdict_of
 from closeranks.agent.faultlog import FaultLog, steps_done
 from closeranks.agent.launch import Fitted, LaunchPlan
@@ -103,15 +103,15 @@ class Course:
     def first(self, roster: Roster) -> tuple[tuple[Place, ...], Fitted]:
         """Where the run begins; raises where it cannot with the hosts that are here."""
         plan, survival = self._plan, self._plan.survival
-        self._num_wanted = max(roster.room, plan.num_workers * plan.most_hosts)
-        places = tuple(Place(host.name, host.num_workers) for host in roster.hosts if host.state == "ready")
-        fitted: Fitted | None = Fitted(roster.room, plan.payload)
-        if survival is not None and roster.room < self._num_wanted:
-            fitted = survival.fit(roster.room, self._num_wanted)
-        if fitted is None or fitted.num_workers < roster.room:
-            what = f"the job cannot begin with {roster.room} of {self._num_wanted} workers"
+        self._num_wanted = plan.num_workers * plan.most_hosts
+        room = min(roster.room, self._num_wanted)
+        fitted: Fitted | None = Fitted(room, plan.payload)
+        if survival is not None and room < self._num_wanted:
+            fitted = survival.fit(room, self._num_wanted)
+        if fitted is None or fitted.num_workers < room:
+            what = f"the job cannot begin with {room} of {self._num_wanted} workers"
             raise SetupError(what, "Wait for more hosts (--hosts), or choose a layout that so many can do.")
-        return places, fitted
+        return allot(roster.hosts, room), fitted
 
     def begin(self, places: tuple[Place, ...], fitted: Fitted) -> Mapping[str, Any]:
         """What the workers of the next generation are told."""

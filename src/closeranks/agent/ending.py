@@ -1,7 +1,7 @@
 """When does a run end, and how?
 
-Situation in, move out; nothing here touches a process. Invariant: every wait has an end. A failure gives the other
-workers a moment to tell their side; a request to stop gives them its grace; a fence is final.
+Nothing here touches a process. Invariant: every wait has an end. A failure gives the other workers a moment to tell
+their side; a request to stop gives them its grace; a fence is final.
 """
 
 from __future__ import annotations
@@ -45,42 +45,3 @@ def counts_as_failure(failed_at: float | None, stop: Stop | None) -> bool:
     if failed_at is None:
         return False
     return stop is None or stop.reason == "drained" or failed_at < stop.since
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """What the agent sees at one moment."""
-
-    now: float
-    num_left: int
-    """Workers whose end is not yet known."""
-    failed_at: float | None = None
-    all_spoken: bool = False
-    """Whether every worker has finished, failed or died, so that there is nothing to wait for."""
-    is_clear: bool = False
-    """Whether the run is to go on, and somebody died without a word."""
-    stop: Stop | None = None
-    fenced_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """What to do now; to ``wait`` is until something happens, or until then."""
-
-    action: Literal["wait", "fence", "end"]
-    until: float | None = None
-
-
-def next_move(situation: Situation) -> Move:
-    if situation.num_left == 0:
-        return Move("end")
-    if situation.fenced_at is not None:
-        patience = situation.fenced_at + REAP_S
-        return Move("end") if situation.now >= patience else Move("wait", patience)
-    deadlines = [situation.stop.deadline] if situation.stop else []
-    if situation.failed_at is not None:
-        tell_s = CLEAR_S if situation.is_clear else TELL_S
-        deadlines.append(situation.now if situation.all_spoken else situation.failed_at + tell_s)
-    if not deadlines:
-        return Move("wait")
-    return Move("fence") if situation.now >= min(deadlines) else Move("wait", min(deadlines))

@@ -37,11 +37,11 @@ class Door:
     token_file: str = ""
     """Where the token lies, if it was not given by the shell."""
 
-    def how_to_join(self, port: int) -> str:
+    def how_to_join(self, port: int, num_workers: int) -> str:
         """The command for another host."""
         where = Address(self.address or self.host, port)
         shown = f" --token-file {self.token_file}" if self.token_file else ", with CLOSERANKS_TOKEN set"
-        return f"closeranks agent --join {where}{shown}"
+        return f"closeranks agent --join {where} -n {num_workers}{shown}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,7 @@ class Host:
 
     @property
     def was_ready(self) -> bool:
-        """Whether workers could be started once, so that another zygote may well do."""
-        return self._nursery.is_ready
+        return self._nursery.was_ready
 
     @property
     def zygote(self) -> int | None:
@@ -125,9 +124,10 @@ class Host:
             for member in self.members
         ]
 
-    def reap(self) -> None:
-        """Whatever workers left behind, and who was forked by a zygote that is no more, is this process's to reap."""
+    def mind(self, now: float) -> float | None:
+        """The zygote answers, and whoever lost its parent is reaped; when to look again."""
         self._nursery.reap()
+        return self._nursery.mind(now)
 
     def settled(self) -> None:
         """Every rank has taken copies of its own: what earlier, larger generations left in other boxes may go."""

@@ -160,7 +160,7 @@ class Lead:
             on_gone=lambda name, incarnation: self._letters.append((True, Gone(name, incarnation))),
             on_note=self._listener.on_note,
         )
-        self._muster = Muster(self._plan.num_hosts, door.how_to_join(gate.address.port))
+        self._muster = Muster(self._plan.num_hosts, door.how_to_join(gate.address.port, self._plan.num_workers))
         return gate
 
     def _dismiss(self) -> None:
@@ -228,7 +228,7 @@ class Lead:
     def _mind_stop(self, now: float) -> float | None:
         if self.stop is None:
             return None
-        if self._machine.generation is None:
+        if self._machine.generation is None or (self._waiting is not None and self.stop.reason == "interrupted"):
             self._outcome = Outcome(self.stop.reason)
         elif self._waiting is not None:
             self._try(self._waiting[0], now)
@@ -303,10 +303,16 @@ class Lead:
             case Told_(rank=rank, event=fields) if fields.get("event") == TOLD:
                 self._told = self._told or (now, rank)
             case Told_(event=fields) if fields.get("event") == CLAIM:
-                self._claims.hear(host, claim_of(fields, now))
+                self._hear_claim(host, fields, now)
             case Told_(rank=rank, event=fields):
                 self._listener.on_event(rank, fields)
                 self._course.hear(rank, fields, self.generation, now)
+
+    def _hear_claim(self, host: str, fields: Mapping[str, Any], now: float) -> None:
+        try:
+            self._claims.hear(host, claim_of(fields, now))
+        except ProtocolError as error:
+            self._listener.on_note(f"{host}: {error}")
 
     # --- workers that stand still or are slow, and other reasons to regroup
 
@@ -371,7 +377,7 @@ class Lead:
         if verdict is not None:
             self._try(verdict, now)
             return
-        self._outcome = conclude(whole, self.stop, self._listener.on_note)
+        self._outcome = conclude(settled, whole, self.stop, self._listener.on_note)
         self.killed = killed_early(whole)
 
     def _statement(self, host: str, facts: Mapping[str, Any], now: float) -> Statement:

@@ -113,6 +113,10 @@ class Member:
         return self.status is not None or (self._pidfd is not None and self._pidfd not in self._loop)
 
     @property
+    def is_unexplained(self) -> bool:
+        return self.is_dead and self.status is None
+
+    @property
     def is_over(self) -> bool:
         """Dead, and nothing more will be learned."""
         return self.status is not None or (self._is_orphaned and (self._pidfd is None or self.is_dead))

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from closeranks.agent.ancestor import Ancestor, start
 from closeranks.agent.exits import in_words
 from closeranks.agent.launch import LaunchPlan, Listener
+from closeranks.agent.look import kernel_state
 from closeranks.agent.loop import Loop
 from closeranks.agent.output import OutputLog
 from closeranks.agent.wire import WorkerFds
@@ -29,6 +30,10 @@ from closeranks.core.linux import adopt_orphans, reap_orphans
 
 _PACKET_BYTES = 1 << 17
 _TAIL_LINES = 12
+_STOPPED_S = 2.0
+"""How long a zygote that somebody stopped may leave something unanswered."""
+_STUCK_S = 120.0
+"""The same for one that runs: what it learns after the first generation may take long on a busy machine."""
 
 
 class Newborn(Protocol):
@@ -41,6 +46,10 @@ class Newborn(Protocol):
     def orphaned(self) -> None:
         """The zygote is gone: nobody will tell this worker's exit status."""
 
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether it is dead, and its exit status is still to be told."""
+
 
 class Nursery:
     """The zygote as the agent sees it. Callers turn the loop; ``error`` says when there will be no more workers."""
@@ -50,9 +59,12 @@ class Nursery:
         self._loop = loop
         self._listener = listener
         self.is_ready = False
+        self.was_ready = False
+        """Whether workers could be forked once, so that another zygote may well do."""
         self.error: CloseranksError | None = None
         self._waiting: deque[tuple[int, Newborn, WorkerFds]] = deque()
         self._is_forking = False
+        self._awaited_since: float | None = None
         self._wards: dict[int, Newborn] = {}
         self._num_asked = 0
         self._is_warm = plan.survival is None or not plan.survival.warm
@@ -116,6 +128,22 @@ class Nursery:
         self._waiting.append((self._num_asked, ward, fds))
         self._ask_next()
 
+    def mind(self, now: float) -> float | None:
+        """A zygote that is stopped, or stuck, is no zygote any more: it is killed, and its loss is noticed as any.
+
+        Answers when to look again.
+        """
+        is_awaited = self._is_forking or any(ward.is_unexplained for ward in self._wards.values())
+        if not is_awaited or self.error is not None:
+            self._awaited_since = None
+            return None
+        self._awaited_since = self._awaited_since or now
+        due = self._awaited_since + (_STOPPED_S if kernel_state(self.pid) in ("T", "t") else _STUCK_S)
+        if now >= due:
+            self._zygote.kill()
+            return None
+        return min(due, now + _STOPPED_S)
+
     def cancel(self) -> None:
         """Those who have not been asked for yet are not born any more; one that is under way still is."""
         while self._waiting:
@@ -175,7 +203,7 @@ class Nursery:
         message = json.loads(data)
         match message["op"]:
             case "ready":
-                self.is_ready = True
+                self.is_ready = self.was_ready = True
                 self._warn_of_threads(message["num_threads"])
             case "failed":
                 self.error = decode(message["error"])
@@ -191,6 +219,8 @@ class Nursery:
             case "exited":
                 self._wards.pop(message["worker"]).exited(message["status"])
             case "fork_failed":
+                self._is_forking = False
+                self._wards.pop(message["worker"]).exited(-signal.SIGKILL)
                 fix = "Start fewer workers, or raise the limit (ulimit -u) or the memory of this host."
                 self.error = SetupError(f"a worker could not be forked ({message['why']})", fix)
 

@@ -24,13 +24,22 @@ def rescue(boxes: Boxes, run: Path, host: str) -> str:
         if not num_bytes:
             shutil.rmtree(aside, ignore_errors=True)
             return ""
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(aside, target)
-        _sync(target.parent)
+        _put(aside, target)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         return f"What this host held in memory could not be written to {target} ({error.strerror})."
     return f"What this host held in memory lies in {target} ({num_bytes / 2**20:.0f} MiB): resume from the run folder."
+
+
+def _put(aside: Path, target: Path) -> None:
+    """What lay there before is gone only when the new one stands."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.replace(target, old)
+    os.replace(aside, target)
+    _sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(boxes: Boxes, folder: Path) -> int:

@@ -108,8 +108,7 @@ class Station:
     def turn(self, now: float) -> float | None:
         if self._is_lead and self._follower.is_joined:
             self._follower.lease_until = math.inf  # the lead cannot be out of reach, however busy this host is
-        self.host.reap()
-        until = [self._look(now), self._follower.deadline(now)]
+        until = [self.host.mind(now), self._look(now), self._follower.deadline(now)]
         self._do(self._follower.tick(now, self._progress(now)))
         return min((at for at in until if at is not None), default=None)
 

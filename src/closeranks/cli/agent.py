@@ -43,7 +43,9 @@ def agent(
         print(text, file=sys.stderr, flush=True)
 
     token = host_token(token_file, job_token(), say)
-    if name and not re.fullmatch(r"[\w.-]{1,200}", name):
-        raise SetupError(f"'{name}' is no name for a host", "Use letters, digits, dots and dashes.")
+    if name and not re.fullmatch(r"\w[\w.-]{0,199}", name):
+        raise SetupError(
+            f"'{name}' is no name for a host", "Use letters, digits, dots and dashes, a letter or a digit first."
+        )
     outpost = Outpost(join, token, name=name, num_workers=num_workers or num_gpus() or 1, on_note=say)
     say(f"The job is over for this host: {outpost.run()}.")

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
+from closeranks.agent.control.address import parse_listen
 from closeranks.agent.control.token import lead_token
 from closeranks.agent.gate import Door
 from closeranks.agent.launch import Fitted, LaunchPlan, Outcome, Survival
@@ -105,10 +106,9 @@ def _reachable(config: AgentConfig, party: Party) -> AgentConfig:
 
 def listening(party: Party) -> tuple[str, int]:
     """Address and port; 0: any free port. Beyond loopback somebody must say so."""
-    host, colon, port = party.listen.rpartition(":")
-    if not colon or not port.isdigit():
-        host, port = party.listen, "0"
-    return host.strip("[]") or AgentConfig().host, int(port)
+    if not party.listen:
+        return AgentConfig().host, 0
+    return parse_listen(party.listen)
 
 
 def workers_of(job: Job, wanted: int) -> int:

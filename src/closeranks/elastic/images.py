@@ -49,6 +49,17 @@ def partners(hosts: Sequence[int], images: Sequence[str]) -> tuple[int | None, .
     return tuple(found.get(rank) for rank in range(len(hosts)))
 
 
+def can_spare_a_host(hosts: Sequence[int], images: Sequence[str], kept_by: Sequence[int | None]) -> bool:
+    """Whether every image is still held when any one of several hosts has gone."""
+    held: dict[str, set[int]] = {}
+    for rank, image in enumerate(images):
+        held.setdefault(image, set()).add(hosts[rank])
+        keeper = kept_by[rank]
+        if keeper is not None:
+            held[image].add(hosts[keeper])
+    return len(set(hosts)) == 1 or all(len(places) > 1 for places in held.values())
+
+
 class _Matching:
     """Pairs writers with keepers, one to one; moves earlier pairs where that makes room for one more."""
 

@@ -24,7 +24,7 @@ from closeranks.agent.progress import Phase
 from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode
 from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_cost
 from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, Seat, free_file, seats_of
-from closeranks.elastic.images import images_of, layout_digest, partners
+from closeranks.elastic.images import can_spare_a_host, images_of, layout_digest, partners
 from closeranks.elastic.keeper import Berths, Joined, Keeper
 from closeranks.elastic.shelf import Shelf
 from closeranks.elastic.slots import About
@@ -126,10 +126,11 @@ class Keeping:
         return all(self._parts.groups.world.gather_text("yes" if self._sealed == step else ""))
 
     def hand_over(self, step: int, save: Callable[[], object]) -> None:
-        """All ranks, when a generation ends by agreement: the next one finds this very step in memory, or else on a
-        disk."""
+        """All ranks, when a generation ends by agreement: the next one finds this very step in memory, whichever host
+        it is that leaves, or else on a disk."""
         self._parts.pace.enter(Phase.KEEP)
-        if not self.seal(step) and self._parts.job.checkpoint.save:
+        is_safe = self.seal(step) and can_spare_a_host(hosts_of(self._parts), self._images, self._kept_by)
+        if not is_safe and self._parts.job.checkpoint.save:
             save()
         self._overseer.has_regrouped = True
 

@@ -8,6 +8,7 @@ passed over by all.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def find_rescued(run: Path) -> Rescued | None:
         return None
     found = {copy.about.image: files[copy.place.box] for copy in reversed(copies) if copy.about.key == states[0]}
     return Rescued(states[0][1], str(run / FOLDER), tuple(found[image] for image in sorted(found)))
+
+
+def forget_rescued(run: Path, step: int) -> None:
+    """A checkpoint of this step stands: what hosts wrote down before must not be taken for a part of a later loss."""
+    if (run / FOLDER).exists() and ((found := find_rescued(run)) is None or found.step <= step):
+        shutil.rmtree(run / FOLDER, ignore_errors=True)
 
 
 def share_rescued(parts: Parts, run: Path) -> Rescued | None:

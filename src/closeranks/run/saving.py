@@ -27,6 +27,7 @@ from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.elastic.vote import Verdict
 from closeranks.run.parts import Parts
+from closeranks.run.rescued import forget_rescued
 from closeranks.run.state import items, tree_of
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import StorageError
@@ -62,6 +63,7 @@ class Saving:
     def __init__(self, parts: Parts, folder: Path, emit: Callable[[Event], None], origin: Origin) -> None:
         config = parts.job.checkpoint
         self._parts, self._emit, self._config = parts, emit, config
+        self._folder = folder
         self._settings = Settings.from_config(config, str(folder / FOLDER))
         mtbf_s = seconds_of(config.mtbf) if config.mtbf else None
         every = config.every if config.save else 0
@@ -262,6 +264,7 @@ class Saving:
                 is_beside = report.step in self._stalls
                 stall_s = self._stalls[report.step] + self._own.device_wait_s if is_beside else 0.0
                 if report.tier == "primary":
+                    forget_rescued(self._folder, report.step)
                     self._is_pending = False
                     self._rhythm.saved(report.step, stall_s, report.seconds, now_s)
                 path = self._own.path_of(report.step) if report.tier == "primary" else report.path

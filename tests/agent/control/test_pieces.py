@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.agent.control.address import Address, listen_on, parse_address
+from closeranks.agent.control.address import Address, listen_on, parse_address, parse_listen
 from closeranks.agent.control.backoff import Backoff
 from closeranks.agent.control.complaints import Complaints
 from closeranks.agent.control.lookup import Place, numeric, read_answer
@@ -70,6 +70,27 @@ def test_addresses_read_back(text: str, host: str, port: int) -> None:
 def test_what_is_no_address_is_told(text: str) -> None:
     with pytest.raises(SetupError, match="is not an address"):
         parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("10.0.0.1", "10.0.0.1", 0),
+        ("10.0.0.1:29400", "10.0.0.1", 29400),
+        ("fd00::1", "fd00::1", 0),
+        ("[fd00::1]", "fd00::1", 0),
+        ("[fd00::1]:29400", "fd00::1", 29400),
+        ("lead", "lead", 0),
+    ],
+)
+def test_a_place_to_listen_may_leave_its_port_out(text: str, host: str, port: int) -> None:
+    assert parse_listen(text) == Address(host, port)
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1:99999", "10.0.0.1:\u00b2", "lead:", "fd00::1:x", "[]", ":"])
+def test_a_place_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(SetupError, match="is not an address"):
+        parse_listen(text)
 
 
 def test_a_port_that_is_taken_or_not_ours_is_told() -> None:

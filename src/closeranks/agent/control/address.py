@@ -34,6 +34,24 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
+def parse_listen(text: str) -> Address:
+    """The same for one to listen on: the port may be left out (any free one, told as 0), and so may the brackets
+    then."""
+    text = text.strip()
+    is_bare = ":" not in text or (text.startswith("[") and text.endswith("]")) or _is_ipv6(text)
+    if is_bare and text.strip("[]"):
+        return Address(text.strip("[]"), 0)
+    return parse_address(text)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET6, text)
+    except OSError:
+        return False
+    return True
+
+
 def plain_host(host: str) -> str:
     """An IPv4 caller of a socket that takes both kinds looks like IPv6; it is told as what it is."""
     return host.removeprefix("::ffff:") if "." in host else host

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 from closeranks.agent.membership.checks import Check, Flag, Number, ProtocolError, Runs, Table, Text, Whole
+from closeranks.agent.progress import Phase as _Phase
 
 Fields = dict[str, Any]
 
@@ -27,7 +28,7 @@ Ordinal = Annotated[int, Whole(1)]
 CountOrNone = Annotated[int, Whole(-1)]
 """-1 stands for none yet."""
 Room = Annotated[int, Whole(1, _MAX_WORKERS_PER_HOST)]
-Phase = Annotated[int, Whole(0, 255)]
+Phase = Annotated[int, Whole(0, len(_Phase) - 1)]
 Seconds = Annotated[float, Number()]
 Pause = Annotated[float, Number(0.001, 3600.0)]
 YesNo = Annotated[bool, Flag()]

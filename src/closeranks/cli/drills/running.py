@@ -193,3 +193,8 @@ def train_with(
     checkpoints = RunFolder(choose_folder(job, path.stem)).checkpoints
     with Injector(asked.faults, checkpoints) as injector:
         launching.train(path, overrides, num_workers, on_turn=injector, party=party)
+    for strike in injector.strikes:
+        if strike.error:
+            typer.echo(f"{strike.fault} could not strike: {strike.error}", err=True)
+    for fault in injector.missed:
+        typer.echo(f"{fault} did not strike: the run was over", err=True)

@@ -1,0 +1,49 @@
+"""A run begins on as many workers as it was asked for, wherever they are, and never on more."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from closeranks.agent.allotment import Place
+from closeranks.agent.config import AgentConfig
+from closeranks.agent.course import Course
+from closeranks.agent.launch import Fitted, LaunchPlan, Survival
+from closeranks.agent.limits import Limits
+from closeranks.agent.membership.effects import Changed
+from closeranks.agent.roster import Roster
+from closeranks.core.errors import SetupError
+
+
+def first(*sizes: int, num_hosts: int = 2, survives: bool = True) -> tuple[tuple[Place, ...], Fitted]:
+    """Of a run on hosts of four workers, where hosts of these sizes are here."""
+    survival = Survival(Limits(), lambda n, wanted: Fitted(n, {"of": wanted}) if n != 5 else None, lambda _: "")
+    plan = LaunchPlan(
+        4, "a:b", Path("logs"), dict(os.environ), AgentConfig(), survival=survival if survives else None,
+        num_hosts=num_hosts, most_hosts=num_hosts,
+    )  # fmt: skip
+    roster = Roster("h0")
+    for number, size in enumerate(sizes):
+        roster.note(Changed(f"h{number}", "joined", num_workers=size), 0.0)
+    return Course(plan, lambda event: None).first(roster)
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_more_hosts_than_were_asked_for_stand_by(survives: bool) -> None:
+    places, fitted = first(4, 4, 4, survives=survives)
+    assert places == (Place("h0", 4), Place("h1", 4))
+    assert fitted.num_workers == 8
+
+
+def test_a_host_that_could_take_more_takes_what_is_left() -> None:
+    assert first(4, 64)[0] == (Place("h0", 4), Place("h1", 4))
+
+
+def test_with_less_room_a_smaller_run_begins_if_there_is_one() -> None:
+    places, fitted = first(4, 2)
+    assert places == (Place("h0", 4), Place("h1", 2))
+    assert (fitted.num_workers, fitted.payload) == (6, {"of": 8})
+    with pytest.raises(SetupError, match="cannot begin with 5 of 8 workers"):
+        first(4, 1)
