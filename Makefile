@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+# Where a machine forbids it, every process of every test would compile all modules anew: a third of the time.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install demo test test-slow matrix drills soak lint format bench bench-data servers clean
 
@@ -46,7 +48,7 @@ servers:
 	@sh tests/servers.sh
 
 test: lint servers
-	$(PYTEST) -m "not slow and not gpu" -n 2 --dist loadfile --durations=60
+	$(PYTEST) -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=60
 
 test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"

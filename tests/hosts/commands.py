@@ -54,6 +54,10 @@ class Command:
             unseen += children
         return found
 
+    def workers(self) -> list[int]:
+        """Those of them that train: a zygote and its spare lead sessions of their own."""
+        return [pid for pid in self.descendants() if os.getsid(pid) != pid]
+
     def wait(self) -> int:
         """Its exit status, as a shell tells it."""
         try:

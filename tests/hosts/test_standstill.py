@@ -24,7 +24,7 @@ def test_a_stopped_worker_of_another_host_is_found_and_replaced(site: Site, undi
         lead, other = site.lead(first, FLOOR), site.join(second, first)
         site.hold(5)
         site.wait_until_held(5, lead=lead)
-        (worker,) = other.descendants()[1:]
+        (worker,) = other.workers()
         os.kill(worker, signal.SIGSTOP)
         site.let_go(5)
         lost = site.wait_for_event("rank_lost", lead)
@@ -54,7 +54,7 @@ def test_a_lead_that_was_stopped_goes_on_with_its_own_workers(site: Site, undist
         lead, other = site.lead(first), site.join(second, first)
         site.hold(5)
         site.wait_until_held(5, lead=lead)
-        (worker,) = other.descendants()[1:]
+        (worker,) = other.workers()
         lead.send(signal.SIGSTOP)
         wait_for(lambda: worker not in other.descendants(), "the other host to kill its worker", other)
         lead.send(signal.SIGCONT)

@@ -194,12 +194,14 @@ def main() -> None:
     setup = json.loads(control.recv(_PACKET_BYTES))
     sys.path[:0] = setup["sys_path"]
     started_at = time.monotonic()
+    gc.disable()  # what is imported stays: looking through it again and again took a sixth of the time
     try:
         preload(setup["preload"])
     except UserError as error:
         control.send(json.dumps({"op": "failed", "error": encode(error)}).encode())
         os._exit(error.exit_code)
     freeze()
+    gc.enable()
     seconds = time.monotonic() - started_at
     control.send(json.dumps({"op": "ready", "num_threads": num_threads(), "seconds": seconds}).encode())
     Zygote(control).serve()
