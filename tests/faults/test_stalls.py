@@ -36,7 +36,9 @@ def test_alone_in_a_collective_and_frozen(tmp_path: Path, calm: Calm) -> None:
     ran = go(tmp_path, "zero3", IMPATIENT, faults="hang(rank=0, step=9)", specials=[order(tmp_path, "alone", 1, 5)])
     assert_same(calm("zero3"), ran)
     assert_struck(ran, "hang", "hang" if IS_FREEZING else "stopped")
-    assert [lost.rank for lost in ran.lost] == [1, 0]
+    alone, frozen = (lost.rank for lost in ran.lost)
+    assert alone == 1
+    assert frozen in (0, -1), "where all wait in one collective, who froze may not be told, but nobody else is named"
 
 
 def test_with_the_interpreters_lock_held(tmp_path: Path, calm: Calm) -> None:

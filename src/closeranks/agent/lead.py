@@ -58,6 +58,8 @@ _TOLD_S = 0.2
 """After a worker was asked to leave, how long to wait whether the whole run is."""
 _FAREWELL_S = 5.0
 """How long other hosts have to hear that it is over, and to hang up."""
+_SHOW_S = 0.25
+"""Who looks on may be busy with something of its own that it did not know of when it last said when to look."""
 _SURE_BEATS = 4
 """Over how many beats a rank must have been the last of all before it is given up: words of two hosts differ in age."""
 _TERM = 1
@@ -94,6 +96,7 @@ class Lead:
         limits = self._course.limits
         self._stragglers = Stragglers(limits.slow_ratio, limits.slow_steps)
         self._claims = Claims()
+        self._show_at, self._shown = 0.0, (-1, "")
 
     # --- from outside
 
@@ -403,7 +406,17 @@ class Lead:
         self._listener.on_event(-1, encode(event))
 
     def _show(self, now: float) -> float | None:
-        return self._on_turn(self.view(now)) if self._on_turn is not None else None
+        """Whoever looks on is asked to when it wants to be, and whenever something has changed: taking a view reads
+        every worker's word."""
+        if self._on_turn is None:
+            return None
+        standing = (self.generation, self._state)
+        if now >= self._show_at or standing != self._shown:
+            self._shown = standing
+            asked = self._on_turn(self.view(now))
+            self._show_at = min(now + _SHOW_S, now if asked is None else asked)
+            return asked
+        return self._show_at
 
     def view(self, now: float) -> View:
         host = self._host

@@ -26,6 +26,7 @@ from closeranks.agent.progress import Phase, Progress
 from closeranks.agent.statement import Statement
 from closeranks.core.world import World
 
+_BOXES_S = 0.2
 TOLD = "told"
 """The event that a worker was asked to leave."""
 
@@ -55,6 +56,8 @@ class Station:
         self._has_told_fault = self._has_told_leaving = False
         self._fenced_at = 0.0
         self._first_kept: int | None = None
+        self._boxes_at = 0.0
+        """When to look next whether older copies may go."""
         self._is_alone = True
         """Whether all workers of the generation are here."""
         self._claimed: object = None
@@ -108,8 +111,12 @@ class Station:
     def turn(self, now: float) -> float | None:
         if self._is_lead and self._follower.is_joined:
             self._follower.lease_until = math.inf  # the lead cannot be out of reach, however busy this host is
-        until = [self.host.mind(now), self._look(now), self._follower.deadline(now)]
-        self._do(self._follower.tick(now, self._progress(now)))
+        until = [self.host.mind(now), self._look(now)]
+        due = self._follower.deadline(now)
+        if due is not None and due <= now:  # only then are the workers' words read for the beat
+            self._do(self._follower.tick(now, self._progress(now)))
+            due = self._follower.deadline(now)
+        until.append(due)
         return min((at for at in until if at is not None), default=None)
 
     def _look(self, now: float) -> float | None:
@@ -147,7 +154,9 @@ class Station:
             self._do(self._follower.relay(Event(self._follower.generation, told.world.rank, {"event": TOLD})))
         if self._attention is None or self._has_told_fault:
             return None
-        self._mind_boxes()
+        if now >= self._boxes_at:
+            self._boxes_at = now + _BOXES_S
+            self._mind_boxes()
         noticed = self._attention.look(self.host.members, now)
         if noticed.still is not None:
             self._claim(self._attention, noticed.still)
@@ -169,6 +178,7 @@ class Station:
             self._first_kept = max(kept) if len(kept) == len(words) else None
         elif all(word.step is not None and word.step >= self._first_kept + 2 for word in words):
             self.host.settled()
+            self._boxes_at = math.inf
 
     def _mind_end(self, now: float) -> float | None:
         if self.host.condition.num_left and now < self._fenced_at + REAP_S:
@@ -235,6 +245,7 @@ class Station:
 
     def _start(self, begin: Begin) -> None:
         self._pending = self._first_kept = self._claimed = None
+        self._boxes_at = 0.0
         self._is_alone = len(begin.per_host) == 1
         if self._attention is not None:
             self._attention.begin()

@@ -6,7 +6,6 @@ last account of it says; bits are compared, not printed numbers.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from closeranks.telemetry.faults import Told
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.history import load_history, told_by_agent
 from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.samples import read_samples
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 """How far a run may be from another of a different size: its sums are taken in another order."""
@@ -50,7 +50,7 @@ def read_course(folder: Path) -> Course:
     steps = history.steps
     return Course(
         losses={step.step: step.loss for step in steps},
-        samples=_samples(run),
+        samples=_samples(folder),
         told=sorted([*told_by_agent(run), *_failed_saves(run)], key=lambda line: line.at),
         last_step=history.started.last_step if history.started else 0,
         longest_s=max((step.seconds for step in steps), default=0.0),
@@ -72,26 +72,9 @@ def _told(run: RunFolder) -> list[Told]:
     return [Told(float(values["at"]), event) for values, event in lines]
 
 
-def _samples(run: RunFolder) -> dict[int, tuple[int, ...]]:
-    """Of all ranks; a micro-batch that was done again replaces what was written of it before, by whichever rank."""
-    found: dict[int, dict[int, list[int]]] = {}
-    for path in sorted(run.path.glob("metrics/samples-*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = _row(line)
-            if row is not None:
-                found.setdefault(int(row["step"]), {})[int(row["micro_batch"])] = row["samples"]
-    return {
-        step: tuple(sample for number in sorted(parts) for sample in parts[number]) for step, parts in found.items()
-    }
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """None for a line that its writer was killed in."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+def _samples(folder: Path) -> dict[int, tuple[int, ...]]:
+    log = read_samples(folder)
+    return {step: log.of(step) for step in log.steps}
 
 
 def same_losses(one: Course, other: Course, first: int, last: int, tolerance: float = 0.0) -> bool:
