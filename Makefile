@@ -47,8 +47,12 @@ format: install
 servers:
 	@sh tests/servers.sh
 
+# The soak mostly waits: it runs beside the others, and says what it has to say after them.
 test: lint servers
-	$(PYTEST) -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=60
+	@mkdir -p .pytest_cache
+	@$(PYTEST) -m soak -p no:cacheprovider > .pytest_cache/soak.log 2>&1 & soak=$$!; \
+	$(PYTEST) -m "not slow and not gpu and not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations=60; \
+	status=$$?; wait $$soak || status=1; cat .pytest_cache/soak.log; exit $$status
 
 test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"

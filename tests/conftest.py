@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from closeranks.core.environment import set_world
 from tests.storage import servers
 from tests.storage.proxy import Standing
 
@@ -17,6 +18,13 @@ settings.load_profile("no deadline")
 # A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests of Ctrl-C would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_world() -> Iterator[None]:
+    """What a module's tests said this process was is forgotten, or the next ones would believe it."""
+    yield
+    set_world(None)
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ def test_a_turn_tells_a_rate(tmp_path: Path) -> None:
     assert lane.go(0.05)["rate"] > 0
 
 
+@pytest.mark.slow
 def test_resuming_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_resume.REPEATS", 1)
     figures = resume_figures(tmp_path, [1000])

@@ -46,6 +46,7 @@ def test_random_tokens_repeat_and_fill_the_vocabulary() -> None:
     assert everything.max() == 999
 
 
+@pytest.mark.slow
 def test_it_runs_without_a_gpu() -> None:
     sizes = ("--preset", "tiny", "--seq-len", "8", "--batch", "2", "--rounds", "2", "--steps", "2", "--warmup", "1")
     closing = run_script("gpu.py", *sizes, "--no-compile", "--profile")

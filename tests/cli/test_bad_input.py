@@ -132,7 +132,11 @@ def test_an_unwritable_run_folder(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small file system needs root")
 @pytest.mark.parametrize(
-    ("size", "words"), [("256k", ("disk is full", "MiB are free")), ("4k", ("cannot be written",))]
+    ("size", "words"),
+    [
+        ("256k", ("disk is full", "MiB are free")),
+        pytest.param("4k", ("cannot be written",), marks=pytest.mark.slow),
+    ],
 )
 def test_a_full_disk(tmp_path: Path, size: str, words: tuple[str, ...]) -> None:
     disk = tmp_path / "disk"

@@ -206,7 +206,7 @@ def test_whole_steps_of_bad_records_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2"])
+@pytest.mark.parametrize("layout", ["tensor=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])
 def test_ranks_that_work_on_the_same_samples_skip_the_same(tmp_path: Path, layout: str) -> None:
     path = write_records(tmp_path, "records", 40, bad=(3, 17))
     text = SKIPPING.format(path=path, most=2)

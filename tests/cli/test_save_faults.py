@@ -143,9 +143,8 @@ def test_a_trainer_killed_in_its_last_save(tmp_path: Path, undisturbed: Course, 
     assert_goes_on(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize(
-    "label", [labels()[2][0], *(pytest.param(at, marks=pytest.mark.slow) for at in labels()[2][1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("label", labels()[2])
 def test_a_trainer_killed_while_it_hands_over_a_state_is_replaced(
     tmp_path: Path, undisturbed: Course, label: str
 ) -> None:

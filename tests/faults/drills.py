@@ -58,7 +58,10 @@ def _time(value: float | None) -> str:
 def drill(folder: Path, shape: str, case: Case, calm: Ran) -> list[Row]:
     where = folder / f"{shape}-{case.names[0].replace(' ', '-')}"
     env, specials = case.env(where), case.specials(where)
-    ran = go(where, shape, *case.settings, faults=case.faults, specials=specials, env=env)
+    try:
+        ran = go(where, shape, *case.settings, faults=case.faults, specials=specials, env=env)
+    except AssertionError as error:
+        return [Row(name, shape, None, None, None, str(error).splitlines()[0]) for name in case.names]
     problem = _problem(calm, ran, case)
     strikes = [] if not (where / "strikes.json").exists() else list(_worth_telling(ran, case))
     rows = [

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +27,7 @@ from closeranks.cli.drills.courses import Course, read_course, state_difference
 from closeranks.core.events import Event, RankLost, RanksClosed
 from closeranks.elastic.faults.disk import cannot_mount
 from closeranks.telemetry.samples import SampleLog, read_samples
+from closeranks.telemetry.status import read_status
 from tests.cli.commands import mark, marked_processes
 from tests.cli.fault_jobs import IMPORTABLE
 from tests.faults.jobs import SHAPES, STEPS, write_job
@@ -115,11 +118,25 @@ def go(
                 if meanwhile is not None:
                     meanwhile(process, folder / "run")
                 code = process.wait(TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                stands = _where_it_stands(folder)
+                raise AssertionError(f"it has not ended after {TIMEOUT_S:g} s:\n{stands}") from None
             finally:
                 process.kill()
                 process.wait()
     said, complained = (folder / "out").read_text(), (folder / "err").read_text()
     return Ran(folder, code, said, complained, machine.left(folder), frozenset(machine.ports))
+
+
+def _where_it_stands(folder: Path) -> str:
+    """What was said so far, and where every thread of every worker is: they write that into their logs."""
+    status = read_status(folder / "run")
+    for pid in [worker.pid for worker in status.workers if worker.pid] if status else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(1.0)
+    logs = [f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted((folder / "run" / "logs").glob("*"))]
+    return "\n".join([(folder / "out").read_text(), (folder / "err").read_text(), *logs])
 
 
 def _apart(folder: Path) -> list[str]:

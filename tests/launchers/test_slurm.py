@@ -39,7 +39,10 @@ def training(cluster: Cluster, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize(
     ("shape", "address"),
-    [(ONE_HOST, {}), (TWO_HOSTS, {"MASTER_ADDR": "127.0.0.1"})],  # the hosts' names stand in no name service here
+    [
+        pytest.param(ONE_HOST, {}, marks=pytest.mark.slow),
+        (TWO_HOSTS, {"MASTER_ADDR": "127.0.0.1"}),  # the hosts' names stand in no name service here
+    ],
     ids=["1 host x 2 tasks", "2 hosts x 1 task"],
 )
 def test_a_step_trains_as_two_workers_of_our_own_do(
@@ -102,7 +105,7 @@ def test_a_killed_rank_ends_the_step(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     [
-        ("train.stepz=4", "1 problem in the job"),
+        pytest.param("train.stepz=4", "1 problem in the job", marks=pytest.mark.slow),
         ("data.path=/nowhere", "data.path = '/nowhere' does not exist"),
     ],
 )

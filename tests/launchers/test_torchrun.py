@@ -32,7 +32,8 @@ def test_the_documented_script_trains_as_two_workers_of_our_own_do(tmp_path: Pat
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     [
-        ("train.stepz=4", "1 problem in the job"),  # met before torch is imported
+        # met before torch is imported
+        pytest.param("train.stepz=4", "1 problem in the job", marks=pytest.mark.slow),
         ("checkpoint.resume=/nowhere", "there is no checkpoint at /nowhere"),  # met with the group open
     ],
 )

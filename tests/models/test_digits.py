@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.flop_counter import FlopCounterMode
@@ -44,6 +45,7 @@ def test_running_statistics_start_clean_after_the_meta_device() -> None:
     assert int(module.stem.norm.num_batches_tracked) == 0  # type: ignore[union-attr,arg-type]
 
 
+@pytest.mark.slow
 def test_learns_to_read_digits() -> None:
     spec = spec_for(DigitsConfig(dropout=0.1), seq_len=0)
     assert isinstance(spec, ModelSpec)

@@ -28,7 +28,7 @@ def compare(results: list[Trajectory], expected: Trajectory, tolerance: float, w
 
 
 @pytest.mark.parametrize("batches", LAYOUTS)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_float64_equals_one_process(tmp_path: Path, size: int, batches: str) -> None:
     if batches == "accumulated" and size == 4:
         size = 3  # five samples a micro-batch make three micro-batches: no work for a fourth rank
@@ -39,7 +39,7 @@ def test_float64_equals_one_process(tmp_path: Path, size: int, batches: str) -> 
     assert expected.losses[-1] < expected.losses[0]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_float32_equals_one_process_to_rounding(tmp_path: Path, size: int) -> None:
     changes = {"model": {**DROPOUT}}
     expected = alone(tmp_path / "one", changes)

@@ -64,8 +64,11 @@ def world(folder: Path, text: str, steps: int, resume: str = "") -> list[list[st
     return run_world(go, Layout.parse(text).num_ranks, folder, text, steps, resume, timeout_s=100)
 
 
+SELDOM = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("pipeline=2", "pipeline=2 schedule=zbv")]
+
+
 @pytest.mark.world
-@pytest.mark.parametrize("layout", ["pipeline=2", "pipeline=2 schedule=zbv", "data=2 pipeline=2"])
+@pytest.mark.parametrize("layout", [*SELDOM, "data=2 pipeline=2"])
 def test_buffers_outlive_a_pipeline_and_come_back_in_one_process_and_in_stages(tmp_path: Path, layout: str) -> None:
     set_world(World(launcher="testing"))
     go(tmp_path / "through", "data=1", 6)

@@ -35,7 +35,7 @@ def test_two_runs_are_bit_identical_and_another_seed_is_not(tmp_path: Path) -> N
     assert control.losses != first.losses
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, precision: str) -> None:
     """Three data ranks, dropout and accumulation on; stopped after three steps and resumed by fresh processes."""
     changes = {**CHANGES, "train": {**CHANGES["train"], "precision": precision}}

@@ -33,7 +33,7 @@ def undisturbed(place: Path, case: Case) -> Case:
 
 LAYOUTS = [
     "data=3 zero=3",
-    "pipeline=2",
+    pytest.param("pipeline=2", marks=pytest.mark.slow),
     pytest.param("data=2", marks=pytest.mark.slow),
     pytest.param("data=2 zero=1", marks=pytest.mark.slow),
     pytest.param("tensor=2", marks=pytest.mark.slow),
@@ -121,9 +121,9 @@ def flip_newest(case: Case, box: int, pair: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "pairs", "step", "source"), [
-    ("data=2", ["own"], 6, "memory"),  # of the other replica, on the same host
+    pytest.param("data=2", ["own"], 6, "memory", marks=pytest.mark.slow),  # of the other replica, on the same host
     ("data=2 zero=3", ["own"], 6, "peer"),
-    ("data=2 zero=3", ["own", "peer"], 5, "memory"),
+    pytest.param("data=2 zero=3", ["own", "peer"], 5, "memory", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_flipped_bit_is_passed_over_by_all(
     place: Path, layout: str, pairs: list[str], step: int, source: str

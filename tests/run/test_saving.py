@@ -65,7 +65,7 @@ def go(folder: Path, layout: str, checkpoint: dict[str, Any], steps: int = STEPS
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("layout", ["data=3", "data=3 zero=3"])
+@pytest.mark.parametrize("layout", [pytest.param("data=3", marks=pytest.mark.slow), "data=3 zero=3"])
 def test_going_on_from_a_checkpoint_taken_during_training_is_bit_identical(tmp_path: Path, layout: str) -> None:
     """Dropout, accumulation and three data ranks; saving changes nothing either."""
     size = Layout.parse(layout).num_ranks

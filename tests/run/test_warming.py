@@ -212,7 +212,7 @@ def _turn_until(loop: Loop, is_done: Any) -> None:
     ("overrides", "num_workers"),
     [
         ("layout.zero=3", 2),
-        ("layout.tensor=2", 2),
+        pytest.param("layout.tensor=2", 2, marks=pytest.mark.slow),
         pytest.param("model.dropout=0.1", 2, marks=pytest.mark.slow),
         pytest.param("layout.pipeline=2", 2, marks=pytest.mark.slow),
         pytest.param("layout.tensor=2 layout.zero=3", 4, marks=pytest.mark.slow),
