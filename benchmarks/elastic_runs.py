@@ -106,9 +106,16 @@ class Ours(Launched):
         return log.exists() and "warmed up" in log.read_text()
 
     def workers(self) -> list[int]:
-        """Their process numbers, in the order of their birth: by rank."""
+        """Their process numbers, in the order of their birth: by rank. A zygote's spare leads a session of its own."""
         zygotes = [pid for pid in children(self.pid) if "closeranks.agent.zygote" in command_of(pid)]
-        return sorted(pid for zygote in zygotes for pid in children(zygote))
+        return sorted(pid for zygote in zygotes for pid in children(zygote) if not _leads(pid))
+
+
+def _leads(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -18,9 +18,20 @@ from tests.run.small import counted, open_session, train
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    yield
     gc.unfreeze()
+    yield
     gc.enable()
+    gc.freeze()
+
+
+def test_what_somebody_else_froze_stays_frozen() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    pause = CollectorPause(every=10)
+    pause.hold()
+    pause.release()
+    assert gc.get_freeze_count() == before
+    assert gc.isenabled()
 
 
 def test_it_is_held_and_given_back() -> None:

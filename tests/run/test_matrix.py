@@ -40,8 +40,11 @@ LAYOUTS = (
 )
 FAST = {
     ("data=1", "data=2 zero=3 tensor=2 pipeline=2"),
+    ("data=3", "data=3"),
+    ("data=3 zero=1", "data=4 zero=2 shard=2"),
     ("data=4 zero=2 shard=2", "data=1"),
     ("data=3 zero=3", "data=3 zero=3"),
+    ("tensor=2 pipeline=2", "data=3 zero=1"),
     ("pipeline=2 schedule=zbv", "data=3 zero=3"),
     ("data=2 zero=3 tensor=2 pipeline=2", "tensor=2 pipeline=2"),
 }

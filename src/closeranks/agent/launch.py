@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from closeranks import __version__
 from closeranks.agent.ending import Reason
 from closeranks.core.errors import SetupError
 
@@ -110,6 +111,7 @@ def plan_fields(plan: LaunchPlan) -> dict[str, Any]:
     another one each time: who comes back to another job must not bring its memory along."""
     limits = plan.survival.limits if plan.survival else None
     return {
+        "version": __version__,
         "job": secrets.token_hex(8),
         "cwd": os.getcwd(),
         "entry": plan.entry,

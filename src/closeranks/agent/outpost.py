@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from closeranks import __version__
 from closeranks.agent.attention import Attention
 from closeranks.agent.config import AgentConfig
 from closeranks.agent.control.client import ControlClient
@@ -180,6 +181,9 @@ class Outpost:
                 raise SetupError(f"the lead's host is called {lead} too", "Give this one another --name.")
             self._name = f"{self._name}-{os.getpid()}"
         try:
+            if told["version"] != __version__:
+                what = f"the lead has closeranks {told['version']}, this host {__version__}"
+                raise SetupError(what, "Install the same version on all hosts.")
             plan = self._plan_of(told, peer.local_host)
             self._folder.mkdir(parents=True, exist_ok=True)
             os.chdir(told["cwd"])  # paths of the job count from where its lead was started

@@ -12,12 +12,14 @@ import gc
 class CollectorPause:
     def __init__(self, every: int) -> None:
         self._every = every
-        self._was_enabled = False
+        self._was_enabled = self._has_frozen = False
 
     def hold(self) -> None:
         self._was_enabled = gc.isenabled()
+        self._has_frozen = gc.get_freeze_count() == 0  # else whoever forked this process did, and all but the run's own
         gc.collect()
-        gc.freeze()  # modules, config and parameters live as long as the run: never look at them again
+        if self._has_frozen:
+            gc.freeze()  # modules, config and parameters live as long as the run: never look at them again
         gc.disable()
 
     def at_boundary(self, step: int) -> None:
@@ -25,6 +27,7 @@ class CollectorPause:
             gc.collect()  # what was there at the start is frozen: only what the run itself left is looked at
 
     def release(self) -> None:
-        gc.unfreeze()
+        if self._has_frozen:
+            gc.unfreeze()
         if self._was_enabled:
             gc.enable()

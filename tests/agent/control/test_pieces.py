@@ -81,6 +81,7 @@ def test_what_is_no_address_is_told(text: str) -> None:
         ("[fd00::1]", "fd00::1", 0),
         ("[fd00::1]:29400", "fd00::1", 29400),
         ("lead", "lead", 0),
+        ("lead:0", "lead", 0),
     ],
 )
 def test_a_place_to_listen_may_leave_its_port_out(text: str, host: str, port: int) -> None:

@@ -22,26 +22,25 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str, *, least_port: int = 1) -> Address:
     """``lead:29400``, ``10.0.0.1:29400`` or ``[fd00::1]:29400``."""
     host, _, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         raise SetupError(f"'{text}' is not an address", "Write an IPv6 address in brackets, as in [fd00::1]:29400.")
-    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+    if not host or not (port.isascii() and port.isdigit()) or not least_port <= int(port) < 65536:
         raise SetupError(f"'{text}' is not an address", "Write HOST:PORT, as in lead.example:29400.")
     return Address(host, int(port))
 
 
 def parse_listen(text: str) -> Address:
-    """The same for one to listen on: the port may be left out (any free one, told as 0), and so may the brackets
-    then."""
+    """The same for one to listen on: the port may be 0 (any free one) or left out, and so may the brackets then."""
     text = text.strip()
     is_bare = ":" not in text or (text.startswith("[") and text.endswith("]")) or _is_ipv6(text)
     if is_bare and text.strip("[]"):
         return Address(text.strip("[]"), 0)
-    return parse_address(text)
+    return parse_address(text, least_port=0)
 
 
 def _is_ipv6(text: str) -> bool:
