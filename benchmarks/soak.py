@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,9 @@ from soak_picture import draw
 from soak_plan import LIGHT, Plan, draw_plan
 from soak_watch import Sample, adopt_orphans, left_over, sample
 
-from closeranks.checkpoint.difference import diff, tree_differences
-from closeranks.checkpoint.manifest import Manifest
-from closeranks.cli.ckpt.places import pick
-from closeranks.cli.drills.courses import read_course, same_losses, same_samples
+from closeranks.cli.drills.courses import read_course, same_losses, same_samples, state_difference
 from closeranks.cli.drills.running import all_kinds
+from closeranks.run.folder import unused
 
 NUM_RANKS = 4
 GOALS = {"light": 0.97, "all": 0.90}
@@ -69,7 +66,7 @@ def main() -> None:
     for kind, reason in without.items():
         say(f"  {kind} is left out, it is not possible here: {reason}")
     plan = draw_plan(kinds, args.minutes, args.faults, args.seed, NUM_RANKS)
-    folder = _free(args.out or ROOT / "runs" / f"soak-{args.mix}")
+    folder = unused((args.out or ROOT / "runs" / f"soak-{args.mix}").absolute())
     say(f"  {len(plan.faults)} faults within {plan.ends_s / 60:.1f} minutes; everything goes to {folder}")
     adopt_orphans()
     samples, left = storm(folder, plan, args)
@@ -178,21 +175,8 @@ def compare(folder: Path, num_steps: int, args: argparse.Namespace) -> Equality:
         num_steps,
         losses=same_losses(whole, struck, 1, num_steps),
         samples=same_samples(whole, struck) is True,
-        state=state_difference(pick(str(quiet))[1], pick(str(folder / "struck"))[1]),
+        state=state_difference(quiet, folder / "struck"),
     )
-
-
-def state_difference(one: Manifest, other: Manifest) -> str:
-    """Of the last states; empty where they are equal. For how long each run was told to train is no part of it."""
-    odd = [row for row in diff(one, other) if row.verdict != "equal"]
-    if odd:
-        return f"{len(odd)} tensors, {odd[0].section}/{odd[0].key} the first of them"
-    return ", ".join(tree_differences(*(_lasting(each.tree) for each in (one, other))))
-
-
-def _lasting(tree: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in tree.items() if key not in ("config", "rhythm")}
-    return {**kept, "schedule": {key: value for key, value in tree["schedule"].items() if key != "num_steps"}}
 
 
 def _up_to(course: Any, num_steps: int) -> Any:
@@ -220,14 +204,6 @@ def is_sound(figures: Mapping[str, Any]) -> bool:
     has_leaked = bool(figures["left_over"]) or any(each["is_leak"] for each in figures["growth"].values())
     is_whole = faults["planned"] == faults["struck"] == faults["survived"]
     return is_whole and not has_leaked and figures["divergence"]["equal"]
-
-
-def _free(wanted: Path) -> Path:
-    """Never over an earlier soak."""
-    wanted = wanted.absolute()
-    if not wanted.exists():
-        return wanted
-    return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
 
 
 def _arguments() -> argparse.Namespace:

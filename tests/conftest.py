@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,24 @@ settings.load_profile("no deadline")
 # A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests of Ctrl-C would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SLOW = [line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if not line.startswith("#")]
+
+
+UNMATCHED = pytest.StashKey[list[str]]()
+"""What the list says of files that were collected, and no test there is called."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before anybody selects by marks."""
+    names = [{item.nodeid, item.nodeid.partition("[")[0]} for item in items]
+    for item, called in zip(items, names, strict=True):
+        if not called.isdisjoint(SLOW):
+            item.add_marker(pytest.mark.slow)
+    files, known = {item.nodeid.partition("::")[0] for item in items}, set[str]().union(*names)
+    config.stash[UNMATCHED] = [line for line in SLOW if line.partition("::")[0] in files and line not in known]
 
 
 def pytest_collection_finish() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from closeranks.agent.crew import Crew, worlds_here
+from closeranks.agent.crew import Crew
 from closeranks.agent.launch import LaunchPlan, Listener
 from closeranks.agent.loop import Loop
 from closeranks.agent.nursery import Nursery
+from tests.agent.crews import statuses, worlds_here
 
 from .conftest import Host
 
@@ -40,7 +41,7 @@ def test_a_second_generation_is_forked_after_the_first_was_fenced(host: Host) ->
                 host.events.clear()
                 crew.fence()
                 turn_until(loop, lambda: crew.num_left == 0)
-                assert crew.statuses == dict.fromkeys(range(3), -signal.SIGKILL)
+                assert statuses(crew) == dict.fromkeys(range(3), -signal.SIGKILL)
                 assert crew.failed_at is None, "whom we killed did not fail"
         assert len(set.union(*pids)) == 9
         assert nursery.error is None
@@ -55,7 +56,7 @@ def test_a_crew_fenced_while_it_is_forked_leaves_nobody(host: Host) -> None:
         with Crew(plan, worlds_here(plan.num_workers, 0), nursery, loop, listener) as crew:
             crew.fence()
             turn_until(loop, lambda: crew.num_left == 0)
-            assert set(crew.statuses.values()) == {-signal.SIGKILL}
+            assert set(statuses(crew).values()) == {-signal.SIGKILL}
 
 
 def test_leaving_a_crew_ends_it(host: Host) -> None:

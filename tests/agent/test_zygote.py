@@ -16,13 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from closeranks.agent.crew import Crew, worlds_here
+from closeranks.agent.crew import Crew
 from closeranks.agent.launch import LaunchPlan, Listener, Survival
 from closeranks.agent.limits import Limits
 from closeranks.agent.loop import Loop
 from closeranks.agent.nursery import Nursery
 from closeranks.agent.zygote import import_error
 from closeranks.elastic.faults.cgroups import Group, Need, find_home
+from tests.agent.crews import statuses, worlds_here
 
 from .conftest import Host
 from .test_crew import turn_until
@@ -74,7 +75,7 @@ def generations(host: Host, warm: str, num_generations: int = 2) -> list[dict[st
         for generation in range(num_generations):
             with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: crew.num_left == 0)
-                assert crew.statuses == {0: 0, 1: 0}
+                assert statuses(crew) == {0: 0, 1: 0}
             told.append(host.named("knows")[0])
         assert nursery.error is None
     assert len({one["zygote"] for one in told}) == 1
@@ -115,7 +116,7 @@ def until_gone(pids: list[int], loop: Loop | None = None) -> None:
             loop.turn(time.monotonic())
 
 
-def spare_of(nursery: Nursery, loop: Loop) -> int:
+def heir_of(nursery: Nursery, loop: Loop) -> int:
     """The process that would take the zygote's place."""
     deadline = time.monotonic() + 20.0
     while not (found := [one.pid for one in psutil.Process(nursery.pid).children() if os.getsid(one.pid) == one.pid]):
@@ -130,34 +131,34 @@ class TestSpare:
     """A zygote that is killed has left another that knows as much, and workers need not wait for its imports."""
 
     def test_it_takes_the_place_of_one_that_was_killed(self, host: Host) -> None:
-        spares = []
+        heirs = []
         with standing(host) as (plan, nursery, loop, listener):
             for generation in range(3):
                 with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
                     turn_until(loop, lambda: crew.num_left == 0)
-                    assert crew.statuses == {0: 0, 1: 0}
+                    assert statuses(crew) == {0: 0, 1: 0}
                 told = host.named("knows")[0]
-                assert told["zygote"] == nursery.pid == (spares[-1] if spares else told["zygote"])
+                assert told["zygote"] == nursery.pid == (heirs[-1] if heirs else told["zygote"])
                 assert told["known"] == (["forks"] if generation else [])
-                spares.append(spare_of(nursery, loop))
+                heirs.append(heir_of(nursery, loop))
                 os.kill(nursery.pid, signal.SIGKILL)
                 turn_until(loop, lambda: nursery.error is not None)
                 nursery.revive()
                 assert nursery.is_ready
                 assert nursery.error is None
-        assert len(set(spares)) == 3
-        until_gone(spares)
+        assert len(set(heirs)) == 3
+        until_gone(heirs)
 
     def test_one_that_is_lost_itself_is_replaced_with_the_next_generation(self, host: Host) -> None:
         with standing(host) as (plan, nursery, loop, listener):
-            spares = []
+            heirs = []
             for generation in range(2):
                 with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
                     turn_until(loop, lambda: crew.num_left == 0)
-                spares.append(spare_of(nursery, loop))
-                os.kill(spares[-1], signal.SIGKILL)
-                until_gone(spares[-1:], loop)
-            assert spares[0] != spares[1]
+                heirs.append(heir_of(nursery, loop))
+                os.kill(heirs[-1], signal.SIGKILL)
+                until_gone(heirs[-1:], loop)
+            assert heirs[0] != heirs[1]
             os.kill(nursery.pid, signal.SIGKILL)
             turn_until(loop, lambda: nursery.error is not None)
             nursery.revive()
@@ -168,7 +169,7 @@ class TestSpare:
         with standing(host) as (plan, nursery, loop, listener):
             with Crew(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: crew.num_left == 0)
-            spare = spare_of(nursery, loop)
+            heir = heir_of(nursery, loop)
             os.kill(nursery.pid, signal.SIGSTOP)
             assert nursery.mind(time.monotonic() + 1e6) is None, "nobody waits for it"
             with Crew(plan, worlds_here(1, 1), nursery, loop, listener) as crew:
@@ -178,14 +179,14 @@ class TestSpare:
                     loop.turn(nursery.mind(time.monotonic()))
                 assert "killed by SIGKILL" in str(nursery.error)
             nursery.revive()
-            assert nursery.pid == spare
+            assert nursery.pid == heir
             with Crew(plan, worlds_here(1, 2), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: crew.num_left == 0)
-                assert crew.statuses == {0: 0}
+                assert statuses(crew) == {0: 0}
 
     def test_one_killed_while_it_imports_again_is_replaced_once_more(self, host: Host) -> None:
         with standing(host) as (_, nursery, loop, _):
-            for _ in range(3):  # no worker was forked, so that none has left a spare
+            for _ in range(3):  # no worker was forked, so that none has left an heir
                 os.kill(nursery.pid, signal.SIGKILL)
                 turn_until(loop, lambda: nursery.error is not None)
                 assert nursery.was_ready
@@ -210,5 +211,5 @@ class TestSpare:
         with standing(host) as (plan, nursery, loop, listener):
             with Crew(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: crew.num_left == 0)
-            both = [nursery.pid, spare_of(nursery, loop)]
+            both = [nursery.pid, heir_of(nursery, loop)]
         until_gone(both)

@@ -230,7 +230,7 @@ def _drilled(
 @pytest.mark.world
 def test_a_job_comes_out_the_same_after_a_kill_at_the_first_a_middle_and_the_last_step(tmp_path: Path) -> None:
     faults = "kill(rank=1, step=1), kill(rank=0, step=6, at=0.5), kill(rank=2, step=12)"
-    folder, kept, out = _drilled(tmp_path, "--faults", faults)
+    folder, kept, out = _drilled(tmp_path, "--faults", faults, hook("Unhurried"), env=IMPORTABLE)
     assert kept["passed"] is True
     assert kept["samples_equal"] is True
     rows = kept["rows"]
@@ -255,7 +255,8 @@ def test_every_kind_that_is_possible_here_is_survived(tmp_path: Path) -> None:
 
 @pytest.mark.world
 def test_train_can_be_struck_too(tmp_path: Path) -> None:
-    done = closeranks("train", write_job(tmp_path), "-n", 2, "--faults", "kill(rank=1, step=6)", cwd=tmp_path)
+    words = ("-n", 2, "--faults", "kill(rank=1, step=6)", hook("Unhurried"))
+    done = closeranks("train", write_job(tmp_path), *words, cwd=tmp_path, env=IMPORTABLE)
     assert done.code == 0, done.err
     assert "rank 1 lost at step 6" in done.out
     assert done.left_behind == []

@@ -62,7 +62,7 @@ def test_a_killed_worker_ends_the_run_with_one_clear_report(tmp_path: Path) -> N
     assert "rank 1" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_ctrl_c_saves_and_ends_everything_within_two_seconds(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_ends_everything_within_seconds(tmp_path: Path) -> None:
     with started("train", TINY, "-n", 2, *LONG, "run.folder=run", "telemetry.report=false", cwd=tmp_path) as (
         process,
         name,

@@ -6,7 +6,7 @@
       `-- boxes: memory with copies of the state, which outlives the workers
 
 Invariant: when ``run`` is over, whichever way, no process, port, shared memory or signal handler of its own is left. If
-the agent is killed, the kernel kills the zygote for it, and the workers for the zygote, and frees the boxes; a spare of
+the agent is killed, the kernel kills the zygote for it, and the workers for the zygote, and frees the boxes; an heir of
 the zygote ends with its line.
 """
 

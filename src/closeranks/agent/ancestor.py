@@ -1,4 +1,4 @@
-"""Which process are workers forked from, as the agent holds it? One that it started, or a spare that another left.
+"""Which process are workers forked from, as the agent holds it? One that it started, or an heir that another left.
 
 Invariant: once ``end`` returns, the process is gone, and its number was never signalled after it might have been given
 to somebody else.

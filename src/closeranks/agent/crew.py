@@ -16,7 +16,7 @@ from closeranks.agent.launch import LaunchPlan, Listener
 from closeranks.agent.loop import Loop
 from closeranks.agent.member import Berth, Member
 from closeranks.agent.nursery import Nursery
-from closeranks.agent.verdict import Verdict, WorkerFact, judge
+from closeranks.agent.verdict import WorkerFact
 from closeranks.core.world import World
 
 _CLOSE_S = 5.0
@@ -77,10 +77,6 @@ class Crew:
         """Whether it ended because somebody asked a worker to, rather than because the work was done."""
         return any(member.is_drained for member in self.members)
 
-    @property
-    def statuses(self) -> dict[int, int]:
-        return {member.world.rank: member.status for member in self.members if member.status is not None}
-
     def facts(self) -> list[WorkerFact]:
         return [member.fact() for member in self.members]
 
@@ -88,10 +84,6 @@ class Crew:
     def num_oom_kills(self) -> int:
         """How many processes of this host the kernel has killed for want of memory since this generation began."""
         return num_oom_kills() - self._num_oom_kills
-
-    def verdict(self) -> Verdict:
-        """Who failed first; at least one must have."""
-        return judge(self.facts(), self.num_oom_kills)
 
     def __enter__(self) -> Crew:
         return self
@@ -110,11 +102,6 @@ class Crew:
         deadline = time.monotonic() + _CLOSE_S
         while self.num_left and time.monotonic() < deadline:
             self._loop.turn(deadline)
-
-
-def worlds_here(size: int, generation: int) -> list[World]:
-    """All ranks on this host."""
-    return [World(rank, size, rank, size, launcher="agent", generation=generation) for rank in range(size)]
 
 
 def _ignore(*_: Any) -> None:

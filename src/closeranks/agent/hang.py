@@ -209,11 +209,6 @@ class Watch:
             still = replace(still, is_stopped=True)
         return still
 
-    @property
-    def look_at(self) -> float:
-        """When to look again."""
-        return self._looked_at + self.every_s
-
     def _held(self, words: Mapping[int, Progress], states: Mapping[int, str], now: float) -> Still | None:
         """Who is stopped, and was at every look for ``floor_s``, whatever it was at: there is nothing to wait for."""
         held = [rank for rank, state in states.items() if state == _STOPPED and rank in words]

@@ -1,8 +1,8 @@
 """How does the agent come by workers? It starts the zygote, and asks it to fork.
 
-A zygote that knows all it can know leaves a spare: should it be lost, the next workers need not wait for its imports.
+A zygote that knows all it can know leaves an heir: should it be lost, the next workers need not wait for its imports.
 Invariant: the zygote leads a session of its own, so that Ctrl-C in a terminal reaches the agent alone; whoever below
-this process loses its parent becomes its child and is reaped; when the nursery is closed, the zygote and its spare are
+this process loses its parent becomes its child and is reaped; when the nursery is closed, the zygote and its heir are
 gone.
 """
 
@@ -68,9 +68,9 @@ class Nursery:
         self._wards: dict[int, Newborn] = {}
         self._num_asked = 0
         self._is_warm = plan.survival is None or not plan.survival.warm
-        self._spare: Ancestor | None = None
+        self._heir: Ancestor | None = None
         self._bequest: socket.socket | None = None
-        """Our end of the line to a spare that is asked for."""
+        """Our end of the line to an heir that is asked for."""
         self._was_adopting = adopt_orphans(True)
         self._log = OutputLog(plan.log_folder / plan.zygote_log, lambda line: None, listener.on_note)
         loop.watch(self._log.reader, self._read_log)
@@ -82,26 +82,26 @@ class Nursery:
 
     def reap(self) -> None:
         """Those whose parent is gone are this process's; of a zygote's end the nursery hears itself."""
-        reap_orphans({self.pid} if self._spare is None else {self.pid, self._spare.pid})
+        reap_orphans({self.pid} if self._heir is None else {self.pid, self._heir.pid})
 
     def revive(self) -> None:
-        """Another zygote in place of one that was lost: its spare, or one that has to import everything first."""
+        """Another zygote in place of one that was lost: its heir, or one that has to import everything first."""
         self._let_go(self._zygote)
         self.cancel()
         self._drop_bequest()
         self._wards.clear()
         self._is_forking = False
         self.error = None
-        spare, self._spare = self._spare, None
-        self.is_ready = spare is not None
-        if spare is None:
+        heir, self._heir = self._heir, None
+        self.is_ready = heir is not None
+        if heir is None:
             self._is_warm = self._plan.survival is None or not self._plan.survival.warm
             self._zygote = self._start()
         else:
-            self._zygote = spare
-            self._loop.forget(spare.pidfd)
-            self._watch(spare)
-            _send(spare.control, {"op": "belong", "agent": os.getpid()})
+            self._zygote = heir
+            self._loop.forget(heir.pidfd)
+            self._watch(heir)
+            _send(heir.control, {"op": "belong", "agent": os.getpid()})
 
     def _start(self) -> Ancestor:
         zygote = start(self._log.writer, self._plan.environment)
@@ -169,25 +169,25 @@ class Nursery:
         if not self._is_warm:
             self._is_warm = True
             _send(self._zygote.control, {"op": "warm", "call": survival.warm, "payload": dict(self._plan.payload)})
-        if self._spare is None and self._bequest is None:
+        if self._heir is None and self._bequest is None:
             self._bequest, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                _send(self._zygote.control, {"op": "spare"}, [theirs.fileno()])
+                _send(self._zygote.control, {"op": "bequeath"}, [theirs.fileno()])
 
     def _inherit(self, pid: int, pidfd: int) -> None:
         control, self._bequest = self._bequest, None
         assert control is not None
-        self._spare = Ancestor(pid, pidfd, control)
-        self._loop.watch(pidfd, self._lose_spare)
+        self._heir = Ancestor(pid, pidfd, control)
+        self._loop.watch(pidfd, self._lose_heir)
 
-    def _lose_spare(self) -> None:
+    def _lose_heir(self) -> None:
         """The next generation's first worker asks for another."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            self._let_go(spare)
+        heir, self._heir = self._heir, None
+        if heir is not None:
+            self._let_go(heir)
 
     def _drop_bequest(self) -> None:
-        """A spare that was born all the same hears its line end, and ends."""
+        """An heir that was born all the same hears its line end, and ends."""
         if self._bequest is not None:
             self._bequest.close()
             self._bequest = None
@@ -212,9 +212,9 @@ class Nursery:
                 self._wards[message["worker"]].born(message["pid"], fds[0])
                 self._ask_next()
                 self._prepare()
-            case "spared":
+            case "bequeathed":
                 self._inherit(message["pid"], fds[0])
-            case "spare_failed":
+            case "bequest_failed":
                 self._drop_bequest()
             case "exited":
                 self._wards.pop(message["worker"]).exited(message["status"])
@@ -259,7 +259,7 @@ class Nursery:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._let_go(self._zygote)
-        self._lose_spare()
+        self._lose_heir()
         self._drop_bequest()
         self._loop.forget(self._log.reader)
         self.cancel()

@@ -4,10 +4,10 @@ Run as ``python -m closeranks.agent.zygote CONTROL_FD AGENT_PID``. Control messa
 descriptors ride along. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on ``fork`` at
 any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
 told by ``exited``. ``warm`` asks it to learn what workers to come would each learn anew; it is answered by nothing, and
-what comes meanwhile waits. ``spare`` brings another control socket, asks for a zygote that serves it, and is answered
-``spared`` (with a pidfd) or ``spare_failed``: that one outlives the first, and hears ``belong`` when the agent has
-become its parent.
-Invariant: a zygote has one thread, never touches CUDA, and ends with its agent (a spare by its line, until it
+what comes meanwhile waits. ``bequeath`` brings another control socket, asks for a zygote that serves it, an heir, and
+is answered ``bequeathed`` (with a pidfd) or ``bequest_failed``: the heir outlives the first, and hears ``belong`` when
+the agent has become its parent.
+Invariant: a zygote has one thread, never touches CUDA, and ends with its agent (an heir by its line, until it
 belongs); a worker dies with its zygote.
 """
 
@@ -42,7 +42,7 @@ class Zygote:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: dict[int, tuple[int | None, int]] = {}  # pidfd -> (the agent's key, none for a spare; pid)
+        self._children: dict[int, tuple[int | None, int]] = {}  # pidfd -> (the agent's key, none for an heir; pid)
         self._selector = selectors.PollSelector()  # unlike epoll it holds no descriptor that a child would inherit
         self._selector.register(control, selectors.EVENT_READ)
 
@@ -65,8 +65,8 @@ class Zygote:
                 self._fork(message["worker"], WorkerFds(*fds))
             case "warm":
                 warm_up(message["call"], message["payload"])
-            case "spare":
-                self._leave_spare(fds[0])
+            case "bequeath":
+                self._leave_heir(fds[0])
             case "belong":
                 die_with_parent(message["agent"])
         return True
@@ -88,17 +88,17 @@ class Zygote:
         for fd in fds:
             os.close(fd)
 
-    def _leave_spare(self, control: int) -> None:
+    def _leave_heir(self, control: int) -> None:
         """A fork of this very process, with none of its children."""
         try:
             pid = os.fork()
         except OSError:
-            self._answer({"op": "spare_failed"})
+            self._answer({"op": "bequest_failed"})
         else:
             if pid == 0:
                 self._serve_apart(control)
             pidfd = self._mind(None, pid)
-            self._answer({"op": "spared", "pid": pid}, [pidfd])
+            self._answer({"op": "bequeathed", "pid": pid}, [pidfd])
         os.close(control)
 
     def _serve_apart(self, control: int) -> NoReturn:

@@ -45,6 +45,16 @@ def free_folder(wanted: Path) -> Path:
     """``wanted`` itself while no run stands in it, else the first free of ``wanted-2``, ``wanted-3``, ..."""
     if not any((wanted / name).exists() for name in ("metrics", "logs", "job.toml", "checkpoints")):
         return wanted
+    return _numbered(wanted)
+
+
+def unused(wanted: Path) -> Path:
+    """``wanted`` itself where there is nothing, else the next free one beside it."""
+    wanted = wanted.expanduser()
+    return _numbered(wanted) if wanted.exists() else wanted
+
+
+def _numbered(wanted: Path) -> Path:
     return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
 
 

@@ -54,13 +54,27 @@ def warm(payload: Mapping[str, Any]) -> None:
     """Make ready for workers of this payload; called once in the zygote, when its first workers live."""
     job = Job.model_validate(payload["job"])
     if job.train.compile:
-        importlib.import_module("torch._inductor.compile_fx")
+        learn_compiler()
     heirloom.keep_sources(job.data, job.run.seed)
     if not may_compute():
         return
     with unchanged():
         for kind in kinds(job):
             rehearse(kind)
+
+
+def learn_compiler() -> None:
+    """What torch.compile finds out once in every process: where its parts are, which version of itself its cache is
+    for, and, where it compiles for this processor, what the processor can do, by a program for each. With a warm cache
+    that is most of a first compiled step. Which of these a version of torch has is its own affair."""
+    importlib.import_module("torch._inductor.compile_fx")
+    common, cache = (importlib.import_module(f"torch._inductor.{name}") for name in ("codegen.common", "codecache"))
+    finders = [getattr(common, "init_backend_registration", None), getattr(cache, "torch_key", None)]
+    if not _has_devices():
+        finders.append(getattr(importlib.import_module("torch._inductor.cpu_vec_isa"), "valid_vec_isa_list", None))
+    for find in finders:
+        if find is not None:
+            find()
 
 
 def may_compute() -> bool:

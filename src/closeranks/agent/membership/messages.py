@@ -12,7 +12,6 @@ else with a ``ProtocolError``; a letter that was decoded has no value that its r
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 from closeranks.agent.membership.checks import Check, Flag, Number, ProtocolError, Runs, Table, Text, Whole
@@ -249,11 +248,6 @@ class Begin(Body):
     def hosts(self) -> tuple[int, ...]:
         """On which host each rank is, by number: ``World.hosts``."""
         return tuple(number for number, count in enumerate(self.per_host) for _ in range(count))
-
-    @property
-    def first_ranks(self) -> tuple[int, ...]:
-        """The lowest rank of each host."""
-        return (0, *accumulate(self.per_host[:-1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,8 +109,9 @@ def state_difference(one: Path, other: Path, tolerance: float = 0.0) -> str:
 
 
 def _lasting(manifest: Manifest) -> dict[str, Any]:
-    """What training goes on from; with which settings, and how long saves took, is told beside it."""
-    return {key: value for key, value in manifest.tree.items() if key not in ("config", "rhythm")}
+    """What training goes on from; with which settings, for how long, and how long saves took, is told beside it."""
+    kept = {key: value for key, value in manifest.tree.items() if key not in ("config", "rhythm")}
+    return {**kept, "schedule": {**kept.get("schedule", {}), "num_steps": None}}
 
 
 def _is_near(a: Found, b: Found, section: str, key: str, tolerance: float) -> bool:

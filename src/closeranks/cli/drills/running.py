@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import typer
@@ -25,7 +24,7 @@ from closeranks.elastic.faults.fault import KINDS, Fault, check_faults
 from closeranks.elastic.faults.grammar import Asked, parse_faults
 from closeranks.elastic.faults.inject import Injector
 from closeranks.elastic.faults.means import lacking
-from closeranks.run.folder import choose_folder
+from closeranks.run.folder import choose_folder, unused
 from closeranks.run.job import Job, check_workers, load_job
 from closeranks.telemetry.folder import RunFolder
 
@@ -62,7 +61,7 @@ def drill(orders: Orders) -> bool:
     """Whether every fault was survived, and the run is equal to the one that never failed."""
     started_at = time.monotonic()
     job, num_workers = _prepare(orders)
-    folder = _free(Path(orders.folder or Path("runs") / f"drill-{orders.path.stem}"))
+    folder = unused(Path(orders.folder or Path("runs") / f"drill-{orders.path.stem}"))
     quiet = _settings(orders, folder / "undisturbed")
     typer.echo(f"1/2 undisturbed: {folder / 'undisturbed'}")
     launching.train(orders.path, quiet, num_workers)
@@ -170,14 +169,6 @@ def _compare(
         tolerance=tolerance,
         failure=failure,
     )
-
-
-def _free(wanted: Path) -> Path:
-    """Never over an earlier drill."""
-    wanted = wanted.expanduser()
-    if not wanted.exists():
-        return wanted
-    return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
 
 
 def train_with(

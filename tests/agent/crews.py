@@ -1,0 +1,16 @@
+"""Workers of one host, all of a world, and how they ended."""
+
+from __future__ import annotations
+
+from closeranks.agent.crew import Crew
+from closeranks.core.world import World
+
+
+def worlds_here(size: int, generation: int) -> list[World]:
+    """All ranks on this host."""
+    return [World(rank, size, rank, size, launcher="agent", generation=generation) for rank in range(size)]
+
+
+def statuses(crew: Crew) -> dict[int, int]:
+    """Of those that have ended, by rank."""
+    return {fact.rank: fact.status for fact in crew.facts() if fact.status is not None}
