@@ -61,8 +61,8 @@ drills: install servers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drills --page docs/drills-table.md
 
 soak: install servers
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --mix light --minutes 30
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --mix all --minutes 30
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --mix light --minutes 30 --waiting
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --mix all --minutes 30 --waiting
 
 matrix: install
 	$(PYTEST) tests/run/test_matrix.py

@@ -158,10 +158,12 @@ def _every(seconds: float, first: float, last: float) -> list[float]:
     return [first + number * seconds for number in range(int((last - first) / seconds))]
 
 
-def test_a_stopped_process_is_given_up_at_the_floor_whatever_it_was_at() -> None:
+def test_a_stopped_process_is_given_up_soon_whatever_it_was_at() -> None:
     words = {0: _word(8, Phase.REDUCE, 10.0), 1: _word(7, Phase.SAVE, 10.0)}
     at = _look_along(Watch(DEADLINES), words, {0: "S", 1: "T"}, _every(0.5, 9.0, 30.0))
-    assert 14.0 <= at <= 16.0
+    assert 11.0 <= at <= 13.0
+    quick = _look_along(Watch(replace(DEADLINES, floor_s=0.8)), words, {0: "S", 1: "T"}, _every(0.2, 9.0, 30.0))
+    assert 9.8 <= quick < 11.0, "never later than anybody else"
     assert _look_along(Watch(DEADLINES), words, {0: "S", 1: "t"}, _every(0.5, 9.0, 30.0)) > 30.0
 
 

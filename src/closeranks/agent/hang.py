@@ -5,8 +5,9 @@ that is furthest behind decides, by the deadline of what it is at; while it is w
 long the others wait. Where several are equally far behind (collectives inside a forward), what the kernel sees of them
 tells who does not wait in a collective.
 
-Invariants: nobody is given up before ``floor_s``; a phase that was never seen to its end has ``first_s``, and so has
-somebody else's code; time in which the agent itself did not run counts for nobody.
+Invariants: nobody is given up before ``floor_s``, but for who is stopped, by the kernel's own word, for ``STOPPED_S``;
+a phase that was never seen to its end has ``first_s``, and so has somebody else's code; time in which the agent itself
+did not run counts for nobody.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _PATIENT = 10.0
 any faster. The first visit of a new generation has as long, where an earlier one knew the phase."""
 _BOUNDLESS = frozenset({Phase.START, Phase.HOOK, Phase.COMPILE, Phase.SAVE, Phase.END})
 """What earlier visits say nothing of: a hook that prints each time may compute for minutes every thousandth."""
+STOPPED_S = 2.0
+"""A process that is stopped will not go on by itself; this is for whoever stops one and lets it go on at once."""
 _STOPPED = "T"
 _BUSY = 0.1
 """Processors; who waits keeps none busy, who works may share one with many."""
@@ -37,6 +40,11 @@ class Deadlines:
     floor_s: float = 5.0
     factor: float = 8.0
     first_s: float = 600.0
+
+    @property
+    def stopped_s(self) -> float:
+        """How long a worker may be stopped."""
+        return min(self.floor_s, STOPPED_S)
 
     def limit_s(self, phase: Phase, longest_s: float | None, earlier_s: float | None = None) -> float:
         """How long a worker may give no sign of life. ``longest_s``: what it took lately; None: not seen in this
@@ -210,18 +218,19 @@ class Watch:
         return still
 
     def _held(self, words: Mapping[int, Progress], states: Mapping[int, str], now: float) -> Still | None:
-        """Who is stopped, and was at every look for ``floor_s``, whatever it was at: there is nothing to wait for."""
+        """Who is stopped, and was at every look for a while, whatever it was at: there is nothing to wait for."""
         held = [rank for rank, state in states.items() if state == _STOPPED and rank in words]
         last, self._stopped = self._stopped, {}
         for rank in held:
             before = last.get(rank)
             self._stopped[rank] = before if before and before[0].at == words[rank].at else (words[rank], now)
-        ripe = sorted(rank for rank, (_, since) in self._stopped.items() if now - since >= self._deadlines.floor_s)
+        limit_s = self._deadlines.stopped_s
+        ripe = sorted(rank for rank, (_, since) in self._stopped.items() if now - since >= limit_s)
         if not ripe:
             return None
         word = words[ripe[0]]
         since = max(word.at, self._awake_since)
-        return Still(tuple(ripe), word.step, word.phase, since, self._deadlines.floor_s, is_stopped=True)
+        return Still(tuple(ripe), word.step, word.phase, since, limit_s, is_stopped=True)
 
 
 def longest_of(words: Iterable[Progress], earlier: Mapping[Phase, float] = _NOTHING) -> dict[Phase, float]:
