@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,50 +25,30 @@ from closeranks.elastic.faults.means import lacking
 from tests.faults.cases import CASES, FAKETIME, Case, false_clock
 from tests.faults.harness import Ran, assert_clean, assert_same, assert_struck, go, wait_for_step
 from tests.faults.jobs import SHAPES
+from tests.faults.rows import AGENT, HEADINGS, Row
+from tests.hosts.drills import HOSTS, drill_hosts
+from tests.hosts.lab import why_not
 
-AGENT = "SIGKILL of the agent"
-HEADINGS = ("fault", "layout", "detected in", "back in", "steps redone", "state equal")
-_GOAL = "every fault survived, at most one finished step redone, all losses and the last state equal in every bit"
-
-
-@dataclass(frozen=True)
-class Row:
-    fault: str
-    layout: str
-    detected_s: float | None
-    back_s: float | None
-    num_redone: int | None
-    problem: str = ""
-    """Empty: survived, and equal in every bit."""
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        redone = "-" if self.num_redone is None else str(self.num_redone)
-        equal = "yes" if not self.problem else f"**no**: {self.problem}"
-        if self.fault == AGENT and not self.problem:
-            equal = "the run ends; nothing outlives it"
-        return self.fault, SHAPES[self.layout].layout, _time(self.detected_s), _time(self.back_s), redone, equal
-
-
-def _time(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} s"
+_GOAL = (
+    "every fault survived, at most one finished step redone, losses and last state equal in every bit (resized: 1e-9)"
+)
 
 
 def drill(folder: Path, shape: str, case: Case, calm: Ran) -> list[Row]:
-    where = folder / f"{shape}-{case.names[0].replace(' ', '-')}"
+    where, layout = folder / f"{shape}-{case.names[0].replace(' ', '-')}", SHAPES[shape].layout
     env, specials = case.env(where), case.specials(where)
     try:
         ran = go(where, shape, *case.settings, faults=case.faults, specials=specials, env=env)
     except AssertionError as error:
-        return [Row(name, shape, None, None, None, str(error).splitlines()[0]) for name in case.names]
+        return [Row(name, layout, None, None, None, str(error).splitlines()[0]) for name in case.names]
     problem = _problem(calm, ran, case)
     strikes = [] if not (where / "strikes.json").exists() else list(_worth_telling(ran, case))
     rows = [
-        Row(name, shape, *_figures(ran, strike, case), problem=problem)
+        Row(name, layout, *_figures(ran, strike, case), problem=problem)
         for name, strike in zip(case.names, strikes, strict=False)
     ]
     missing = case.names[len(rows) :]
-    return [*rows, *(Row(name, shape, None, None, None, problem or "it did not strike") for name in missing)]
+    return [*rows, *(Row(name, layout, None, None, None, problem or "it did not strike") for name in missing)]
 
 
 def _problem(calm: Ran, ran: Ran, case: Case) -> str:
@@ -127,8 +106,8 @@ def drill_agent(folder: Path, shape: str) -> Row:
         assert ran.code == -signal.SIGKILL, ran.said
         assert_clean(ran)
     except AssertionError as error:
-        return Row(AGENT, shape, None, None, None, str(error).splitlines()[0])
-    return Row(AGENT, shape, None, None, None)
+        return Row(AGENT, SHAPES[shape].layout, None, None, None, str(error).splitlines()[0])
+    return Row(AGENT, SHAPES[shape].layout, None, None, None)
 
 
 def possible(case: Case) -> bool:
@@ -145,6 +124,8 @@ def drill_all(folder: Path, shapes: Sequence[str], only: str) -> list[Row]:
                 rows += tell(drill(folder, shape, case, calm))
         if only in AGENT:
             rows += tell([drill_agent(folder, shape)])
+        if only in " ".join(HOSTS) and not why_not():
+            rows += tell(drill_hosts(folder / f"hosts-{shape}", shape))
     return rows
 
 
@@ -163,9 +144,14 @@ def page(rows: Sequence[Row], seconds: float) -> str:
         return "| " + " | ".join(value.ljust(width) for value, width in zip(values, widths, strict=True)) + " |"
 
     table = [line(HEADINGS), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, cells)]
-    left_out = [name for case in CASES if not possible(case) for name in case.names]
+    left_out = _left_out()
     without = f" Not possible on that machine, and left out: {', '.join(left_out)}." if left_out else ""
     return "\n".join([*table, "", f"{_sentence(rows)}{without} `make drills`, {seconds / 60:.0f} minutes.", ""])
+
+
+def _left_out() -> list[str]:
+    names = [name for case in CASES if not possible(case) for name in case.names]
+    return [*names, *(HOSTS if why_not() else ())]
 
 
 def _sentence(rows: Sequence[Row]) -> str:
@@ -192,7 +178,7 @@ def main() -> int:
     figures |= {"seconds": round(seconds, 1)}
     figures |= {"back_s": {"median": round(median(back), 3), "most": round(max(back), 3)}} if back else {}
     figures |= {"redone_most": max(redone, default=0)}
-    figures |= {"left_out": [name for case in CASES if not possible(case) for name in case.names]}
+    figures |= {"left_out": _left_out()}
     print(json.dumps({"name": "drills", "figures": figures, "goal": _GOAL, "met": is_met}))
     return 0 if is_met else 1
 

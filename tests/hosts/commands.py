@@ -55,7 +55,7 @@ class Command:
         return found
 
     def workers(self) -> list[int]:
-        """Those of them that train: a zygote and its spare lead sessions of their own."""
+        """Those of them that train: a zygote and its heir lead sessions of their own."""
         return [pid for pid in self.descendants() if os.getsid(pid) != pid]
 
     def wait(self) -> int:

@@ -71,6 +71,8 @@ class Site:
     """Where a job is run, and what became of it."""
 
     folder: Path
+    num_workers: int = 1
+    """Of each host."""
 
     @property
     def run(self) -> Path:
@@ -95,10 +97,10 @@ class Site:
 
     def lead(self, host: Host, *arguments: object, hosts: str = "2") -> Command:
         listen = ("--hosts", hosts, "--listen", f"{host.address}:{PORT}", "--token-file", self.token)
-        return self.command(host, "train", "job.toml", "-n", 1, *listen, *arguments)
+        return self.command(host, "train", "job.toml", "-n", self.num_workers, *listen, *arguments)
 
     def join(self, host: Host, lead: Host, *arguments: object, token: Path | None = None) -> Command:
-        how = ("--join", f"{lead.address}:{PORT}", "-n", 1, "--token-file", token or self.token)
+        how = ("--join", f"{lead.address}:{PORT}", "-n", self.num_workers, "--token-file", token or self.token)
         return self.command(host, "agent", *how, *arguments)
 
     # --- while it runs
@@ -120,7 +122,11 @@ class Site:
         ranks = range(num_ranks) if rank is None else [rank]
         paths = [self.folder / "holds" / f"{step}-{generation}-{one}" for one in ranks]
         what = f"ranks {list(ranks)} to stand at step {step}"
-        wait_for(lambda: all(path.exists() for path in paths) or _ended(lead, what), what, lead)
+        try:
+            wait_for(lambda: all(path.exists() for path in paths) or _ended(lead, what), what, lead)
+        except AssertionError as error:
+            held, events = sorted(path.name for path in paths[0].parent.iterdir()), self._all_agent_events()
+            raise AssertionError(f"{error}\nheld: {held}\nthe agent told: {events}") from None
 
     def wait_for_event(self, event: str, lead: Command, *, times: int = 1, **fields: object) -> Event:
         """Of the agent's own: the first such, or a later one."""
@@ -132,9 +138,12 @@ class Site:
         return wait_for(lambda: find() or _ended(lead, f"{event} {fields}"), f"{event} {fields}", lead)
 
     def agent_events(self, kind: str) -> list[Event]:
+        return [event for event in self._all_agent_events() if event.name == kind]
+
+    def _all_agent_events(self) -> list[Event]:
         path = self.run / "metrics" / "agent.jsonl"
         events = [event for _, event in read_events(path)] if path.exists() else []
-        return [event for event in events if event is not None and event.name == kind]
+        return [event for event in events if event is not None]
 
     # --- afterwards
 

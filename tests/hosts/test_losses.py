@@ -66,7 +66,7 @@ def test_workers_die_with_their_agent(tmp_path: Path, site: Site, undisturbed: d
         site.hold(5, rank=1)
         site.wait_until_held(5, rank=1, lead=lead)
         assert len(other.workers()) == 1
-        wait_for(lambda: len(other.descendants()) == 3, "a zygote, its spare and a worker", other)
+        wait_for(lambda: len(other.descendants()) == 3, "a zygote, its heir and a worker", other)
         other.send(signal.SIGKILL)
         assert other.wait() == KILLED
         wait_until_clean(second)
