@@ -62,7 +62,12 @@ def test_a_killed_worker_ends_the_run_with_one_clear_report(tmp_path: Path) -> N
     assert "rank 1" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_ctrl_c_saves_and_ends_everything_within_seconds(tmp_path: Path) -> None:
+def two_seconds() -> float:
+    """Of a machine that is free; where others use it, as many more as they take."""
+    return 2.0 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def test_ctrl_c_saves_and_ends_everything_within_two_seconds(tmp_path: Path) -> None:
     with started("train", TINY, "-n", 2, *LONG, "run.folder=run", "telemetry.report=false", cwd=tmp_path) as (
         process,
         name,
@@ -73,7 +78,7 @@ def test_ctrl_c_saves_and_ends_everything_within_seconds(tmp_path: Path) -> None
         process.communicate(timeout=10)
         assert process.returncode == 130
         assert gone_within(name, 0.5)
-        assert time.monotonic() - asked_at < 4.0, "1.5 s of patience, on a machine that others use"
+        assert time.monotonic() - asked_at < two_seconds()
     run = tmp_path / "run"
     assert last_step(run, 0) == last_step(run, 1), "all ranks stopped at the same step"
     assert (run / "checkpoints" / "latest").exists()
@@ -91,7 +96,7 @@ def test_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
         process.communicate(timeout=10)
         assert process.returncode == 130
         assert gone_within(name, 0.5)
-        assert time.monotonic() - asked_at < 4.0, "1.5 s of patience, on a machine that others use"
+        assert time.monotonic() - asked_at < two_seconds()
 
 
 def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
