@@ -113,9 +113,12 @@ def test_a_failure_on_the_way_leaves_nothing_either(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_there_is_a_gpu_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "may_compute", lambda: False)
-    monkeypatch.setattr(warming, "rehearse", lambda job: pytest.fail("a backward would start a thread of the driver"))
-    warming.warm({"job": tiny().model_dump(mode="json")})
+    rehearsed: list[Job] = []
+    monkeypatch.setattr(warming, "rehearse", rehearsed.append)
+    for may_compute in (False, True):
+        monkeypatch.setattr(warming, "may_compute", lambda may=may_compute: may)
+        warming.warm({"job": tiny().model_dump(mode="json")})
+        assert bool(rehearsed) is may_compute, "a backward would start a thread of the driver"
 
 
 @pytest.mark.parametrize(

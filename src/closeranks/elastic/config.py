@@ -22,7 +22,7 @@ class ElasticConfig(Table):
     snapshot_cost: float = Field(default=0.02, gt=0.0, le=1.0)
     """The share of a step that "auto" lets the copies take."""
     hang_floor_s: float = Field(default=5.0, gt=0.0)
-    """A worker that stands still is never given up before this long."""
+    """A worker that stands still is never given up before this long; one that is stopped, after 2 s at the latest."""
     hang_factor: float = Field(default=8.0, ge=1.0)
     """It is given up when a phase of its step takes so many times the longest it took lately."""
     first_s: float = Field(default=600.0, gt=0.0)
