@@ -36,4 +36,5 @@ def test_processor_time_counts_where_no_core_is_to_spare() -> None:
 
 
 def test_ranks_look_early_and_then_now_and_then() -> None:
-    assert [n for n in range(301) if is_time_to_decide(n)] == [3, 100, 200, 300]
+    assert [n for n in range(301) if is_time_to_decide(n)] == [3, 6, 100, 200, 300]
+    assert [n for n in range(301) if is_time_to_decide(n, has_decided=True)] == [100, 200, 300]

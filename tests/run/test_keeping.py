@@ -14,6 +14,7 @@ from closeranks.core.environment import set_world
 from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapshotting, StepDone, Warned
 from closeranks.core.world import World
 from closeranks.elastic import slots
+from closeranks.elastic.keeper import Joined, Keeper
 from closeranks.elastic.shelf import Shelf
 from closeranks.elastic.slots import Sealed as SealedSlot
 from closeranks.elastic.slots import check, inspect
@@ -106,6 +107,30 @@ def test_a_later_generation_keeps_the_pace_of_the_one_before_until_it_knows_bett
     assert [event.step for event in small.of_kind(tmp_path, Restored)] == [3]
     assert [event.every for event in small.of_kind(tmp_path, Snapshotting)] == [3]
     assert steps_of(shelf) == [6, 3, None, None]
+
+
+@pytest.mark.usefixtures("alone")
+def test_copies_that_make_a_slot_ready_are_no_measure(
+    tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that takes over finds its state in place: its first two copies are its first into either slot, and
+    pinning memory for a device takes many times as long as a copy."""
+    small.train(tmp_path, elastic={"snapshot_every": 1}, **NO_SAVES)
+    settle_in(shelf=shelf)
+    set_world(World(launcher="testing", generation=1))
+    join, steps = Keeper.join, list[int]()
+
+    def slow_at_first(keeper: Keeper) -> Joined | None:
+        joined = join(keeper)
+        if joined is None:
+            return None
+        steps.append(joined.step)
+        return replace(joined, stall_s=100.0, late_s=100.0) if len(steps) <= 2 else joined
+
+    monkeypatch.setattr(Keeper, "join", slow_at_first)
+    small.train(tmp_path, train={"steps": 12}, checkpoint={"save": False, "resume": "auto"})
+    assert steps[:5] == [5, 6, 7, 8, 9]
+    assert all(said.cost_s < 50 for said in small.of_kind(tmp_path, Snapshotting))
 
 
 @pytest.mark.usefixtures("alone")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 
-_FIRST, _EVERY = 3, 100
+_FIRST, _EVERY = (3, 6), 100
 _MOST = 1000
 
 
-def is_time_to_decide(num_steps: int) -> bool:
-    """Whether ranks look at what copies cost after so many steps of their own: early, and now and then."""
-    return num_steps == _FIRST or (num_steps > 0 and num_steps % _EVERY == 0)
+def is_time_to_decide(num_steps: int, *, has_decided: bool = False) -> bool:
+    """Whether ranks look at what copies cost after so many steps of their own: early, as soon as enough copies were
+    taken (fewer are by the first time where a generation found its state in place), and now and then."""
+    return (num_steps in _FIRST and not has_decided) or (num_steps > 0 and num_steps % _EVERY == 0)
 
 
 def steps_between(stall_s: float, late_s: float, step_s: float, share: float) -> int:

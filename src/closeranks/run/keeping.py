@@ -37,6 +37,8 @@ from closeranks.telemetry.recorder import to_line
 
 REGROUPED = "regrouped"
 """How a generation ends that another takes over from by agreement."""
+_NUM_FIRST = 2
+"""Copies of a generation that make a slot ready, which may take far longer than a copy: one for each of the pair."""
 
 
 class Keeping:
@@ -68,6 +70,7 @@ class Keeping:
         self._is_warned = False
         self._held: list[Holding] = []
         self._stepped_at, self._lost_s = 0.0, 0.0
+        self._num_heard, self._has_decided = 0, False
         self._steps, self._stalls, self._lates = list[float](), list[float](), list[float]()
         parts.before_vote.append(self.before_vote)
 
@@ -98,7 +101,7 @@ class Keeping:
         now = time.monotonic()
         self._steps.append(max(0.0, now - self._stepped_at - self._lost_s))
         self._stepped_at, self._lost_s, self._done = now, 0.0, step
-        if is_time_to_decide(step - self._first):
+        if self._is_time(step):
             self._decide(self._keeper, step)
         if step - self._begun >= self._every:
             self._begin(self._keeper, step)
@@ -112,7 +115,7 @@ class Keeping:
             return
         self._keeper.land()
         step = self._done + 1
-        if step - self._begun >= self._every or is_time_to_decide(step - self._first) or self._keeper.is_done:
+        if step - self._begun >= self._every or self._is_time(step) or self._keeper.is_done:
             self._join(self._keeper)
 
     def seal(self, step: int) -> bool:
@@ -173,6 +176,10 @@ class Keeping:
         if joined.is_sealed:
             self._sealed = joined.step
             self._overseer.kept(joined.step)
+        self._num_heard += 1
+        if self._num_heard == _NUM_FIRST + 1:
+            self._stalls.clear()
+            self._lates.clear()
         num_busy = self._parts.world.local_size * (1 if self._parts.device.type == "cuda" else torch.get_num_threads())
         for seconds, costs in ((joined.stall_s, self._stalls), (joined.late_s, self._lates)):
             costs.append(true_cost(seconds, joined.busy_s, _num_cores(), num_busy))
@@ -182,13 +189,17 @@ class Keeping:
             what = f"rank {self._parts.world.rank}: {joined.problem}; training goes on"
             self._emit(Warned(what, joined.step))
 
+    def _is_time(self, step: int) -> bool:
+        return is_time_to_decide(step - self._first, has_decided=self._has_decided)
+
     def _decide(self, keeper: Keeper, step: int) -> None:
-        """All ranks, at the same step. The first copy and the first step, which make everything ready, are left out
-        where there are others. A generation that has taken none yet goes on as the one before."""
-        if not self._lates:  # on all ranks alike: what was begun is joined by now
+        """All ranks, at the same step. The first step and the first copies, which make everything ready, are left out
+        where there are others. A generation that has taken no others yet goes on as it began."""
+        if self._num_heard <= (_NUM_FIRST if self._is_auto else 0):  # on all ranks alike: what was begun is joined
             return
+        self._has_decided = True
         own = [median(self._steps[1:] or self._steps)]
-        own += [median_low(costs[1:] or costs) for costs in (self._stalls, self._lates)]
+        own += [median_low(costs) for costs in (self._stalls, self._lates)]
         told = [json.loads(text) for text in self._parts.groups.world.gather_text(json.dumps(own))]
         step_s, stall_s, late_s = (max(numbers) for numbers in zip(*told, strict=True))
         for numbers in (self._steps, self._stalls, self._lates):

@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pkgutil
 import random
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,31 @@ _KEPT = ("dropout", "attention", "tied")
 _DEVICES = ("nvidia", "kfd", "dxg")
 """How the kernel names accelerators: NVIDIA's, AMD's, and any under Windows."""
 _LEAVE_S = 5.0
+_LATE = (
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.memory_planning",
+    "torch._inductor.fx_passes.apply_gumbel_max_trick",
+    "torch._inductor.fx_passes.efficient_conv_bn_eval",
+    "torch._inductor.fx_passes.freezing_patterns",
+    "torch._inductor.fx_passes.fuse_attention",
+    "torch._inductor.fx_passes.pad_mm",
+    "torch._inductor.fx_passes.quantization",
+    "torch._inductor.runtime.caching",
+    "torch._dynamo.dce_extra_outputs",
+    "torch._subclasses.schema_check_mode",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
+    "triton.tools.tensor_descriptor",
+)
+"""What torch.compile imports only in the middle of its first graph."""
+_FINDERS = (
+    ("torch._dynamo.backends.registry", "_lazy_import"),
+    ("torch._inductor.codegen.common", "init_backend_registration"),
+    ("torch._inductor.codecache", "torch_key"),
+    ("triton.runtime.cache", "triton_key"),
+)
+"""What it looks for once in a process, and remembers."""
 
 
 def warm(payload: Mapping[str, Any]) -> None:
@@ -64,17 +90,25 @@ def warm(payload: Mapping[str, Any]) -> None:
 
 
 def learn_compiler() -> None:
-    """What torch.compile finds out once in every process: where its parts are, which version of itself its cache is
-    for, and, where it compiles for this processor, what the processor can do, by a program for each. With a warm cache
-    that is most of a first compiled step. Which of these a version of torch has is its own affair."""
-    importlib.import_module("torch._inductor.compile_fx")
-    common, cache = (importlib.import_module(f"torch._inductor.{name}") for name in ("codegen.common", "codecache"))
-    finders = [getattr(common, "init_backend_registration", None), getattr(cache, "torch_key", None)]
+    """What torch.compile finds out once in every process: where its parts are, which versions of itself and of triton
+    its cache is for, and, where it compiles for this processor, what the processor can do, by a program for each. With
+    a warm cache that is most of a first compiled step. Which of these a version of torch has is its own affair."""
+    for name in (*_LATE, *_patterns()):
+        with suppress(ImportError, AttributeError):
+            importlib.import_module(name)
+    finders = list(_FINDERS)
     if not _has_devices():
-        finders.append(getattr(importlib.import_module("torch._inductor.cpu_vec_isa"), "valid_vec_isa_list", None))
-    for find in finders:
-        if find is not None:
-            find()
+        finders.append(("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"))
+    for name, finder in finders:
+        with suppress(ImportError, AttributeError):
+            getattr(importlib.import_module(name), finder)()
+
+
+def _patterns() -> Iterator[str]:
+    """The modules that are searched for when a graph is first compared with what inductor knows by heart."""
+    with suppress(ImportError):
+        package = importlib.import_module("torch._inductor.fx_passes.serialized_patterns")
+        yield from (one.name for one in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
 
 
 def may_compute() -> bool:
