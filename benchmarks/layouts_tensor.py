@@ -58,10 +58,10 @@ def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-    whole = (Replicate(), None, None)
+    whole = (Replicate(), None, None, None)
     block = {
         "input_layernorm": SequenceParallel(),
-        "self_attn": PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=whole),
+        "self_attn": PrepareModuleInput(input_layouts=(Shard(1), None, None, None), desired_input_layouts=whole),
         "self_attn.q_proj": ColwiseParallel(),
         "self_attn.k_proj": ColwiseParallel(),
         "self_attn.v_proj": ColwiseParallel(),
