@@ -163,7 +163,8 @@ class Agent:
 
         for _ in range(NUM_RANKS):
             endpoint, _address = self._listener.accept()
-            endpoint.sendall(encode({"type": "hello", "world": {}, "entry": "", "payload": {}}))
+            hello = {"type": "hello", "world": {"hosts": []}, "entry": "", "payload": {}, "boxes": [], "host": ""}
+            endpoint.sendall(encode(hello))
             threading.Thread(target=self._hear, args=(endpoint,), daemon=True).start()
 
     @staticmethod
