@@ -1,0 +1,233 @@
+"""What does a reduction cost, by which algorithm, and in which portions should gradients travel?
+
+The model is the usual one of latency and rate (alpha and beta; gamma for adding up): a message of n bytes takes
+``latency_s + n / bytes_per_s``. Inside a host every rank has a link of its own. Between hosts the link is the *host's*,
+all its cards together: messages that leave a host in the same round share it. A round lasts as long as its slowest
+message. Invariant: figures follow from the rounds of ``facts.rounds`` alone, so formulas and counts cannot disagree.
+
+For p ranks on one host, of an all-reduce of n bytes, with a = latency, b = 1 / rate, p' the largest power of two in p,
+d = floor(log2 p), the depth of the tree:
+
+* ring: 2 (p-1) a + 2 (p-1)/p n b (Patarasuk and Yuan 2009)
+* halving-doubling: 2 log2(p') a + 2 (p'-1)/p' n b, and 2 (a + n b) more where p is no power of two (Thakur et al. 2005)
+* tree in k chunks: 4 (d + k - 1) (a + n/k b); a little less where ranks of its last level have no sibling
+* hierarchical, H hosts of g: 2 (g-1) (a + n/g b) inside, 2 (H-1) (a' + n/H b') between hosts
+
+What leaves a host is 2 (p-1)/p n in a flat ring and 2 (H-1)/H n in a hierarchical one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from closeranks.facts.rounds import Algorithm, Operation, Round, Topology, level_of, rounds
+
+_MOST_CHUNKS = 1024
+_KIB, _MIB = 1 << 10, 1 << 20
+BUCKET_SIZES = tuple(256 * _KIB << doublings for doublings in range(9))
+"""What a search for a bucket's size tries: 256 KiB to 64 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Ranks and what connects them."""
+
+    topology: Topology
+    inside: Link
+    """From a rank to another one of its host."""
+    across: Link | None = None
+    """What a host sends to others, all its ranks together; needed where there are several hosts."""
+    add_bytes_per_s: float = math.inf
+    """How fast a rank adds up what arrives."""
+
+    def __post_init__(self) -> None:
+        if self.topology.hosts > 1 and self.across is None:
+            raise ValueError("several hosts need a link between them: give across")
+
+    @classmethod
+    def flat(cls, num_ranks: int, link: Link) -> Network:
+        """All ranks alike."""
+        return cls(Topology(1, num_ranks), link)
+
+    @property
+    def slowest(self) -> Link:
+        return self.across if self.across is not None and self.topology.hosts > 1 else self.inside
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one collective. Where ranks or hosts differ, the figure of the busiest."""
+
+    seconds: float = 0.0
+    num_rounds: int = 0
+    messages: int = 0
+    """That one rank sends."""
+    sent_bytes: float = 0.0
+    """By one rank."""
+    across_bytes: float = 0.0
+    """That leave one host."""
+
+
+def cost(
+    algorithm: Algorithm, num_bytes: float, network: Network, operation: Operation = "all-reduce", *, chunks: int = 0
+) -> Cost:
+    """``chunks`` is a tree's pipelining; 0 takes the best number."""
+    chunks = chunks or best_chunks(num_bytes, network)
+    found = rounds(algorithm, operation, num_bytes, network.topology, chunks=chunks)
+    messages: Counter[int] = Counter()
+    sent: dict[int, float] = {}
+    left: dict[int, float] = {}
+    for one in found:
+        for source, target, size in one.sends:
+            messages[source] += one.times
+            sent[source] = sent.get(source, 0.0) + one.times * size
+            host = network.topology.host_of(source)
+            if host != network.topology.host_of(target):
+                left[host] = left.get(host, 0.0) + one.times * size
+    return Cost(
+        seconds=sum(one.times * round_s(one, network) for one in found),
+        num_rounds=sum(one.times for one in found),
+        messages=max(messages.values(), default=0),
+        sent_bytes=max(sent.values(), default=0.0),
+        across_bytes=max(left.values(), default=0.0),
+    )
+
+
+def round_s(one: Round, network: Network) -> float:
+    """As long as its slowest message, and what leaves or enters a host shares the host's link."""
+    topology = network.topology
+    inside, leaving, entering = 0.0, dict[int, float](), dict[int, float]()
+    for source, target, size in one.sends:
+        here, there = topology.host_of(source), topology.host_of(target)
+        if here == there:
+            inside = max(inside, network.inside.seconds(size))
+        else:
+            leaving[here] = leaving.get(here, 0.0) + size
+            entering[there] = entering.get(there, 0.0) + size
+    busiest = max([*leaving.values(), *entering.values()], default=None)
+    between = network.slowest.seconds(busiest) if busiest is not None else 0.0
+    adding = max(send.num_bytes for send in one.sends) / network.add_bytes_per_s if one.reduces else 0.0
+    return max(inside, between) + adding
+
+
+def across_bytes(
+    algorithm: Algorithm, num_bytes: float, topology: Topology, operation: Operation = "all-reduce"
+) -> float:
+    """What leaves the busiest host."""
+    any_link = Link(0.0, 1.0)
+    return cost(algorithm, num_bytes, Network(topology, any_link, any_link), operation, chunks=1).across_bytes
+
+
+def best_chunks(num_bytes: float, network: Network) -> int:
+    """The k at which 4 (d + k - 1) (a + n/k b) is least: the root of (d - 1) n b / a."""
+    depth, link = level_of(max(network.topology.num_ranks - 1, 0)), network.slowest
+    if depth < 2 or num_bytes <= 0:
+        return 1
+    if link.latency_s <= 0:
+        return _MOST_CHUNKS
+    ideal = math.sqrt((depth - 1) * num_bytes / link.bytes_per_s / link.latency_s)
+    return min(max(round(ideal), 1), _MOST_CHUNKS)
+
+
+# --- which one
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    algorithm: Algorithm
+    cost: Cost
+    why: str
+    """One sentence for people."""
+
+
+def candidates(topology: Topology, operation: Operation = "all-reduce") -> tuple[Algorithm, ...]:
+    """The simplest first. One host, or one rank on each, has no hierarchy; a tree does nothing but all-reduce."""
+    found: list[Algorithm] = ["ring", "halving-doubling"]
+    if topology.hosts > 1 and topology.per_host > 1:
+        found.insert(1, "hierarchical")
+    if operation == "all-reduce":
+        found.append("tree")
+    return tuple(found)
+
+
+def cheapest(
+    num_bytes: float, network: Network, operation: Operation = "all-reduce", among: Sequence[Algorithm] = ()
+) -> Choice:
+    """The fastest of ``among`` (all that make sense here where it is empty); of equals, the first."""
+    names = among or candidates(network.topology, operation)
+    costs = {name: cost(name, num_bytes, network, operation) for name in names}
+    best = min(costs, key=lambda name: costs[name].seconds)
+    others = {name: one for name, one in costs.items() if name != best}
+    if not others:
+        return Choice(best, costs[best], f"{best}: there is no other way here")
+    rival = "ring" if "ring" in others else min(others, key=lambda name: others[name].seconds)
+    waits = [cost(name, 0, network, operation).seconds for name in (rival, best)]
+    why = _why(costs[best], rival, others[rival], num_bytes, waits[0] - waits[1])
+    return Choice(best, costs[best], f"{best}: {why}")
+
+
+def _why(best: Cost, rival: Algorithm, other: Cost, num_bytes: float, latency_saved_s: float) -> str:
+    """By what it is cheaper than the rival: fewer rounds where most of what is saved is latency, else fewer bytes."""
+    seconds = f"about {_span(best.seconds)} instead of {_span(other.seconds)}"
+    if best.num_rounds < other.num_rounds and 2 * latency_saved_s > other.seconds - best.seconds:
+        return f"{best.num_rounds} rounds instead of {other.num_rounds}, {seconds}"
+    if best.across_bytes < other.across_bytes:
+        times = _times(best.across_bytes / num_bytes, other.across_bytes / num_bytes)
+        return f"{times} of the gradients cross the link between hosts, {seconds}"
+    if best.sent_bytes < other.sent_bytes:
+        return f"a rank sends {_times(best.sent_bytes / num_bytes, other.sent_bytes / num_bytes)}, {seconds}"
+    return f"{seconds} by {rival}"
+
+
+def _times(ours: float, theirs: float) -> str:
+    digits = 1 if f"{ours:.1f}" != f"{theirs:.1f}" else 2
+    return f"{ours:.{digits}f}x instead of {theirs:.{digits}f}x"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 0.9995e-3:
+        return f"{1e6 * seconds:.0f} us"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+# --- in which portions
+
+
+def exposed_s(bucket_bytes: float, total_bytes: float, backward_s: float, network: Network) -> float:
+    """How long gradients are still under way when backward is over, in buckets of this size, by ring.
+
+    Gradients come evenly over backward; a bucket leaves when it is full and the one before has arrived. With k buckets
+    and t seconds for each, the last has arrived after the largest of r_i + t_i + ... + t_k, r_i being when bucket i is
+    full. As r_i grows evenly and all but the last bucket are alike, that is so for the first, the last but one or the
+    last i. Without backward to hide behind nothing overlaps, and a bucket costs its latency.
+    """
+    if total_bytes <= 0 or network.topology.num_ranks < 2:
+        return 0.0
+    num_full = math.ceil(total_bytes / bucket_bytes) - 1
+    each_s = cost("ring", bucket_bytes, network).seconds if num_full else 0.0
+    last_s = cost("ring", total_bytes - num_full * bucket_bytes, network).seconds
+    ends = [backward_s + last_s]
+    for place in (1, num_full) if num_full else ():
+        ready_s = backward_s * place * bucket_bytes / total_bytes
+        ends.append(ready_s + (num_full - place + 1) * each_s + last_s)
+    return max(ends) - backward_s
+
+
+def best_bucket(total_bytes: float, backward_s: float, network: Network, sizes: Sequence[int] = BUCKET_SIZES) -> int:
+    """The size, in bytes, that leaves the least to wait for after backward; of equals (to the nanosecond) the smallest.
+
+    Small buckets leave little behind the last gradient, large ones pay the latency less often.
+    """
+    return min(sorted(sizes), key=lambda size: round(exposed_s(size, total_bytes, backward_s, network), 9))

@@ -1,0 +1,172 @@
+"""Who sends how much to whom, round by round, when ranks reduce or gather?
+
+A round is a set of messages that travel at the same time; in every round a rank sends at most one message and receives
+at most one. Ranks are numbered host by host. Invariant: the rounds are a pure function of algorithm, operation, bytes
+and topology, and shares are exact fractions of the bytes: what a library rounds up to whole elements is not counted.
+
+[Note: the algorithms] of n bytes over p ranks, p' the largest power of two in p, H hosts of g ranks:
+
+* ring: p - 1 rounds of n/p to the next rank sum a share on every rank, p - 1 more hand the sums round (Patarasuk and
+  Yuan 2009, who prove that no all-reduce sends less than its 2 (p-1)/p n bytes a rank).
+* halving-doubling: partners exchange halves, then halves of halves, in log2 p' rounds; the way back doubles them
+  (Thakur, Rabenseifner and Gropp 2005, after Rabenseifner). For the all-reduce near partners come first, so that far
+  ones exchange the small parts; for a reduce-scatter far ones do, so that each rank ends with the share of its number.
+  The remainder rule: of the first 2 (p - p') ranks every odd one hands its vector to its neighbour before, takes no
+  part, and is handed the outcome at the end.
+* tree: a binary heap of ranks with 0 at its root, pipelined in k chunks: children send up, left ones before right ones,
+  each chunk as soon as it is summed, then all of it the other way down. k = 1 is the tree that is not pipelined.
+* hierarchical: a ring's reduce-scatter inside each host, a ring's all-reduce among equal places of all hosts, a ring's
+  all-gather inside each host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Operation = Literal["all-reduce", "reduce-scatter", "all-gather"]
+Algorithm = Literal["ring", "halving-doubling", "tree", "hierarchical"]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """So many hosts in a row, with as many ranks on each."""
+
+    hosts: int
+    per_host: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.hosts * self.per_host
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.per_host
+
+
+class Send(NamedTuple):
+    source: int
+    target: int
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Messages that travel at the same time."""
+
+    sends: tuple[Send, ...]
+    times: int = 1
+    """So many rounds in a row that are alike."""
+    reduces: bool = False
+    """Whether what arrives is added to what is there."""
+
+
+def rounds(
+    algorithm: Algorithm, operation: Operation, num_bytes: float, topology: Topology, *, chunks: int = 1
+) -> tuple[Round, ...]:
+    """``num_bytes`` is the whole vector: what is reduced, or what a gather puts together. See the note above."""
+    make: dict[str, Callable[[], Iterator[Round]]] = {
+        "ring": lambda: _ring(operation, num_bytes, [range(topology.num_ranks)]),
+        "halving-doubling": lambda: _halving_doubling(operation, num_bytes, topology.num_ranks),
+        "tree": lambda: _tree(operation, num_bytes, topology.num_ranks, chunks),
+        "hierarchical": lambda: _hierarchical(operation, num_bytes, topology),
+    }
+    return tuple(one for one in make[algorithm]() if one.times and one.sends)
+
+
+def _ring(operation: Operation, num_bytes: float, rings: Sequence[Sequence[int]]) -> Iterator[Round]:
+    """Rings of equally many ranks, all at once, each with a vector of its own."""
+    size = len(rings[0])
+    sends = tuple(Send(ring[at], ring[(at + 1) % size], num_bytes / size) for ring in rings for at in range(size))
+    if operation != "all-gather":
+        yield Round(sends, size - 1, reduces=True)
+    if operation != "reduce-scatter":
+        yield Round(sends, size - 1)
+
+
+def _hierarchical(operation: Operation, num_bytes: float, topology: Topology) -> Iterator[Round]:
+    hosts, per_host = topology.hosts, topology.per_host
+    inside = [range(host * per_host, (host + 1) * per_host) for host in range(hosts)]
+    across = [range(place, topology.num_ranks, per_host) for place in range(per_host)]
+    if operation != "all-gather":
+        yield from _ring("reduce-scatter", num_bytes, inside)
+    yield from _ring(operation, num_bytes / per_host, across)
+    if operation != "reduce-scatter":
+        yield from _ring("all-gather", num_bytes, inside)
+
+
+class _Core:
+    """The ranks that halve and double, and those that stand aside: see the remainder rule."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.size = 1 << (num_ranks.bit_length() - 1)
+        self.num_aside = num_ranks - self.size
+        self.masks = [1 << bit for bit in range(self.size.bit_length() - 1)]
+
+    def rank(self, core: int) -> int:
+        return 2 * core if core < self.num_aside else core + self.num_aside
+
+    def leave(self, num_bytes: float) -> tuple[Send, ...]:
+        return tuple(Send(2 * core + 1, 2 * core, num_bytes) for core in range(self.num_aside))
+
+    def come_back(self, num_bytes: float) -> tuple[Send, ...]:
+        return tuple(Send(2 * core, 2 * core + 1, num_bytes) for core in range(self.num_aside))
+
+    def shares(self, core: int, mask: int) -> int:
+        """How many ranks' shares lie in the aligned run of ``mask`` that ``core`` is in: who stands for two has two."""
+        first = core // mask * mask
+        return mask + min(max(self.num_aside - first, 0), mask)
+
+
+def _halving_doubling(operation: Operation, num_bytes: float, num_ranks: int) -> Iterator[Round]:
+    core, share = _Core(num_ranks), num_bytes / num_ranks
+    if operation == "all-reduce":
+        yield Round(core.leave(num_bytes), reduces=True)
+        halves = [_exchange(core, mask, [num_bytes / (2 * mask)] * core.size) for mask in core.masks]
+        yield from (Round(sends, reduces=True) for sends in halves)
+        yield from (Round(sends) for sends in reversed(halves))
+        yield Round(core.come_back(num_bytes))
+    elif operation == "reduce-scatter":  # who stands aside keeps its own share, and adds the others' sum to it
+        yield Round(core.leave(num_bytes - share), reduces=True)
+        for mask in reversed(core.masks):
+            sizes = [share * core.shares(one ^ mask, mask) for one in range(core.size)]
+            yield Round(_exchange(core, mask, sizes), reduces=True)
+        yield Round(core.come_back(share), reduces=True)
+    else:
+        yield Round(core.leave(share))
+        for mask in core.masks:
+            sizes = [share * core.shares(one, mask) for one in range(core.size)]
+            yield Round(_exchange(core, mask, sizes))
+        yield Round(core.come_back(num_bytes - share))
+
+
+def _exchange(core: _Core, mask: int, sizes: Sequence[float]) -> tuple[Send, ...]:
+    return tuple(Send(core.rank(one), core.rank(one ^ mask), size) for one, size in enumerate(sizes))
+
+
+def _tree(operation: Operation, num_bytes: float, num_ranks: int, chunks: int) -> Iterator[Round]:
+    """A beat is two rounds, one for left children and one for right ones; a level is a beat behind the one before."""
+    if operation != "all-reduce":
+        raise ValueError(f"a tree gives every rank the whole: it is no way to {operation}")
+    depth, size = num_ranks.bit_length() - 1, num_bytes / chunks
+    for is_up in (True, False):
+        beats = Counter(_busy_levels(beat, depth, chunks, is_up=is_up) for beat in range(depth + chunks - 1))
+        for levels, times in beats.items():
+            for side in (1, 0):  # left children have odd numbers
+                children = [rank for rank in range(1, num_ranks) if rank % 2 == side and level_of(rank) in levels]
+                pairs = [(rank, (rank - 1) // 2) if is_up else ((rank - 1) // 2, rank) for rank in children]
+                yield Round(tuple(Send(*pair, size) for pair in pairs), times, reduces=is_up)
+
+
+def level_of(rank: int) -> int:
+    """The root's is 0."""
+    return (rank + 1).bit_length() - 1
+
+
+def _busy_levels(beat: int, depth: int, chunks: int, *, is_up: bool) -> range:
+    """The levels whose ranks have a chunk to pass in this beat: the deepest begin on the way up, the first down."""
+    newest, oldest = beat, max(beat - chunks + 1, 0)
+    if is_up:
+        return range(max(depth - newest, 1), depth - oldest + 1)
+    return range(oldest + 1, min(newest + 1, depth) + 1)
