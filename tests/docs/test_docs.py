@@ -18,6 +18,7 @@ import pytest
 import typer
 
 import closeranks
+from closeranks.cli.compare.config import Compare, load_compare
 from closeranks.cli.main import app
 from closeranks.elastic.config import ElasticConfig
 from closeranks.facts import digits, llama, pairs
@@ -106,7 +107,13 @@ def test_the_diff_leads_from_a_plain_loop_to_the_example(tmp_path: Path) -> None
     assert "closeranks" not in before
 
 
-@pytest.mark.parametrize("block", all_blocks("toml"), ids=lambda block: block.place)
+@pytest.mark.parametrize("block", [b for b in all_blocks("toml") if b.mark == "compare"], ids=lambda block: block.place)
+def test_comparisons_load(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "compare.toml").write_text(block.text)
+    assert load_compare(tmp_path / "compare.toml").setting
+
+
+@pytest.mark.parametrize("block", [b for b in all_blocks("toml") if b.mark != "compare"], ids=lambda block: block.place)
 def test_job_files_load(block: Block, tmp_path: Path) -> None:
     """README's is complete; elsewhere a page may show the tables it speaks of."""
     (tmp_path / "job.toml").write_text(block.text)
@@ -188,6 +195,11 @@ def test_the_keys_of_elastic_are_all_told_with_their_defaults() -> None:
     assert {name: json.dumps(json.loads(value)) for name, value in told.items()} == {
         name: value.removesuffix(".0") for name, value in keys.items()
     }
+
+
+def test_the_keys_of_a_comparison_are_all_told() -> None:
+    told = set(re.findall(r"(?m)^\| `\[?\[?(\w+)", (ROOT / "docs" / "compare.md").read_text()))
+    assert set(Compare.model_fields) <= told
 
 
 def test_public_names_are_all_told() -> None:

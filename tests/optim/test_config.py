@@ -32,7 +32,7 @@ def test_a_table_of_a_job_file() -> None:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"name": "adam"}, "'adamw' or 'sgd'"),
+        ({"name": "adam"}, "'adamw', 'sgd', 'lars' or 'lamb'"),
         ({"lr": -1.0}, "greater than or equal to 0"),
         ({"lr": float("nan")}, "finite number"),
         ({"betas": (0.9, 1.0)}, "less than 1"),

@@ -65,6 +65,8 @@ class Case:
     """Rank and the point at which it is killed: ``slot.in_data:3``, or ``step:4`` for the end of a step."""
     regroup_at: int = 0
     drain_at: int = 0
+    hooks: tuple[type[Any], ...] = ()
+    """Made with the case and the rank."""
     is_buffered: bool = False
     """Whether a user's model with batch norm is trained instead."""
 
@@ -146,7 +148,7 @@ def tables_of(case: Case) -> Tables:
 
 def told(case: Case, rank: int) -> Session:
     job = load_job(None, extra=tables_of(case)).value
-    return Session.from_job(job, case.folder / "run", [Outside(case, rank)])
+    return Session.from_job(job, case.folder / "run", [Outside(case, rank), *(hook(case, rank) for hook in case.hooks)])
 
 
 def buffered(case: Case, rank: int) -> Session:

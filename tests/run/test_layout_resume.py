@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from closeranks import Session
 from closeranks.core.environment import set_world
@@ -18,6 +19,7 @@ from closeranks.run.loop import drive
 from closeranks.run.proof import Record, compare, losses
 from closeranks.run.sample import sample
 from closeranks.testing import run_world
+from tests.run.small import open_session
 
 pytestmark = pytest.mark.world
 
@@ -55,6 +57,39 @@ def go(folder: Path, text: str, steps: int, resume: str = "", precision: str = "
 
 def world(folder: Path, text: str, steps: int, resume: str = "", precision: str = "float64") -> None:
     run_world(go, Layout.parse(text).num_ranks, folder, text, steps, resume, precision, timeout_s=100)
+
+
+class Channels(nn.Module):
+    """Its convolutions lie in memory with the channels last, so that shards of them are boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1) for _ in range(6)])
+        self.head = nn.Linear(4, 2)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = x.view(-1, 4, 1, 1).expand(-1, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+        for conv in self.convs:
+            image = torch.tanh(conv(image))
+        found: torch.Tensor = self.head(image.mean((2, 3)))
+        return found
+
+
+def go_channels(folder: Path, steps: int, zero: int, resume: str) -> dict[str, torch.Tensor]:
+    tables = {"train": {"steps": steps}, "layout": {"zero": zero}, "checkpoint": {"resume": resume}}
+    session = open_session(folder, model=Channels, optim={"schedule": {"name": "constant", "warmup": 0}}, **tables)
+    drive(session)
+    return {name: parameter.detach().clone() for name, parameter in session.model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_shards_that_are_boxes_are_all_saved(tmp_path: Path, zero: int) -> None:
+    whole = run_world(go_channels, 2, tmp_path / "whole", 6, zero, "")
+    run_world(go_channels, 2, tmp_path / "first", 4, zero, "")
+    resumed = run_world(go_channels, 2, tmp_path / "then", 6, zero, str(tmp_path / "first"))
+    for name, tensor in whole[0].items():
+        assert torch.equal(tensor, resumed[0][name]), name
 
 
 JOURNEYS = [

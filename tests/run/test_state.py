@@ -86,7 +86,7 @@ def test_what_may_change_between_runs_is_let_pass(saved: Path, tmp_path: Path) -
 
 def test_the_tree_holds_all_that_a_resumed_run_needs(saved: Path) -> None:
     held = tree(saved)
-    plain = {"data", "progress", "schedule", "random", "identity", "algorithm", "config", "versions", "rhythm"}
+    plain = {"data", "noise", "progress", "schedule", "random", "identity", "algorithm", "config", "versions", "rhythm"}
     assert set(held) == plain
     assert held["progress"] == {"step": 4, "position": 32}
     assert held["identity"]["seed"] == held["random"]["seed"] == 0

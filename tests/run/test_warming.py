@@ -40,6 +40,7 @@ KINDS = (
     "layout.tensor=2 layout.pipeline=2 layout.zero=1",
     "layout.pipeline=2 layout.schedule=zbv",
     "train.compile=true data.prefetch=0",
+    "sync.bucket_mib=auto",
 )
 
 
@@ -109,7 +110,7 @@ def test_a_failure_on_the_way_leaves_nothing_either(monkeypatch: pytest.MonkeyPa
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), stream)
     assert torch.get_num_threads() == threads
-    assert heirloom._Chest.measured_flops == 0.0
+    assert heirloom._Chest.measured_flops == heirloom.bucket_mib() == 0.0
 
 
 def test_where_there_is_a_gpu_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def state() -> dict[str, Any]:
         "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in open_fds()),
         "world": (str(detect_world()), current_link() is None, current_overseer() is None),
         "flops": heirloom._Chest.measured_flops,
+        "buckets": heirloom.bucket_mib(),
     }
 
 

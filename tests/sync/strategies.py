@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from closeranks.sync.allreduce import AllReduce
 from closeranks.sync.fsdp import FullyShardedReducer
 from closeranks.sync.held import hold_whole
 from closeranks.sync.shards import ShardedReducer
+from closeranks.sync.ways import WayMaker
 
 CONFIG = OptimConfig(lr=0.03, weight_decay=0.2, schedule=ScheduleConfig(name="constant", warmup=0))
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
@@ -105,20 +106,27 @@ def make(
     replica: Group,
     mesh: Any,
     partial: dict[str, Any] | None = None,
+    ways: Callable[[Group], WayMaker] | None = None,
 ) -> Reducer:
-    """``partial``: further groups of some parameters, by name."""
-    caps = {"bucket_bytes": strategy.bucket_bytes, "first_bucket_bytes": strategy.bucket_bytes // 3}
+    """``partial``: further groups of some parameters, by name; ``ways``: how buckets are summed, of the group that is
+    asked for it."""
+    caps: dict[str, Any] = {"bucket_bytes": strategy.bucket_bytes, "first_bucket_bytes": strategy.bucket_bytes // 3}
     if strategy.zero == 3:
         precision = Precision("float64")
+        mesh = mesh["shard"] if ways is not None and replica.size > 1 else mesh
         shard_fully(module, BLOCKS, mesh, precision=precision, hold=strategy.hold, prefetch=1, overlap=strategy.overlap)
     held = [replace(one, partial_over=(partial or {}).get(one.piece.name, ())) for one in hold_whole(module)]
     if strategy.zero == 3:
-        return FullyShardedReducer(held, [module], shard, replica, hold=strategy.hold)
+        over = replica if replica.size > 1 else shard
+        made = ways(over) if ways is not None else None
+        return FullyShardedReducer(held, [module], shard, replica, hold=strategy.hold, ways=made)
     if strategy.zero == 0:
         size = shard.size * replica.size
         data = Group(replica.rank * shard.size + shard.rank, size, shard.process_group if replica.size == 1 else None)
-        return AllReduce(held, data, overlap=strategy.overlap, **caps)
-    keys = {"zero": strategy.zero, "hold": strategy.hold, "overlap": strategy.overlap}
+        made = ways(data) if ways is not None else None
+        return AllReduce(held, data, overlap=strategy.overlap, ways=made, **caps)
+    caps["ways"] = ways(replica if replica.size > 1 else shard) if ways is not None else None
+    keys: dict[str, Any] = {"zero": strategy.zero, "hold": strategy.hold, "overlap": strategy.overlap}
     return ShardedReducer(held, shard, replica, **keys, **caps)
 
 

@@ -11,8 +11,8 @@ from closeranks.sync.buckets import Bucket, Member, plan_buckets
 
 rows = st.lists(
     st.builds(
-        lambda numel, dtype, stage, is_spoken, partial_over, row: Member(
-            "", numel * row, *dtype, stage, is_spoken, partial_over, row
+        lambda numel, dtype, stage, is_spoken, partial_over, row, is_exact: Member(
+            "", numel * row, *dtype, stage, is_spoken, partial_over, row, is_exact
         ),
         st.integers(1, 5000),
         st.sampled_from([("float32", 4), ("float64", 8), ("bfloat16", 2)]),
@@ -20,6 +20,7 @@ rows = st.lists(
         st.booleans(),
         st.sampled_from([(), (), (0,), (1,), (0, 1)]),
         st.sampled_from([1, 1, 1, 9]),
+        st.booleans(),
     ),
     max_size=40,
 )
@@ -27,7 +28,7 @@ caps = st.integers(1, 20_000)
 
 
 def named(members: list[Member]) -> list[Member]:
-    fields = ("numel", "dtype", "element_bytes", "stage", "is_spoken", "partial_over", "row")
+    fields = ("numel", "dtype", "element_bytes", "stage", "is_spoken", "partial_over", "row", "is_exact")
     return [Member(f"p{i:02d}", *(getattr(member, field) for field in fields)) for i, member in enumerate(members)]
 
 
@@ -42,7 +43,8 @@ def test_members_are_alike_and_have_their_places(members: list[Member], cap: int
     plan = plan_buckets(named(members), cap_bytes=cap, first_cap_bytes=cap, num_shards=shards, align_bytes=align)
     for bucket in plan:
         inside = [members[number] for number in bucket.members]
-        assert {m.kind for m in inside} == {(bucket.dtype, bucket.is_spoken, bucket.partial_over, bucket.stage)}
+        kind = (bucket.dtype, bucket.is_spoken, bucket.partial_over, bucket.stage, bucket.is_exact)
+        assert {m.kind for m in inside} == {kind}
         assert len(inside) == 1 or sum(m.num_bytes for m in inside) <= cap
         step = max(align // inside[0].element_bytes, 1)
         ends = [offset + m.numel for offset, m in zip(bucket.offsets, inside, strict=True)]

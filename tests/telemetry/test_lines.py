@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from closeranks.core.events import (
     Evaluated,
     HostChanged,
+    NoiseSeen,
     RankLost,
     RanksClosed,
     Restored,
@@ -117,6 +118,23 @@ def test_a_missing_peak_is_explained(changes: dict[str, object], words: str) -> 
     assert words in lines.started_line(replace(GPU, **changes))
 
 
+@pytest.mark.parametrize(
+    ("size", "latency_s", "rate", "words"),
+    [
+        (4.0, 2.1e-4, 310e6, "buckets of 4 MiB: measured 0.21 ms and 310 MB/s between ranks"),
+        (0.25, 3.14e-6, 41.2e9, "buckets of 0.25 MiB: measured 3.1 us and 41.2 GB/s between ranks"),
+        (64.0, 0.02, 1.25e6, "buckets of 64 MiB: measured 20 ms and 1.25 MB/s between ranks"),
+        (64.0, 0.3, 1e9, "buckets of 64 MiB: measured 0.3 s and 1 GB/s between ranks"),
+        (25.0, None, None, ""),
+    ],
+)
+def test_buckets_that_were_measured_are_told(
+    size: float, latency_s: float | None, rate: float | None, words: str
+) -> None:
+    found = replace(GPU, bucket_mib=size, link_latency_s=latency_s, link_bytes_per_s=rate)
+    assert lines.buckets_line(found) == words
+
+
 def test_other_events_are_one_line_each() -> None:
     evaluated = Evaluated(step=100, loss=1.98123, metrics={"accuracy": 0.961}, seconds=0.8)
     assert lines.evaluated_line(evaluated) == "eval at step 100  loss 1.9812  acc 0.961  (0.8 s)"
@@ -124,6 +142,18 @@ def test_other_events_are_one_line_each() -> None:
     assert lines.warned_line(Warned("mind the gap", step=3)) == "warning at step 3: mind the gap"
     assert lines.ended_line(RunEnded(5, "drained", 3.0)) == "asked to stop: ended at step 5 after 3.0 s"
     assert lines.ended_line(RunEnded(5, "evicted", 3.0)) == "evicted at step 5 after 3.0 s"
+
+
+def test_the_noise_scale_says_what_it_means_for_the_batch() -> None:
+    assert lines.noise_line(NoiseSeen(20, 483.2, 64)) == (
+        "noise scale about 480 samples; a step now has 64: a larger batch still pays"
+    )
+    assert lines.noise_line(NoiseSeen(20, 483.2, 4096)) == (
+        "noise scale about 480 samples; a step now has 4096: batches beyond 480 gain little"
+    )
+    assert "about 0.46 samples" in lines.noise_line(NoiseSeen(20, 0.4567, 8))
+    assert "about 1.23M samples" in lines.noise_line(NoiseSeen(20, 1_234_567.0, 8))
+    assert "too noisy yet" in lines.noise_line(NoiseSeen(20, None, 8))
 
 
 LOST = RankLost(0, 1, "", 40, "killed", "killed by SIGKILL", 0.01)

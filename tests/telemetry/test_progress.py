@@ -8,6 +8,7 @@ from closeranks.core.events import (
     Evaluated,
     Event,
     HostChanged,
+    NoiseSeen,
     RankLost,
     RanksClosed,
     Restored,
@@ -70,6 +71,19 @@ def test_a_resumed_run_shows_its_own_first_step() -> None:
 def test_other_ranks_start_silently_and_brackets_are_words_not_markup() -> None:
     lines = plain([replace(CPU, rank=1), Warned("[bold]batch[/bold] :smile: is odd")])
     assert lines == ["warning: [bold]batch[/bold] :smile: is odd"]
+
+
+def test_a_scaled_rate_is_said_once_at_the_start() -> None:
+    lines = plain([replace(CPU, rate="learning rate 1.6 = 0.1 x 16")])
+    assert lines[1:] == ["learning rate 1.6 = 0.1 x 16"]
+    assert len(plain([CPU])) == 1
+
+
+def test_the_noise_scale_is_a_line_where_there_is_news() -> None:
+    scales = [None, 480.0, 500.0, 400.0, 800.0, 70.0, 60.0, 61.0, 65.0, 59.0]
+    lines = plain([NoiseSeen(number, scale, 64) for number, scale in enumerate(scales)])
+    assert [line.split()[3] for line in lines] == ["480", "800", "70", "60"]
+    assert lines[-1].endswith("a step now has 64: batches beyond 60 gain little")
 
 
 def test_skipped_steps_are_said_and_counted() -> None:

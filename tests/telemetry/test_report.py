@@ -3,7 +3,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from closeranks.core.events import HostChanged, RankLost, RanksClosed, Restored, Saved, SlowRank, Snapshotting, Warned
+from closeranks.core.events import (
+    HostChanged,
+    NoiseSeen,
+    RankLost,
+    RanksClosed,
+    Restored,
+    Saved,
+    SlowRank,
+    Snapshotting,
+    Warned,
+)
 from closeranks.telemetry.recorder import AGENT, Recorder
 from closeranks.telemetry.report import write_report
 
@@ -42,6 +52,16 @@ def test_the_figures_are_those_that_were_recorded(make_run: Callable[..., Path])
         assert row in text
     assert "torch 2.13.0, python 3.11.7" in text
     assert "![" not in text, "no picture was drawn, so none is shown"
+
+
+def test_the_scaled_rate_and_the_last_noise_scale_are_told(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    assert "| noise" not in write_report(folder).read_text()
+    add(folder, replace(CPU, first_step=40, rate="learning rate 1.6 = 0.1 x 16"), NoiseSeen(41, 100.0, 8))
+    add(folder, NoiseSeen(42, 480.0, 8), NoiseSeen(43, None, 8))
+    text = write_report(folder).read_text()
+    assert "| learning rate | 1.6 = 0.1 x 16 |" in text
+    assert "| noise | noise scale about 480 samples; a step now has 8: a larger batch still pays |" in text
 
 
 def test_a_picture_that_was_drawn_is_shown(make_run: Callable[..., Path]) -> None:

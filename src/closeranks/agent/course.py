@@ -27,6 +27,8 @@ from closeranks.core.events import Event, HostChanged, RankLost, RunStarted, Ste
 
 _HEIRLOOM = "measured_flops"
 """What a generation need not measure again: the one before did, with as many workers on each host."""
+_BUCKETS = "bucket_mib"
+"""What no later generation may measure again, however many workers it has: it is part of the numerics."""
 
 
 class Course:
@@ -47,6 +49,7 @@ class Course:
         self._log = FaultLog()
         self._account: Account | None = None
         self._measured: tuple[tuple[int, ...], float | None] = ((), None)
+        self._bucket_mib = 0.0
 
     @property
     def is_closing(self) -> bool:
@@ -75,8 +78,9 @@ class Course:
                 return
             case StepDone(step=step):
                 self._num_done = max(self._num_done, step)
-            case RunStarted(measured_flops=flops):
+            case RunStarted(measured_flops=flops, bucket_mib=bucket_mib):
                 self._measured = (self._counts, flops)
+                self._bucket_mib = bucket_mib or self._bucket_mib
         closed = self._account.hear(event, generation, now) if self._account else None
         if closed is not None:
             self._account = None
@@ -118,9 +122,8 @@ class Course:
         self.places = places
         self.noticed_at = self.leaving = None
         counts, flops = self._measured
-        if counts != self._counts or flops is None:
-            return fitted.payload
-        return {**fitted.payload, _HEIRLOOM: flops}
+        found = {_HEIRLOOM: flops if counts == self._counts else None, _BUCKETS: self._bucket_mib}
+        return {**fitted.payload, **{key: value for key, value in found.items() if value}}
 
     def over(self, settled: Settled, whole: Statement, now: float) -> Verdict | None:
         """A generation is over: why there is to be another; None: there is not. Raises a mistake of the person's."""

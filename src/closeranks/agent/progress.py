@@ -44,9 +44,10 @@ class Phase(IntEnum):
     KEEP = 6
     VOTE = 7
     UPDATE = 8
-    EVALUATE = 9
-    SAVE = 10
-    END = 11
+    MEET = 9
+    EVALUATE = 10
+    SAVE = 11
+    END = 12
 
 
 PHASE_WORDS = {
@@ -59,6 +60,7 @@ PHASE_WORDS = {
     Phase.KEEP: "waiting for the copy of its state",
     Phase.VOTE: "agreeing on the step",
     Phase.UPDATE: "updating weights",
+    Phase.MEET: "meeting the other replicas",
     Phase.EVALUATE: "evaluating",
     Phase.SAVE: "saving",
     Phase.END: "ending",

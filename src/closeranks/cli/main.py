@@ -13,6 +13,7 @@ import typer
 from closeranks import __version__
 from closeranks.cli import agent, config, drill, layout, report, run, sample, status, train
 from closeranks.cli.ckpt import front as ckpt
+from closeranks.cli.compare import verb as compare
 from closeranks.cli.data import front as data
 from closeranks.core.errors import CloseranksError, Interrupted
 
@@ -27,6 +28,7 @@ A first tour, in the order people take it:
   closeranks layout ls job.toml -n 8           every way to spread it over eight workers, and what each costs
   closeranks status runs/tiny                  who is here, which step, what happened last
   closeranks drill job.toml -n 4               strike it with faults: does it come out the same?
+  closeranks compare compare.toml              one job, several settings: what is gained, what is lost
   closeranks ckpt ls runs/tiny                 what it saved, and how to carry it elsewhere
   closeranks sample runs/tiny "import "        talk to the model you trained
   closeranks run -n 2 my_script.py             your own loop on two workers
@@ -42,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, agent, run, status, drill, sample, config, layout, data, ckpt, report):
+for verb in (train, agent, run, status, drill, compare, sample, config, layout, data, ckpt, report):
     verb.register(app)
 
 

@@ -41,9 +41,21 @@ class RunStarted(Event):
     """Dense peak of one device at this precision, from the vendor; None where no datasheet is known."""
     measured_flops: float | None = None
     """What a large matrix product reached on this device at the start of the run."""
+    bucket_mib: float = 0.0
+    """The size of the buckets that gradients travel in; 0 where they do not (one data rank, zero=3)."""
+    link_latency_s: float | None = None
+    """Between two ranks, where it was measured to choose that size;"""
+    link_bytes_per_s: float | None = None
+    """and what one sent to the other in a second."""
     versions: dict[str, str] = field(default_factory=dict)
     folder: str = ""
     """Where the run writes: a script may choose it after whoever started it."""
+    sync: str = ""
+    """How gradients travel, in words, where that is not one plain sum."""
+    rate: str = ""
+    """How the learning rate was scaled to the batch, in words; empty where it was not."""
+    apart: str = ""
+    """How replicas train apart and meet, in words; empty where they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,18 @@ class Evaluated(Event):
     seconds: float = 0.0
     num_bad: int = 0
     """Bad samples that were left out, over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseSeen(Event):
+    """How noisy gradients are, by all measurements so far."""
+
+    name: ClassVar[str] = "noise"
+    step: int = 0
+    noise_scale: float | None = None
+    """In samples: well below it a larger batch pays, well above it gains little. None: too noisy to tell yet."""
+    batch: int = 0
+    """Samples of this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +258,19 @@ class SlowRank(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Compressed(Event):
+    """What compression lost of one step's gradient, measured on a sample of its values."""
+
+    name: ClassVar[str] = "compressed"
+    step: int = 0
+    relative_error: float = 0.0
+    """Size of the difference to the exact sum over the size of the exact sum. What is left out now is sent later, and
+    what was left out before comes now, so that values near and above 1 are usual where little is sent."""
+    cosine: float = 1.0
+    """Of the angle between what was summed and the exact sum."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostChanged(Event):
     """A host came, left, was lost, or is not asked any more."""
 
@@ -260,7 +297,7 @@ _EVENTS: dict[str, type[Event]] = {
     kind.name: kind
     for kind in (
         *(RunStarted, StepDone, Evaluated, Saved, SaveFailed, Pruned, Resumed, Warned, RunEnded),
-        *(Snapshotting, Restored, RankLost, RanksClosed, SlowRank, HostChanged),
+        *(Snapshotting, Restored, RankLost, RanksClosed, SlowRank, HostChanged, Compressed, NoiseSeen),
     )
 }
 

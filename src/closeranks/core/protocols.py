@@ -7,7 +7,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -179,13 +179,25 @@ class Source(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A tensor that gradients left behind on their way, and that must survive: see ``sync.memory``."""
+
+    kind: str
+    piece: Piece
+    """Under its key in the state, ``residual/layers.0.weight``; its first dim are rows, of ranks that have one each."""
+    tensor: Tensor
+    is_ours: bool = True
+    """False where another rank holds the same and saves it."""
+
+
 class Reducer(Protocol):
     """How gradients travel over the data axis, and updated weights back.
 
-    Call sequence on every rank, in each step: for every micro-batch ``begin_backward``, backward (buckets leave as they
-    fill), ``end_backward``; then ``finish`` once. Then the ``.grad`` of every leaf is the sum over the data ranks (and
-    over ``Held.partial_over``). The optimizer updates the leaves, ``spread`` brings the new values to whoever computes
-    with them, ``release`` forgets the gradients.
+    Call sequence on every rank, in each step: ``begin_step``; for every micro-batch ``begin_backward``, backward
+    (buckets leave as they fill), ``end_backward``; then ``finish`` once. Then the ``.grad`` of every leaf is the sum
+    over the data ranks (and over ``Held.partial_over``). The optimizer updates the leaves, ``spread`` brings the new
+    values to whoever computes with them, ``settle`` keeps what the step left behind, ``release`` forgets the gradients.
     """
 
     needs_equal_counts: bool
@@ -193,6 +205,10 @@ class Reducer(Protocol):
 
     def leaves(self) -> Sequence[Leaf]:
         """What this rank updates; the same objects for the whole run."""
+        ...
+
+    def begin_step(self, step: int) -> None:
+        """Before a step; how gradients travel may depend on its number."""
         ...
 
     def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
@@ -217,8 +233,20 @@ class Reducer(Protocol):
         """Bring updated leaves to the ranks that compute with them."""
         ...
 
+    def settle(self, taken: Tensor) -> None:
+        """Keep what was remembered of this step's gradients where ``taken`` is 1, forget it where it is 0."""
+        ...
+
     def release(self) -> None:
         """Forget this step's gradients."""
+        ...
+
+    def memory(self) -> Iterable[Remembered]:
+        """What must survive of it; the same tensors for the whole run."""
+        ...
+
+    def losses(self) -> Sequence[Tensor]:
+        """What this rank measured in this step of what compression lost, as ``sync.ways.Way.losses`` has it."""
         ...
 
 

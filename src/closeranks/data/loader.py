@@ -21,7 +21,7 @@ from closeranks.data.loading.ahead import Ahead
 from closeranks.data.loading.crew import Crew
 from closeranks.data.loading.nursery import Nursery
 from closeranks.data.loading.placing import Placing
-from closeranks.data.order import Order, Schedule
+from closeranks.data.order import MicroBatch, Order, Schedule
 from closeranks.data.quarantine import Quarantine
 from closeranks.data.reader import Loaded, Reader, ReadPlan
 from closeranks.data.settings import ReadSettings
@@ -62,6 +62,21 @@ class Loader:
         """How long ``take`` has waited for reading, over the life of the loader."""
         self.last_times = StageTimes()
         """What reading the step that was taken last came to, added up over whoever read it."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many micro-batches of a step each replica takes; empty: all alike."""
+        return self._plan.shares
+
+    def assigned(self, step: int) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of a step."""
+        return self._plan.assigned(step)
+
+    def reshare(self, shares: tuple[int, ...]) -> None:
+        """From here on, by these shares. What was read ahead by others is read again."""
+        before, self._plan = self._plan.shares, replace(self._plan, shares=shares)
+        if self._next is not None and shares != before:
+            self.start(self._next)
 
     def start(self, step: int) -> None:
         """Stand before ``step`` and begin to read ahead from there. With processes, call it from a thread that lives

@@ -77,9 +77,11 @@ class ReadPlan:
     """Whether ranks with fewer micro-batches read a spare."""
     known: Mapping[int, BadSample] = field(default_factory=dict)
     """Samples in quarantine when reading starts."""
+    shares: tuple[int, ...] = ()
+    """How many micro-batches of a step each replica takes, where they do not take as many."""
 
     def assigned(self, step: int) -> tuple[MicroBatch, ...]:
-        return self.schedule.assigned(step, self.data_rank, self.data_size, even=self.even)
+        return self.schedule.assigned(step, self.data_rank, self.data_size, even=self.even, shares=self.shares)
 
     def sequence(self, step: int, share: Share) -> Iterator[MicroBatch]:
         """All micro-batches of a share from ``step`` to the end of the run, counted from ``step`` on."""

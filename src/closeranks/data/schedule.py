@@ -7,6 +7,7 @@ run is one integer, and a micro-batch has the same positions, hence the same sam
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,20 +81,28 @@ class Schedule:
         """All micro-batches of a step, in order."""
         return self._between(step, 0, self.num_micro_batches(step))
 
-    def assigned(self, step: int, data_rank: int, data_size: int, *, even: bool = False) -> tuple[MicroBatch, ...]:
+    def assigned(
+        self, step: int, data_rank: int, data_size: int, *, even: bool = False, shares: Sequence[int] = ()
+    ) -> tuple[MicroBatch, ...]:
         """This rank's contiguous share of the step; where it does not come out even, the first ranks take one more.
 
         ``even``: the others repeat the step's last micro-batch as a spare, so that all ranks have the same number
-        (where each forward is a collective, a rank that has one less would leave the others waiting).
+        (where each forward is a collective, a rank that has one less would leave the others waiting). ``shares``: how
+        many each of so many replicas takes, which deal them out to their own ranks; a step that has another number of
+        micro-batches (the last may) is dealt out to all alike.
         """
         if not 0 <= data_rank < data_size:
             raise ValueError(f"there is no data rank {data_rank} of {data_size}")
-        share, extra = divmod(self.num_micro_batches(step), data_size)
-        first = data_rank * share + min(data_rank, extra)
+        begin, count = 0, self.num_micro_batches(step)
+        last = count - 1
+        if shares and sum(shares) == count:
+            number, data_rank = divmod(data_rank, data_size // len(shares))
+            begin, count, data_size = sum(shares[:number]), shares[number], data_size // len(shares)
+        share, extra = divmod(count, data_size)
+        first = begin + data_rank * share + min(data_rank, extra)
         own = self._between(step, first, first + share + (data_rank < extra))
         if not even or not extra or data_rank < extra:
             return own
-        last = self.num_micro_batches(step) - 1
         return (*own, replace(self._between(step, last, last + 1)[0], is_spare=True))
 
     def _between(self, step: int, first: int, last: int) -> tuple[MicroBatch, ...]:

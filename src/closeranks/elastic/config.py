@@ -21,6 +21,10 @@ class ElasticConfig(Table):
     """Steps between copies of the state in memory. "auto": every step, or as many as keep their cost in bounds."""
     snapshot_cost: float = Field(default=0.02, gt=0.0, le=1.0)
     """The share of a step that "auto" lets the copies take."""
+    second_copies: Literal["auto", "on", "off"] = "auto"
+    """Whether what one rank alone holds is copied to another, on another host where there is one, after every copy of
+    its own. "auto": unless gradients travel compressed or replicas train apart on several hosts: such copies, several
+    times the model, would take the link that was to be spared. Off, what a lost host held comes from a checkpoint."""
     hang_floor_s: float = Field(default=5.0, gt=0.0)
     """A worker that stands still is never given up before this long; one that is stopped, after 2 s at the latest."""
     hang_factor: float = Field(default=8.0, ge=1.0)

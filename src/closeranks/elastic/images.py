@@ -1,8 +1,9 @@
 """Which ranks hold the same state, and who keeps a second copy of it?
 
 An image is all that one rank holds of the state. Replicas hold the same one, so it goes by the coordinates on the other
-axes. Invariants: all functions are pure, and every rank gets the same answer from the same world; nobody keeps more
-than one copy for another, since a box has room for one; a copy leaves its host wherever another has room.
+axes; those that train apart hold one each. Invariants: all functions are pure, and every rank gets the same answer from
+the same world; nobody keeps more than one copy for another, since a box has room for one; a copy leaves its host
+wherever another has room.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 from closeranks.facts.layout import Layout
-from closeranks.facts.mesh import Mesh
+from closeranks.facts.mesh import Mesh, Place
 
 
-def images_of(mesh: Mesh) -> tuple[str, ...]:
-    """The image of every rank."""
-    places = (mesh.place(rank) for rank in range(mesh.layout.num_ranks))
-    return tuple(f"p{place.pipeline}-s{place.shard}-t{place.tensor}" for place in places)
+def images_of(mesh: Mesh, *, are_own: bool = False) -> tuple[str, ...]:
+    """The image of every rank; ``are_own``: replicas hold something that differs, so each has its own."""
+    return tuple(_image(mesh, mesh.place(rank), are_own) for rank in range(mesh.layout.num_ranks))
+
+
+def _image(mesh: Mesh, at: Place, is_own: bool) -> str:
+    home = f"h{mesh.home(at)}-" if mesh.num_homes > 1 else ""
+    return f"{home}{f'r{at.replica}-' if is_own else ''}p{at.pipeline}-s{at.shard}-t{at.tensor}"
 
 
 def layout_digest(layout: Layout) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from closeranks.core.protocols import Group
 
-_NUM_DERIVED = 4  # taken, factor, norm, loss scale
+NUM_DERIVED = 4  # taken, factor, norm, loss scale
 _TINY = 1e-6  # as in torch's own clipping
 
 
@@ -67,6 +67,9 @@ class Outcome:
 class Verdict:
     """The settled vote: ``factor`` and ``taken`` stay on the device, ``read`` waits for the host's copy."""
 
+    is_closed: bool = True
+    """Whether it can be read; see [Note: votes apart] in ``elastic.apart`` for one that cannot yet."""
+
     def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str]) -> None:
         self._names = names
         self.taken, self.factor = settled[0], settled[1]
@@ -83,7 +86,7 @@ class Verdict:
         if self._event is not None:
             self._event.synchronize()
         loss, weight, _, _, drain, save, told, skipped, regroup, *rest = self._host.tolist()
-        sums, (taken, _, norm, loss_scale) = rest[:-_NUM_DERIVED], rest[-_NUM_DERIVED:]
+        sums, (taken, _, norm, loss_scale) = rest[:-NUM_DERIVED], rest[-NUM_DERIVED:]
         is_empty, weight = weight == 0, weight or 1.0
         return Outcome(
             loss=loss / weight,
@@ -109,14 +112,19 @@ class Vote:
         self._metrics = tuple(metrics)
         self._clip = clip
 
-    def cast(self, ballot: Ballot, loss_scale: Tensor) -> Verdict:
-        """Every rank calls this once per step; the only collective besides the gradients'."""
+    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_meeting: bool = True) -> Verdict:
+        """Every rank calls this once per step; the only collective besides the gradients'. ``is_meeting`` matters where
+        replicas train apart: whether all of them stand together after this step."""
+        return Verdict(*self._settled(ballot, loss_scale), self._metrics)
+
+    def _settled(self, ballot: Ballot, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums over the group, and what follows from them."""
         sums = self._group.sum(self._fill(ballot))
         if sums.is_cuda:
-            return Verdict(sums, settle_on_device(sums, loss_scale, self._clip), self._metrics)
+            return sums, settle_on_device(sums, loss_scale, self._clip)
         _, weight, norm_squared, nonfinite, *_ = sums.tolist()
         settled = settle(weight, norm_squared, nonfinite, loss_scale.item(), self._clip)
-        return Verdict(sums, torch.tensor(settled, dtype=torch.float64), self._metrics)
+        return sums, torch.tensor(settled, dtype=torch.float64)
 
     def _fill(self, ballot: Ballot) -> Tensor:
         """This rank's votes as one float64 vector, loss, weight, norm, nonfinite, the wishes, then the metrics."""

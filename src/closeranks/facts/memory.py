@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd", "lars", "lamb"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ _WIDTHS: dict[Precision, Widths] = {
     "bf16": Widths(4, 2, 2, 2),
     "fp16": Widths(4, 2, 4, 4),
 }
-_TENSORS_REMEMBERED: dict[OptimizerName, int] = {"adamw": 2, "sgd": 1}
+_TENSORS_REMEMBERED: dict[OptimizerName, int] = {"adamw": 2, "sgd": 1, "lars": 1, "lamb": 2}
 
 
 @dataclass(frozen=True, slots=True)

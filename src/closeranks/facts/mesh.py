@@ -3,10 +3,14 @@
 Ranks are counted with the tensor axis fastest (its collectives are the most frequent, so they stay within a host), then
 the shard axis, then the replica axis, then the pipeline axis slowest. Invariant: ``place`` and ``rank_of`` are inverse,
 and the groups of each axis part all ranks.
+
+Replicas may train apart (``sync.local``): then the replica axis is cut into ``num_homes`` stretches of equal length. A
+home is all ranks of one stretch, on every other axis: what there is of the model and its state, once or more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from closeranks.facts.layout import Layout
@@ -30,6 +34,8 @@ class Mesh:
     """The ranks of a layout as a grid."""
 
     layout: Layout
+    num_homes: int = 1
+    """How many replicas train apart; must divide the replica axis."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -55,11 +61,23 @@ class Mesh:
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ on ``axes`` alone, in order of their first rank."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        return self.parted(lambda place: tuple(getattr(place, axis) for axis in AXES if axis not in axes))
+
+    def parted(self, key: Callable[[Place], Hashable]) -> tuple[tuple[int, ...], ...]:
+        """All ranks, those with the same key together, in order of their first rank."""
+        found: dict[Hashable, list[int]] = {}
         for rank in range(self.layout.num_ranks):
-            place = self.place(rank)
-            found.setdefault(tuple(getattr(place, axis) for axis in AXES if axis not in axes), []).append(rank)
+            found.setdefault(key(self.place(rank)), []).append(rank)
         return tuple(tuple(ranks) for ranks in found.values())
+
+    @property
+    def home_replicas(self) -> int:
+        """Replicas of one home, which train together."""
+        return self.sizes[1] // self.num_homes
+
+    def home(self, place: Place) -> int:
+        """Which of those that train apart a rank belongs to."""
+        return place.replica // self.home_replicas
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that ``rank`` shares ``axes`` with, itself included."""

@@ -6,7 +6,7 @@ step. Left to torch, it is made inside the first step, and fused SGD leaves it u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
+from closeranks.core.protocols import Leaf
 from closeranks.core.registry import Registry
 from closeranks.optim.config import OptimConfig
+from closeranks.optim.frozen import FreezableAdamW
+
+Total = Callable[[Tensor], Tensor]
+"""Sums a small tensor over all ranks of the run, without telling the host; every rank gets the same bits."""
+
+Introduce = Callable[[Sequence[Leaf], Sequence[str], Total | None], None]
+"""Told once, before the first step: the leaves, all trained parameters of the model, and the sum over ranks (None where
+each rank holds its parameters whole)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +33,8 @@ class Algorithm:
 
     optimizer: torch.optim.Optimizer
     memory: Callable[[Tensor], dict[str, Tensor]]
+    introduce: Introduce | None = None
+    """Of a rule that looks at whole parameters, whatever this rank holds of them."""
 
 
 Build = Callable[[list[dict[str, Any]], OptimConfig], Algorithm]
@@ -42,7 +53,7 @@ def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
         counter = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": counter, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
 
-    return Algorithm(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True), memory)
+    return Algorithm(FreezableAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True), memory)
 
 
 @ALGORITHMS.register("sgd")

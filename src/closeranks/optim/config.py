@@ -66,20 +66,26 @@ class LossScaleConfig(Table):
 class OptimConfig(Table):
     """The update rule and everything that sets its size."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The update rule."""
+    name: Literal["adamw", "sgd", "lars", "lamb"] = "adamw"
+    """The update rule. lars and lamb give each layer a rate of its own, for large batches."""
     lr: float = Field(default=1e-3, ge=0.0)
     """Peak learning rate."""
+    scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How ``lr`` grows with the batch: by train.global_batch / base_batch, or by the root of that."""
+    base_batch: int | None = Field(default=None, ge=1)
+    """Samples per step that ``lr`` was tuned for; scaling starts from it."""
     weight_decay: float = Field(default=0.1, ge=0.0)
-    """On matrices only, not on norms and biases. Decoupled in adamw; added to the gradient in sgd."""
+    """On matrices only, not on norms and biases. Decoupled in adamw and lamb; added to the gradient in sgd and lars."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """adamw: decay of the two moments."""
+    """adamw, lamb: decay of the two moments."""
     eps: float = Field(default=1e-8, gt=0.0)
-    """adamw: keeps the division finite."""
+    """adamw, lamb: keeps the division finite."""
     momentum: Beta = 0.9
-    """sgd: decay of the momentum; 0 for none."""
+    """sgd, lars: decay of the momentum; 0 for none."""
     nesterov: bool = False
     """sgd: look ahead along the momentum."""
+    trust: float = Field(default=0.001, gt=0.0)
+    """lars: a layer's step, as a share of its weight's norm, at a learning rate of 1."""
     clip: float = Field(default=1.0, ge=0.0)
     """Largest norm of all gradients together; 0 turns clipping off."""
     groups: tuple[GroupConfig, ...] = ()
@@ -91,4 +97,16 @@ class OptimConfig(Table):
     def _nesterov_needs_momentum(self) -> OptimConfig:
         if self.name == "sgd" and self.nesterov and self.momentum == 0.0:
             raise ValueError("nesterov needs momentum. Set optim.momentum above 0, or optim.nesterov = false.")
+        if self.name == "lars" and self.nesterov:
+            raise ValueError("lars has no nesterov momentum. Set optim.nesterov = false.")
+        return self
+
+    @model_validator(mode="after")
+    def _scaling_needs_a_base(self) -> OptimConfig:
+        if self.scaling != "none" and self.base_batch is None:
+            raise ValueError(
+                f"scaling = '{self.scaling}' needs to know which batch optim.lr was tuned for. Set optim.base_batch."
+            )
+        if self.scaling == "none" and self.base_batch is not None:
+            raise ValueError("base_batch does nothing without a rule. Set optim.scaling to 'linear' or 'sqrt'.")
         return self

@@ -1,4 +1,4 @@
-"""How large are the gradients together?
+"""How large are tensors, together or each by itself? Gradients, for the most part.
 
 Invariant: the answer stays on the device (no host sync), and a single value that is not finite makes it not finite.
 """
@@ -29,6 +29,16 @@ def norm_squared(gradients: Sequence[Tensor], device: torch.device | None = None
         norms += [torch.linalg.vector_norm(piece, dim=1, dtype=wide) for piece in pieces if piece.ndim == 2]
         norms += [torch.stack(torch._foreach_norm(small, 2.0, dtype=wide))] if small else []
     return torch.cat([norm.double() for norm in norms]).square().sum()
+
+
+def norms_squared(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each tensor by itself, as a float64 vector; all are of one type and device."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    if tensors[0].device.type == "cpu" and any(tensor.numel() > _PIECE for tensor in tensors):
+        return torch.stack([norm_squared([tensor]) for tensor in tensors])
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=wide)).double().square()
 
 
 def _pieces(gradient: Tensor) -> Iterable[Tensor]:

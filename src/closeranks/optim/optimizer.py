@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Leaf
-from closeranks.optim.algorithms import ALGORITHMS
+from closeranks.optim import layerwise  # noqa: F401  registers lars and lamb
+from closeranks.optim.algorithms import ALGORITHMS, Total
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.groups import Assignment, ParameterFacts, assign
 from closeranks.optim.schedule import lr_factor
@@ -51,9 +52,23 @@ def whole_leaves(module: nn.Module) -> tuple[Leaf, ...]:
 
 
 class Optimizer:
-    """The update of the leaves this rank holds: whole parameters or their shards, possibly none."""
+    """The update of the leaves this rank holds: whole parameters or their shards, possibly none.
 
-    def __init__(self, leaves: Sequence[Leaf], assignment: Assignment, config: OptimConfig, *, num_steps: int) -> None:
+    ``frozen_from``: the step from which on adamw's second moments stay as they are, [Note: frozen moments]. ``total``
+    sums over all ranks; None where each holds its parameters whole, or is alone.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        assignment: Assignment,
+        config: OptimConfig,
+        *,
+        num_steps: int,
+        frozen_from: int | None = None,
+        total: Total | None = None,
+    ) -> None:
+        self._frozen_from = frozen_from
         self._config = config
         self._num_steps = num_steps
         self._leaves = tuple(leaves)
@@ -61,6 +76,8 @@ class Optimizer:
         self._optimizer: Any = algorithm.optimizer
         for leaf in leaves:
             self._optimizer.state[leaf.tensor] = algorithm.memory(leaf.tensor)
+        if algorithm.introduce is not None:
+            algorithm.introduce(leaves, [name for group in assignment.groups for name in group.names], total)
         # The kernels take their gradient scale in float32, too coarse for float64 parameters.
         self._folds = all(leaf.tensor.dtype != torch.float64 for leaf in leaves)
 
@@ -77,6 +94,8 @@ class Optimizer:
         rate = self.lr(step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
+        if self._frozen_from is not None:
+            self._optimizer.is_frozen = step >= self._frozen_from
         self._optimizer.found_inf = 1.0 - ok.to(torch.float32)
         if self._folds:
             self._optimizer.grad_scale = factor.to(torch.float32).reciprocal()

@@ -61,6 +61,8 @@ class Wishes:
     compiled: bool
     recompute: str
     recompute_keep: tuple[str, ...]
+    sums_replicas: bool = True
+    """With zero=3: whether FSDP2 sums over replicas, or leaves that to the reducer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def apply(
         # Half a backward would compute a recomputed block twice.
         pipeline=open_pipeline(wishes.layout, cut.stages, groups.pipeline, device, splits=wishes.recompute == "none"),
         held=held,
-        statistics=tuple(BatchStatistics(module, groups.data) for module in cut.stages.values()),
+        statistics=tuple(BatchStatistics(module, groups.home.data) for module in cut.stages.values()),
         shapes=names.shapes,
         trainable=names.trainable,
         num_params=names.num_params,
@@ -199,8 +201,8 @@ def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Group
     blocks = tuple(_unwrapped(module, spec.blocks, wrapped))
     units = tuple(_unwrapped(module, spec.compile_units, wrapped))
     wrapped.update(module.modules())
-    if wishes.batch_norm == "sync" and groups.data.size > 1:
-        synchronise(module, groups.data.process_group)
+    if wishes.batch_norm == "sync" and groups.home.data.size > 1:
+        synchronise(module, groups.home.data.process_group)
     is_around = wishes.compiled and wishes.recompute == "full"
     if not is_around:
         recompute(module, blocks, wishes.recompute, wishes.recompute_keep)
@@ -213,7 +215,7 @@ def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Group
         shard_fully(
             module,
             blocks,
-            groups.sharding_mesh(),
+            groups.sharding_mesh(with_replicas=wishes.sums_replicas),
             precision=wishes.precision,
             hold=wishes.hold,
             prefetch=wishes.prefetch,

@@ -72,6 +72,16 @@ class BatchStatistics:
             for index, layer in enumerate(self._layers):
                 _settle(layer, means[2 * index : 2 * index + 2], taken)
 
+    def average(self, group: Group) -> None:
+        """Where replicas train apart, each has its own: at a meeting all take the mean of ``group``."""
+        if not self._layers or group.size == 1:
+            return
+        with torch.no_grad():
+            stats = [t for layer in self._layers for t in _running(layer.module)[:2]]
+            total = group.sum(torch.cat([t.double().reshape(-1) for t in stats])) / group.size
+            for target, mean in zip(stats, total.split([t.numel() for t in stats]), strict=True):
+                target.copy_(mean.view_as(target))
+
 
 def _running(module: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     assert module.running_mean is not None

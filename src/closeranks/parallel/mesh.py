@@ -46,6 +46,21 @@ class Maker:
 
 
 @dataclass(frozen=True, slots=True)
+class Home:
+    """Those with whom this rank trains in every step: everybody, unless replicas train apart (``facts.mesh``)."""
+
+    number: int
+    count: int
+    """How many homes there are."""
+    world: Group
+    """All ranks of this one."""
+    data: Group
+    replica: Group
+    across: Group
+    """Ranks of the other homes that hold the same part of the model; they meet now and then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Groups:
     """This rank's group on every axis; an axis of one rank is a group of one that communicates with nobody."""
 
@@ -61,11 +76,26 @@ class Groups:
     device_mesh: DeviceMesh | None
     """The same grid for torch's own parts, with the axes' names; None for a layout of replicas alone."""
     maker: Maker
+    home: Home
 
-    def sharding_mesh(self) -> DeviceMesh:
+    def sharding_mesh(self, *, with_replicas: bool = True) -> DeviceMesh:
         """What FSDP2 shards over: the shard axis, with the replica axis in front where there are replicas (HSDP)."""
         assert self.device_mesh is not None
-        return self.device_mesh["replica", "shard"] if self.replica.size > 1 else self.device_mesh["shard"]
+        is_hybrid = with_replicas and self.home.replica.size > 1
+        return self.device_mesh["replica", "shard"] if is_hybrid else self.device_mesh["shard"]
+
+    def across_hosts(self, hosts: Sequence[int]) -> tuple[Group, Group] | None:
+        """Of this rank's data group those on its own host, and one of each host; None where hosts do not have the same
+        number of its ranks, or there is one host. ``hosts``: that of every rank. A collective."""
+        parted = self.mesh.groups("replica", "shard")
+        levels = [_levels(ranks, hosts) for ranks in parted]
+        if any(one is None for one in levels):
+            return None
+        inside = self.maker.make([ranks for one in levels if one for ranks in one])
+        across = self.maker.make([ranks for one in levels if one for ranks in zip(*one, strict=True)])
+        assert inside is not None, "every rank is on a host"
+        assert across is not None, "and has a place there"
+        return _as_group(inside), _as_group(across)
 
     def across_stages(self, coordinates: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of the given pipeline coordinates for every other coordinate; None where this rank has no part.
@@ -80,36 +110,91 @@ class Groups:
         self.maker.close()
 
 
-def open_groups(world: Group, layout: Layout, device: torch.device, timeout_s: float) -> Groups:
-    mesh, maker = Mesh(layout), Maker(world.rank, timedelta(seconds=timeout_s))
+def open_groups(world: Group, layout: Layout, device: torch.device, timeout_s: float, num_homes: int = 1) -> Groups:
+    """``num_homes``: how many replicas train apart."""
+    mesh, maker = Mesh(layout, num_homes), Maker(world.rank, timedelta(seconds=timeout_s))
     if layout.num_ranks == layout.data and layout.zero == 0:
-        return Groups(mesh, world.rank, world, world, _ALONE, world, _ALONE, _ALONE, None, maker)
+        home = _home_of_replicas(maker, mesh, world)
+        return Groups(mesh, world.rank, world, world, _ALONE, world, _ALONE, _ALONE, None, maker, home)
     own = {axis: _made(maker, mesh, axis) for axis in AXES}
+    data = _data_group(maker, mesh, own["replica"], own["shard"])
+    home = _home(maker, mesh, world, data, own)
     return Groups(
         mesh=mesh,
         rank=world.rank,
         world=world,
-        data=_data_group(maker, mesh, own["replica"], own["shard"]),
+        data=data,
         shard=own["shard"],
         replica=own["replica"],
         tensor=own["tensor"],
         pipeline=own["pipeline"],
-        device_mesh=_grid(mesh, own, device),
+        device_mesh=_grid(mesh, own, home, device),
         maker=maker,
+        home=home,
     )
 
 
+def _levels(ranks: Sequence[int], hosts: Sequence[int]) -> list[list[int]] | None:
+    """The ranks of each host; None unless several hosts have several each, as many everywhere."""
+    found: dict[int, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(hosts[rank], []).append(rank)
+    sizes = {len(own) for own in found.values()}
+    return list(found.values()) if len(found) > 1 and len(sizes) == 1 and sizes != {1} else None
+
+
 def _made(maker: Maker, mesh: Mesh, *axes: str) -> Group:
-    process_group = maker.make(mesh.groups(*axes))
+    return _among(maker, mesh.groups(*axes))
+
+
+def _among(maker: Maker, parted: Iterable[Sequence[int]]) -> Group:
+    process_group = maker.make(parted)
     assert process_group is not None, "the groups of an axis part all ranks"
+    return _as_group(process_group)
+
+
+def _as_group(process_group: dist.ProcessGroup) -> Group:
     return Group(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
 
 
-def _grid(mesh: Mesh, own: Mapping[str, Group], device: torch.device) -> DeviceMesh:
-    """Of the groups that stand: those that torch makes itself take no timeout in every version."""
-    groups = [group for axis in AXES if (group := own[axis].process_group) is not None]
+def _home_of_replicas(maker: Maker, mesh: Mesh, world: Group) -> Home:
+    """Where every rank holds the whole model: who trains by itself communicates with nobody."""
+    if mesh.num_homes == 1:
+        return Home(0, 1, world, world, world, _ALONE)
+    number = mesh.home(mesh.place(world.rank))
+    is_single = mesh.home_replicas == 1
+    own = _ALONE if is_single else _among(maker, mesh.parted(mesh.home))
+    across = world if is_single else _among(maker, mesh.parted(lambda place: place.replica % mesh.home_replicas))
+    return Home(number, mesh.num_homes, own, own, own, across)
+
+
+def _home(maker: Maker, mesh: Mesh, world: Group, data: Group, own: Mapping[str, Group]) -> Home:
+    if mesh.num_homes == 1:
+        return Home(0, 1, world, data, own["replica"], _ALONE)
+    inner = mesh.home_replicas
+    return Home(
+        number=mesh.home(mesh.place(world.rank)),
+        count=mesh.num_homes,
+        world=_among(maker, mesh.parted(mesh.home)),
+        data=_among(maker, mesh.parted(lambda at: (at.pipeline, at.tensor, mesh.home(at)))),
+        replica=_among(maker, mesh.parted(lambda at: (at.pipeline, at.shard, at.tensor, mesh.home(at)))),
+        across=_among(maker, mesh.parted(lambda at: (at.pipeline, at.shard, at.tensor, at.replica % inner))),
+    )
+
+
+def _grid(mesh: Mesh, own: Mapping[str, Group], home: Home, device: torch.device) -> DeviceMesh:
+    """Of the groups that stand: those that torch makes itself take no timeout in every version. Its ``replica`` are
+    those of one home."""
+    axes = {**own, "replica": home.replica}
+    groups = [group for axis in AXES if (group := axes[axis].process_group) is not None]
     ranks = torch.arange(mesh.layout.num_ranks, dtype=torch.int).view(mesh.sizes)
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
+    if home.count == 1:
+        return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
+    pipeline, _, *rest = mesh.sizes
+    assert home.across.process_group is not None
+    groups.insert(1, home.across.process_group)
+    ranks = ranks.view(pipeline, home.count, mesh.home_replicas, *rest)
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(AXES[0], "home", *AXES[1:]))
 
 
 def _data_group(maker: Maker, mesh: Mesh, replica: Group, shard: Group) -> Group:

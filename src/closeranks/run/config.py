@@ -53,6 +53,8 @@ class TrainConfig(Table):
     """Evaluate on held-out data every so many steps; 0: only at the end."""
     eval_samples: int = Field(default=0, ge=0)
     """At most this many held-out samples per evaluation; 0: all."""
+    noise_every: int = Field(default=0, ge=0)
+    """Measure the gradient noise scale every so many steps: how large a batch still pays; 0: never."""
     gc_every: int = Field(default=100, ge=1)
     """Python's garbage collector is held off the step and runs every so many steps."""
     patience: int = Field(default=3, ge=1)

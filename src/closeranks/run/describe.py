@@ -20,7 +20,7 @@ from closeranks.facts.llama import llama_anatomy
 from closeranks.facts.spread import Bucket, Item, Terms
 from closeranks.plan.layouts import Subject
 from closeranks.run.job import Job, demands, micro_batch_size
-from closeranks.sync.buckets import MIB, Member, plan_buckets
+from closeranks.sync.buckets import Member, plan_buckets
 from closeranks.sync.config import SyncConfig
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ class PlannedBuckets:
     """The reducers' own bucket plan, for weights that exist as numbers alone (``facts.spread.BucketPlan``)."""
 
     def __init__(self, sync: SyncConfig) -> None:
-        self._caps = {"cap_bytes": int(sync.bucket_mib * MIB), "first_cap_bytes": int(sync.first_bucket_mib * MIB)}
+        caps = sync.bucket_caps()
+        self._caps = {"cap_bytes": caps.bucket_bytes, "first_cap_bytes": caps.first_bucket_bytes}
 
     def __call__(self, items: Sequence[Item], *, num_shards: int, element_bytes: int) -> Sequence[Bucket]:
         axes = list(dict.fromkeys(axis for item in items for axis in item.sums))

@@ -5,6 +5,9 @@ Translates the job's tables into what the rooms ``parallel`` and ``sync`` ask fo
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from torch import nn
 
 from closeranks.core.protocols import Reducer
@@ -17,10 +20,11 @@ from closeranks.parallel.apply import Applied, Wishes
 from closeranks.parallel.mesh import Groups
 from closeranks.parallel.precision import Precision
 from closeranks.run.job import Job, micro_batch_size
+from closeranks.run.ways import must_be_exact
 from closeranks.sync.allreduce import AllReduce
-from closeranks.sync.buckets import MIB
 from closeranks.sync.fsdp import FullyShardedReducer
 from closeranks.sync.shards import ShardedReducer
+from closeranks.sync.ways import WayMaker
 
 
 class Freezing:
@@ -53,23 +57,37 @@ def wishes_of(job: Job, layout: Layout) -> Wishes:
         compiled=job.train.compile,
         recompute=job.train.recompute,
         recompute_keep=job.train.recompute_keep,
+        sums_replicas=job.sync.compress.name == "none",
     )
 
 
-def make_reducer(job: Job, layout: Layout, groups: Groups, applied: Applied) -> Reducer:
+def make_reducer(
+    job: Job,
+    layout: Layout,
+    groups: Groups,
+    applied: Applied,
+    ways: WayMaker | None = None,
+    bucket_mib: float = 0.0,
+) -> Reducer:
+    """``ways``: where not torch's own collectives; ``bucket_mib`` is what ``sync.bucket_mib = "auto"`` came to."""
     sync = job.sync
-    caps = {"bucket_bytes": int(sync.bucket_mib * MIB), "first_bucket_bytes": int(sync.first_bucket_mib * MIB)}
+    travel: dict[str, Any] = {
+        **sync.bucket_caps(bucket_mib)._asdict(),
+        "overlap": sync.overlap,
+        "ways": ways,
+        "is_exact": partial(must_be_exact, layout),
+    }
     if layout.zero == 3:
         modules = list(applied.stages.values())
-        return FullyShardedReducer(applied.held, modules, groups.shard, groups.replica, hold=hold_of(job, layout))
+        hold = hold_of(job, layout)
+        return FullyShardedReducer(applied.held, modules, groups.shard, groups.home.replica, hold=hold, ways=ways)
     if layout.zero:
         return ShardedReducer(
             applied.held,
             groups.shard,
-            groups.replica,
+            groups.home.replica,
             zero=layout.zero,
             hold=hold_of(job, layout),
-            overlap=sync.overlap,
-            **caps,
+            **travel,
         )
-    return AllReduce(applied.held, groups.data, overlap=sync.overlap, **caps)
+    return AllReduce(applied.held, groups.home.data, **travel)

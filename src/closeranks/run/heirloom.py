@@ -20,6 +20,8 @@ from closeranks.telemetry.device import measure_matmul_flops
 
 KEY = "measured_flops"
 """Where it stands in a worker's payload, and in the first generation's ``RunStarted``."""
+BUCKET_KEY = "bucket_mib"
+"""Likewise. It is part of the numerics: measured again, gradients would be added up in another order."""
 _IN_MEMORY = ("text", "digits", "pairs")
 """Data of ours that is read whole when it is opened. Any other is the workers' to open: it may start threads."""
 
@@ -28,17 +30,24 @@ class _Chest:
     """What this process was handed, before any session is opened."""
 
     measured_flops = 0.0
+    bucket_mib = 0.0
     sources: ClassVar[dict[tuple[str, Split, int], Source | None]] = {}
 
 
 def inherit(payload: Mapping[str, Any]) -> None:
     """Called once by the worker's entry."""
     _Chest.measured_flops = float(payload.get(KEY) or 0.0)
+    _Chest.bucket_mib = float(payload.get(BUCKET_KEY) or 0.0)
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """What a matrix product reaches here, measured once in a run: it takes longer than the rest of a small opening."""
     return _Chest.measured_flops or measure_matmul_flops(device, dtype)
+
+
+def bucket_mib() -> float:
+    """The size of buckets that an earlier generation trained with; 0 where there was none."""
+    return _Chest.bucket_mib
 
 
 def keep_sources(config: DataConfig, seed: int) -> None:

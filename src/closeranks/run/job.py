@@ -17,7 +17,7 @@ from closeranks.core.config.table import Table
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.data.config import DataConfig
 from closeranks.elastic.config import ElasticConfig
-from closeranks.facts.layout import Demands, Layout, counted, legal_problems
+from closeranks.facts.layout import Demands, Layout, counted, divisors, legal_problems
 from closeranks.facts.nearest import advise
 from closeranks.models.config import ModelConfig
 from closeranks.optim.config import OptimConfig
@@ -45,7 +45,8 @@ class Job(Table):
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), extra: Mapping[str, Any] | None = None) -> Loaded[Job]:
     """The job of a file, Python tables and the command line, in that order; raises with all problems at once."""
-    return load(Job, path, overrides, extra=extra, checks=(check_length, check_pairing, check_axes))
+    checks = (check_length, check_pairing, check_axes, check_compress, check_noise, check_local)
+    return load(Job, path, overrides, extra=extra, checks=checks)
 
 
 def check_length(job: Job) -> Iterable[Problem]:
@@ -89,11 +90,86 @@ def check_axes(job: Job) -> Iterable[Problem]:
             yield Problem(f"layout.{name}", what, "Set it to 1.")
 
 
+def check_compress(job: Job) -> Iterable[Problem]:
+    """Whether gradients may travel compressed in this job."""
+    config = job.sync.compress
+    if config.name == "none":
+        return
+    if job.train.precision == "fp16":
+        what = "what is left unsent would be in the loss scale of one step and be added in that of another"
+        yield Problem("sync.compress.name", what, 'Set train.precision = "bf16", or sync.compress.name = "none".')
+    if job.layout.zero == 3 and job.layout.tensor > 1:
+        what = "with zero=3, units hold what tensor ranks have alike, and codes of it would come apart"
+        yield Problem("sync.compress.name", what, 'Set layout.zero = 2 or less, or sync.compress.name = "none".')
+    if config.name == "onebit" and job.optim.name not in ("adamw", "sgd"):
+        what = f"onebit goes with adamw and sgd, not with {job.optim.name}: sizes of gradients are lost"
+        yield Problem("sync.compress.name", what, 'Set optim.name = "adamw", or sync.compress.name = "int8".')
+    steps = job.train.steps
+    if steps is not None and config.num_warmup(steps) >= steps:
+        what = f"the warm-up of {config.num_warmup(steps)} steps is as long as the run: nothing would be compressed"
+        yield Problem("sync.compress.warmup", what, f"Set it below {steps}, or to a fraction such as 0.1.")
+    if config.name == "onebit" and config.warmup == 0 and job.optim.name == "adamw":
+        what = "without a warm-up adamw would have no second moments to divide by"
+        yield Problem("sync.compress.warmup", what, "Set it to 0.1, or leave it out.")
+
+
+def check_noise(job: Job) -> Iterable[Problem]:
+    """Whether a step has whole gradients of a part of its batch, which the noise scale is measured from."""
+    if not job.train.noise_every:
+        return
+    layout, train, off = job.layout, job.train, "or train.noise_every = 0"
+    if layout.zero == 3 or layout.tensor * layout.pipeline > 1:
+        axis = "zero = 3" if layout.zero == 3 else "the tensor axis" if layout.tensor > 1 else "the pipeline axis"
+        what = f"the noise scale needs gradients that a rank has whole before they are summed, and with {axis} none has"
+        yield Problem("train.noise_every", what, f"Use data ranks with layout.zero = 0, 1 or 2, {off}.")
+    if micro_batch_size(train) >= train.global_batch:
+        what = f"a step of {train.global_batch} samples is one micro-batch: there is no smaller one to compare it with"
+        yield Problem("train.noise_every", what, f"Set train.micro_batch below {train.global_batch}, {off}.")
+    if job.sync.local.is_on:
+        what = "replicas that train apart have no gradient of the whole batch to hold a part's against"
+        yield Problem("train.noise_every", what, f"Set sync.local.every = 0, {off}.")
+
+
+def check_local(job: Job) -> Iterable[Problem]:
+    """Replicas that train apart, as far as one can tell without knowing the workers."""
+    local, steps = job.sync.local, job.train.steps
+    if not local.is_on:
+        return
+    if steps is not None and local.every > steps:
+        what = f"replicas that meet every {local.every} steps would never do so in a run of {counted(steps, 'step')}"
+        yield Problem("sync.local.every", what, f"Set it to {steps} or less.")
+    if local.every % local.fragments:
+        what = f"{local.fragments} fragments cannot meet evenly within {local.every} steps"
+        yield Problem("sync.local.fragments", what, f"Use one of {divisors(local.every, 64)}.")
+    if job.layout.batch_norm == "sync":
+        what = "synchronised batch norm meets all data ranks in every forward, but replicas train apart"
+        fix = 'Set layout.batch_norm = "micro": running statistics are then averaged when replicas meet.'
+        yield Problem("layout.batch_norm", what, fix)
+
+
+def homes_of(job: Job, layout: Layout, num_hosts: int = 1) -> int:
+    """How many replicas train apart; 1 where nobody does."""
+    local = job.sync.local
+    if not local.is_on or local.replicas:
+        return local.replicas if local.is_on else 1
+    if layout.zero and layout.shard:
+        return layout.data // layout.shard
+    most = num_hosts if num_hosts > 1 else layout.data
+    return max(size for size in divisors(layout.data) if size <= most)
+
+
+def within_homes(layout: Layout, num_homes: int) -> Layout:
+    """State is split over the data ranks of one home, unless the job says over how many."""
+    if num_homes == 1 or layout.zero == 0 or layout.shard or layout.data % num_homes:
+        return layout
+    return replace(layout, shard=layout.data // num_homes)
+
+
 def layout_for(job: Job, num_workers: int) -> Layout:
     """The layout of this many workers: ``data = 0`` takes what the other axes leave."""
     table = job.layout
     others = table.tensor * table.pipeline * table.context
-    return Layout(
+    layout = Layout(
         data=table.data or max(1, num_workers // max(1, others)),
         zero=table.zero,
         shard=table.shard,
@@ -103,6 +179,8 @@ def layout_for(job: Job, num_workers: int) -> Layout:
         expert=table.expert,
         schedule=table.schedule,
     )
+    # How many hosts there are is known when a run is assembled: until then it stays open what follows from it.
+    return within_homes(layout, job.sync.local.replicas or 1) if job.sync.local.is_on else layout
 
 
 def check_workers(job: Job, num_workers: int, needs: Demands | None = None) -> list[Problem]:
@@ -122,7 +200,18 @@ def check_workers(job: Job, num_workers: int, needs: Demands | None = None) -> l
     if job.layout.batch_norm == "sync" and -(-job.train.global_batch // micro) % layout.data:
         what = f"synchronised batch norm needs micro-batches that divide evenly among {layout.data} data ranks"
         problems.append(Problem("layout.batch_norm", what, "Change train.global_batch or train.micro_batch."))
-    return problems
+    return problems or list(_home_problems(job, layout))
+
+
+def _home_problems(job: Job, layout: Layout) -> Iterable[Problem]:
+    """Whether replicas that train apart come out even; the layout itself is legal."""
+    num_replicas = layout.data // ((layout.shard or layout.data) if layout.zero else 1)
+    num_homes = homes_of(job, layout) if job.sync.local.replicas else 1
+    if num_replicas % num_homes:
+        ranks = counted(layout.data, "data rank")
+        over = f", each {layout.shard} of which split one state," if layout.zero else ""
+        what = f"{ranks}{over} do not divide into {num_homes} replicas that train apart"
+        yield Problem("sync.local.replicas", what, f"Use one of {divisors(num_replicas)}.")
 
 
 def micro_batch_size(train: TrainConfig) -> int:

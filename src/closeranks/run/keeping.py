@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from statistics import median, median_low
@@ -24,14 +25,14 @@ from closeranks.agent.progress import Phase
 from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode
 from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_cost
 from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, Seat, free_file, seats_of
-from closeranks.elastic.images import can_spare_a_host, images_of, layout_digest, partners
+from closeranks.elastic.images import can_spare_a_host, images_of, layout_digest
 from closeranks.elastic.keeper import Berths, Joined, Keeper
 from closeranks.elastic.shelf import Shelf
 from closeranks.elastic.slots import About
 from closeranks.elastic.sources import Holding, num_digesters
 from closeranks.run.overseer import Overseer
 from closeranks.run.parts import Parts
-from closeranks.run.restoring import TakenOver, hosts_of
+from closeranks.run.restoring import TakenOver, hosts_of, kept_by
 from closeranks.run.state import held_still, holdings, progress_of, sketch_of
 from closeranks.telemetry.recorder import to_line
 
@@ -53,12 +54,13 @@ class Keeping:
         rhythm: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._parts, self._emit, self._overseer, self._rhythm = parts, emit, overseer, rhythm
-        self.last: StepDone | None = None
-        """What the last step came to: whoever takes over tells it where rank 0 was lost before it could."""
+        self._rounds = parts.rounds
+        self.told: deque[StepDone] = deque(maxlen=parts.rounds.gap)
+        """What the last steps came to: whoever takes over tells it where rank 0 was lost before it could."""
         self._taken = taken
         self._sketch = sketch_of(parts)
-        self._images = images_of(parts.groups.mesh)
-        self._kept_by = partners(hosts_of(parts), self._images)
+        self._images = images_of(parts.groups.mesh, are_own=parts.remembers)
+        self._kept_by = kept_by(parts, self._images)
         num_threads = num_digesters(_num_cores(), parts.world.local_size)
         self._keeper = Keeper(self._berths(taken.shelf), num_threads) if taken.shelf else None
         every = parts.job.elastic.snapshot_every
@@ -91,8 +93,9 @@ class Keeping:
             self._begin(self._keeper, step)
 
     def is_due(self, step: int) -> bool:
-        """Whether ``after`` will copy the state of this step."""
-        return self._keeper is not None and step - self._begun >= self._every
+        """Whether ``after`` will copy the state of this step. Replicas that train apart have one when they meet."""
+        is_time = step - self._begun >= self._every and self._rounds.is_meeting(step)
+        return self._keeper is not None and is_time
 
     def after(self, step: int) -> None:
         """After a commit, when nothing more happens to the state before the next step."""
@@ -103,7 +106,7 @@ class Keeping:
         self._stepped_at, self._lost_s, self._done = now, 0.0, step
         if self._is_time(step):
             self._decide(self._keeper, step)
-        if step - self._begun >= self._every:
+        if self.is_due(step):
             self._begin(self._keeper, step)
         elif step == self._first + 1:  # not earlier: until its first step is done, others wait for this generation
             self._keeper.make_ready(self._holdings())
@@ -115,7 +118,7 @@ class Keeping:
             return
         self._keeper.land()
         step = self._done + 1
-        if step - self._begun >= self._every or self._is_time(step) or self._keeper.is_done:
+        if self.is_due(step) or self._is_time(step) or self._keeper.is_done:
             self._join(self._keeper)
 
     def seal(self, step: int) -> bool:
@@ -153,9 +156,9 @@ class Keeping:
             run=self._taken.shelf.run,
         )
         tree: dict[str, Any] = {"data": parts.supply.state(), "every": self._every, **self._sketch}
-        tree["progress"] = progress_of(parts, step)
-        if self.last is not None and self.last.step == step:
-            tree["last"] = to_line(encode(self.last)).decode()
+        tree |= {"progress": progress_of(parts, step), "noise": parts.noise.state()}
+        after = parts.rounds.before(step)
+        tree["last"] = "".join(to_line(encode(done)).decode() for done in self.told if after < done.step <= step)
         if parts.world.is_lead:
             tree["rhythm"] = self._rhythm()
         keeper.begin(about, self._holdings(), json.dumps(tree).encode())
@@ -190,7 +193,9 @@ class Keeping:
             self._emit(Warned(what, joined.step))
 
     def _is_time(self, step: int) -> bool:
-        return is_time_to_decide(step - self._first, has_decided=self._has_decided)
+        """Counted in rounds: ranks of several replicas can agree on something when they meet."""
+        num_rounds = self._rounds.number(step) - self._rounds.number(self._first)
+        return self._rounds.is_meeting(step) and is_time_to_decide(num_rounds, has_decided=self._has_decided)
 
     def _decide(self, keeper: Keeper, step: int) -> None:
         """All ranks, at the same step. The first step and the first copies, which make everything ready, are left out
@@ -210,7 +215,8 @@ class Keeping:
         if self._every != self._told_every:
             self._told_every = self._every
             if self._parts.world.is_lead:
-                self._emit(Snapshotting(step, self._every, keeper.num_bytes, cost_s, self.copies))
+                every = max(self._every, self._rounds.gap)
+                self._emit(Snapshotting(step, every, keeper.num_bytes, cost_s, self.copies))
 
     @property
     def copies(self) -> str:

@@ -19,6 +19,8 @@ from closeranks.core.events import RunStarted
 from closeranks.core.interfaces import interface_of
 from closeranks.core.world import World
 from closeranks.facts.devices import datasheet_flops
+from closeranks.optim.scaling import rate_words
+from closeranks.run.apart import words
 from closeranks.run.job import Job
 from closeranks.run.overseer import current_link
 from closeranks.run.parts import Parts
@@ -73,6 +75,12 @@ def started_event(parts: Parts, first_step: int, folder: Path) -> RunStarted:
         item=parts.spec.item,
         datasheet_flops=datasheet_flops(name, parts.precision.name),
         measured_flops=parts.measured_flops,
+        bucket_mib=parts.buckets.bucket_mib,
+        link_latency_s=parts.buckets.link.latency_s if parts.buckets.link else None,
+        link_bytes_per_s=parts.buckets.link.bytes_per_s if parts.buckets.link else None,
         versions={"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
         folder=str(folder),
+        sync=parts.sync_words,
+        rate=rate_words(parts.job.optim, parts.job.train.global_batch, parts.schedule.num_steps),
+        apart=words(parts.job.sync.local, parts.groups.home.count),
     )

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,9 @@ import torch
 from closeranks.agent.progress import Phase
 from closeranks.core.linux import ThreadClock
 from closeranks.run.overseer import Alone, Overseer
+
+_NUM_OWN = 1000
+"""Steps of which a rank remembers its own time."""
 
 
 class Stopwatch(Protocol):
@@ -129,6 +133,7 @@ class Pace:
         self._watch = watch
         self._lane, self._is_even = lane, is_even
         self._step, self._phase = -1, Phase.START
+        self._own: deque[float] = deque(maxlen=_NUM_OWN)
         self._compiler = _Compiler(self)
 
     def begin(self, step: int) -> None:
@@ -165,6 +170,12 @@ class Pace:
     def tell(self) -> None:
         for seconds in self._watch.taken():
             self._overseer.own(seconds, self._lane)
+            self._own.append(seconds)
+
+    def pop_own(self) -> float:
+        """Seconds that a micro-batch usually took this rank alone since this was asked last; 0: none was measured."""
+        own, self._own = list(self._own), deque(maxlen=_NUM_OWN)
+        return median(own) if own else 0.0
 
     def close(self) -> None:
         self._compiler.close()

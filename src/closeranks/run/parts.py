@@ -14,6 +14,7 @@ from torch import nn
 
 from closeranks.core.environment import gpus_are_per_task
 from closeranks.core.errors import ConfigError, Problem, SetupError
+from closeranks.core.events import Event, StepDone
 from closeranks.core.protocols import ModelSpec, Reducer, Source
 from closeranks.core.world import World
 from closeranks.data.loader import Loader
@@ -26,6 +27,7 @@ from closeranks.elastic.vote import Verdict, Vote
 from closeranks.facts.layout import Layout
 from closeranks.optim.optimizer import Optimizer
 from closeranks.optim.scaler import LossScale
+from closeranks.optim.scaling import rate_warning, scaled
 from closeranks.parallel.apply import Applied, apply
 from closeranks.parallel.batchnorm import BatchStatistics
 from closeranks.parallel.group import OpenedGroup, open_group
@@ -33,13 +35,21 @@ from closeranks.parallel.mesh import Groups, open_groups
 from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.precision import Precision
 from closeranks.run import heirloom
+from closeranks.run.accuracy import Accuracy
+from closeranks.run.apart import make_outer, make_vote, num_hosts, rounds_of
+from closeranks.run.bucketing import buckets_for
 from closeranks.run.config import TrainConfig
 from closeranks.run.distribute import Freezing, make_reducer, wishes_of
-from closeranks.run.job import Job, check_workers, layout_for, micro_batch_size
+from closeranks.run.job import Job, check_workers, homes_of, layout_for, micro_batch_size, within_homes
+from closeranks.run.noise import NoiseGauge
 from closeranks.run.overseer import current_link, current_overseer
 from closeranks.run.pace import Pace, stopwatch
 from closeranks.run.store import make_store
 from closeranks.run.supply import Supply
+from closeranks.run.ways import choose_ways, frozen_from, outer_plan
+from closeranks.sync.outer import Outer
+from closeranks.sync.rounds import Rounds
+from closeranks.sync.tuning import Tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,13 @@ class Parts:
     groups: Groups
     statistics: tuple[BatchStatistics, ...]
     reducer: Reducer
+    has_owners: bool
+    """Whether sums of gradients are coded once more by who owns them, [Note: two shots]."""
+    sync_words: str
+    """How gradients travel, where there is something to say about it."""
+    rounds: Rounds
+    outer: Outer | None
+    """What replicas that train apart do when they meet; None where nobody does."""
     vote: Vote
     optimizer: Optimizer
     loss_scale: LossScale
@@ -85,15 +102,31 @@ class Parts:
     warnings: tuple[str, ...]
     measured_flops: float
     """What a matrix product reached on this device before the model was built."""
+    buckets: Tuned
+    """In what portions gradients travel."""
     watchers: list[Watcher]
     before_vote: list[Callable[[], None]]
     """What must be over on this rank before it votes on a step: the vote tells all ranks that it is."""
     pace: Pace
+    noise: NoiseGauge
+    accuracy: Accuracy
+
+    def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
+        """All ranks, when the account of a step is read."""
+        self.supply.settle(done, emit)
+        self.noise.settle(done, emit)
+        if self.world.is_lead:
+            self.accuracy.settle(done, emit)
 
     @property
     def speaks(self) -> bool:
         """Whether this rank reports losses: one of those that computed the same one (the last stage alone has any)."""
         return self.groups.tensor.rank == 0
+
+    @property
+    def remembers(self) -> bool:
+        """Whether each rank holds something of the state that no other does: what compression left unsent."""
+        return self.accuracy.plan is not None
 
     @property
     def is_spread(self) -> bool:
@@ -102,8 +135,7 @@ class Parts:
 
     def assigned(self, step: int) -> tuple[MicroBatch, ...]:
         """This rank's micro-batches of a step."""
-        data, even = self.groups.data, self.reducer.needs_equal_counts
-        return self.schedule.assigned(step, data.rank, data.size, even=even)
+        return self.supply.loader.assigned(step)
 
 
 def choose_device(job: Job, world: World) -> torch.device:
@@ -136,11 +168,13 @@ def assemble(job: Job, world: World, ingredients: Ingredients) -> Parts:
         raise ConfigError(problems)
     schedule = schedule_of(job.train, len(ingredients.source))
     layout = layout_for(job, world.size)
+    num_homes = homes_of(job, layout, num_hosts(world))
+    layout = within_homes(layout, num_homes)
     check_last_step(job, schedule, layout.data)
     device = choose_device(job, world)
     opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
     try:
-        return _build(job, world, layout, ingredients, schedule, device, opened)
+        return _build(job, world, layout, num_homes, ingredients, schedule, device, opened)
     except BaseException:
         opened.close()
         raise
@@ -150,6 +184,7 @@ def _build(
     job: Job,
     world: World,
     layout: Layout,
+    num_homes: int,
     ingredients: Ingredients,
     schedule: Schedule,
     device: torch.device,
@@ -158,11 +193,19 @@ def _build(
     spec, precision = ingredients.spec, Precision(job.train.precision)
     # All ranks of a host measure at once, as they will compute; before the model takes memory.
     measured_flops = heirloom.matmul_flops(device, precision.compute)
-    groups = open_groups(opened.group, layout, device, job.run.timeout_s)
+    groups = open_groups(opened.group, layout, device, job.run.timeout_s, num_homes)
     opened.closers.append(groups.close)
     frozen = Freezing(job.optim)
     applied = apply(spec, wishes_of(job, layout), groups, device, prepare=frozen.decide)
-    reducer = make_reducer(job, layout, groups, applied)
+    chosen = choose_ways(job, layout, groups, world, schedule.num_steps)
+    # Its hooks see gradients before the reducer's, which are made after them, take those away.
+    trained = (held.parameter for held in applied.held)
+    noise = NoiseGauge(job.train.noise_every, trained, schedule, groups.home.data, device)
+    buckets = buckets_for(job, layout, groups, spec, applied.held, measured_flops, device)
+    reducer = make_reducer(job, layout, groups, applied, chosen.ways, buckets.bucket_mib)
+    outer = outer_plan(job, groups.home.across, schedule.num_steps)
+    accuracy = Accuracy(chosen.plan, outer, reducer, groups.world, device)
+    warning = rate_warning(job.optim, job.train.global_batch, schedule.num_steps)
     return Parts(
         job=job,
         world=world,
@@ -177,19 +220,33 @@ def _build(
         groups=groups,
         statistics=applied.statistics,
         reducer=reducer,
-        vote=Vote(groups.world, spec.metrics, clip=job.optim.clip),
-        optimizer=Optimizer(reducer.leaves(), frozen.assignment, job.optim, num_steps=schedule.num_steps),
+        has_owners=chosen.has_owners,
+        sync_words=chosen.words,
+        rounds=rounds_of(job, schedule.num_steps),
+        outer=make_outer(job, groups, spec, applied, reducer, schedule.num_steps),
+        vote=make_vote(job, groups, spec),
+        optimizer=Optimizer(
+            reducer.leaves(),
+            frozen.assignment,
+            scaled(job.optim, job.train.global_batch),
+            num_steps=schedule.num_steps,
+            frozen_from=frozen_from(job, layout, schedule.num_steps),
+            total=groups.home.world.sum if layout.zero or layout.tensor > 1 else None,
+        ),
         loss_scale=LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device),
         loss_divisor=loss_divisor(spec, job.train) if precision.scales_loss else 1.0,
         schedule=schedule,
         source=ingredients.source,
         supply=make_supply(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts),
         eval_source=ingredients.eval_source,
-        warnings=applied.warnings,
+        warnings=(*applied.warnings, *filter(None, [warning])),
         measured_flops=measured_flops,
-        watchers=[],
+        buckets=buckets,
+        watchers=[noise.watch, accuracy.watch],
         before_vote=[],
         pace=make_pace(job, layout, groups, reducer, device, opened),
+        noise=noise,
+        accuracy=accuracy,
     )
 
 
@@ -227,6 +284,7 @@ def make_supply(
         sources=tuple(placed(each) for each in sources if each is not None),
         logs_samples=job.data.log_samples,
         must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
+        is_balanced=job.sync.local.is_on and job.sync.local.balance and groups.home.count > 1,
     )
 
 

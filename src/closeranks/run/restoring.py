@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from closeranks.core.errors import CloseranksError, SetupError
-from closeranks.core.events import Event, Restored, Resumed, Warned, decode
+from closeranks.core.events import Event, Restored, Resumed, StepDone, Warned, decode
 from closeranks.core.faults import declare, point
 from closeranks.elastic.choosing import (
     OWN_FILES,
@@ -110,17 +110,28 @@ def take_over(parts: Parts, folder: Path, shelf: Shelf) -> TakenOver:
     event = Restored(found.step, source, parts.world.generation, time.monotonic() - began_at, memory.notes)
     if choice is None:
         return TakenOver(found, shelf, folder, event, memory.copies)
-    kept_by = partners(hosts_of(parts), [seat.image for seat in memory.seats])
-    is_there = is_in_place(choice, memory.sound(), memory.seats, kept_by)
+    keepers = kept_by(parts, [seat.image for seat in memory.seats])
+    is_there = is_in_place(choice, memory.sound(), memory.seats, keepers)
     return TakenOver(found, shelf, folder, event, memory.copies, choice.state, is_there)
 
 
 def _untold(folder: Path, origin: Origin) -> Iterator[Event]:
-    """The last step, where others have its state but rank 0 was lost before it wrote down what it came to."""
-    last = parse_line(origin.tree.get("last", "").encode())
-    event = decode(last) if last else None
-    if event is not None and origin.step > last_step(RunFolder(folder).metrics(0)):
-        yield event
+    """The last step, or those of the last round, where others have its state but rank 0 was lost before it wrote down
+    what it came to."""
+    lines = [parse_line(line.encode()) for line in origin.tree.get("last", "").splitlines()]
+    known = last_step(RunFolder(folder).metrics(0)) if lines else 0
+    for event in (decode(line) for line in lines if line):
+        if isinstance(event, StepDone) and event.step > known:
+            yield event
+
+
+def kept_by(parts: Parts, images: Sequence[str]) -> tuple[int | None, ...]:
+    """Who keeps a copy of each rank's image; see ``elastic.second_copies``."""
+    wish, hosts = parts.job.elastic.second_copies, hosts_of(parts)
+    is_spared = len(set(hosts)) > 1 and (parts.remembers or parts.outer is not None)
+    if wish == "off" or (wish == "auto" and is_spared):
+        return (None,) * len(hosts)
+    return partners(hosts, images)
 
 
 def hosts_of(parts: Parts) -> list[int]:
@@ -163,7 +174,8 @@ class _Memory:
     """Whether there ever was more than the copy of the beginning, which is sealed before the vote of the first step."""
 
     def __post_init__(self) -> None:
-        self.seats = seats_of(hosts_of(self.parts), images_of(self.parts.groups.mesh))
+        images = images_of(self.parts.groups.mesh, are_own=self.parts.remembers)
+        self.seats = seats_of(hosts_of(self.parts), images)
         host = self.seats[self.parts.world.rank].host
         is_speaker = self.seats[self.parts.world.rank].box == 0  # all of a host see the same
         told = _told(self.shelf, host) if is_speaker else [[], [], False]

@@ -34,7 +34,7 @@ from closeranks.run.parts import Parts, assemble
 from closeranks.run.restoring import take_over
 from closeranks.run.result import Result
 from closeranks.run.saving import Saving
-from closeranks.run.step import Step
+from closeranks.run.step import Step, check_at_rest
 from closeranks.run.work import loss_here
 from closeranks.telemetry.profiler import StepProfiler
 from closeranks.telemetry.recorder import Recorder
@@ -178,8 +178,8 @@ class Session:
         self.num_done += 1
         self._note(self._ledger.push(step.index, verdict))
         self._collector.at_boundary(self.num_done)
-        every = self.job.train.eval_every
-        if every and self.num_done % every == 0 and self.parts.eval_source is not None and not self._ending:
+        is_due = self.parts.rounds.passes(self.num_done, self.job.train.eval_every)
+        if is_due and self.parts.eval_source is not None and not self._ending:
             self.evaluate()
         if self._saving.is_granted or self._keeping.is_due(self.num_done):
             self._note(self._ledger.flush())  # what is saved knows of every sample that was skipped
@@ -188,16 +188,16 @@ class Session:
 
     def _pause(self, phase: Phase) -> None:
         """Before anything but training: no step is half-way, and every verdict is read."""
-        if self._step is not None and self._step.is_underway:
-            raise UserError("evaluate() or save() was called within a step", "Call it before the step's first batch.")
+        check_at_rest(self.parts, self._step, self.num_done)
         self._note(self._ledger.flush())
         self.parts.pace.enter(phase)
 
     def _note(self, settled: Iterable[Settled]) -> None:
         for entry in settled:
-            self._last = self._keeping.last = entry.done
+            self._last = entry.done
+            self._keeping.told.append(entry.done)
             self._emit(entry.done)
-            self.parts.supply.settle(entry.done, self._emit)
+            self.parts.settle(entry.done, self._emit)
             self._hooks.on_step(self, entry.done)
             if self.num_done >= self.parts.schedule.num_steps:
                 continue  # the end is here anyway, and saves

@@ -26,9 +26,11 @@ from closeranks.facts.stages import placement
 from closeranks.parallel.apply import is_sharded, local_part, whole_tensors
 from closeranks.parallel.group import Group
 from closeranks.parallel.stages import stage_ranges
+from closeranks.run.memories import restore_memories, unsent
 from closeranks.run.parts import Parts
+from closeranks.run.rows import anchors, as_row, found_row, has_weights, momenta, restore_outer, weights_key
 
-MODEL, OPTIMIZER, OTHER = "model", "optimizer", "other"
+MODEL, OPTIMIZER, OTHER, SYNC = "model", "optimizer", "other", "sync"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Kept:
     """Who holds the same values along the data axis; None: this rank alone counts."""
     is_steady: bool
     """Whether nothing but the optimizer changes it."""
+    is_cut: bool = False
+    """Whether the data ranks split it."""
 
     @property
     def is_spoken(self) -> bool:
@@ -55,8 +59,9 @@ def kept(parts: Parts) -> Iterator[Kept]:
     groups = parts.groups
     for held in parts.applied.held:
         tensor, piece = local_part(held, groups.shard)
-        holders = groups.replica if is_sharded(held) else groups.data
-        yield Kept(piece, tensor, held.is_spoken, holders, is_steady=True)
+        is_cut = is_sharded(held)
+        holders = groups.replica if is_cut else groups.data
+        yield Kept(piece, tensor, held.is_spoken, holders, is_steady=True, is_cut=is_cut)
     speaks_here = groups.data.rank == 0 and groups.tensor.rank == 0
     names: set[str] = set()
     for name, tensor in _buffers(parts.applied.stages.values()):
@@ -64,6 +69,32 @@ def kept(parts: Parts) -> Iterator[Kept]:
         names.add(name)
         # Any forward may change a buffer.
         yield Kept(Piece.whole(name, tuple(tensor.shape)), tensor, speaks, None, is_steady=False)
+
+
+def _model(parts: Parts) -> Iterator[Kept]:
+    """What is saved as the model: this rank's part of it, or of the anchor where replicas do not all stand on it."""
+    if parts.outer is None or parts.rounds.num_fragments == 1:
+        yield from kept(parts)
+        return
+    yield from (one for one in kept(parts) if one.piece.name not in parts.applied.trainable)
+    yield from (Kept(one.piece, one.tensor, one.is_ours, one.holders, is_steady=True) for one in anchors(parts))
+
+
+def _met(parts: Parts) -> Iterator[Kept]:
+    """What replicas that train apart have besides: of their meetings, and each for itself."""
+    for piece, tensor, is_ours, holders in momenta(parts):
+        yield Kept(piece, tensor, is_ours, holders, is_steady=True)
+    if parts.rounds.num_fragments > 1:
+        yield from _own_weights(parts)
+
+
+def _own_weights(parts: Parts) -> Iterator[Kept]:
+    """Those of one replica, where replicas do not all stand on the anchor when they meet."""
+    home = parts.groups.home
+    for one in kept(parts):
+        if one.piece.name in parts.applied.trainable:
+            piece, row = as_row(parts, replace(one.piece, name=weights_key(one.piece)), one.tensor)
+            yield replace(one, piece=piece, tensor=row, holders=home.replica if one.is_cut else home.data)
 
 
 def _buffers(stages: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -99,27 +130,32 @@ def buffer_speaker(name: str, units: Sequence[str], ranges: Sequence[range], pla
 
 def items(parts: Parts) -> list[Item]:
     """All that this rank has of the state's tensors, to be saved by it or by another that holds the same."""
-    found = [_item(MODEL, one.piece, one.tensor, one.holders, one.is_steady) for one in kept(parts) if one.is_ours]
-    memories = (memory for memory in _memories(parts) if memory.is_ours)
+    found = [_item(MODEL, one.piece, one.tensor, one.holders, one.is_steady) for one in _model(parts) if one.is_ours]
+    memories = (memory for memory in _own_memories(parts) if memory.is_ours)
     found += [_item(OPTIMIZER, one.piece, one.tensor, one.holders, is_steady=True) for one in memories]
-    if parts.world.is_lead:
-        scale = ((Piece.whole(f"loss_scale/{key}", ()), tensor) for key, tensor in parts.loss_scale.state().items())
-        found += [_item(OTHER, piece, tensor, None, is_steady=False) for piece, tensor in scale]
+    found += [_item(SYNC, one.piece, one.tensor, None, is_steady=True) for one in unsent(parts) if one.is_ours]
+    met = (one for one in _met(parts) if one.is_ours)
+    found += [_item(SYNC, one.piece, one.tensor, one.holders, is_steady=True) for one in met]
+    if parts.groups.home.world.rank == 0:
+        found += [_item(OTHER, piece, tensor, None, is_steady=False) for piece, tensor in _loss_scale(parts)]
     # Two stages of a rank may each hold a tied parameter: the same values, saved once.
     return list({(item.section, item.piece): item for item in reversed(found)}.values())[::-1]
 
 
 def holdings(parts: Parts) -> list[Holding]:
     """All that this rank has of the state's tensors, whoever else has them too: what its copies in memory hold."""
-    found = [Holding(MODEL, one.piece.name, one.piece, one.tensor, one.is_steady) for one in kept(parts)]
-    found += [Holding(OPTIMIZER, one.piece.name, one.piece, one.tensor) for one in _memories(parts)]
-    for key, tensor in parts.loss_scale.state().items():
-        found.append(Holding(OTHER, f"loss_scale/{key}", Piece.whole(f"loss_scale/{key}", ()), tensor, is_steady=False))
+    found = [Holding(MODEL, one.piece.name, one.piece, one.tensor, one.is_steady) for one in _model(parts)]
+    found += [Holding(OPTIMIZER, one.piece.name, one.piece, one.tensor) for one in _own_memories(parts)]
+    found += [Holding(SYNC, one.piece.name, one.piece, one.tensor) for one in _met(parts)]
+    found += [Holding(SYNC, one.piece.name, one.piece, one.tensor) for one in unsent(parts)]
+    found += [Holding(OTHER, piece.name, piece, tensor, is_steady=False) for piece, tensor in _loss_scale(parts)]
     return list({(one.section, one.piece): one for one in reversed(found)}.values())[::-1]
 
 
 def held_still(parts: Parts, found: Sequence[Holding]) -> bool:
     """Whether ``holdings`` would find the same memory as before. Costs a tenth of finding it: asked in every step."""
+    if parts.rounds.num_fragments > 1:  # the anchor is kept for a model, and that only when replicas meet
+        return False
     places = {(one.section, one.key): one.tensor.data_ptr() for one in found}
     for held in parts.applied.held:
         # What FSDP2 has spread it keeps where it is.
@@ -143,18 +179,32 @@ class _Memory:
     tensor: Tensor
     is_ours: bool
     holders: Group
+    """Of this rank's own home: replicas that train apart remember each its own."""
 
 
 def _memories(parts: Parts) -> Iterator[_Memory]:
-    groups = parts.groups
+    home = parts.groups.home
     spoken = {held.piece.name for held in parts.applied.held if held.is_spoken}
     cut = {held.piece.name for held in parts.applied.held if is_sharded(held)}
     for leaf, key, tensor in parts.optimizer.memory():
-        is_cut = leaf.piece.flat is not None or leaf.piece.name in cut
+        # With zero 1 and 2 every leaf is a shard: a range of rows or, where memory has another order, a box.
+        is_cut = parts.layout.zero in (1, 2) or leaf.piece.name in cut
         piece, is_ours = replace(leaf.piece, name=f"{leaf.piece.name}/{key}"), leaf.piece.name in spoken
         if tensor.ndim == 0:  # a counter has no dims whatever the parameter has: who holds the first element has it
             is_ours, piece = is_ours and _holds_first(leaf.piece), Piece.whole(piece.name, ())
-        yield _Memory(piece, tensor, is_ours, groups.replica if is_cut else groups.data)
+        yield _Memory(piece, tensor, is_ours, home.replica if is_cut else home.data)
+
+
+def _own_memories(parts: Parts) -> Iterator[_Memory]:
+    """As they are saved."""
+    for memory in _memories(parts):
+        piece, tensor = as_row(parts, memory.piece, memory.tensor)
+        yield replace(memory, piece=piece, tensor=tensor)
+
+
+def _loss_scale(parts: Parts) -> Iterator[tuple[Piece, Tensor]]:
+    for key, tensor in parts.loss_scale.state().items():
+        yield as_row(parts, Piece.whole(f"loss_scale/{key}", ()), tensor)
 
 
 def _holds_first(piece: Piece) -> bool:
@@ -169,6 +219,7 @@ def tree_of(parts: Parts, step: int) -> dict[str, Any]:
         "schedule": {"lr": parts.optimizer.lr(step), "num_steps": parts.schedule.num_steps},
         "random": {"seed": parts.job.run.seed, "keyed_by": ["seed", "step", "micro_batch"]},
         "data": parts.supply.state(),
+        "noise": parts.noise.state(),
         "config": parts.job.model_dump(mode="json"),
         "versions": {"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
@@ -242,15 +293,30 @@ def check_fits(parts: Parts, saved: Saved, *, may_be_done: bool = False) -> int:
 def restore_state(parts: Parts, saved: Saved) -> None:
     """Put a saved state that fits back into the parts. Where it raises, the parts hold some of it and some not."""
     parts.supply.load_state(saved.tree.get("data", {}))
-    for one in kept(parts):
-        saved.read_into(MODEL, one.piece.name, one.piece, one.tensor)
+    parts.noise.load_state(saved.tree.get("noise", {}))
+    restore_memories(list(unsent(parts)), saved, SYNC, has_owners=parts.has_owners)
+    _restore_weights(parts, saved)
+    restore_outer(parts, saved, SYNC, MODEL)
+    shapes = saved.shapes(OPTIMIZER)
     for memory in _memories(parts):
-        saved.read_into(OPTIMIZER, memory.piece.name, memory.piece, memory.tensor)
+        piece = found_row(parts, memory.piece, shapes[memory.piece.name])
+        saved.read_into(OPTIMIZER, piece.name, piece, memory.tensor.view(piece.local_shape))
     scale = saved.shapes(OTHER)
-    names = [key for key in scale if key.startswith("loss_scale/")]
+    rows = {key: found_row(parts, Piece.whole(key, ()), scale[key]) for key in scale if key.startswith("loss_scale/")}
     parts.loss_scale.load_state(
-        {key.removeprefix("loss_scale/"): saved.read(OTHER, key, Piece.whole(key, scale[key])) for key in names}
+        {key.removeprefix("loss_scale/"): saved.read(OTHER, key, row).view(()) for key, row in rows.items()}
     )
+
+
+def _restore_weights(parts: Parts, saved: Saved) -> None:
+    shapes = saved.shapes(SYNC) if has_weights(parts, saved, SYNC) else {}
+    for one in kept(parts):
+        key = weights_key(one.piece)
+        if key in shapes:
+            row = found_row(parts, replace(one.piece, name=key), shapes[key])
+            saved.read_into(SYNC, key, row, one.tensor.view(row.local_shape))
+        else:
+            saved.read_into(MODEL, one.piece.name, one.piece, one.tensor)
 
 
 def _check_optimizer(parts: Parts, saved: Saved) -> None:

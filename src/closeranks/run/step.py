@@ -21,6 +21,7 @@ from closeranks.data.reader import Loaded
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.models.losses import as_loss
 from closeranks.optim.norms import norm_squared
+from closeranks.run.apart import meet
 from closeranks.run.parts import Parts
 from closeranks.run.tally import Tally
 from closeranks.run.work import PipelineWork, misfits_explained
@@ -39,6 +40,7 @@ class Step:
         self._is_taken = self._is_committed = False
         self._scale = parts.loss_scale.scale / parts.loss_divisor
         self._tally = Tally(parts.spec.metrics, parts.device, speaks=parts.speaks)
+        parts.reducer.begin_step(index)
         for statistics in parts.statistics:
             statistics.begin()
         parts.pace.begin(index + 1)
@@ -76,12 +78,16 @@ class Step:
         """Add one micro-batch's gradients. A plain tensor counts as the mean over the micro-batch's samples."""
         if self._num_done + 1 != self._num_taken:
             raise self._out_of_turn("step.backward(loss) was called again")
-        reducer = self._parts.reducer
-        scaled = self._weighed(self._loaded[self._num_done].micro_batch, loss)
+        reducer, noise = self._parts.reducer, self._parts.noise
+        micro_batch = self._loaded[self._num_done].micro_batch
+        scaled = self._weighed(micro_batch, loss)
+        if self._num_done == 0:
+            noise.begin(self.index, micro_batch)
         with torch.autocast(self._parts.device.type, enabled=False):
             reducer.begin_backward(is_last=self._num_taken == len(self._assigned))
             scaled.backward()
             reducer.end_backward()
+        noise.end(self._tally.weight, self._scale)
         self._num_done += 1
         self._parts.pace.tick()
         if self._num_done == len(self._assigned):
@@ -104,16 +110,19 @@ class Step:
         for finish in parts.before_vote:
             finish()
         parts.pace.enter(Phase.VOTE)
-        verdict = parts.vote.cast(ballot, self._scale)  # the ONE small all-reduce
+        is_meeting = parts.rounds.is_meeting(self.index + 1)
+        verdict = parts.vote.cast(ballot, self._scale, is_meeting=is_meeting)  # the ONE small all-reduce
         parts.pace.enter(Phase.KEEP)
         for watch in parts.watchers:
             watch(self.index, verdict)
         parts.pace.enter(Phase.UPDATE)
         parts.optimizer.step(self.index, parts.reducer.gradients(), verdict.factor, verdict.taken)
-        parts.reducer.spread()
         parts.loss_scale.update(verdict.taken)
         for statistics in parts.statistics:
             statistics.finish(verdict.taken)
+        parts.reducer.settle(verdict.taken)
+        meet(parts, self.index + 1)  # where replicas train apart
+        parts.reducer.spread()
         parts.reducer.release()
         parts.pace.tell()
         self._is_committed = True
@@ -154,6 +163,15 @@ class Step:
         """Random streams, autocast and the reduction belong to one batch at a time."""
         fix = "Call step.backward(loss) exactly once for each batch, before the next one is taken."
         return UserError(f"{what} out of turn", fix, step=self.index + 1)
+
+
+def check_at_rest(parts: Parts, step: Step | None, num_done: int) -> None:
+    """Refuse what all ranks do together while a step is half-way, or replicas train apart. ``step``: the newest one."""
+    if step is not None and step.is_underway:
+        raise UserError("evaluate() or save() was called within a step", "Call it before the step's first batch.")
+    if step is not None and not parts.rounds.is_meeting(num_done):
+        fix = f"Call it when they have met: the next time is after step {parts.rounds.after(num_done)}."
+        raise UserError("evaluate() or save() was called while replicas train apart", fix, step=num_done)
 
 
 def seed_streams(device: torch.device, seed: int) -> None:

@@ -44,6 +44,9 @@ class Supply:
     logs_samples: bool = False
     must_agree: bool = False
     """Whether ranks that work on the same micro-batches must find the same samples bad, or wait for each other."""
+    is_balanced: bool = False
+    """Whether slower replicas may have fewer micro-batches."""
+    _news: dict[int, str] = field(default_factory=dict)
     _times: StageTimes = field(default_factory=StageTimes)
     _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
     """Bad samples of steps that are not settled yet, found here."""
@@ -102,6 +105,8 @@ class Supply:
 
     def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
         """All ranks, where the vote of a step counted any: agree on which they were, say so, and stop at too many."""
+        if (news := self._news.pop(done.step, "")) and self.rank == 0:
+            emit(Warned(news, done.step))
         if not done.num_bad:
             return
         own = json.dumps([sample.to_json() for sample in self._found.pop(done.step - 1, ())])
@@ -116,18 +121,30 @@ class Supply:
         """The order in words; empty for the usual one."""
         return self.order.described
 
+    def reshare(self, shares: tuple[int, ...], step: int) -> None:
+        """All ranks, after ``step``: replicas take other numbers of micro-batches from now on."""
+        before = self.loader.shares
+        self.loader.reshare(shares)
+        if shares != before:
+            told = "+".join(map(str, shares))
+            self._news[step] = f"replicas share the micro-batches of a step as {told} from now on, by their speed"
+
     def state(self) -> dict[str, Any]:
-        return {"quarantine": self.quarantine.state()}
+        shares = {"shares": list(self.loader.shares)} if self.loader.shares else {}
+        return {"quarantine": self.quarantine.state(), **shares}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Shares of another number of replicas, or where nobody shares by speed, say nothing here."""
         self.quarantine.load(state.get("quarantine", ()))
+        shares = tuple(map(int, state.get("shares", ())))
+        self.loader.reshare(shares if self.is_balanced and len(shares) == self.groups.home.count else ())
 
     def _agree(self, loaded: Sequence[Loaded], step: int) -> None:
         """Ranks of one replica read the same samples, each for itself: where one finds bad what another does not (a
         damaged copy on one host), their batches differ in size and a collective would never end."""
         own = json.dumps([self.groups.data.rank, [bad.sample for one in loaded for bad in one.skipped]])
         found: dict[int, list[int]] = {}
-        for replica, bad in map(json.loads, self.groups.world.gather_text(own)):
+        for replica, bad in map(json.loads, self.groups.home.world.gather_text(own)):
             if found.setdefault(replica, bad) != bad:
                 odd = sorted(set(found[replica]) ^ set(bad))
                 what = f"sample {odd[0] if odd else bad} can be read by some ranks of a replica and not by others"

@@ -139,6 +139,7 @@ def small_job(job: Job) -> Job:
     tables = {**job.model_dump(), "layout": layout.model_dump(), "checkpoint": {"save": False}}
     tables["run"] = {"seed": job.run.seed, "device": "cpu"}
     tables["optim"]["groups"] = ()
+    tables["sync"]["local"] |= {"replicas": 0, "fragments": 1}
     num_samples = _MICRO_BATCH * layout.data * max(2, layout.pipeline)
     size = {"steps": 1, "epochs": None, "micro_batch": _MICRO_BATCH, "global_batch": num_samples}
     tables["train"] |= {**size, "compile": False}
@@ -211,7 +212,7 @@ def unchanged() -> Iterator[None]:
     numpy_stream, python_stream = np.random.get_state(), random.getstate()
     hook = sys.excepthook  # torch puts the rank of every group in front of what is printed
     torch.set_num_threads(1)
-    heirloom.inherit({heirloom.KEY: 1.0})  # what is thrown away is not measured
+    heirloom.inherit({heirloom.KEY: 1.0, heirloom.BUCKET_KEY: 1.0})  # what is thrown away is not measured
     try:
         yield
     finally:

@@ -7,33 +7,40 @@ backward; a parameter that no sample used has gradient zero on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.core.protocols import Held, Leaf
+from closeranks.core.protocols import Held, Leaf, Remembered
 from closeranks.sync.buckets import Bucket, plan_buckets
 from closeranks.sync.departures import Departures
 from closeranks.sync.held import DataGroup, as_members, view_of
+from closeranks.sync.journeys import Convoy
 from closeranks.sync.partial import Part, sum_parts
+from closeranks.sync.places import load_of
+from closeranks.sync.ways import Way, WayMaker, flat_ways
 
 
 class _Buffer:
-    """One bucket's memory, and a view of it for every member's gradient."""
+    """One bucket's memory, a view of it for every member's gradient, and its way."""
 
-    def __init__(self, bucket: Bucket, held: Sequence[Held]) -> None:
+    def __init__(self, bucket: Bucket, held: Sequence[Held], ways: WayMaker) -> None:
         self.held = [held[number] for number in bucket.members]
         first = self.held[0].parameter
         self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         places = zip(bucket.offsets, self.held, strict=True)
         self.views = [view_of(self.flat, offset, one.parameter) for offset, one in places]
         self.is_spoken = bucket.is_spoken
+        self.way: Way = ways(load_of(self.held, bucket.offsets, self.flat))
 
 
 class AllReduce:
-    """Bucketed all-reduce, overlapped with backward; see ``core.protocols.Reducer`` for the call sequence."""
+    """Bucketed all-reduce, overlapped with backward; see ``core.protocols.Reducer`` for the call sequence.
+
+    ``ways``: how buckets are summed, where that is not torch's own all-reduce; those ``is_exact`` names take that in
+    any case.
+    """
 
     needs_equal_counts = False
 
@@ -45,15 +52,21 @@ class AllReduce:
         bucket_bytes: int,
         first_bucket_bytes: int,
         overlap: bool = True,
+        ways: WayMaker | None = None,
+        is_exact: Callable[[Held], bool] = lambda one: False,
     ) -> None:
         self._held = [one for one in held if one.parameter.requires_grad]
         self._group = group
         self._leaves = tuple(Leaf(one.parameter, one.piece, one.is_spoken and group.rank == 0) for one in self._held)
         # A group of one has nothing to sum: gradients stay where autograd put them.
-        members = as_members(self._held) if group.size > 1 else ()
-        self.plan = plan_buckets(members, cap_bytes=bucket_bytes, first_cap_bytes=first_bucket_bytes)
-        self._buffers = [_Buffer(bucket, self._held) for bucket in self.plan]
-        self._works: list[dist.Work] = []
+        members = as_members(self._held, is_exact=is_exact) if group.size > 1 else ()
+        num_shards = 1 if ways is None else group.size  # ways may cut buckets
+        caps = {"cap_bytes": bucket_bytes, "first_cap_bytes": first_bucket_bytes}
+        self.plan = plan_buckets(members, **caps, num_shards=num_shards)
+        exact = flat_ways(group)
+        kinds = [exact if ways is None or bucket.is_exact else ways for bucket in self.plan]
+        self._buffers = [_Buffer(bucket, self._held, kind) for bucket, kind in zip(self.plan, kinds, strict=True)]
+        self._convoy = Convoy()
         self._departures = Departures(
             self.plan,
             [one.parameter for one in self._held],
@@ -65,6 +78,10 @@ class AllReduce:
 
     def leaves(self) -> Sequence[Leaf]:
         return self._leaves
+
+    def begin_step(self, step: int) -> None:
+        for buffer in self._buffers:
+            buffer.way.begin(step)
 
     def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
         self._departures.begin(stage, is_last=is_last)
@@ -78,8 +95,7 @@ class AllReduce:
         for one in self._held:
             if one.parameter.grad is None:  # only where there are no buckets
                 one.parameter.grad = torch.zeros_like(one.parameter)
-        for work in self._works:
-            work.wait()
+        self._convoy.finish()
         sum_parts(self._parts())
 
     def gradients(self) -> Sequence[Tensor]:
@@ -101,8 +117,18 @@ class AllReduce:
     def release(self) -> None:
         for one in self._held:
             one.parameter.grad = None
-        self._works.clear()
         self._departures.reset()
+
+    def settle(self, taken: Tensor) -> None:
+        for buffer in self._buffers:
+            buffer.way.settle(taken)
+
+    def memory(self) -> Iterator[Remembered]:
+        for buffer in self._buffers:
+            yield from buffer.way.memory()
+
+    def losses(self) -> list[Tensor]:
+        return [found for buffer in self._buffers if (found := buffer.way.losses()) is not None]
 
     def _load(self, bucket: int, place: int) -> None:
         """Copying costs one pass; in return micro-batches accumulate at no cost and nothing is copied back."""
@@ -114,9 +140,8 @@ class AllReduce:
         parameter.grad = view
 
     def _send(self, bucket: int) -> None:
-        work = dist.all_reduce(self._buffers[bucket].flat, group=self._group.process_group, async_op=True)
-        assert work is not None
-        self._works.append(work)
+        buffer = self._buffers[bucket]
+        self._convoy.add(buffer.way.sum(buffer.flat), buffer.way.num_legs)
 
     def _parts(self) -> list[Part]:
         if self._buffers:

@@ -31,10 +31,12 @@ class Member:
     """Numbers of the further groups its gradient is summed over."""
     row: int = 1
     """Elements that must not be parted: more than one where memory is not in the order of the tensor's rows."""
+    is_exact: bool = False
+    """Whether it must not be compressed."""
 
     @property
-    def kind(self) -> tuple[str, bool, tuple[int, ...], int]:
-        return self.dtype, self.is_spoken, self.partial_over, self.stage
+    def kind(self) -> tuple[str, bool, tuple[int, ...], int, bool]:
+        return self.dtype, self.is_spoken, self.partial_over, self.stage, self.is_exact
 
     @property
     def num_bytes(self) -> int:
@@ -54,6 +56,7 @@ class Bucket:
     stage: int = 0
     is_spoken: bool = True
     partial_over: tuple[int, ...] = ()
+    is_exact: bool = False
 
 
 def plan_buckets(
@@ -106,7 +109,8 @@ def _bucket(numbers: Sequence[int], members: Sequence[Member], num_shards: int, 
         offsets.append(_round_up(end, align))
         end = offsets[-1] + members[number].numel
     numel = _round_up(end, num_shards * (first.row if first.row > 1 else align))
-    return Bucket(tuple(numbers), tuple(offsets), numel, first.dtype, first.stage, first.is_spoken, first.partial_over)
+    kind = (first.dtype, first.stage, first.is_spoken, first.partial_over, first.is_exact)
+    return Bucket(tuple(numbers), tuple(offsets), numel, *kind)
 
 
 def _round_up(number: int, multiple: int) -> int:

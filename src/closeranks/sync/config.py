@@ -2,19 +2,105 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import math
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, field_validator
 
 from closeranks.core.config.table import Table
+
+_MIB = 1 << 20
+_USUAL_MIB = 25.0
+"""Also what "auto" counts as where nothing was measured: in plans, and where a rank has nobody to send to."""
+
+
+class BucketCaps(NamedTuple):
+    bucket_bytes: int
+    first_bucket_bytes: int
+
+
+def _check_bucket(value: float | str) -> float | str:
+    if value != "auto" and (isinstance(value, str) or value <= 0):
+        raise ValueError(f'{value!r} is no size of a bucket: write a number of MiB above 0, such as 25, or "auto"')
+    return value
+
+
+class CompressConfig(Table):
+    """How much of a gradient travels. What is left out of one step is remembered and sent with later ones."""
+
+    name: Literal["none", "bf16", "fp16", "int8", "topk", "powersgd", "onebit"] = "none"
+    """bf16 and fp16 send half of the bytes, int8 a quarter, topk the largest values alone, powersgd products of thin
+    matrices, onebit signs."""
+    ratio: float = Field(default=0.01, gt=0.0, le=1.0)
+    """topk: the share of values that is sent."""
+    rank: int = Field(default=4, ge=1)
+    """powersgd: the rank of what is sent of a matrix."""
+    warmup: float | None = Field(default=None, ge=0)
+    """Steps until compression sets in; below 1, a fraction of all steps. Unset: a tenth of them for onebit (with adamw
+    the second moments are frozen then, as in 1-bit Adam), none for the others."""
+    feedback: bool = True
+    """Remember what was not sent. Off, to see what that is good for."""
+    measure_every: int = Field(default=50, ge=0)
+    """In every so-many-th step some values are summed exactly too, to measure what is lost; 0: never."""
+
+    @field_validator("warmup")
+    @classmethod
+    def _whole_steps(cls, value: float | None) -> float | None:
+        if value is not None and value >= 1 and not float(value).is_integer():
+            raise ValueError(f"{value} is neither a number of steps nor a fraction. Write 100 or 0.1.")
+        return value
+
+    def num_warmup(self, num_steps: int) -> int:
+        """In steps."""
+        warmup = self.warmup if self.warmup is not None else (0.1 if self.name == "onebit" else 0.0)
+        return math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
+
+
+class LocalConfig(Table):
+    """Replicas that train apart and meet every so many steps: local SGD, DiLoCo, streaming DiLoCo."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps that each replica takes by itself before all meet; 0: gradients are summed over all ranks in every step."""
+    replicas: int = Field(default=0, ge=0)
+    """How many replicas train apart. 0: data/shard of them where layout.shard is given, else one for each host where
+    there are several, else as many as there are data ranks."""
+    outer_lr: float = Field(default=0.7, gt=0.0)
+    """How far a meeting goes from where all stood towards the mean of where they got to; 1 is all the way."""
+    outer_momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """What a meeting remembers of those before it. With 0 and outer_lr = 1 a meeting is a plain mean: local SGD."""
+    nesterov: bool = True
+    """Whether the outer momentum looks ahead."""
+    fragments: int = Field(default=1, ge=1)
+    """In how many parts the model meets, one after the other, every/fragments steps apart; must divide ``every``."""
+    balance: bool = False
+    """Give slower replicas fewer micro-batches, by what each was measured to take for one; changed at meetings only."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.every > 0
 
 
 class SyncConfig(Table):
     """How gradients are summed over the data ranks."""
 
-    bucket_mib: float = Field(default=25.0, gt=0)
-    """Gradients travel in buckets of this many MiB; the plan is part of the numerics."""
+    bucket_mib: Annotated[float | str, AfterValidator(_check_bucket)] = _USUAL_MIB
+    """Gradients travel in buckets of this many MiB; the plan is part of the numerics. "auto": by measurement."""
     first_bucket_mib: float = Field(default=1.0, gt=0)
     """The first bucket to leave is smaller, so that the link has work early in the backward pass."""
     overlap: bool = True
     """Let gradients travel while backward still runs, and weights be gathered ahead; off, to measure what that buys."""
     prefetch: int = Field(default=1, ge=0)
     """With zero=3: how many units ahead weights are gathered; each costs the memory of one unit. 0: only when used."""
+    reduce: Literal["auto", "flat", "hierarchical"] = "auto"
+    """With zero=0 on several hosts: sum over all ranks at once, or inside each host, then across, then inside. auto:
+    hierarchical where every host has the same number of data ranks, and more than one."""
+    compress: CompressConfig = CompressConfig()
+    local: LocalConfig = LocalConfig()
+    """Replicas that train apart and meet now and then."""
+
+    def bucket_caps(self, measured_mib: float = 0.0) -> BucketCaps:
+        """In bytes; ``measured_mib`` is what "auto" came to. The first is then never the larger one."""
+        if not isinstance(self.bucket_mib, str):
+            return BucketCaps(int(self.bucket_mib * _MIB), int(self.first_bucket_mib * _MIB))
+        size = measured_mib or _USUAL_MIB
+        return BucketCaps(int(size * _MIB), int(min(self.first_bucket_mib, size) * _MIB))

@@ -11,7 +11,7 @@ summed once per step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Held, Leaf
+from closeranks.core.protocols import Held, Leaf, Remembered
 from closeranks.sync.held import DataGroup
 from closeranks.sync.partial import Part, sum_parts
+from closeranks.sync.units import Units
+from closeranks.sync.ways import Way, WayMaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,23 @@ class _Share:
 
 
 class FullyShardedReducer:
-    """FSDP2 behind ``core.protocols.Reducer``; ``modules`` are this rank's stages, each made by ``fully_shard``."""
+    """FSDP2 behind ``core.protocols.Reducer``; ``modules`` are this rank's stages, each made by ``fully_shard``.
+
+    ``ways``: how units are summed, over replicas where there are any (they were sharded over the shard axis alone then,
+    [Note: unit loads]), else over shards; None: as FSDP2 does it.
+    """
 
     needs_equal_counts = True
 
     def __init__(
-        self, held: Sequence[Held], modules: Sequence[nn.Module], shard: DataGroup, replica: DataGroup, *, hold: str
+        self,
+        held: Sequence[Held],
+        modules: Sequence[nn.Module],
+        shard: DataGroup,
+        replica: DataGroup,
+        *,
+        hold: str,
+        ways: WayMaker | None = None,
     ) -> None:
         self._modules = [module for module in modules if isinstance(module, FSDPModule)]
         self._shard, self._replica = shard, replica
@@ -54,17 +67,24 @@ class FullyShardedReducer:
         self._trained = [one for one in held if one.parameter.requires_grad]
         self._shares = [share for one in self._trained if (share := self._share(one)).leaf.tensor.numel()]
         self._gradients: list[Tensor] = []
+        self._units = Units(modules, self._trained, shard, replica, ways) if ways is not None else None
 
     def leaves(self) -> Sequence[Leaf]:
         return tuple(share.leaf for share in self._shares)
 
+    def begin_step(self, step: int) -> None:
+        for way in self._ways():
+            way.begin(step)
+
     def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
         module = self._modules[stage]
+        if self._units is not None:
+            self._units.begin_backward(stage, is_last=is_last)
         module.set_is_last_backward(is_last)
         if self._holds_step:
             module.set_requires_gradient_sync(is_last)
             module.set_reshard_after_backward(is_last)
-        elif self._replica.size > 1:
+        elif self._replica.size > 1 and self._units is None:
             module.set_requires_all_reduce(is_last)
 
     def end_backward(self, stage: int = 0) -> None:
@@ -108,6 +128,20 @@ class FullyShardedReducer:
             share.leaf.tensor.grad = None
         for one in self._trained:  # also those of which this rank has no row
             one.parameter.grad = None
+
+    def settle(self, taken: Tensor) -> None:
+        for way in self._ways():
+            way.settle(taken)
+
+    def memory(self) -> Iterator[Remembered]:
+        for way in self._ways():
+            yield from way.memory()
+
+    def losses(self) -> list[Tensor]:
+        return [found for way in self._ways() if (found := way.losses()) is not None]
+
+    def _ways(self) -> Sequence[Way]:
+        return self._units.ways if self._units is not None else ()
 
     def _share(self, one: Held) -> _Share:
         """FSDP2 cuts the first dim. What has no dims it leaves alone: every rank holds it, the first speaks."""

@@ -5,7 +5,7 @@ Invariant: nothing here depends on values; ranks that hold the same parameters r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -38,8 +38,11 @@ def hold_whole(module: nn.Module) -> tuple[Held, ...]:
     return tuple(Held(p, Piece.whole(name, tuple(p.shape)), tuple(more)) for p, (name, *more) in names.items())
 
 
-def as_members(held: Sequence[Held], *, keep_rows: bool = False) -> tuple[Member, ...]:
-    """The parameters as a plan sees them; ``keep_rows`` where shards are to be boxes or ranges of rows."""
+def as_members(
+    held: Sequence[Held], *, keep_rows: bool = False, is_exact: Callable[[Held], bool] = lambda one: False
+) -> tuple[Member, ...]:
+    """The parameters as a plan sees them; ``keep_rows`` where shards are to be boxes or ranges of rows, ``is_exact``
+    of those that must not be compressed."""
     groups = list(dict.fromkeys(group for one in held for group in one.partial_over))
     return tuple(
         Member(
@@ -51,6 +54,7 @@ def as_members(held: Sequence[Held], *, keep_rows: bool = False) -> tuple[Member
             one.is_spoken,
             tuple(groups.index(group) for group in one.partial_over),
             row_of(one.parameter) if keep_rows else 1,
+            is_exact(one),
         )
         for one in held
     )

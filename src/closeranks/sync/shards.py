@@ -13,21 +13,21 @@ update from the same bits; gaps in buckets hold zeros in weights and gradients.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import SEVERAL_STAGES, Held, Leaf
+from closeranks.core.protocols import SEVERAL_STAGES, Held, Leaf, Remembered
 from closeranks.sync.buckets import Bucket, plan_buckets
-from closeranks.sync.collectives import gather_flat, reduce_flat
+from closeranks.sync.collectives import gather_flat
 from closeranks.sync.departures import Departures
 from closeranks.sync.held import DataGroup, as_members, dense_strides, outer_dim, row_of, view_of
+from closeranks.sync.journeys import Convoy, Journey
 from closeranks.sync.partial import Part, sum_parts
+from closeranks.sync.places import load_of
+from closeranks.sync.ways import Way, WayMaker, flat_ways
 
 ALIGN_BYTES = 64
 """Where parameters may begin in a bucket: kernels on odd addresses are slower, and compiled ones copy first."""
@@ -38,7 +38,9 @@ NUM_UNDER_WAY = 2
 class _Bucket:
     """One bucket of weights, this rank's slice of it, and the gradients of that slice."""
 
-    def __init__(self, bucket: Bucket, held: Sequence[Held], shard: DataGroup) -> None:
+    def __init__(
+        self, bucket: Bucket, held: Sequence[Held], shard: DataGroup, over_shards: WayMaker, over_replicas: WayMaker
+    ) -> None:
         self.held = [held[number] for number in bucket.members]
         self.stage, self.is_spoken = bucket.stage, bucket.is_spoken
         self._offsets = bucket.offsets
@@ -55,6 +57,9 @@ class _Bucket:
         """Reductions of this step so far."""
         self.is_summed = False
         """Whether the sum over replicas is made or under way too."""
+        load = load_of(self.held, self._offsets, self.weights)
+        self.over_shards: Way = over_shards(load)
+        self.over_replicas: Way = over_replicas(load.slice(self._first, self._first + share))
         for place, one in enumerate(self.held):
             view = self.member(self.weights, place)
             view.copy_(one.parameter.detach())
@@ -96,23 +101,13 @@ def _piece(one: Held, begin: int, end: int) -> Piece:
     return one.piece.narrow(outer_dim(one.parameter), begin // row, end // row)
 
 
-class _Journey(NamedTuple):
-    """A bucket's gradients on their way: where the sum arrives, and what must stay alive until then."""
-
-    bucket: _Bucket
-    arriving: Tensor
-    outgoing: Tensor
-    work: dist.Work | None
-    is_last: bool
-    """No other of this step follows for this bucket."""
-
-
 class ShardedReducer:
     """Reduce-scatter of gradients, all-gather of weights; see ``core.protocols.Reducer`` for the call sequence.
 
     ``shard`` are the ranks that split the state, ``replica`` those that hold the same slices (HSDP; else a group of
     one). With zero=2, ``hold`` says what of the gradients a rank holds between micro-batches: their ``shards``, or all
-    of them until the ``step`` is done, as with zero=1, for less traffic.
+    of them until the ``step`` is done, as with zero=1, for less traffic. ``ways``: how buckets are summed where that is
+    not torch's own collective: over replicas where there are any, else over shards; those ``is_exact`` names are not.
     """
 
     def __init__(
@@ -126,25 +121,26 @@ class ShardedReducer:
         bucket_bytes: int,
         first_bucket_bytes: int,
         overlap: bool = True,
+        ways: WayMaker | None = None,
+        is_exact: Callable[[Held], bool] = lambda one: False,
     ) -> None:
         trained = [one for one in held if one.parameter.requires_grad]
         self._shard, self._replica = shard, replica
         self.needs_equal_counts = zero == 2 and hold == "shards"
         self.plan = plan_buckets(
-            as_members(trained, keep_rows=True),
+            as_members(trained, keep_rows=True, is_exact=is_exact),
             cap_bytes=bucket_bytes,
             first_cap_bytes=first_bucket_bytes,
-            num_shards=shard.size,
+            num_shards=shard.size * (1 if ways is None else replica.size),
             align_bytes=ALIGN_BYTES,
         )
-        self._buckets = [_Bucket(bucket, trained, shard) for bucket in self.plan]
+        self._buckets = [self._bucket(bucket, trained, ways) for bucket in self.plan]
         shares = [share for bucket in self._buckets for share in bucket.leaves(replica.rank == 0)]
         self._leaves = tuple(leaf for leaf, _ in shares)
         self._leaf_gradients = tuple(gradient for _, gradient in shares)
         self._last_of: set[int] = set()
         """Stages in their last backward of this step."""
-        self._under_way: deque[_Journey] = deque()
-        self._works: list[dist.Work] = []
+        self._convoy = Convoy()
         self._departures = Departures(
             self.plan,
             [one.parameter for one in trained],
@@ -157,6 +153,10 @@ class ShardedReducer:
     def leaves(self) -> Sequence[Leaf]:
         return self._leaves
 
+    def begin_step(self, step: int) -> None:
+        for way in self._ways():
+            way.begin(step)
+
     def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
         if is_last:
             self._last_of.add(stage)
@@ -168,15 +168,13 @@ class ShardedReducer:
     def finish(self) -> None:
         """Send what backward did not fill, then wait. On CUDA the wait orders streams and does not stop the host."""
         self._departures.finish()
-        while self._under_way:
-            self._arrive()
+        self._convoy.finish()
         for bucket in self._buckets:
             if bucket.num_sums == 0:  # a step without any backward
                 bucket.gradient.zero_()
             if not bucket.is_summed:
-                self._sum_over_replicas(bucket)
-        for work in self._works:
-            work.wait()
+                self._convoy.add(bucket.over_replicas.sum(bucket.gradient), bucket.over_replicas.num_legs)
+        self._convoy.finish()
         sum_parts([Part(b.gradient, groups) for b in self._buckets if (groups := b.held[0].partial_over)])
         for leaf, gradient in zip(self._leaves, self._leaf_gradients, strict=True):
             leaf.tensor.grad = gradient
@@ -208,9 +206,30 @@ class ShardedReducer:
             bucket.num_sums, bucket.is_summed = 0, False
             for one in bucket.held:
                 one.parameter.grad = None
-        self._works.clear()
         self._last_of.clear()
         self._departures.reset()
+
+    def settle(self, taken: Tensor) -> None:
+        for way in self._ways():
+            way.settle(taken)
+
+    def memory(self) -> Iterator[Remembered]:
+        for way in self._ways():
+            yield from way.memory()
+
+    def losses(self) -> list[Tensor]:
+        return [found for way in self._ways() if (found := way.losses()) is not None]
+
+    def _ways(self) -> Iterator[Way]:
+        for bucket in self._buckets:
+            yield bucket.over_shards
+            yield bucket.over_replicas
+
+    def _bucket(self, bucket: Bucket, held: Sequence[Held], ways: WayMaker | None) -> _Bucket:
+        over_shards, over_replicas = flat_ways(self._shard), flat_ways(self._replica)
+        if ways is not None and not bucket.is_exact:
+            over_shards, over_replicas = (over_shards, ways) if self._replica.size > 1 else (ways, over_replicas)
+        return _Bucket(bucket, held, self._shard, over_shards, over_replicas)
 
     def _send(self, bucket: _Bucket) -> None:
         outgoing, bucket.outgoing = bucket.outgoing, None
@@ -218,25 +237,20 @@ class ShardedReducer:
         is_first = bucket.num_sums == 0
         is_last = not self.needs_equal_counts or bucket.stage in self._last_of or bucket.stage == SEVERAL_STAGES
         bucket.num_sums += 1
-        arriving, work = bucket.gradient if is_first else torch.empty_like(bucket.gradient), None
-        if self._shard.size > 1:
-            work = reduce_flat(arriving, outgoing, group=self._shard.process_group, async_op=True)
-        else:
-            arriving.copy_(outgoing)
-        self._under_way.append(_Journey(bucket, arriving, outgoing, work, is_last))
-        while self.needs_equal_counts and len(self._under_way) > NUM_UNDER_WAY:
-            self._arrive()
+        num_legs = bucket.over_shards.num_legs
+        if is_last and self._replica.size > 1:
+            num_legs += bucket.over_replicas.num_legs
+        self._convoy.add(_journey(bucket, outgoing, is_first=is_first, is_last=is_last), num_legs)
+        if self.needs_equal_counts:
+            self._convoy.shorten(NUM_UNDER_WAY)
 
-    def _arrive(self) -> None:
-        bucket, arriving, _, work, is_last = self._under_way.popleft()
-        if work is not None:
-            work.wait()
-        if arriving is not bucket.gradient:
-            bucket.gradient.add_(arriving)
-        if is_last:
-            self._sum_over_replicas(bucket)
 
-    def _sum_over_replicas(self, bucket: _Bucket) -> None:
+def _journey(bucket: _Bucket, outgoing: Tensor, *, is_first: bool, is_last: bool) -> Journey:
+    """Over the shards, into this rank's slice; after the last of the step over replicas."""
+    arriving = bucket.gradient if is_first else torch.empty_like(bucket.gradient)
+    yield from bucket.over_shards.scatter(outgoing, arriving)
+    if not is_first:
+        bucket.gradient.add_(arriving)
+    if is_last:
         bucket.is_summed = True
-        if self._replica.size > 1:
-            self._works.append(dist.all_reduce(bucket.gradient, group=self._replica.process_group, async_op=True))
+        yield from bucket.over_replicas.sum(bucket.gradient)

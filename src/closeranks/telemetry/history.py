@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.core.events import (
+    Compressed,
     Evaluated,
     Event,
+    NoiseSeen,
     Restored,
     Resumed,
     RunEnded,
@@ -88,9 +90,12 @@ class History:
     ended: RunEnded | None = None
     pauses: Pauses = Pauses()
     restored: tuple[Restored, ...] = ()
+    compressed: tuple[Compressed, ...] = ()
     snapshots: Snapshotting | None = None
     """How the state was kept in memory, as it was decided last."""
     troubles: Troubles = field(default_factory=Troubles)
+    noise: NoiseSeen | None = None
+    """The last measurement of the noise scale that told anything."""
 
     @property
     def started(self) -> RunStarted | None:
@@ -150,6 +155,8 @@ class _Fold:
         self.resumed: list[Resumed] = []
         self.restored: list[Restored] = []
         self.snapshots: Snapshotting | None = None
+        self.compressed: dict[int, Compressed] = {}
+        self.noise: NoiseSeen | None = None
         self.ended: RunEnded | None = None
         self.evals_s = self.saves_s = 0.0
 
@@ -172,6 +179,10 @@ class _Fold:
                 self.restored.append(event)
             case Snapshotting():
                 self.snapshots = event
+            case Compressed():
+                self.compressed[event.step] = event
+            case NoiseSeen():
+                self.noise = event if event.noise_scale is not None else self.noise
             case RunEnded():
                 self.ended = event if event.reason != REGROUPED else None
         if self.heard:
@@ -204,8 +215,10 @@ class _Fold:
             ended=self.ended,
             pauses=Pauses(self.evals_s, self.saves_s),
             restored=tuple(self.restored),
+            compressed=tuple(self.compressed[number] for number in sorted(self.compressed)),
             snapshots=self.snapshots,
             troubles=troubles,
+            noise=self.noise,
         )
 
 

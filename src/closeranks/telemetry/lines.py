@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from closeranks.core.events import (
     Evaluated,
     HostChanged,
+    NoiseSeen,
     RankLost,
     RanksClosed,
     Restored,
@@ -119,7 +120,16 @@ def started_line(started: RunStarted) -> str:
     again = f"generation {started.generation}: " if started.generation else ""
     spread = f"{started.layout}, " if started.layout else ""
     text = f"{again}{parameters(started)} on {workers} ({spread}{started.device}, {started.precision}), {steps}"
-    return f"{text}; {why}" if (why := _why_no_mfu(started)) and not started.generation else text
+    why = "" if started.generation else _why_no_mfu(started)
+    return "; ".join(filter(None, (text, started.apart, why)))
+
+
+def buckets_line(started: RunStarted) -> str:
+    """The size of buckets that was chosen, and by what; empty where the job named it."""
+    if started.link_latency_s is None or not started.link_bytes_per_s:
+        return ""
+    found = f"measured {wording.brief_span(started.link_latency_s)} and {wording.byte_rate(started.link_bytes_per_s)}"
+    return f"buckets of {started.bucket_mib:g} MiB: {found} between ranks"
 
 
 def parameters(started: RunStarted) -> str:
@@ -151,6 +161,20 @@ def evaluated_line(event: Evaluated) -> str:
     loss = f"eval at step {event.step}  loss {wording.number(event.loss)}"
     bad = f"{event.num_bad} bad samples left out" if event.num_bad else ""
     return "  ".join(part for part in (loss, metrics, bad, f"({wording.span(event.seconds)})") if part)
+
+
+def noise_line(event: NoiseSeen) -> str:
+    """What it means for the batch: at the noise scale, twice the samples save a quarter of the steps, no more."""
+    if event.noise_scale is None:
+        return f"noise at step {event.step}: gradients are too noisy yet to tell how large a batch pays"
+    scale = about(event.noise_scale)
+    means = "a larger batch still pays" if event.batch < event.noise_scale else f"batches beyond {scale} gain little"
+    return f"noise scale about {scale} samples; a step now has {event.batch}: {means}"
+
+
+def about(value: float) -> str:
+    """Two digits: the measurement is no better."""
+    return f"{float(f'{value:.2g}'):g}" if value < 1e5 else wording.compact(value)
 
 
 def saved_line(event: Saved) -> str:

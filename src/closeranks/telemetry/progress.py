@@ -22,6 +22,7 @@ from closeranks.core.events import (
     Evaluated,
     Event,
     HostChanged,
+    NoiseSeen,
     RankLost,
     RanksClosed,
     Restored,
@@ -73,6 +74,7 @@ class Progress:
         """What a generation said that failed: the end of the run, unless another takes over."""
         self._said: set[str] = set()
         self._kept: Snapshotting | None = None
+        self._noise_told: float | None = None
 
     def __enter__(self) -> Progress:
         return self
@@ -95,6 +97,8 @@ class Progress:
                 self._tell(lines.saved_line(event), style="dim")
             case SaveFailed():
                 self._tell(lines.save_failed_line(event), style="bold red")
+            case NoiseSeen():
+                self._hear(event)
             case Resumed():
                 self.note(lines.resumed_line(event))
             case Warned():
@@ -152,6 +156,12 @@ class Progress:
         self._meter = Meter(started)
         self._began_at = self._clock()
         self.note(lines.started_line(started))
+        if started.sync:
+            self.note(started.sync)
+        if started.rate:
+            self.note(started.rate)
+        if told := lines.buckets_line(started):
+            self.note(told)
 
     def _step(self, done: StepDone) -> None:
         self._latest = (done, self._meter.observe(done))
@@ -170,6 +180,18 @@ class Progress:
             return
         self._said.add(text)
         self.note(text, style="yellow")
+
+    def _hear(self, event: NoiseSeen) -> None:
+        """A line where there is news: a scale that has moved by a third, or by a tenth to another verdict."""
+        scale, told = event.noise_scale, self._noise_told
+        if scale is None:
+            return
+        if told is not None:
+            far = 0.9 if (scale > event.batch) != (told > event.batch) else 0.75
+            if far * told < scale < told / far:
+                return
+        self._noise_told = scale
+        self._tell(lines.noise_line(event))
 
     def _keep(self, event: Snapshotting) -> None:
         last, self._kept = self._kept, event

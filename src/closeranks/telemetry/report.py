@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from closeranks.core.events import Evaluated, RunStarted, Saved, StepDone
 from closeranks.telemetry import wording
@@ -17,7 +18,7 @@ from closeranks.telemetry.fault_page import fault_section
 from closeranks.telemetry.feeding import feeding
 from closeranks.telemetry.folder import RunFolder, Settings
 from closeranks.telemetry.history import Caution, History, load_history
-from closeranks.telemetry.lines import is_cpu, parameters
+from closeranks.telemetry.lines import is_cpu, noise_line, parameters
 from closeranks.telemetry.meter import efficiency
 
 _WARNINGS_SHOWN = 10
@@ -150,7 +151,10 @@ def _figures(run: RunFolder, history: History, settings: Settings) -> tuple[Figu
     return (
         Figure("model", ", ".join(filter(None, (_model_name(settings), parameters(started)))).replace("|", "/")),
         Figure("workers", devices.replace("|", "/")),
+        Figure("replicas", started.apart),
         Figure("batch", _batch(settings)),
+        Figure("learning rate", started.rate.removeprefix("learning rate ")),
+        Figure("noise", noise_line(history.noise) if history.noise is not None else ""),
         Figure("steps", _steps(history, started)),
         Figure("loss", _loss_figure(history)),
         Figure("evaluation", _eval_figure(history.evals)),
@@ -158,9 +162,22 @@ def _figures(run: RunFolder, history: History, settings: Settings) -> tuple[Figu
         Figure("throughput", _throughput(history, started)),
         *_peaks(history, started),
         Figure("memory", _memory(history, started)),
+        Figure("gradients", _gradients(history, started)),
         Figure("waiting for data", _data_wait(history)),
         Figure("bad samples", _bad_samples(history)),
         Figure("checkpoint", _checkpoint(run, history)),
+    )
+
+
+def _gradients(history: History, started: RunStarted) -> str:
+    """How they travel, and what that lost where it was measured."""
+    if not started.sync or not history.compressed:
+        return started.sync
+    error, cosine = (
+        median(values) for values in zip(*((one.relative_error, one.cosine) for one in history.compressed), strict=True)
+    )
+    return (
+        f"{started.sync}; in {len(history.compressed)} measured steps an error of {error:.3g}, a cosine of {cosine:.3f}"
     )
 
 

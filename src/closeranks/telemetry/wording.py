@@ -101,6 +101,20 @@ def span(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def brief_span(seconds: float) -> str:
+    """A moment, two digits: 3.1 us, 0.21 ms, 12 ms."""
+    if seconds < 0.995e-4:
+        return f"{1e6 * seconds:.2g} us"
+    return f"{1000 * seconds:.2g} ms" if seconds < 0.0995 else span(seconds)
+
+
+def byte_rate(bytes_per_s: float) -> str:
+    """As links are sold, in powers of ten: 12 MB/s, 310 MB/s, 1.2 GB/s."""
+    if bytes_per_s >= 0.9995e9:
+        return f"{bytes_per_s / 1e9:.3g} GB/s"
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
 def metric_label(name: str) -> str:
     return _METRIC_LABELS.get(name, name)
 

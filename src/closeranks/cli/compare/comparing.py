@@ -1,0 +1,55 @@
+"""How does a comparison go, from its file to its recommendation? Also from Python:
+
+    story = carry_out(Path("compare.toml"))
+    story.advice, story.table.rows, story.outcomes
+
+Invariant: nothing runs before everything was checked; whatever was run is written down. No torch.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from closeranks.cli.compare.advice import advise
+from closeranks.cli.compare.config import load_compare
+from closeranks.cli.compare.plan import Run, make_plan
+from closeranks.cli.compare.reading import Outcome, read_outcome
+from closeranks.cli.compare.records import Record, Slot, failed_runs
+from closeranks.cli.compare.running import choose_place, run_all
+from closeranks.cli.compare.table import make_table
+from closeranks.cli.compare.writing import Story, in_words, show, write_down
+from closeranks.core.environment import detect_world
+from closeranks.core.errors import SetupError
+
+
+def carry_out(file: Path, overrides: Sequence[str] = (), *, retry: bool = False) -> Story:
+    """The whole comparison: what it came to is written down, shown, and returned."""
+    if detect_world().launcher in ("torchrun", "slurm"):
+        raise SetupError("`closeranks compare` starts its own workers", "Start it without torchrun or srun.")
+    compare = load_compare(file, overrides)
+    plan = make_plan(compare, file)
+    place = choose_place(plan)
+    if retry:
+        for slot in failed_runs(plan):
+            slot.clear()
+    if place.why_not:
+        typer.echo(f"Bytes are not measured: {place.why_not}.")
+    outcomes: list[Outcome] = []
+
+    def on_done(run: Run, slot: Slot, record: Record) -> str:
+        outcomes.append(read_outcome(compare, run, slot, record))
+        return in_words(outcomes[-1])
+
+    run_all(plan, place, on_done)
+    table = make_table(compare, outcomes)
+    command = shlex.join(["closeranks", "compare", str(file), *overrides])
+    story = Story(plan, tuple(outcomes), table, advise(table), place.why_not, command)
+    files = write_down(story)
+    typer.echo()
+    show(story)
+    typer.echo(f"\n{story.advice}\nwritten down in {', '.join(str(path) for path in files)}")
+    return story

@@ -1,0 +1,140 @@
+"""What can a person ask of a comparison? The tables of ``compare.toml``.
+
+Invariant: whatever is wrong with the file is one ``UserError`` that names the file and all of its problems. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from closeranks.core.config.load import load
+from closeranks.core.config.table import Table
+from closeranks.core.errors import ConfigError, Problem, UserError
+
+Changes = dict[str, Any] | tuple[str, ...]
+_RELAY_MBIT = 500.0
+"""With a delay every frame passes through a process of ours, which takes some processor time of its own."""
+
+
+class Setting(Table):
+    """One way to run the job; the first is what all others are held against."""
+
+    name: str = Field(min_length=1, max_length=60)
+    """What the table calls it."""
+    set: Changes = ()
+    """What it changes: a table (set.sync.bucket_mib = 1), or an array of ["sync.bucket_mib=1"]."""
+    workers: int = Field(default=0, ge=0)
+    """Workers in all; 0: as many as the comparison says."""
+
+
+class Budget(Table):
+    """How long each run trains, the same for all; left out: as long as the job says."""
+
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps; for a job that counts steps."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data; for a job that counts epochs."""
+    seconds: float | None = Field(default=None, gt=0)
+    """Stop each run after so many seconds of training. The learning rate still follows the job's own length."""
+
+
+class Target(Table):
+    """What must be reached; the time until then is measured."""
+
+    metric: str = "loss"
+    """loss, which shall fall, or a metric of the model that shall rise, such as accuracy."""
+    value: float
+    """The run is there when the smoothed training figure, or an evaluation, crosses it."""
+    of: Literal["training", "evaluation"] = "training"
+    """Which figure: of the training steps, smoothed, or of evaluations (train.eval_every)."""
+
+    @property
+    def rises(self) -> bool:
+        return self.metric != "loss"
+
+
+class Network(Table):
+    """Hosts on one machine, joined by links of a real width: network namespaces, for root."""
+
+    hosts: int = Field(default=2, ge=2, le=64)
+    """The workers are spread evenly over them."""
+    mbit: float = Field(default=0.0, ge=0)
+    """Width of each host's link, in each direction, in Mbit/s; 0: as fast as the machine."""
+    delay_ms: float = Field(default=0.0, ge=0, le=2000)
+    """What a packet takes from one host to another."""
+
+
+class Compare(Table):
+    """One job, several settings."""
+
+    job: str = Field(min_length=1)
+    """The job file, looked for beside this file, then in the working folder."""
+    workers: int = Field(default=0, ge=0)
+    """Workers in all, over all hosts; 0: one for each host, or for each GPU, or as the job's layout says."""
+    set: Changes = ()
+    """What all settings change about the job."""
+    setting: tuple[Setting, ...] = ()
+    """``[[setting]]``: the first is the baseline."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Each setting runs with each; run.seed of the job does not count."""
+    repeats: int = Field(default=1, ge=1)
+    """Run each setting and seed so many times, where times are what matters."""
+    budget: Budget = Budget()
+    target: Target | None = None
+    price_per_worker_hour: float = Field(default=0.0, ge=0)
+    """In your currency; 0: no costs are told."""
+    folder: str = ""
+    """Where everything goes; empty: runs/compare-NAME. Runs that are finished there are not run again."""
+    isolate: bool = True
+    """Without [network], as root: run in a network namespace of its own, so that the bytes can be counted."""
+    network: Network | None = None
+
+
+def load_compare(path: Path, overrides: Sequence[str] = ()) -> Compare:
+    """The comparison of a file and the command line; all problems at once."""
+    try:
+        return load(Compare, path, overrides, checks=(check_settings, check_budget, check_network)).value
+    except ConfigError as error:
+        raise told_of(error, path.name) from None
+
+
+def told_of(error: ConfigError, where: str) -> UserError:
+    """The problems as they are, under another heading than the job's."""
+    count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
+    return UserError(f"{count} in {where}:\n" + "\n".join(f"  {problem}" for problem in error.problems))
+
+
+def check_settings(compare: Compare) -> Iterable[Problem]:
+    names = [setting.name for setting in compare.setting]
+    if not names:
+        yield Problem("setting", "there is nothing to compare", 'Write [[setting]] with name = "as it is", and others.')
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield Problem("setting", f"{names.count(name)} settings are called '{name}'", "Give each its own name.")
+    if not compare.seeds:
+        yield Problem("seeds", "there is no seed", "Write seeds = [0, 1, 2].")
+    if len(set(compare.seeds)) < len(compare.seeds) or min(compare.seeds, default=0) < 0:
+        yield Problem("seeds", "seeds must differ, and be 0 or more", "To run one again, write repeats = 2.")
+
+
+def check_budget(compare: Compare) -> Iterable[Problem]:
+    if compare.budget.steps is not None and compare.budget.epochs is not None:
+        yield Problem("budget", "both steps and epochs are given", "Leave the one away that the job does not count.")
+
+
+def check_network(compare: Compare) -> Iterable[Problem]:
+    network = compare.network
+    if network is None:
+        return
+    if network.delay_ms and not 0 < network.mbit <= _RELAY_MBIT:
+        what = f"with a delay, links of more than {_RELAY_MBIT:g} Mbit/s cannot be kept up on one machine"
+        yield Problem("network.mbit", what, f"Set it to {_RELAY_MBIT:g} or less.")
+    asked = [("workers", compare.workers), *((f"setting '{one.name}'", one.workers) for one in compare.setting)]
+    for place, workers in asked:
+        if workers % network.hosts:
+            what = f"{workers} workers cannot be spread evenly over {network.hosts} hosts"
+            yield Problem(place, what, f"Write {-(-workers // network.hosts) * network.hosts}.")

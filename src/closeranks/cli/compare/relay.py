@@ -1,0 +1,96 @@
+"""A switch that holds every frame for a while: delay between hosts, where the kernel has no netem.
+
+    python relay.py --delay-ms 10 p0 p1 ...      inside the namespace where the ports are
+
+A program of its own, on the standard library alone, started by its path. Frames come and go with the kernel's own
+note about checksums and segments (PACKET_VNET_HDR), so that it passes large ones on as they are and nothing has to be
+switched off on the hosts. Invariants: the frames of a port keep their order; a frame goes to the port where its
+address was last seen, or to all others. How many bytes pass in a second is not its business: the queues of the ports
+say that (tbf).
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import socket
+import time
+from collections import deque
+from contextlib import suppress
+
+_SOL_PACKET, _VNET_HDR, _IGNORE_OUTGOING = 263, 15, 23
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+_ALL_PROTOCOLS = 3
+_BUFFER_BYTES = 64 << 20
+_HEADER = 10
+"""Bytes of the kernel's note before each frame."""
+_MOST = 1 << 17
+_AT_ONCE = 64
+
+Held = tuple[float, socket.socket, bytes]
+
+
+def open_port(name: str) -> socket.socket:
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    port.setsockopt(_SOL_PACKET, _VNET_HDR, 1)
+    port.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
+    for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
+        port.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    port.bind((name, _ALL_PROTOCOLS))
+    port.setblocking(False)
+    return port
+
+
+class Switch:
+    def __init__(self, ports: list[socket.socket], delay_s: float) -> None:
+        self._ports = {port.fileno(): port for port in ports}
+        self._delay_s = delay_s
+        self._seen_at: dict[bytes, socket.socket] = {}
+        self._held: deque[Held] = deque()
+        self._poll = select.epoll()
+        for number in self._ports:
+            self._poll.register(number, select.EPOLLIN)
+
+    def run(self) -> None:
+        while True:
+            wait_s = max(0.0, self._held[0][0] - time.monotonic()) if self._held else 1.0
+            for number, _ in self._poll.poll(wait_s):
+                self._take(self._ports[number])
+            self._let_go()
+
+    def _take(self, port: socket.socket) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                frame = port.recv(_MOST)
+            except OSError:  # nothing more, or the port is gone
+                return
+            self._seen_at[frame[_HEADER + 6 : _HEADER + 12]] = port
+            self._held.append((time.monotonic() + self._delay_s, port, frame))
+
+    def _let_go(self) -> None:
+        """The delay is one for all, so they are due in the order they came."""
+        while self._held and self._held[0][0] <= time.monotonic():
+            _, source, frame = self._held.popleft()
+            goal = self._seen_at.get(frame[_HEADER : _HEADER + 6])
+            for port in [goal] if goal is not None else self._ports.values():
+                if port is not source:
+                    self._send(port, frame)
+
+    def _send(self, port: socket.socket, frame: bytes) -> None:
+        """A full queue loses the frame, as on a real link; TCP sends it again."""
+        with suppress(OSError):
+            port.send(frame)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ports", nargs="+")
+    parser.add_argument("--delay-ms", type=float, default=0.0)
+    given = parser.parse_args()
+    switch = Switch([open_port(name) for name in given.ports], given.delay_ms / 1000)
+    print("up", flush=True)
+    switch.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""How are the runs of a comparison carried out, one after the other?
+
+Each run is a real ``closeranks train`` with a folder of its own; ``done.json`` beside it says that it is over, and how.
+Invariants: a run that is over is never run again, and one that was cut short leaves nothing that counts; a run that
+fails ends itself alone, not the comparison; whoever interrupts a comparison stops everything it started. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import typer
+
+from closeranks.cli.compare.config import Network
+from closeranks.cli.compare.network import Host, Hosts, address_of, children_of, why_not
+from closeranks.cli.compare.plan import Plan, Run
+from closeranks.cli.compare.records import Record, Slot, last_words
+from closeranks.core.errors import Drained, Interrupted, SetupError
+from closeranks.core.linux import die_with_parent
+from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.recorder import parse_line
+
+_LOOK_S = 0.05
+_STOP_S = 15.0
+_JOINED_STOP_S = 2.0
+"""A host that joined has nothing to save once its lead is gone."""
+_PORT = 29400
+_MOST_SAMPLES = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where runs happen: plainly here, or in namespaces."""
+
+    network: Network | None
+    is_counted: bool
+    why_not: str = ""
+    """Why bytes are not counted."""
+
+
+def choose_place(plan: Plan) -> Place:
+    """Refuses a network that cannot be made; without one, says why bytes will not be counted."""
+    network = plan.compare.network
+    if network is not None:
+        if reason := why_not(shaped=bool(network.mbit)):
+            raise SetupError(f"the hosts of [network] cannot be made: {reason}", "Leave [network] away, or be root.")
+        return Place(network, is_counted=True)
+    if not plan.compare.isolate:
+        return Place(None, is_counted=False, why_not="isolate = false")
+    if far := next((value for case in plan.cases for value in _addresses(case.job.model_dump(mode="json"))), ""):
+        return Place(None, is_counted=False, why_not=f"the job needs {far}, which a namespace of its own cannot reach")
+    reason = why_not(shaped=False)
+    return Place(None, is_counted=not reason, why_not=reason)
+
+
+def _addresses(value: object) -> Iterator[str]:
+    """What the job names of other machines."""
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from _addresses(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _addresses(one)
+    elif isinstance(value, str) and "://" in value and not value.startswith(("file://", "memory://")):
+        yield value
+
+
+def run_all(plan: Plan, place: Place, on_done: Callable[[Run, Slot, Record], str]) -> None:
+    """Run what is not finished, and tell of each run as it ends; ``on_done`` puts one in words."""
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"the folder {plan.folder} cannot be made: {error.strerror}", "Set folder.") from error
+    with _stopped_in_order():
+        for number, run in enumerate(plan.runs, 1):
+            slot = Slot(plan, run)
+            typer.echo(f"[{number}/{len(plan.runs)}] {run.case.name}, seed {run.seed}: ", nl=False)
+            record = slot.read()
+            before = " (from before)" if record is not None else ""
+            if record is None:
+                slot.clear()
+                record = _carry_out(plan, place, run, slot)
+                slot.write(record)
+            typer.echo(on_done(run, slot, record) + before)
+
+
+@contextmanager
+def _stopped_in_order() -> Iterator[None]:
+    """SIGTERM and Ctrl-C take the same way out, through everything that has to be cleared away."""
+
+    class _Terminated(BaseException): ...
+
+    def stop(signum: int, frame: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    again = "Everything is stopped; the same command goes on with the runs that are missing."
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("stopped")
+        raise Interrupted("interrupted", again) from None
+    except _Terminated:
+        typer.echo("stopped")
+        raise Drained("terminated", again) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _carry_out(plan: Plan, place: Place, run: Run, slot: Slot) -> Record:
+    processes: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
+        output = stack.enter_context(slot.output.open("w"))
+        hosts = stack.enter_context(Hosts(place.network)) if place.is_counted else None
+        stack.callback(_stop, processes, hosts is not None)
+        command = _command(plan, run, slot, place.network)
+        started_at = time.monotonic()
+        processes.append(hosts.hosts[0].start(command, output) if hosts else _start_here(command, output))
+        others = hosts.hosts[1:] if hosts else []
+        for host in others:
+            joined = stack.enter_context((slot.path / f"{host.name}.txt").open("w"))
+            processes.append(host.start(_joining(slot, host, run.case.num_workers // (len(others) + 1)), joined))
+        watched = _Watch(processes[0], hosts, slot, plan.compare.budget.seconds)
+        exit_code = watched.wait()
+    return Record(
+        exit_code=exit_code,
+        wall_s=time.monotonic() - started_at,
+        is_stopped=watched.is_stopped,
+        traffic=tuple(watched.samples),
+        said=last_words(slot.output.read_text(errors="replace")),
+    )
+
+
+def _start_here(command: Sequence[str], output: IO[str]) -> subprocess.Popen[str]:
+    """In a session of its own: Ctrl-C at the terminal is ours to pass on."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+
+
+def _command(plan: Plan, run: Run, slot: Slot, network: Network | None) -> list[str]:
+    num_hosts = network.hosts if network else 1
+    words = [*_closeranks(), "train", str(plan.job_file), "-n", str(run.case.num_workers // num_hosts)]
+    if network is not None:
+        token = slot.path / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        listen = f"{address_of(0)}:{_PORT}"
+        words += ["--hosts", str(num_hosts), "--listen", listen, "--token-file", str(token)]
+    return [*words, *run.case.overrides, f"run.seed={run.seed}", f"run.folder={slot.folder}"]
+
+
+def _closeranks() -> list[str]:
+    """An interface that the shell names is not there in a namespace."""
+    return ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, "-m", "closeranks"]
+
+
+def _joining(slot: Slot, host: Host, num_workers: int) -> list[str]:
+    words = ["agent", "--join", f"{address_of(0)}:{_PORT}", "-n", str(num_workers), "--name", host.name]
+    return [*_closeranks(), *words, "--token-file", str(slot.path / "token")]
+
+
+def _stop(processes: Sequence[subprocess.Popen[str]], is_inside: bool) -> None:
+    """As Ctrl-C does, the lead first, then for good. What is in a namespace of processes goes with its init."""
+    patience_s = _STOP_S
+    for process in processes:
+        if process.poll() is None:
+            _signal(process, is_inside, signal.SIGINT)
+            try:
+                process.wait(timeout=patience_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+        patience_s = _JOINED_STOP_S
+
+
+def _signal(process: subprocess.Popen[str], is_inside: bool, signum: int) -> None:
+    """nsenter passes no signal on."""
+    for pid in children_of(process.pid) if is_inside else [process.pid]:
+        os.kill(pid, signum)
+
+
+class _Watch:
+    """Looks at a run until it ends: counts its bytes, and stops it when its time is up."""
+
+    def __init__(self, lead: subprocess.Popen[str], hosts: Hosts | None, slot: Slot, budget_s: float | None) -> None:
+        self._lead = lead
+        self._hosts = hosts
+        self._metrics = RunFolder(slot.folder).metrics(0)
+        self._budget_s = budget_s
+        self._began_at: float | None = None
+        self.is_stopped = False
+        self.samples: list[tuple[float, int]] = []
+        self._look_s = _LOOK_S
+
+    def wait(self) -> int:
+        while True:
+            try:
+                status = self._lead.wait(timeout=self._look_s)
+            except subprocess.TimeoutExpired:
+                self._look()
+            else:
+                self._count()
+                return status if status >= 0 else 128 - status
+
+    def _look(self) -> None:
+        self._count()
+        if self._budget_s is None or self.is_stopped:
+            return
+        if self._began_at is None:
+            self._began_at = _began_at(self._metrics)
+        elif time.time() - self._began_at >= self._budget_s:
+            self.is_stopped = True
+            _signal(self._lead, self._hosts is not None, signal.SIGINT)
+
+    def _count(self) -> None:
+        if self._hosts is None:
+            return
+        self.samples.append((time.time(), self._hosts.sent_bytes()))
+        if len(self.samples) > _MOST_SAMPLES:  # a long run: half as many tell as much
+            self.samples = self.samples[::2]
+            self._look_s *= 2
+
+
+def _began_at(metrics: Path) -> float | None:
+    """When training began: the time of its first line."""
+    try:
+        with metrics.open("rb") as lines:
+            fields = parse_line(lines.readline())
+    except OSError:
+        return None
+    return float(fields["at"]) if fields else None

@@ -1,0 +1,70 @@
+"""How do replicas that train apart vote?
+
+[Note: votes apart] Between meetings a replica votes among its own ranks: whether *it* takes the step, and by which
+factor, follows from its own sums, and nothing is heard of the others. What each step came to is written down, a row for
+a step. At a meeting one sum over all ranks adds up the rows of the round; from then on every rank can read what the
+steps came to over all replicas, what was wished for in any of them, and act on it, all at the same step.
+
+Invariants: no collective leaves a replica but the one that closes a round; every rank reads the same bits of every
+step, so all stop, save and regroup together, and only at meetings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from closeranks.core.protocols import Group
+from closeranks.elastic.vote import NUM_DERIVED, Ballot, Outcome, Verdict, Vote
+
+
+class ApartVerdict(Verdict):
+    """A replica's own verdict on a step: what all came to is known once the round is closed."""
+
+    def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str]) -> None:
+        super().__init__(sums, settled, names)
+        self.is_closed = False
+        self.row = torch.cat([sums, settled])
+        self._told: Verdict | None = None
+
+    def close(self, row: Tensor, num_homes: int) -> None:
+        """``row``: added up over the replicas. A step counts as taken where all of them took it; its norm and its loss
+        scale are the means of theirs."""
+        sums, settled = row[:-NUM_DERIVED], row[-NUM_DERIVED:] / num_homes
+        taken = (settled[:1] >= 1.0).to(settled.dtype)
+        self.is_closed = True
+        self._told = Verdict(sums, torch.cat([taken, settled[1:]]), self._names)
+
+    def read(self) -> Outcome:
+        assert self._told is not None, "a step is read when its round is closed"
+        return self._told.read()
+
+
+class ApartVote(Vote):
+    """``home`` are the ranks of one replica, ``world`` all of them; ``num_homes`` replicas train apart, and one rank of
+    each speaks for it."""
+
+    def __init__(
+        self, home: Group, world: Group, metrics: Sequence[str], *, clip: float, num_homes: int, speaks: bool
+    ) -> None:
+        super().__init__(home, metrics, clip=clip)
+        self._world, self._num_homes, self._speaks = world, num_homes, speaks
+        self._round: list[ApartVerdict] = []
+
+    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_meeting: bool = True) -> Verdict:
+        sums, settled = self._settled(ballot, loss_scale)
+        verdict = ApartVerdict(sums, settled, self._metrics)
+        self._round.append(verdict)
+        if is_meeting:
+            self._close()
+        return verdict
+
+    def _close(self) -> None:
+        """One matrix for the round: as many rows as it had steps, on all ranks alike."""
+        closing, self._round = self._round, []
+        rows = torch.stack([verdict.row for verdict in closing])
+        told = self._world.sum(rows if self._speaks else torch.zeros_like(rows))
+        for verdict, row in zip(closing, told, strict=True):
+            verdict.close(row, self._num_homes)

@@ -1,0 +1,61 @@
+"""How does AdamW go on once its second moments are frozen?
+
+[Note: frozen moments] 1-bit Adam (Tang et al. 2021): signs of gradients say nothing about their sizes, so second
+moments are learnt while gradients travel exactly, then kept, and divide what the momentum makes of compressed ones.
+With the moments the counter stands still, and with it the correction of their beginnings. (There the momentum is
+compressed, here the gradient that it is made of; the momentum is linear in it, and all ranks hold the same.)
+
+Invariant: as with the fused kernels, a step that is not taken changes nothing, without the host being asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FreezableAdamW(torch.optim.AdamW):
+    """torch's own, until ``is_frozen`` is set."""
+
+    is_frozen = False
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        if not self.is_frozen:
+            return super().step(closure)
+        for group in self.param_groups:
+            if group["params"]:
+                self._step_frozen(group)
+        return None
+
+    def _step_frozen(self, group: dict[str, Any]) -> None:
+        parameters: list[Tensor] = group["params"]
+        states = [self.state[parameter] for parameter in parameters]
+        rate, (beta, beta_squares) = group["lr"], group["betas"]
+        momenta = [state["exp_avg"] for state in states]
+        ok, gradients = self._finite(parameters, momenta)
+        torch._foreach_lerp_(momenta, gradients, 1 - beta)
+        roots = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        counters = [state["step"].to(root.dtype) for state, root in zip(states, roots, strict=True)]
+        torch._foreach_div_(roots, [(1 - beta_squares**count).sqrt() for count in counters])
+        torch._foreach_add_(roots, group["eps"])
+        moves = torch._foreach_div(momenta, roots)
+        torch._foreach_mul_(moves, [-rate * ok.to(count.dtype) / (1 - beta**count) for count in counters])
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, [1 - rate * group["weight_decay"] * ok.to(p.dtype) for p in parameters])
+        torch._foreach_add_(parameters, list(moves))
+
+    def _finite(self, parameters: list[Tensor], momenta: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Whether the step is taken, and its gradients; where it is not, what leaves the momenta as they are."""
+        found_inf = torch.zeros((), device=parameters[0].device) if self.found_inf is None else self.found_inf
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self.grad_scale is not None:
+            factor = self.grad_scale.reciprocal()
+            gradients = list(torch._foreach_mul(gradients, factor.to(gradients[0].dtype)))
+        pairs = zip(momenta, gradients, strict=True)
+        return 1.0 - found_inf, [torch.where(found_inf > 0, momentum, gradient) for momentum, gradient in pairs]

@@ -1,0 +1,233 @@
+"""How do LARS and LAMB give each layer a rate of its own, where a rank may hold only slices of it?
+
+[Note: trust ratios] A layer's rate follows from two norms of the whole parameter, its weight's and its update's. Each
+rank squares what it speaks for, and ONE small all-reduce (two values for each parameter of the model) brings the sums
+to all. It is left out where every rank holds its parameters whole. Norm weights and biases, and whatever has a norm of
+zero, keep the ratio 1: their slot in the vector stays zero.
+
+[Note: gating without the host] A skipped step must change nothing, bit for bit, and the host does not know that it is
+one. Every change is an addition of a flat buffer that is filled with -0.0 where the step is skipped: x + -0.0 is x for
+every x, whatever was computed before, NaN or not. Decays are multiplied by 1 then.
+
+Invariant: all ranks that hold pieces of a parameter use the same bits of its ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from closeranks.core.errors import ModelError
+from closeranks.core.protocols import Leaf
+from closeranks.optim.algorithms import ALGORITHMS, Algorithm, Total
+from closeranks.optim.config import OptimConfig
+from closeranks.optim.groups import ParameterFacts
+from closeranks.optim.norms import norms_squared
+
+_ALIGN = 16
+"""Elements: foreach kernels read whole vectors where each view begins at such a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The leaves of one group and type: one rate, one decay, and in a step one flat buffer."""
+
+    group: dict[str, Any]
+    weights: list[Tensor]
+    slots: Tensor
+    """Of each leaf, where its parameter's norms stand; the last one, which stays zero, for those without a ratio."""
+    spoken: list[int]
+    """Which leaves this rank adds to the norms."""
+    spoken_slots: Tensor
+
+    def scratch(self) -> tuple[Tensor, list[Tensor]]:
+        """A flat buffer and a view of it like each leaf, in whatever order the leaf lies in memory."""
+        starts, end = [], 0
+        for weight in self.weights:
+            starts.append(end)
+            end += -(-weight.numel() // _ALIGN) * _ALIGN
+        flat = torch.empty(end, dtype=self.weights[0].dtype, device=self.weights[0].device)
+        strides = (torch.empty_like(weight, device="meta").stride() for weight in self.weights)
+        places = zip(self.weights, strides, starts, strict=True)
+        return flat, [flat.as_strided(weight.shape, stride, start) for weight, stride, start in places]
+
+
+class Layerwise(torch.optim.Optimizer):
+    """What LARS and LAMB share. ``found_inf`` and ``grad_scale`` as torch's fused optimizers take them."""
+
+    found_inf: Tensor
+    grad_scale: Tensor | None = None
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
+        _refuse_half_types(groups)
+        super().__init__(groups, {"lr": config.lr})
+        self.config = config
+
+    def introduce(self, leaves: Sequence[Leaf], names: Sequence[str], total: Total | None) -> None:
+        """``names``: all trained parameters of the model, in one order on every rank; ``total`` sums over all ranks."""
+        self._num_slots = len(names)
+        self._total = total
+        slots = {name: slot for slot, name in enumerate(names)}
+        by_tensor = {leaf.tensor: leaf for leaf in leaves}
+        self._blocks = [
+            self._block(group, [by_tensor[tensor] for tensor in group["params"] if tensor.dtype == dtype], slots)
+            for group in self.param_groups
+            for dtype in dict.fromkeys(tensor.dtype for tensor in group["params"])
+        ]
+
+    def _block(self, group: dict[str, Any], leaves: Sequence[Leaf], slots: dict[str, int]) -> _Block:
+        adapted = [ParameterFacts(leaf.piece.name, leaf.piece.shape).decays for leaf in leaves]
+        places = [slots[leaf.piece.name] if own else len(slots) for leaf, own in zip(leaves, adapted, strict=True)]
+        # Where nothing is cut there is no sum over ranks: each speaks for itself.
+        speaks = [own and (leaf.is_spoken or self._total is None) for leaf, own in zip(leaves, adapted, strict=True)]
+        spoken = [number for number, says in enumerate(speaks) if says]
+        device = leaves[0].tensor.device
+        return _Block(
+            group,
+            [leaf.tensor for leaf in leaves],
+            torch.tensor(places, dtype=torch.int64, device=device),
+            spoken,
+            torch.tensor([places[number] for number in spoken], dtype=torch.int64, device=device),
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody evaluates the loss anew
+        skip = self.found_inf.bool()
+        norms = torch.zeros(2, self._num_slots + 1, dtype=torch.float64, device=skip.device)
+        prepared = []
+        for block in self._blocks:
+            flat, views = block.scratch()
+            self._prepare(block, flat, views, skip)
+            prepared.append((block, flat, views))
+            if block.spoken:
+                norms[0].index_copy_(0, block.spoken_slots, norms_squared([block.weights[n] for n in block.spoken]))
+                norms[1].index_copy_(0, block.spoken_slots, norms_squared([views[n] for n in block.spoken]))
+        if self._total is not None:
+            norms = self._total(norms)
+        norms = norms.sqrt()
+        for block, flat, views in prepared:
+            ratios = self._trust(norms[0][block.slots], norms[1][block.slots], block.group["weight_decay"])
+            rates = (ratios * block.group["lr"]).to(flat.dtype)
+            self._apply(block, flat, views, list(rates.unbind()), skip)
+
+    def _load_gradients(self, block: _Block, flat: Tensor, views: list[Tensor]) -> None:
+        torch._foreach_copy_(views, [_gradient(weight) for weight in block.weights])
+        if self.grad_scale is not None:
+            flat.div_(self.grad_scale)
+
+    def _remembered(self, block: _Block, key: str) -> list[Tensor]:
+        return [self.state[weight][key] for weight in block.weights]
+
+    def _prepare(self, block: _Block, flat: Tensor, views: list[Tensor], skip: Tensor) -> None:
+        """Fill the buffer with what the norm of an update is taken of."""
+        raise NotImplementedError
+
+    def _trust(self, weights: Tensor, updates: Tensor, decay: float) -> Tensor:
+        """The ratio for each pair of norms."""
+        raise NotImplementedError
+
+    def _apply(self, block: _Block, flat: Tensor, views: list[Tensor], rates: list[Tensor], skip: Tensor) -> None:
+        """Change the weights by the buffer, each leaf at its own rate."""
+        raise NotImplementedError
+
+
+class Lars(Layerwise):
+    """You, Gitman, Ginsburg 2017: v = momentum v + rate * trust |w| / (|g| + decay |w|) * (g + decay w), w = w - v."""
+
+    def _prepare(self, block: _Block, flat: Tensor, views: list[Tensor], skip: Tensor) -> None:
+        self._load_gradients(block, flat, views)
+
+    def _trust(self, weights: Tensor, updates: Tensor, decay: float) -> Tensor:
+        return _unless_zero(weights, updates, self.config.trust * weights / (updates + decay * weights))
+
+    def _apply(self, block: _Block, flat: Tensor, views: list[Tensor], rates: list[Tensor], skip: Tensor) -> None:
+        velocity = self._remembered(block, "momentum_buffer")
+        if block.group["weight_decay"]:
+            torch._foreach_add_(views, block.weights, alpha=block.group["weight_decay"])
+        torch._foreach_mul_(views, rates)
+        flat.masked_fill_(skip, -0.0)
+        torch._foreach_mul_(velocity, _unless(skip, self.config.momentum, flat))
+        torch._foreach_add_(velocity, views)
+        torch._foreach_copy_(views, velocity)
+        flat.neg_().masked_fill_(skip, -0.0)
+        torch._foreach_add_(block.weights, views)
+
+
+class Lamb(Layerwise):
+    """You et al. 2019: Adam's direction r, bias corrected, with decay w added; w = w - rate |w| / |r| * r."""
+
+    def _prepare(self, block: _Block, flat: Tensor, views: list[Tensor], skip: Tensor) -> None:
+        first, second = self.config.betas
+        means, squares = self._remembered(block, "exp_avg"), self._remembered(block, "exp_avg_sq")
+        counters = self._remembered(block, "step")
+        torch._foreach_add_(counters, [(~skip).to(torch.float32)] * len(counters))  # one alone is read by the host
+        self._load_gradients(block, flat, views)
+        _blend(squares, second, flat.square(), views, skip)
+        _blend(means, first, flat, views, skip)
+        count = counters[0].double()  # all leaves of all parameters have taken the same steps
+        torch._foreach_copy_(views, squares)
+        flat.div_(1 - second**count).sqrt_().add_(self.config.eps).mul_(1 - first**count).reciprocal_()
+        torch._foreach_mul_(views, means)
+        if block.group["weight_decay"]:
+            torch._foreach_add_(views, block.weights, alpha=block.group["weight_decay"])
+
+    def _trust(self, weights: Tensor, updates: Tensor, decay: float) -> Tensor:
+        return _unless_zero(weights, updates, weights / updates)
+
+    def _apply(self, block: _Block, flat: Tensor, views: list[Tensor], rates: list[Tensor], skip: Tensor) -> None:
+        torch._foreach_mul_(views, rates)
+        flat.neg_().masked_fill_(skip, -0.0)
+        torch._foreach_add_(block.weights, views)
+
+
+def _blend(moments: list[Tensor], beta: float, news: Tensor, views: list[Tensor], skip: Tensor) -> None:
+    """moments = beta moments + (1 - beta) news; ``news`` is laid out as the buffer of ``views``, and spent."""
+    news.mul_(1 - beta).masked_fill_(skip, -0.0)
+    torch._foreach_mul_(moments, _unless(skip, beta, news))
+    torch._foreach_add_(moments, [news.as_strided(view.shape, view.stride(), view.storage_offset()) for view in views])
+
+
+def _unless_zero(weights: Tensor, updates: Tensor, ratio: Tensor) -> Tensor:
+    return torch.where((weights > 0) & (updates > 0), ratio, torch.ones_like(ratio))
+
+
+def _unless(skip: Tensor, factor: float, like: Tensor) -> Tensor:
+    """The factor, or 1 in a step that is skipped."""
+    return torch.full((), factor, dtype=like.dtype, device=like.device).masked_fill_(skip, 1.0)
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None, "the reducer's finish sets the gradient of every leaf"
+    return weight.grad
+
+
+def _refuse_half_types(groups: list[dict[str, Any]]) -> None:
+    if any(tensor.dtype in (torch.bfloat16, torch.float16) for group in groups for tensor in group["params"]):
+        what = (
+            "lars and lamb cannot update bfloat16 or float16 parameters: their norms and small rates would round away"
+        )
+        raise ModelError(what, "Keep the parameters in float32 and set train.precision, or use adamw.")
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+@ALGORITHMS.register("lars")
+def _lars(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
+    optimizer = Lars(groups, config)
+    return Algorithm(optimizer, lambda parameter: {"momentum_buffer": _zeros(parameter)}, optimizer.introduce)
+
+
+@ALGORITHMS.register("lamb")
+def _lamb(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
+    def memory(parameter: Tensor) -> dict[str, Tensor]:
+        counter = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": counter, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
+
+    optimizer = Lamb(groups, config)
+    return Algorithm(optimizer, memory, optimizer.introduce)

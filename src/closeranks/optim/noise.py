@@ -1,0 +1,70 @@
+"""How many samples does a step need before more of them stop paying? The gradient noise scale, as arithmetic.
+
+A gradient over B samples has the expected squared norm |G|^2 + S/B, with the true gradient G and the trace S of one
+sample's covariance. Two batch sizes give two such equations, solved for both; their ratio S / |G|^2 is the noise scale
+(McCandlish, Kaplan, Amodei 2018, appendix A.1). Invariant: both are averaged before they are divided, since a ratio of
+single estimates is biased and may be negative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from closeranks.core.errors import CheckpointError
+
+DECAY = 0.95
+"""Of the averages, at each measurement: about the last twenty count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Squared gradient norms of two batch sizes at the same weights; the smaller one may be a mean over several."""
+
+    small_batch: int
+    big_batch: int
+    small: float
+    big: float
+
+    @property
+    def signal(self) -> float:
+        """The true gradient's squared norm; an unbiased estimate, so that it may come out negative."""
+        return (self.big_batch * self.big - self.small_batch * self.small) / (self.big_batch - self.small_batch)
+
+    @property
+    def spread(self) -> float:
+        """The trace of one sample's covariance, likewise."""
+        return (self.small - self.big) / (1 / self.small_batch - 1 / self.big_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Averages:
+    """Both estimates, averaged over measurements; they start at zero alike, which their ratio does not see."""
+
+    signal: float = 0.0
+    spread: float = 0.0
+
+    def add(self, measured: Measured) -> Averages:
+        """A measurement that is not finite counts nothing."""
+        if not math.isfinite(measured.small) or not math.isfinite(measured.big):
+            return self
+        return Averages(
+            DECAY * self.signal + (1 - DECAY) * measured.signal,
+            DECAY * self.spread + (1 - DECAY) * measured.spread,
+        )
+
+    @property
+    def scale(self) -> float | None:
+        """The noise scale in samples; None where the averages are too few or too noisy to tell."""
+        return self.spread / self.signal if self.signal > 0 and self.spread > 0 else None
+
+    def state(self) -> dict[str, float]:
+        return asdict(self)
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Averages:
+        if set(state) != {"signal", "spread"}:
+            raise CheckpointError(f"the noise scale's state has the keys {sorted(state)}", "Save it with this version.")
+        return cls(float(state["signal"]), float(state["spread"]))

@@ -1,0 +1,46 @@
+"""Which learning rate does a batch of another size want?
+
+A pure function of the job's numbers. Linear: a step over k times the samples stands for k steps, as long as the weights
+move little meanwhile (Goyal et al. 2017). Root: keeps the variance of the update, the usual rule for Adam's kind.
+Invariant: the batch that the rate was tuned for keeps its rate, by every rule.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from closeranks.optim.config import OptimConfig
+from closeranks.optim.schedule import num_warmup_steps
+
+
+def rate_factor(config: OptimConfig, batch: int) -> float:
+    """What ``lr`` is multiplied by for steps of ``batch`` samples."""
+    if config.scaling == "none" or config.base_batch is None:
+        return 1.0
+    ratio = batch / config.base_batch
+    return ratio if config.scaling == "linear" else sqrt(ratio)
+
+
+def scaled(config: OptimConfig, batch: int) -> OptimConfig:
+    """The same settings with the rate that such steps want."""
+    return config.model_copy(update={"lr": config.lr * rate_factor(config, batch)})
+
+
+def rate_words(config: OptimConfig, batch: int, num_steps: int) -> str:
+    """The rule and what it came to, in one line; empty where nothing is scaled."""
+    if config.scaling == "none":
+        return ""
+    factor = rate_factor(config, batch)
+    warmup = num_warmup_steps(config.schedule, num_steps)
+    begin = f"reached after {warmup} steps of warm-up" if warmup else "from the first step"
+    sizes = f"{config.scaling} in {batch} samples a step, tuned for {config.base_batch}"
+    return f"learning rate {config.lr * factor:.4g} = {config.lr:.4g} x {factor:.4g} ({sizes}), {begin}"
+
+
+def rate_warning(config: OptimConfig, batch: int, num_steps: int) -> str:
+    """Why a raised rate should not begin at full height; empty where there is no cause for worry."""
+    factor = rate_factor(config, batch)
+    if factor < 2 or num_warmup_steps(config.schedule, num_steps):
+        return ""
+    rate = f"the learning rate is {factor:.4g} times the one tuned for, from the first step"
+    return f"{rate}: fresh weights rarely bear that. Set optim.schedule.warmup, such as 0.1."

@@ -1,0 +1,39 @@
+"""In what portions do this run's gradients travel?
+
+As the job says; as an earlier generation did; or as it is measured now. Invariant: all ranks come to the same answer by
+the same way, as measuring is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from closeranks.core.protocols import Held, ModelSpec
+from closeranks.facts.layout import Layout
+from closeranks.parallel.mesh import Groups
+from closeranks.run import heirloom
+from closeranks.run.job import Job, micro_batch_size
+from closeranks.sync.tuning import Tuned, Work, backward_s, gradient_bytes, tune
+
+
+def buckets_for(
+    job: Job,
+    layout: Layout,
+    groups: Groups,
+    spec: ModelSpec,
+    held: Sequence[Held],
+    measured_flops: float,
+    device: torch.device,
+) -> Tuned:
+    if groups.data.size == 1 or layout.zero == 3:
+        return Tuned()
+    if not isinstance(job.sync.bucket_mib, str):
+        return Tuned(job.sync.bucket_mib)
+    if handed_on := heirloom.bucket_mib():
+        return Tuned(handed_on)
+    items = micro_batch_size(job.train) * spec.items_per_sample
+    flops = spec.flops_per_item * items / (layout.tensor * layout.pipeline)
+    behind_s = backward_s(flops, measured_flops) if job.sync.overlap else 0.0
+    return tune(groups.data, groups.world, device, Work(gradient_bytes(held), behind_s))

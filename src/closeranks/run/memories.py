@@ -1,0 +1,72 @@
+"""How does what compression left unsent find its place again, on other ranks than before?
+
+[Note: nothing owed is lost] What ranks owe counts by its sum, so rows are dealt out: rank r of n takes rows r, r + n,
+and so on. What the owner of a sum owes goes to whoever owns it now; where sums are made without an owner's code, the
+first row takes it. Factors of PowerSGD are taken over where their matrix is cut as before, else they begin anew.
+Invariant: with the ranks and the layout of before, every rank gets back what it had, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Remembered
+from closeranks.run.parts import Parts
+from closeranks.sync.memory import OWED, RESIDUAL, rows_to_read
+
+_OUTER = "outer/"
+
+
+class Readable(Protocol):
+    """As much of ``run.state.Saved`` as is needed here."""
+
+    def shapes(self, section: str) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, section: str, key: str, piece: Piece) -> Tensor: ...
+
+    def read_into(self, section: str, key: str, piece: Piece, out: Tensor) -> None: ...
+
+
+def unsent(parts: Parts) -> Iterator[Remembered]:
+    """What gradients left behind, and what replicas that train apart did when they met; ranks of one home that hold the
+    same leaves hold the same of it, and the first of them saves it."""
+    yield from parts.reducer.memory()
+    if parts.outer is not None:
+        home = parts.groups.home
+        is_first = (home.replica if parts.layout.zero else home.data).rank == 0
+        for one in parts.outer.memory():
+            piece = replace(one.piece, name=f"{_OUTER}{one.piece.name}")
+            yield replace(one, piece=piece, is_ours=one.is_ours and is_first)
+
+
+def restore_memories(memories: Sequence[Remembered], saved: Readable, section: str, *, has_owners: bool) -> None:
+    """What a state does not hold, or holds of other shape, starts as it does in a fresh run. ``has_owners``: whether
+    sums are coded by their owners, here or on any rank."""
+    shapes = saved.shapes(section)
+    for one in memories:
+        key, own = one.piece.name, one.piece.shape
+        if one.kind == RESIDUAL:
+            one.tensor.zero_()
+            for piece in _rows(one, shapes):
+                _add(one.tensor, saved.read(section, key, piece))
+            owed = key.replace(f"{RESIDUAL}/", f"{OWED}/", 1)
+            if one.piece.start[0] == 0 and not has_owners and shapes.get(owed, ())[1:] == own[1:]:
+                _add(one.tensor, saved.read(section, owed, replace(one.piece, name=owed, shape=(1, *own[1:]))))
+        elif shapes.get(key) == own:
+            saved.read_into(section, key, one.piece, one.tensor)
+        elif one.kind == OWED:
+            one.tensor.zero_()
+
+
+def _rows(one: Remembered, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Piece]:
+    shape = shapes.get(one.piece.name, ())
+    return rows_to_read(one.piece, shape[0]) if shape[1:] == one.piece.shape[1:] and shape else ()
+
+
+def _add(tensor: Tensor, found: Tensor) -> None:
+    tensor.add_(found.to(tensor.device, tensor.dtype).view(tensor.shape))

@@ -1,0 +1,118 @@
+"""How noisy are the gradients of a run? Measured while it trains, at two batch sizes that it has anyway.
+
+The big batch is the step's, whose norm the vote settles. The small one is the first micro-batch of each data rank: on
+measured steps a hook of ours sees each gradient as autograd leaves it, before the reducer's own hook takes it away, so
+nothing is computed twice. Two numbers are then summed over the data ranks.
+
+Invariants: our hooks are registered before the reducer's, hence called first; nothing waits for the device (its sums
+are read when the step is settled); all ranks hold the same averages, which are part of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from closeranks.core.events import Event, NoiseSeen, StepDone
+from closeranks.core.protocols import Group
+from closeranks.data.schedule import MicroBatch, Schedule
+from closeranks.elastic.vote import Verdict
+from closeranks.optim.noise import Averages, Measured
+from closeranks.optim.norms import norm_squared
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Squared norms of small batches and their number, on the way to the host."""
+
+    values: Tensor
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def send(cls, values: Tensor) -> _Sums:
+        if not values.is_cuda:
+            return cls(values, None)
+        host = torch.empty_like(values, device="cpu", pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(host, event)
+
+    def read(self) -> tuple[float, float]:
+        """Sync point on CUDA, of a step that is over."""
+        if self.event is not None:
+            self.event.synchronize()
+        total, number = self.values.tolist()
+        return total, number
+
+
+class NoiseGauge:
+    """Call sequence: ``begin`` and ``end`` around the first backward of each step, ``watch`` after the vote, ``settle``
+    when the step's account is read. With ``every`` 0 all of them do nothing."""
+
+    def __init__(
+        self, every: int, parameters: Iterable[nn.Parameter], schedule: Schedule, group: Group, device: torch.device
+    ) -> None:
+        self._every, self._schedule, self._group, self._device = every, schedule, group, device
+        self._averages = Averages()
+        self._squares: dict[Tensor, Tensor] | None = None
+        """By parameter, while the first backward of a measured step runs."""
+        self._own: Tensor | None = None
+        self._sent: dict[int, _Sums] = {}
+        for parameter in parameters if every else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def begin(self, index: int, micro_batch: MicroBatch) -> None:
+        """A micro-batch that is short or a spare is no sample of the small batch's size."""
+        is_whole = not micro_batch.is_spare and micro_batch.num_samples == self._schedule.micro_batch
+        if self._is_due(index) and is_whole:
+            self._squares = {}
+
+    def end(self, weight: Tensor, scale: Tensor) -> None:
+        """``weight``: what the micro-batch's summed loss is to be divided by; ``scale``: what it was multiplied by."""
+        if self._squares is None:
+            return
+        squares, self._squares = self._squares, None
+        one = torch.ones((), dtype=torch.float64, device=self._device)
+        total = torch.stack(list(squares.values())).sum() if squares else torch.zeros_like(one)
+        self._own = torch.stack([total / (weight * scale.double()).square(), one])
+
+    def watch(self, index: int, verdict: Verdict) -> None:
+        """All ranks, in every step."""
+        if self._is_due(index):
+            own = torch.zeros(2, dtype=torch.float64, device=self._device) if self._own is None else self._own
+            self._own = None
+            self._sent[index + 1] = _Sums.send(self._group.sum(own))
+
+    def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
+        sums = self._sent.pop(done.step, None)
+        if sums is None or not done.taken:
+            return
+        total, number = sums.read()
+        small, batch = self._schedule.micro_batch, self._schedule.global_batch
+        is_whole = self._schedule.position(done.step) - self._schedule.position(done.step - 1) == batch
+        if not number or not is_whole:  # a short last step is no measure of the run's batch
+            return
+        self._averages = self._averages.add(Measured(small, batch, total / number, done.grad_norm**2))
+        emit(NoiseSeen(done.step, self._averages.scale, batch))
+
+    def state(self) -> dict[str, Any]:
+        """Empty where nothing is measured."""
+        return self._averages.state() if self._every else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """A run that did not measure before begins to."""
+        if self._every and state:
+            self._averages = Averages.of_state(state)
+
+    def _is_due(self, index: int) -> bool:
+        return self._every > 0 and (index + 1) % self._every == 0
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._squares is not None and parameter.grad is not None:
+            self._squares[parameter] = norm_squared([parameter.grad])  # a second call in one backward has it whole

@@ -1,0 +1,141 @@
+"""By which way do this job's gradients travel, and why?
+
+Chooses from the job's ``[sync]`` table and from where ranks are: one sum over all, or one inside hosts and one across;
+compressed or not. Says what it chose in a sentence. Invariant: all ranks choose the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from closeranks.core.errors import ConfigError, Problem
+from closeranks.core.protocols import Held
+from closeranks.core.world import World
+from closeranks.facts.collectives import across_bytes
+from closeranks.facts.layout import Layout
+from closeranks.facts.rounds import Topology
+from closeranks.parallel.group import Group
+from closeranks.parallel.mesh import Groups
+from closeranks.run.job import Job
+from closeranks.sync.compress.build import compressed_ways
+from closeranks.sync.compress.compressed import Plan
+from closeranks.sync.config import CompressConfig
+from closeranks.sync.places import Load
+from closeranks.sync.ways import TwoLevels, Way, WayMaker, flat_ways
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How gradients are summed; ``ways`` None: by torch's own collectives."""
+
+    ways: WayMaker | None
+    words: str
+    """For people; empty where there is nothing to say."""
+    has_owners: bool = False
+    """Whether sums are coded once more by who owns them."""
+    plan: Plan | None = None
+    """When gradients are compressed; None: never."""
+
+
+def choose_ways(job: Job, layout: Layout, groups: Groups, world: World, num_steps: int) -> Choice:
+    """A collective where hosts are several: groups are made."""
+    config = job.sync.compress
+    if layout.data == 1:
+        return Choice(None, "")
+    if job.sync.local.is_on:  # what is compressed is what replicas tell each other when they meet
+        is_coded = config.name not in ("none", "powersgd")
+        words = "" if config.name == "none" else in_words(config, plan_of(config, num_steps), "what was learnt apart")
+        return Choice(None, words.replace("travel ", "travels "), is_coded)
+    plan = plan_of(config, num_steps)
+    levels = _levels(job, layout, groups, world)
+    over = groups.data if layout.zero == 0 else groups.replica if groups.replica.size > 1 else groups.shard
+    if config.name == "none":
+        if levels is None:
+            return Choice(None, "")
+        inside, across = levels
+        return Choice(_two_levels(inside, flat_ways(across)), _of_levels(inside, across))
+    if levels is None or config.name == "powersgd":  # which sends so little that hosts do not matter
+        scatters = layout.zero > 0 and groups.replica.size == 1
+        ways = compressed_ways(config, over, plan, scatters=scatters)
+        return Choice(ways, in_words(config, plan), not scatters and config.name != "powersgd", plan)
+    inside, across = levels
+    ways = _two_levels(inside, compressed_ways(config, across, plan))
+    return Choice(ways, f"{_of_levels(inside, across)}; across, {in_words(config, plan)}", True, plan)
+
+
+def outer_ways(job: Job, across: Group, num_steps: int) -> WayMaker:
+    """How what replicas learnt apart travels when they meet; every meeting is measured, they are few."""
+    plan = outer_plan(job, across, num_steps)
+    return flat_ways(across) if plan is None else compressed_ways(job.sync.compress, across, plan)
+
+
+def outer_plan(job: Job, across: Group, num_steps: int) -> Plan | None:
+    config = job.sync.compress
+    if not job.sync.local.is_on or config.name == "none" or across.size == 1:
+        return None
+    return Plan(config.num_warmup(num_steps), 1 if config.measure_every else 0)
+
+
+def plan_of(config: CompressConfig, num_steps: int) -> Plan:
+    return Plan(config.num_warmup(num_steps), config.measure_every)
+
+
+def frozen_from(job: Job, layout: Layout, num_steps: int) -> int | None:
+    """When signs begin to travel, adamw's second moments are known."""
+    config = job.sync.compress
+    is_apart = layout.data == 1 or job.sync.local.is_on
+    is_adam = config.name == "onebit" and job.optim.name == "adamw" and not is_apart
+    return config.num_warmup(num_steps) if is_adam else None
+
+
+def _levels(job: Job, layout: Layout, groups: Groups, world: World) -> tuple[Group, Group] | None:
+    """This host's part of the data group and one of each host, where sums are to take two levels."""
+    if layout.zero or job.sync.reduce == "flat" or not world.hosts:
+        found = None
+    else:
+        found = groups.across_hosts([world.host_of(rank) for rank in range(world.size)])
+    if found is None and job.sync.reduce == "hierarchical":
+        what = "a hierarchical sum needs several hosts with the same number of data ranks on each, and more than one"
+        if layout.zero:
+            what = f"with zero={layout.zero} gradients are scattered, not summed on every rank"
+        fix = 'Set sync.reduce = "auto"; with ZeRO, set layout.shard to the data ranks of one host.'
+        raise ConfigError([Problem("sync.reduce", what, fix)])
+    return found
+
+
+def _two_levels(inside: Group, across: WayMaker) -> WayMaker:
+    def make(load: Load) -> Way:
+        return TwoLevels(load, inside, across)
+
+    return make
+
+
+def must_be_exact(layout: Layout, one: Held) -> bool:
+    """What several ranks off the data axis hold alike, or hold parts of a sum of, would come apart: they compress it
+    together with other neighbours each."""
+    is_copied = layout.tensor > 1 and one.piece.is_whole
+    return bool(one.partial_over) or not one.is_spoken or is_copied
+
+
+def in_words(config: CompressConfig, plan: Plan, what: str = "gradients") -> str:
+    """What is sent, for people."""
+    kinds = {
+        "bf16": f"{what} travel in bf16",
+        "fp16": f"{what} travel in fp16",
+        "int8": f"{what} travel in 8 bits",
+        "topk": f"the largest {config.ratio:.2%} of {what} travel",
+        "powersgd": f"{what} travel as products of rank {config.rank}",
+        "onebit": f"{what} travel in 1 bit",
+    }
+    since = f" after {plan.num_warmup} steps" if plan.num_warmup else ""
+    rest = ", the rest is remembered" if config.feedback else ", the rest is lost"
+    return f"{kinds[config.name]}{since}{rest}"
+
+
+def _of_levels(inside: Group, across: Group) -> str:
+    topology = Topology(across.size, inside.size)
+    share, flat = across_bytes("hierarchical", 1.0, topology), across_bytes("ring", 1.0, topology)
+    return (
+        f"gradients are summed inside hosts of {inside.size}, then across {across.size}, then spread inside: "
+        f"{share:.2f} times their size crosses between hosts instead of {flat:.2f}"
+    )

@@ -1,0 +1,91 @@
+"""How do gradients travel in sixteen bits?
+
+bf16 keeps the range and eight bits of the number; fp16 keeps eleven bits and a small range, so each block is divided by
+its largest value first: gradients are sums over tokens and may be large. Both lose at most the last bit they keep.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from closeranks.sync.compress.codec import as_bytes, from_bytes, num_blocks
+
+BLOCK = 1024
+_SCALE_BYTES = 4
+
+
+class BFloat16:
+    def num_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def delta(self, numel: int) -> float:
+        return 1.0 - 2.0**-16  # half a unit of the ninth bit, squared
+
+    def encode(self, rows: Tensor) -> Tensor:
+        return as_bytes(rows.to(torch.bfloat16))
+
+    def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return from_bytes(codes, torch.bfloat16).to(dtype)
+
+
+class Float16:
+    """Each row: the scales of its blocks, the last of which may be short, then its values; whole words of four bytes,
+    so that both are read where they lie."""
+
+    def num_bytes(self, numel: int) -> int:
+        return num_blocks(numel, BLOCK) * _SCALE_BYTES + 4 * (-(-numel // 2))
+
+    def delta(self, numel: int) -> float:
+        """Numbers below 2^-14 of their block's largest lose more bits, but all of them little of the block."""
+        return 1.0 - 2.0**-20
+
+    def encode(self, rows: Tensor) -> Tensor:
+        num_rows, numel = rows.shape
+        codes = torch.empty(num_rows, self.num_bytes(numel), dtype=torch.uint8, device=rows.device)
+        if numel % 2:
+            codes[:, -2:] = 0
+        scales, values = _lying_in(codes, numel)
+        scaled = torch.empty(num_rows, numel, dtype=rows.dtype, device=rows.device)
+        for blocks, scale, out in zip(_blocks(rows), _of_blocks(scales, numel), _blocks(scaled), strict=True):
+            scale.copy_(largest(blocks))
+            torch.div(blocks, scale.to(rows.dtype), out=out)
+        values.copy_(scaled)
+        return codes
+
+    def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        scales, values = _lying_in(codes, numel)
+        decoded = values.to(dtype, memory_format=torch.contiguous_format, copy=True)
+        for blocks, scale in zip(_blocks(decoded), _of_blocks(scales, numel), strict=True):
+            blocks.mul_(scale.to(dtype))
+        return decoded
+
+
+def _lying_in(codes: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Scales and values, as views."""
+    border = num_blocks(numel, BLOCK) * _SCALE_BYTES
+    return codes[:, :border].view(torch.float32), codes[:, border : border + 2 * numel].view(torch.float16)
+
+
+def _blocks(rows: Tensor) -> list[Tensor]:
+    """``[num_rows, num_blocks, block]`` of the whole blocks, and of the short one at the end; views, so that nothing is
+    copied to be padded."""
+    border = rows.shape[1] // BLOCK * BLOCK
+    whole = rows[:, :border].unflatten(1, (-1, BLOCK)) if border else None
+    short = rows[:, border:].unsqueeze(1) if border < rows.shape[1] else None
+    return [blocks for blocks in (whole, short) if blocks is not None]
+
+
+def _of_blocks(scales: Tensor, numel: int) -> list[Tensor]:
+    """Of each of ``_blocks``."""
+    num_whole = numel // BLOCK
+    parts = scales[:, :num_whole, None], scales[:, num_whole:, None]
+    return [part for part in parts if part.shape[1]]
+
+
+def largest(blocks: Tensor) -> Tensor:
+    """Of each block, in float32, rounded up so that nothing exceeds it; 1 where all is zero."""
+    # Two passes that write nothing are cheaper than one that writes all sizes and one that reads them.
+    sizes = torch.maximum(blocks.amax(dim=2, keepdim=True), -blocks.amin(dim=2, keepdim=True))
+    found = sizes.to(torch.float32) * (1 + 2.0**-22)
+    return torch.where(found == 0, torch.ones_like(found), found)

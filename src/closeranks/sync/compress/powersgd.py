@@ -1,0 +1,227 @@
+"""How do gradients travel as products of thin matrices?
+
+[Note: power iteration] PowerSGD (Vogels et al. 2019). Of each matrix M of a rank, P = M Q is summed over ranks and made
+orthonormal, then Q = M' P is summed: P Q' is the best that one step of power iteration gives for the sum of all M, and
+Q begins the next step. rank * (rows + columns) numbers travel instead of rows * columns. What it leaves out of a rank's
+own gradient is remembered and added to the next. Vectors, and matrices that are too small to gain by it, travel as
+they are, in the same two sums.
+
+All matrices of one shape are worked off at once. Parts of a matrix may lie apart in the load (FSDP2 deals out rows).
+Invariant: sums are all that decides, so all ranks hold the same factors and the same product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from closeranks.core.keys import derive_seed
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Remembered
+from closeranks.sync.held import DataGroup
+from closeranks.sync.journeys import Journey
+from closeranks.sync.memory import FACTOR, RESIDUAL, Memory, in_rows
+from closeranks.sync.places import Load, Place
+
+LEAST_GAIN = 2.0
+"""A matrix whose factors are not smaller than it by this travels as it is."""
+_TINY = 1e-30
+
+
+class Part(NamedTuple):
+    """Rows of a matrix that lie one after the other."""
+
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A parameter in a load, as far as whole rows of it are there."""
+
+    name: str
+    """The parameter's, and which box of it where that is not all."""
+    parts: tuple[Part, ...]
+    num_rows: int
+    num_columns: int
+
+    def gather(self, flat: Tensor) -> Tensor:
+        found = [flat[part.offset : part.offset + part.numel].view(-1, self.num_columns) for part in self.parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def spread(self, values: Tensor, flat: Tensor) -> None:
+        for part, rows in zip(self.parts, values.view(-1).split([part.numel for part in self.parts]), strict=True):
+            flat[part.offset : part.offset + part.numel] = rows
+
+
+def find_matrices(load: Load, rank: int) -> tuple[Matrix, ...]:
+    """The parameters that gain by it, in the order of the load."""
+    by_name: dict[str, list[Place]] = {}
+    for place in load.places:
+        if len(place.piece.size) > 1:
+            by_name.setdefault(place.piece.name, []).append(place)
+    found = (_matrix(places) for places in by_name.values())
+    return tuple(matrix for matrix in found if _gains(matrix.num_rows, matrix.num_columns, rank))
+
+
+def _gains(rows: int, columns: int, rank: int) -> bool:
+    return min(rows, columns) > rank and rows * columns >= LEAST_GAIN * rank * (rows + columns)
+
+
+def _matrix(places: Sequence[Place]) -> Matrix:
+    """Of places that are cut within rows, the rows that are whole."""
+    piece = places[0].piece
+    columns = math.prod(piece.size[1:])
+    rows = [(-(-place.begin // columns), place.end // columns) for place in places]
+    whole = [(place, *pair) for place, pair in zip(places, rows, strict=True) if pair[0] < pair[1]]
+    parts = tuple(Part(p.offset + first * columns - p.begin, (last - first) * columns) for p, first, last in whole)
+    count = sum(last - first for _, first, last in whole)
+    first_row = whole[0][0].piece.start[0] + whole[0][1] if whole else 0
+    box = [(first_row, count), *zip(piece.start[1:], piece.size[1:], strict=True)]
+    is_all = count == piece.shape[0] and piece.size[1:] == piece.shape[1:]
+    text = ",".join(f"{start}:{start + size}" for start, size in box)
+    return Matrix(piece.name if is_all else f"{piece.name}[{text}]", parts, count, columns)
+
+
+class _Batch:
+    """Matrices of one shape, and the factor each begins the next step with."""
+
+    def __init__(self, matrices: Sequence[Matrix], rank: int, load: Load, dtype: torch.dtype) -> None:
+        self.matrices = tuple(matrices)
+        first = matrices[0]
+        self.shape = (len(matrices), first.num_rows, first.num_columns)
+        starts = [_beginning(matrix, rank).to(load.device, dtype) for matrix in matrices]
+        self.q = Memory(torch.stack(starts))
+        self.m = self.p = torch.empty(0)
+
+    def project(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        self.m = torch.stack([matrix.gather(flat) for matrix in self.matrices]).to(dtype)  # a copy in any case
+        return self.m @ self.q.read()
+
+    def take_back(self, p: Tensor) -> Tensor:
+        self.p = orthonormal(p)
+        return (self.p.mT @ self.m).mT  # on a CPU twice as fast as M' P
+
+    def restore(self, q: Tensor, flat: Tensor, lost: Tensor | None, num_ranks: int) -> None:
+        """The product into ``flat``; what this rank's share of it leaves out into ``lost``."""
+        self.q.write(q)
+        product = (self.p @ q.mT).to(flat.dtype)
+        for matrix, values in zip(self.matrices, product, strict=True):
+            matrix.spread(values, flat)
+        if lost is not None:
+            left = self.m.sub_(product, alpha=1 / num_ranks)
+            for matrix, values in zip(self.matrices, left, strict=True):
+                matrix.spread(values, lost)
+        self.m = self.p = torch.empty(0)
+
+
+class PowerSgd:
+    """A load whose matrices travel as products of rank ``rank``."""
+
+    num_legs = 2
+
+    def __init__(self, rank: int, group: DataGroup, load: Load, *, feedback: bool) -> None:
+        self._group, self._load, self._rank = group, load, rank
+        matrices = find_matrices(load, rank)
+        # Half types are too narrow to make anything orthonormal in.
+        self._dtype = load.dtype if load.dtype == torch.float64 else torch.float32
+        shapes = dict.fromkeys((matrix.num_rows, matrix.num_columns) for matrix in matrices)
+        alike = [[m for m in matrices if (m.num_rows, m.num_columns) == shape] for shape in shapes]
+        self._batches = [_Batch(group_of, rank, load, self._dtype) for group_of in alike]
+        self._rest = _others(load, matrices)
+        self._residual = Memory(torch.zeros(load.numel, dtype=load.dtype, device=load.device)) if feedback else None
+
+    def sum(self, flat: Tensor) -> Journey:
+        if self._residual is not None:
+            flat.add_(self._residual.read())
+        rest = flat.index_select(0, self._rest) if self._rest is not None else flat[:0]
+        projected = [batch.project(flat, self._dtype) for batch in self._batches]
+        first = _cat([*projected, rest.to(self._dtype)])
+        yield self._reduce(first)
+        *sums, rest_sum = _split(first, [tuple(p.shape) for p in projected] + [(rest.numel(),)])
+        taken_back = [batch.take_back(p) for batch, p in zip(self._batches, sums, strict=True)]
+        lost = None if self._residual is None else self._residual.draft()
+        if lost is not None and self._rest is not None:
+            lost.index_fill_(0, self._rest, 0.0)
+        if taken_back:
+            second = _cat(taken_back)
+            yield self._reduce(second)
+            factors = _split(second, [tuple(q.shape) for q in taken_back])
+            for batch, q in zip(self._batches, factors, strict=True):
+                batch.restore(q, flat, lost, self._group.size)
+        if self._rest is not None:
+            flat.index_copy_(0, self._rest, rest_sum.to(flat.dtype))
+
+    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+        """Every rank knows the whole sum and takes its slice: factors are too small to be worth slicing."""
+        yield from self.sum(outgoing)
+        share = arriving.numel()
+        arriving.copy_(outgoing[share * self._group.rank : share * (self._group.rank + 1)])
+
+    def settle(self, taken: Tensor) -> None:
+        for memory in (self._residual, *(batch.q for batch in self._batches)):
+            if memory is not None:
+                memory.settle(taken)
+
+    def memory(self) -> Iterator[Remembered]:
+        if self._residual is not None:
+            yield from in_rows(RESIDUAL, self._residual.kept, self._load, self._group.rank, self._group.size)
+        for batch in self._batches:
+            for matrix, q in zip(batch.matrices, batch.q.kept, strict=True):
+                piece = Piece.whole(f"{FACTOR}/{matrix.name}", (1, *q.shape))
+                yield Remembered(FACTOR, piece, q.unsqueeze(0), is_ours=self._group.rank == 0)
+
+    def _reduce(self, flat: Tensor) -> dist.Work:
+        work: dist.Work | None = dist.all_reduce(flat, group=self._group.process_group, async_op=True)
+        assert work is not None
+        return work
+
+
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Columns made orthonormal: on a CPU by a factorisation, elsewhere one after the other, which for a few columns is
+    cheaper there.
+
+    Each is freed of the others twice: what remains of a column that adds nothing is rounding, which once normalised may
+    lean on the others again, and a direction must not count twice.
+    """
+    if matrices.device.type == "cpu":
+        factor: Tensor = torch.linalg.qr(matrices).Q
+        return factor
+    columns: list[Tensor] = []
+    for column in matrices.unbind(-1):
+        for _ in range(2):
+            for other in columns:
+                column = column - other * (other * column).sum(-1, keepdim=True)
+            column = column / (column.norm(dim=-1, keepdim=True) + _TINY)
+        columns.append(column)
+    return torch.stack(columns, dim=-1)
+
+
+def _beginning(matrix: Matrix, rank: int) -> Tensor:
+    """Random, and the same on every rank and in every run."""
+    generator = torch.Generator().manual_seed(derive_seed(0, "powersgd", matrix.name))
+    return torch.randn(matrix.num_columns, rank, generator=generator)
+
+
+def _others(load: Load, matrices: Sequence[Matrix]) -> Tensor | None:
+    """Numbers of the elements that travel as they are; None where there are none."""
+    travels = torch.ones(load.numel, dtype=torch.bool)
+    for matrix in matrices:
+        for part in matrix.parts:
+            travels[part.offset : part.offset + part.numel] = False
+    return travels.nonzero().view(-1).to(load.device) if travels.any() else None
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

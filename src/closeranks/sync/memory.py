@@ -1,0 +1,81 @@
+"""What does a way remember from step to step, and under which names does it survive?
+
+Compressors send less than the gradient and owe the rest to later steps. [Note: rows] What one rank owes differs from
+what another does, so each has a row of its own: the tensor of a parameter has the ranks as its first dim. What counts
+is the sum of the rows, since gradients are summed over ranks: with fewer or more ranks rows are dealt out anew, and
+their sum stays.
+
+Invariant: what a step remembers counts only if the step was taken, so that a skipped one leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Remembered
+from closeranks.sync.places import Load, Place
+
+RESIDUAL, OWED, FACTOR = "residual", "owed", "factor"
+
+
+class Memory:
+    """A tensor with two values: what counts, and what will if this step is taken."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.kept = value
+        self._next = torch.empty_like(value)
+        self._is_written = False
+
+    def read(self) -> Tensor:
+        """The latest, within a step."""
+        return self._next if self._is_written else self.kept
+
+    def write(self, value: Tensor) -> None:
+        self.draft().copy_(value)
+
+    def draft(self) -> Tensor:
+        """Where this step's value is to be written, for those who can compute it in place."""
+        self._is_written = True
+        return self._next
+
+    def settle(self, taken: Tensor) -> None:
+        """Without a word to the host: ``taken`` is 1 or 0 on the device."""
+        if not self._is_written:
+            return
+        if taken.device.type != "cpu":
+            torch.where(taken > 0, self._next, self.kept, out=self.kept)
+        elif taken > 0:  # here the host knows, and copying is cheaper than choosing
+            self.kept.copy_(self._next)
+        self._is_written = False
+
+
+def in_rows(kind: str, flat: Tensor, load: Load, row: int, num_rows: int) -> Iterator[Remembered]:
+    """A flat tensor that lies as a load does, parameter by parameter."""
+    for place in load.places:
+        part = flat[place.offset : place.offset + place.numel]
+        tensor = part.view(1, *place.piece.size) if place.is_box else part
+        yield Remembered(kind, _row_piece(kind, place, row, num_rows), tensor)
+
+
+def _row_piece(kind: str, place: Place, row: int, num_rows: int) -> Piece:
+    box = place.piece
+    return Piece(
+        f"{kind}/{box.name}",
+        (num_rows, *box.shape),
+        (row, *box.start),
+        (1, *box.size),
+        None if place.is_box else (place.begin, place.end),
+    )
+
+
+def rows_to_read(piece: Piece, num_saved: int) -> Sequence[Piece]:
+    """Which saved rows this rank takes over, as pieces of the saved tensor: its own, and with fewer ranks than before
+    every so-many-th after it; with more ranks than before some take none."""
+    num_rows, row = piece.shape[0], piece.start[0]
+    saved = replace(piece, shape=(num_saved, *piece.shape[1:]))
+    return [replace(saved, start=(number, *piece.start[1:])) for number in range(row, num_saved, num_rows)]

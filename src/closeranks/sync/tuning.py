@@ -1,0 +1,148 @@
+"""How large should buckets be on the links that are here?
+
+At the opening of a run all ranks time a few all-reduces, read a link's latency and rate off them, and take the size of
+bucket that leaves the least to wait for after backward (``facts.collectives.best_bucket``). Invariants: every figure
+that decides anything is the largest over all ranks of the world, so that all of them choose alike, and measure equally
+often; what is measured leaves no tensor behind and draws no random number. The size is part of the numerics: it is
+measured once in a run.
+
+It takes a few milliseconds on a fast link. Sizes grow as long as the next one promises to stay within the budget, so
+that 100 Mbit/s are measured in about a second.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from closeranks.core.protocols import Held
+from closeranks.facts.collectives import Link, Network, best_bucket
+from closeranks.sync.held import DataGroup
+
+_KIB, _MIB = 1 << 10, 1 << 20
+SIZES = (_KIB, 64 * _KIB, _MIB, 8 * _MIB)
+"""Bytes of the all-reduces that are timed. The first two always are."""
+NUM_REPS = 5
+BUDGET_S = 0.8
+"""For all repetitions of one size."""
+_LEAST_LATENCY_S = 1e-7
+_SHARE_OF_BACKWARD = 2 / 3
+
+
+class Sample(NamedTuple):
+    """One size, and how long its all-reduce took."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """In what portions gradients travel."""
+
+    bucket_mib: float = 0.0
+    """0: in none, there being one data rank, or no buckets."""
+    link: Link | None = None
+    """What was measured to find it out; None where it was named, or handed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one rank has to send, and behind what it can hide."""
+
+    gradient_bytes: int
+    backward_s: float
+    """Of one micro-batch, as gradients leave in the last one's; 0 where it is not known or nothing overlaps."""
+
+
+def gradient_bytes(held: Iterable[Held]) -> int:
+    trained = (one.parameter for one in held if one.parameter.requires_grad)
+    return sum(parameter.numel() * parameter.element_size() for parameter in trained)
+
+
+def backward_s(flops: float, flops_per_s: float) -> float:
+    """Two thirds of the FLOPs of forward and backward, at the speed of a large matrix product: rather too short, which
+    makes buckets rather too large. 0 where either is not known: then nothing is assumed to overlap."""
+    return _SHARE_OF_BACKWARD * flops / flops_per_s if flops_per_s > 0 else 0.0
+
+
+def tune(data: DataGroup, world: DataGroup, device: torch.device, work: Work) -> Tuned:
+    """A collective of the world, whose data groups all measure at once, as they will train."""
+    link = link_of(measure(data, world, device), data.size)
+    total, behind_s = _largest((float(work.gradient_bytes), work.backward_s), world, device)
+    size = best_bucket(total, behind_s, Network.flat(data.size, link))
+    return Tuned(size / _MIB, link)
+
+
+def measure(data: DataGroup, world: DataGroup, device: torch.device) -> list[Sample]:
+    """Medians of a few all-reduces; the slowest rank's counts."""
+
+    def seconds_of(num_bytes: int) -> float:
+        payload = torch.zeros(num_bytes // 4, device=device)
+        median_s = statistics.median(_timed(payload, data) for _ in range(NUM_REPS))
+        (agreed_s,) = _largest((median_s,), world, device)
+        return agreed_s
+
+    _timed(torch.zeros(1, device=device), data)  # connections are made by the first
+    return sampled(seconds_of)
+
+
+def sampled(seconds_of: Callable[[int], float]) -> list[Sample]:
+    """Smallest first, as far as the budget allows."""
+    samples: list[Sample] = []
+    for size in SIZES:
+        if NUM_REPS * expected_s(samples, size) > BUDGET_S:
+            break
+        samples.append(Sample(size, seconds_of(size)))
+    return samples
+
+
+def expected_s(samples: Sequence[Sample], num_bytes: int) -> float:
+    """What the next size promises to take, from the line through the last two; nothing is expected of the first two."""
+    if len(samples) < 2:
+        return 0.0
+    (small, early_s), (large, late_s) = samples[-2:]
+    return late_s + max(late_s - early_s, 0.0) / (large - small) * (num_bytes - large)
+
+
+def link_of(samples: Sequence[Sample], num_ranks: int) -> Link:
+    """The link on which a ring of so many ranks takes these times: a + b n by least squares of relative errors, where a
+    is 2 (p-1) latencies and b the 2 (p-1)/p of the bytes that a rank sends."""
+    points = [(1 / max(seconds, 1e-9) ** 2, size, seconds) for size, seconds in samples]
+    total = sum(weight for weight, _, _ in points)
+    mean_n = sum(weight * size for weight, size, _ in points) / total
+    mean_s = sum(weight * seconds for weight, _, seconds in points) / total
+    spread = sum(weight * (size - mean_n) ** 2 for weight, size, _ in points)
+    slope = sum(weight * (size - mean_n) * (seconds - mean_s) for weight, size, seconds in points) / spread
+    if slope <= 0:  # noise: all that is known is what the largest took
+        slope = max(samples[-1].seconds, 1e-9) / samples[-1].num_bytes
+    num_rounds = 2 * (num_ranks - 1)
+    latency_s = max((mean_s - slope * mean_n) / num_rounds, _LEAST_LATENCY_S)
+    return Link(latency_s, num_rounds / num_ranks / slope)
+
+
+def _timed(payload: Tensor, group: DataGroup) -> float:
+    _wait_for(payload.device)
+    began_at = time.perf_counter()
+    dist.all_reduce(payload, group=group.process_group)
+    _wait_for(payload.device)
+    return time.perf_counter() - began_at
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _largest(values: Sequence[float], world: DataGroup, device: torch.device) -> tuple[float, ...]:
+    """Of each, over all ranks."""
+    agreed = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.process_group)
+    return tuple(agreed.tolist())

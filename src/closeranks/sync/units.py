@@ -1,0 +1,137 @@
+"""How do the gradients of FSDP2's units take another way than torch's own collectives?
+
+[Note: unit loads] FSDP2 lays a unit's gradients out rank by rank: for each rank its rows of every parameter, padded to
+equal counts, one after the other. ``UnitScatter`` is called with that in place of torch's reduce-scatter and
+``ReplicaSum`` with what came of it, this rank's rows, to sum them over replicas. FSDP2 would sum over replicas by
+itself, and only then call a hook; so it is given the shard axis alone, and the hook does all of it.
+
+Invariants: replicas are summed once per step, whatever number of reductions it had; what is padding stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Held
+from closeranks.sync.held import DataGroup
+from closeranks.sync.journeys import travel
+from closeranks.sync.places import Load, Place
+from closeranks.sync.ways import Way, WayMaker
+
+
+class UnitScatter:
+    """FSDP2's ``ReduceScatter``, by a way of ours."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        travel(self._way.scatter(input_tensor, output_tensor))
+        return None
+
+
+class ReplicaSum:
+    """FSDP2's all-reduce hook: holds what earlier backwards of a step gave, and sums it with the last."""
+
+    def __init__(self, way: Way, num_missing: int) -> None:
+        self._way, self._num_missing = way, num_missing
+        self._held: Tensor | None = None
+        self.is_last = True
+
+    def __call__(self, arrived: Tensor) -> None:
+        if not self.is_last:
+            self._held = arrived.clone() if self._held is None else self._held.add_(arrived)
+            arrived.zero_()  # FSDP2 adds it to the gradient: it comes with the sum
+            return
+        if self._held is not None:
+            arrived.add_(self._held)
+            self._held = None
+        if not self._num_missing:
+            travel(self._way.sum(arrived))
+            return
+        padded = torch.nn.functional.pad(arrived, (0, self._num_missing))
+        travel(self._way.sum(padded))
+        arrived.copy_(padded[: arrived.numel()])
+
+
+class Units:
+    """All units of a rank's modules, by another way each: over replicas where there are any, else over shards."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], held: Sequence[Held], shard: DataGroup, replica: DataGroup, ways: WayMaker
+    ) -> None:
+        self._shard, self._replica, self._make = shard, replica, ways
+        self.ways: list[Way] = []
+        self._sums: list[list[ReplicaSum]] = []
+        by_parameter = {one.parameter: one for one in held}
+        for module in modules:
+            self._sums.append([])
+            for part in _parts(module):
+                if trained := _trained(part, by_parameter):
+                    self._take(part, unit_load(trained, shard.size))
+
+    def begin_backward(self, stage: int, *, is_last: bool) -> None:
+        for one in self._sums[stage]:
+            one.is_last = is_last
+
+    def _take(self, part: FSDPModule, load: Load) -> None:
+        if self._replica.size == 1:
+            self.ways.append(self._make(load))
+            part.set_custom_reduce_scatter(UnitScatter(self.ways[-1]))  # type: ignore[arg-type]  # its class is private
+            return
+        share, rank = load.numel // self._shard.size, self._shard.rank
+        own = load.slice(share * rank, share * (rank + 1))
+        num_missing = -own.numel % self._replica.size
+        self.ways.append(self._make(replace(own, numel=own.numel + num_missing)))
+        self._sums[-1].append(ReplicaSum(self.ways[-1], num_missing))
+        part.set_all_reduce_hook(self._sums[-1][-1])
+
+
+def _parts(module: nn.Module) -> Iterator[FSDPModule]:
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def _trained(part: FSDPModule, held: Mapping[nn.Parameter, Held]) -> list[Held]:
+    """A unit's parameters in the order in which FSDP2 lays them out."""
+    state: Any = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    parameters = [one.sharded_param for group in groups if group is not None for one in group.fsdp_params]
+    return [held[parameter] for parameter in parameters if parameter.requires_grad]
+
+
+def unit_load(held: Sequence[Held], num_shards: int) -> Load:
+    """See [Note: unit loads]."""
+    first = held[0].parameter
+    shares = [_rows_each(one.piece, num_shards) * _row(one.piece) for one in held]
+    share = sum(shares)
+    places: list[Place] = []
+    for rank in range(num_shards):
+        offset = share * rank
+        for one, size in zip(held, shares, strict=True):
+            piece = one.piece.cut(0, rank, num_shards)
+            if piece.numel:
+                places.append(Place(piece, offset, 0, piece.numel))
+            offset += size
+    return Load(tuple(places), share * num_shards, first.dtype, first.device)
+
+
+def _rows_each(piece: Piece, num_shards: int) -> int:
+    return -(-piece.size[0] // num_shards)
+
+
+def _row(piece: Piece) -> int:
+    """Elements of a row."""
+    return piece.numel // piece.size[0] if piece.size[0] else 0

@@ -1,0 +1,121 @@
+"""How is one flat tensor summed over ranks?
+
+A ``Way`` belongs to one load and sums it in place, or gives each rank its slice of the sum. ``Flat`` is torch's own
+collective. ``TwoLevels`` sums inside each host, then across hosts between ranks of the same place, then spreads inside:
+of what would cross between hosts, each rank there brings its share alone, and once. What goes across may be compressed.
+
+Call sequence: ``begin`` with every step's number; ``sum`` or ``scatter``, as often as the step needs; ``settle`` once
+it is known whether the step was taken. Invariant: after ``sum`` all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from closeranks.core.protocols import Remembered
+from closeranks.sync.collectives import gather_flat, reduce_flat
+from closeranks.sync.held import DataGroup
+from closeranks.sync.journeys import Journey
+from closeranks.sync.places import Load
+
+
+class Way(Protocol):
+    num_legs: int
+    """The most collectives that one sum takes."""
+
+    def begin(self, step: int) -> None: ...
+
+    def sum(self, flat: Tensor) -> Journey:
+        """In place, on every rank."""
+        ...
+
+    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+        """This rank's slice of the sum, into ``arriving``; ``outgoing`` holds no meaning afterwards."""
+        ...
+
+    def settle(self, taken: Tensor) -> None:
+        """Keep what was remembered in this step where ``taken`` is 1, forget it where it is 0."""
+        ...
+
+    def memory(self) -> Iterator[Remembered]: ...
+
+    def losses(self) -> Tensor | None:
+        """What this rank measured of its own part in this step: squares of the error, of the exact sum and of ours, and
+        the product of the two; None where nothing was measured. Forgotten when asked for."""
+        ...
+
+
+WayMaker = Callable[[Load], Way]
+
+
+class Flat:
+    """One collective of torch's over all ranks of a group."""
+
+    num_legs = 1
+
+    def __init__(self, group: DataGroup) -> None:
+        self._group = group
+
+    def begin(self, step: int) -> None: ...
+
+    def sum(self, flat: Tensor) -> Journey:
+        if self._group.size > 1:
+            work = dist.all_reduce(flat, group=self._group.process_group, async_op=True)
+            assert work is not None
+            yield work
+
+    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+        if self._group.size > 1:
+            yield reduce_flat(arriving, outgoing, group=self._group.process_group, async_op=True)
+        else:
+            arriving.copy_(outgoing)
+
+    def settle(self, taken: Tensor) -> None: ...
+
+    def memory(self) -> Iterator[Remembered]:
+        return iter(())
+
+    def losses(self) -> Tensor | None:
+        return None
+
+
+def flat_ways(group: DataGroup) -> WayMaker:
+    return lambda load: Flat(group)
+
+
+class TwoLevels:
+    """Inside the host, across hosts, inside the host. ``inside`` are the ranks of this host, ``across`` one of every
+    host; the load divides evenly among those inside."""
+
+    def __init__(self, load: Load, inside: DataGroup, across: WayMaker) -> None:
+        self._inside, share = inside, load.numel // inside.size
+        own = load.slice(share * inside.rank, share * (inside.rank + 1))
+        self._slice = torch.empty(share, dtype=load.dtype, device=load.device)
+        self._across = across(own)
+        self.num_legs = 2 + self._across.num_legs
+
+    def begin(self, step: int) -> None:
+        self._across.begin(step)
+
+    def sum(self, flat: Tensor) -> Journey:
+        group = self._inside.process_group
+        yield reduce_flat(self._slice, flat, group=group, async_op=True)
+        yield from self._across.sum(self._slice)
+        yield gather_flat(flat, self._slice, group=group, async_op=True)
+
+    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+        raise NotImplementedError("a sum of two levels reaches every rank")
+
+    def settle(self, taken: Tensor) -> None:
+        self._across.settle(taken)
+
+    def memory(self) -> Iterator[Remembered]:
+        return self._across.memory()
+
+    def losses(self) -> Tensor | None:
+        return self._across.losses()

@@ -1,0 +1,118 @@
+"""What a run tells, from its events: times, crossings, bytes, and how it ended."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from closeranks.cli.compare.network import sent_bytes
+from closeranks.cli.compare.reading import (
+    DIVERGED,
+    FAILED,
+    FINISHED,
+    Point,
+    bytes_per_step,
+    crossing,
+    judge,
+    points,
+    sent_until,
+    smooth,
+)
+from closeranks.cli.compare.records import Record, last_words
+from closeranks.core.events import RunEnded, StepDone
+from closeranks.telemetry.history import History
+
+WELL = Record(0, 1.0)
+
+
+def steps(*losses: float, taken: bool = True) -> tuple[StepDone, ...]:
+    return tuple(StepDone(n, loss, taken=taken, seconds=0.5) for n, loss in enumerate(losses, 1))
+
+
+def row(*values: float) -> list[Point]:
+    return [Point(n, 10.0 * n, value) for n, value in enumerate(values, 1)]
+
+
+def test_time_is_what_the_steps_took() -> None:
+    assert [point.at_s for point in points(steps(3.0, 2.0, 1.0), "loss")] == [0.5, 1.0, 1.5]
+
+
+def test_a_target_is_crossed_between_two_points() -> None:
+    found = crossing(row(4.0, 3.0, 1.0), 2.0, rises=False)
+    assert found is not None
+    assert (found.at_s, found.value) == (25.0, 2.5)
+    assert crossing(row(4.0, 3.0), 2.0, rises=False) is None
+    risen = crossing(row(0.2, 0.6), 0.5, rises=True)
+    assert risen is not None
+    assert risen.at_s == pytest.approx(17.5)
+
+
+def test_a_target_that_is_met_at_once_takes_the_first_point() -> None:
+    found = crossing(row(1.0, 0.5), 2.0, rises=False)
+    assert found is not None
+    assert found.at_s == 10.0
+
+
+def test_what_is_not_a_number_reaches_nothing() -> None:
+    assert crossing(row(4.0, math.nan, math.nan), 2.0, rises=False) is None
+    found = crossing(row(4.0, math.nan, 1.0), 2.0, rises=False)
+    assert found is not None
+    assert found.at_s == 30.0, "nothing is known of the way there"
+
+
+def test_a_single_low_step_reaches_no_target() -> None:
+    noisy = row(4.0, 4.0, 4.0, 4.0, 1.0, 4.0, 4.0, 4.0, 4.0, 1.0)
+    assert crossing(smooth(noisy), 2.0, rises=False) is None
+    assert crossing(noisy, 2.0, rises=False) is not None
+
+
+def test_smoothing_keeps_a_steep_start_and_skips_what_is_not_a_number() -> None:
+    smoothed = smooth(row(9.0, 5.0, 4.0, math.nan, 2.0))
+    assert smoothed[0].value == 9.0
+    assert smoothed[1].value == 6.0
+    assert smoothed[3].value == pytest.approx((5.0 + 4.0 + 2.0) / 3)
+
+
+def test_bytes_are_counted_between_the_first_step_and_the_last() -> None:
+    traffic = [(0.0, 0), (1.0, 5000), (2.0, 6000), (3.0, 7000), (4.0, 9999)]
+    assert bytes_per_step(traffic, {1: 1.0, 2: 2.0, 3: 3.0}) == 1000
+    assert sent_until(traffic, 1.5) == 5500
+    assert sent_until(traffic, 99.0) == 9999
+    assert bytes_per_step([], {1: 1.0, 2: 2.0}) is None
+    assert bytes_per_step(traffic, {1: 1.0}) is None
+
+
+def test_sent_bytes_are_the_ninth_figure_of_the_kernels_table() -> None:
+    table = (
+        "Inter-|   Receive                            |  Transmit\n"
+        " face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier\n"
+        "    lo:  11 1 0 0 0 0 0 0  22 1 0 0 0 0 0 0\n"
+        "  eth0:1234 5 0 0 0 0 0 0 5678 9 0 0 0 0 0 0\n"
+    )
+    assert (sent_bytes(table, "eth0"), sent_bytes(table, "lo"), sent_bytes(table, "eth1")) == (5678, 22, 0)
+
+
+@pytest.mark.parametrize(
+    ("record", "history", "state", "reason"),
+    [
+        (WELL, History(steps=steps(3.0, 2.0)), FINISHED, ""),
+        (WELL, History(steps=steps(3.0, math.nan, math.nan)), DIVERGED, "its loss is not finite since step 2"),
+        (WELL, History(steps=steps(2.0, 9.0)), DIVERGED, "its loss rose from 2 to 9"),
+        (WELL, History(), FAILED, "no step was finished"),
+        (Record(2, 1.0), History(steps=steps(2.0, taken=False)), DIVERGED, "its gradients are not finite since step 1"),
+        (Record(2, 1.0, said="there is no file"), History(), FAILED, "there is no file"),
+        (Record(1, 1.0), History(steps=steps(2.0), ended=RunEnded(1, "failed", 1, "oh\nno")), FAILED, "oh"),
+        (Record(137, 1.0), History(), FAILED, "exit status 137"),
+        (Record(130, 1.0, is_stopped=True), History(steps=steps(3.0, 2.0)), FINISHED, ""),
+    ],
+)
+def test_how_a_run_ended(record: Record, history: History, state: str, reason: str) -> None:
+    assert judge(record, history) == (state, reason)
+
+
+def test_the_last_words_are_what_closeranks_said() -> None:
+    said = "step 1\ncloseranks: 1 problem in the job:\n  data.path: it is not there.\n"
+    assert last_words(said) == "1 problem in the job: data.path: it is not there."
+    assert last_words("some line\nKilled\n") == "Killed"
+    assert last_words("") == ""

@@ -1,0 +1,108 @@
+"""What ``closeranks compare`` refuses, in one sentence, before anything runs; and the order of what it would run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from closeranks.cli.compare import network
+from closeranks.cli.compare.config import load_compare
+from closeranks.cli.compare.plan import make_plan, texts_of
+from tests.cli.calling import call
+from tests.cli.commands import ROOT
+from tests.cli.compare.jobs import HEAD, TWO, write
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        (HEAD, (), "there is nothing to compare. Write [[setting]]"),
+        (HEAD + TWO.replace("zero 1", "replicas"), (), "2 settings are called 'replicas'. Give each its own name."),
+        (HEAD + TWO, ("job=none.toml",), "none.toml. Set job in compare.toml"),
+        (HEAD + TWO.replace("layout.zero", "layout.zeero"), (), "1 problem in setting 'zero 1':\n  layout.zeero: "),
+        (HEAD + TWO.replace("zero = 1", "zero = 9"), (), "1 problem in setting 'zero 1':\n  layout.zero"),
+        (HEAD + TWO, ("workers=3", 'set=["layout.data=2"]'), "the layout takes 2 workers, but 3 were asked for"),
+        (HEAD + TWO, ('set=["run.seed=3"]',), "run.seed: a comparison sets this itself. The seeds of a comparison"),
+        (HEAD + TWO, ('set=["train.steps=3"]',), "train.steps: a comparison sets this itself. All settings have one"),
+        (HEAD + TWO, ("seeds=[]",), "there is no seed"),
+        (HEAD + TWO, ("seeds=[1,1]",), "seeds must differ"),
+        (HEAD + TWO, ("budget.epochs=1.0",), "both steps and epochs are given"),
+        (HEAD + TWO, ("targett=1",), "1 problem in compare.toml:\n  targett"),
+        (HEAD + TWO, ("network.hosts=2", "workers=3"), "3 workers cannot be spread evenly over 2 hosts. Write 4."),
+        (HEAD + TWO, ("network.delay_ms=5.0", "network.mbit=2000.0"), "with a delay, links of more than 500 Mbit/s"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(tmp_path: Path, text: str, words: tuple[str, ...], said: str) -> None:
+    told = call("compare", write(tmp_path, text), f"folder={tmp_path / 'out'}", *words)
+    assert told.code == 2
+    assert said in told.err
+    assert "in setting" not in told.err or "command line" not in told.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_file(tmp_path: Path) -> None:
+    told = call("compare", tmp_path / "none.toml")
+    assert told.code == 2
+    assert "none.toml" in told.err
+
+
+def test_a_network_without_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    told = call("compare", write(tmp_path), f"folder={tmp_path / 'out'}", "network.hosts=2")
+    assert told.code == 2
+    assert "the hosts of [network] cannot be made: network namespaces need root. Leave [network] away" in told.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root is asked for before tools are")
+def test_a_network_without_its_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("unshare", "nsenter", "ip", "mount", "hostname"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert network.why_not(shaped=True).startswith("tc cannot be found")
+
+
+def test_help_teaches_with_a_file_that_loads(tmp_path: Path) -> None:
+    told = call("compare", "--help")
+    assert told.code == 0
+    lines = told.out.partition("A whole compare.toml:\n")[2].partition("\n\n")[0].splitlines()
+    plan = make_plan(load_compare(write(tmp_path, "\n".join(lines))), tmp_path / "compare.toml")
+    assert [case.name for case in plan.cases] == ["as it is", "large buckets"]
+    assert plan.cases[1].job.sync.bucket_mib == 100
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "compare").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_examples_can_be_compared(path: Path) -> None:
+    plan = make_plan(load_compare(path), path)
+    assert len(plan.runs) == 2 * len(plan.cases) > 2
+
+
+def test_changes_are_a_table_or_texts() -> None:
+    assert texts_of({"sync": {"bucket_mib": 1}, "model": {"name": "llama"}}) == [
+        "sync.bucket_mib=1",
+        'model.name="llama"',
+    ]
+    assert texts_of(("a.b=1",)) == ["a.b=1"]
+
+
+def test_settings_take_turns_and_every_other_round_goes_backwards(tmp_path: Path) -> None:
+    plan = make_plan(load_compare(write(tmp_path), ["seeds=[4,5]", "repeats=2"]), tmp_path / "compare.toml")
+    assert [(run.case.name, run.seed, run.repeat) for run in plan.runs] == [
+        ("replicas", 4, 0), ("zero 1", 4, 0), ("zero 1", 5, 0), ("replicas", 5, 0),
+        ("replicas", 4, 1), ("zero 1", 4, 1), ("zero 1", 5, 1), ("replicas", 5, 1),
+    ]  # fmt: skip
+    assert len({run.name for run in plan.runs}) == 8
+
+
+def test_a_run_is_known_by_what_it_computes_and_not_by_what_is_asked_of_it(tmp_path: Path) -> None:
+    path = write(tmp_path)
+
+    def keys(*words: str) -> list[str]:
+        return [run.key for run in make_plan(load_compare(path, words), path).runs]
+
+    assert keys() == keys("target.value=2.0", "price_per_worker_hour=1.0", 'folder="elsewhere"')
+    assert not set(keys()) & set(keys("budget.steps=3"))
+    assert not set(keys()) & set(keys("network.hosts=2"))
+    assert set(keys()) < set(keys("seeds=[0,1,2]"))

@@ -1,0 +1,59 @@
+"""Shares of replicas of different speeds: pure."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from closeranks.data.schedule import Schedule
+from closeranks.sync.balance import GAIN, best_shares, even_shares, rebalanced, step_seconds
+
+speeds = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
+
+
+@given(speeds, st.integers(1, 3), st.integers(0, 40))
+def test_shares_add_up_and_nobody_goes_without(seconds: list[float], width: int, more: int) -> None:
+    num_micro = len(seconds) * width + more
+    even = even_shares(num_micro, len(seconds), width)
+    now = rebalanced(even, seconds, width)
+    assert sum(now) == sum(even) == num_micro
+    assert min(now) >= width
+    if now != even:
+        assert step_seconds(even, seconds, width) > GAIN * step_seconds(now, seconds, width)
+    assert rebalanced(now, seconds, width) == now  # at rest
+
+
+@given(speeds, st.integers(0, 20))
+def test_no_other_shares_are_done_earlier(seconds: list[float], more: int) -> None:
+    best = best_shares(len(seconds) + more, seconds, 1)
+    for giver in range(len(best)):
+        for taker in range(len(best)):
+            if giver != taker and best[giver] > 1:
+                other = [share + (at == taker) - (at == giver) for at, share in enumerate(best)]
+                assert step_seconds(best, seconds, 1) <= step_seconds(other, seconds, 1) * (1 + 1e-12)
+
+
+def test_a_replica_of_half_the_speed_has_half_the_work() -> None:
+    assert rebalanced((6, 6), [1.0, 2.0], 1) == (8, 4)
+    assert rebalanced((6, 6), [1.0, 1.05], 1) == (6, 6)
+    assert rebalanced((8, 4), [1.0, 1.0], 1) == (6, 6)
+    assert rebalanced((6, 6), [0.0, 2.0], 1) == (6, 6)  # one was not measured
+    assert rebalanced((1, 1), [1.0, 9.0], 1) == (1, 1)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 30), st.booleans(), st.data())
+def test_every_micro_batch_is_taken_once(num: int, width: int, more: int, even: bool, data: st.DataObject) -> None:
+    num_micro = num * width + more
+    schedule = Schedule.for_steps(1000, num_micro, 1, 3)
+    ranks = range(num * width)
+    plain = [schedule.assigned(1, rank, len(ranks)) for rank in ranks]
+    counts = tuple(sum(map(len, plain[width * number : width * (number + 1)])) for number in range(num))
+    assert counts == even_shares(num_micro, num, width)
+    seconds = data.draw(st.lists(st.floats(0.1, 5.0), min_size=num, max_size=num))
+    shares = best_shares(num_micro, seconds, width)
+    dealt = [schedule.assigned(1, rank, len(ranks), even=even, shares=shares) for rank in ranks]
+    taken = [one.index for own in dealt for one in own if not one.is_spare]
+    assert taken == list(range(num_micro))
+    for number in range(num):
+        sizes = {len(own) for own in dealt[width * number : width * (number + 1)]}
+        assert len(sizes) == 1 or (not even and max(sizes) - min(sizes) == 1)  # within a replica alone

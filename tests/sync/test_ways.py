@@ -1,0 +1,325 @@
+"""Every compressor under every way the state is spread: nothing is lost for good, and all ranks hold the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Reducer, Remembered
+from closeranks.optim.norms import norm_squared
+from closeranks.parallel.group import Group
+from closeranks.sync.compress.build import CODECS, compressed_ways
+from closeranks.sync.compress.compressed import Plan
+from closeranks.sync.config import CompressConfig
+from closeranks.sync.memory import OWED, RESIDUAL
+from closeranks.sync.places import Load
+from closeranks.sync.ways import TwoLevels, Way, WayMaker, flat_ways
+from closeranks.testing import run_world
+from tests.sync.strategies import (
+    Pieces,
+    Strategy,
+    assembled,
+    backward,
+    build,
+    groups,
+    make,
+    pieces,
+    reference,
+    traffic,
+)
+
+pytestmark = pytest.mark.world
+
+NAMES = ("bf16", "fp16", "int8", "topk", "powersgd", "onebit")
+STRATEGIES = [Strategy(0), Strategy(1), Strategy(2, "shards"), Strategy(3, "step"), Strategy(3, "shards")]
+WORLDS = [(2, 1), (4, 2)]
+NUM_STEPS, NUM_MICRO, NUM_WARMUP = 4, 2, 1
+ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
+
+
+def config(name: str, **more: object) -> CompressConfig:
+    return CompressConfig.model_validate({"name": name, "ratio": 0.1, "rank": 1, **more})
+
+
+def ways_of(name: str, group: Group, *, scatters: bool, plan: Plan) -> WayMaker:
+    return compressed_ways(config(name), group, plan, scatters=scatters)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one rank saw of some steps in which nothing was updated."""
+
+    arrived: list[Pieces]
+    """Gradients of each step."""
+    residual: Pieces
+    owed: Pieces
+    norms: list[float]
+    skipped_is_untouched: bool
+    measured: list[int]
+    """Steps in which something was measured."""
+    losses: Tensor
+    sent: list[list[tuple[str, int]]]
+
+
+def numbers(step: int) -> list[int]:
+    first = 100 * step + NUM_MICRO * dist.get_rank()
+    return list(range(first, first + NUM_MICRO))
+
+
+def all_numbers(step: int, size: int) -> list[int]:
+    return [100 * step + number for number in range(NUM_MICRO * size)]
+
+
+def remembered(reducer: Reducer, kind: str) -> Pieces:
+    return [(one.piece, one.tensor.clone()) for one in reducer.memory() if one.kind == kind]
+
+
+def observe(strategy: Strategy, name: str, num_replicas: int) -> Course:
+    module = build()
+    scatters = strategy.zero > 0 and num_replicas == 1
+    plan = Plan(num_warmup=NUM_WARMUP, sample_every=2)
+    shard, replica, mesh = groups(num_replicas)
+    reducer = make(
+        strategy, module, shard, replica, mesh, ways=lambda over: ways_of(name, over, scatters=scatters, plan=plan)
+    )
+    arrived, norms, measured, sent, losses = [], [], [], [], torch.zeros(4, dtype=torch.float64)
+    for step in range(NUM_STEPS):
+        reducer.begin_step(step)
+        with traffic() as counted:
+            backward(reducer, module, numbers(step))
+        sent.append(counted)
+        arrived.append(pieces(reducer, "gradients"))
+        norms.append(norm_squared(reducer.spoken()).item())
+        if found := reducer.losses():
+            measured.append(step)
+            losses += sum(found)
+        reducer.settle(ONE)
+        reducer.release()
+    kept = [one.tensor.clone() for one in reducer.memory()]
+    reducer.begin_step(NUM_STEPS + 1)
+    backward_with_nan(reducer, module)
+    reducer.settle(ZERO)
+    reducer.release()
+    again = [one.tensor for one in reducer.memory()]
+    untouched = all(map(torch.equal, kept, again)) and len(kept) == len(again) > 0
+    rest, owed = remembered(reducer, RESIDUAL), remembered(reducer, OWED)
+    return Course(arrived, rest, owed, norms, untouched, measured, losses, sent)
+
+
+def backward_with_nan(reducer: Reducer, module: nn.Module) -> None:
+    with torch.no_grad():
+        module.scale.data.fill_(torch.nan)  # type: ignore[union-attr]
+    backward(reducer, module, numbers(9))
+    assert not math.isfinite(norm_squared(reducer.gradients()).item()), "what is not finite must be seen"
+
+
+def observe_all(num_replicas: int) -> dict[tuple[str, str], Course]:
+    return {(str(s), name): observe(s, name, num_replicas) for s in STRATEGIES for name in NAMES}
+
+
+@cache
+def worlds(size: int, replicas: int) -> list[dict[tuple[str, str], Course]]:
+    return run_world(observe_all, size, replicas, timeout_s=240)
+
+
+def courses(strategy: Strategy, name: str, size: int, replicas: int) -> list[Course]:
+    return [rank[str(strategy), name] for rank in worlds(size, replicas)]
+
+
+each = [
+    pytest.mark.parametrize(("size", "replicas"), WORLDS, ids=["2", "2x2"]),
+    pytest.mark.parametrize("strategy", STRATEGIES, ids=str),
+    pytest.mark.parametrize("name", NAMES),
+]
+
+
+def every_case(test):  # type: ignore[no-untyped-def]
+    for mark in each:
+        test = mark(test)
+    return test
+
+
+def whole(strategy: Strategy, parts: Iterable[tuple[Piece, Tensor]], size: int, replicas: int) -> dict[str, Tensor]:
+    parts = list(parts)
+    uncut = [part for part in parts if strategy.zero == 0 or (strategy.zero == 3 and part[0].shape == ())]
+    cut = [part for part in parts if not any(part is one for one in uncut)]
+    return {**assembled(cut, replicas), **assembled(uncut, size)}
+
+
+def added_rows(parts: Iterable[tuple[Piece, Tensor]]) -> dict[str, Tensor]:
+    """By parameter, the sum of all rows."""
+    return {name.partition("/")[2]: rows.sum(0) for name, rows in assembled(parts, 1).items()}
+
+
+@every_case
+def test_what_arrived_and_what_is_owed_are_all_of_the_gradient(
+    strategy: Strategy, name: str, size: int, replicas: int
+) -> None:
+    ranks = courses(strategy, name, size, replicas)
+    arrived: dict[str, Tensor] = {}
+    exact: dict[str, Tensor] = {}
+    for step in range(NUM_STEPS):
+        found = whole(strategy, (part for rank in ranks for part in rank.arrived[step]), size, replicas)
+        expected = reference([all_numbers(step, size)]).gradients
+        for parameter, gradient in found.items():
+            arrived[parameter] = arrived.get(parameter, 0) + gradient
+            exact[parameter] = exact.get(parameter, 0) + expected[parameter]
+    residual = added_rows(part for rank in ranks for part in rank.residual)
+    owed = added_rows(part for rank in ranks for part in rank.owed)
+    differs = False
+    for parameter, total in exact.items():
+        given = arrived[parameter]
+        settled = given + residual.get(parameter, 0) + owed.get(parameter, 0)
+        torch.testing.assert_close(settled, total, rtol=1e-9, atol=1e-9, msg=lambda text, n=parameter: f"{n}: {text}")
+        differs = differs or not torch.allclose(given, total, rtol=1e-9, atol=1e-9)
+    assert differs, "a compressor that loses nothing would prove nothing"
+
+
+@every_case
+def test_warm_up_is_exact_and_the_norm_is_of_what_arrived(
+    strategy: Strategy, name: str, size: int, replicas: int
+) -> None:
+    ranks = courses(strategy, name, size, replicas)
+    for step in range(NUM_STEPS):
+        found = whole(strategy, (part for rank in ranks for part in rank.arrived[step]), size, replicas)
+        squares = sum(gradient.square().sum().item() for gradient in found.values())
+        assert sum(rank.norms[step] for rank in ranks) == pytest.approx(squares, rel=1e-12), "gaps count nothing"
+        if step < NUM_WARMUP:
+            for parameter, expected in reference([all_numbers(step, size)]).gradients.items():
+                torch.testing.assert_close(found[parameter], expected, rtol=1e-11, atol=1e-11)
+
+
+@every_case
+def test_a_skipped_step_is_not_remembered(strategy: Strategy, name: str, size: int, replicas: int) -> None:
+    assert all(rank.skipped_is_untouched for rank in courses(strategy, name, size, replicas))
+
+
+@every_case
+def test_losses_are_measured_where_they_are_asked_for(strategy: Strategy, name: str, size: int, replicas: int) -> None:
+    ranks = courses(strategy, name, size, replicas)
+    assert {step for rank in ranks for step in rank.measured} == {2}
+    error, exact, ours, product = sum(rank.losses for rank in ranks).tolist()  # type: ignore[union-attr]
+    assert 0 < error < 4 * exact
+    assert 0.3 < product / math.sqrt(exact * ours) <= 1 + 1e-12
+    if name in ("bf16", "fp16"):
+        assert error < 1e-4 * exact
+
+
+def large(name: str, num_steps: int) -> tuple[float, float, float]:
+    """Norms after many steps of gradients of size one: of what this rank owes, of the bound, and of the first step."""
+    group = Group(dist.get_rank(), dist.get_world_size())
+    numel = 8192
+    load = Load((), numel, torch.float64, torch.device("cpu"))
+    load.__dict__["gaps"] = None  # nobody's, but not to be cleared
+    way = compressed_ways(config(name, ratio=0.05), group, Plan())(load)
+    generator = torch.Generator().manual_seed(group.rank)
+    biggest = 0.0
+    scheme = way._scheme  # type: ignore[attr-defined]
+    for step in range(num_steps):
+        gradient = torch.randn(numel, dtype=torch.float64, generator=generator)
+        gradient /= gradient.norm()
+        way.begin(step)
+        for work in way.sum(gradient):
+            work.wait()
+        way.settle(ONE)
+        biggest = max(biggest, scheme._residual.kept.norm().item())
+    share = numel // group.size
+    delta = CODECS[name](config(name, ratio=0.05)).delta(share)
+    return biggest, 2 * math.sqrt(1 - delta) / delta, scheme._owed.kept.norm().item()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "powersgd"])
+def test_what_is_owed_stays_within_the_bound(name: str) -> None:
+    for biggest, bound, _ in run_world(large, 2, name, 60):
+        assert 0 < biggest <= bound
+        if name == "topk":
+            assert biggest > 1.0, "it does owe more than one step"
+
+
+def two_levels(names: list[str]) -> dict[str, Pieces]:
+    """Two hosts of two ranks each."""
+    rank = dist.get_rank()
+    insides = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    acrosses = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    inside = Group(rank % 2, 2, insides[rank // 2])
+    across = Group(rank // 2, 2, acrosses[rank % 2])
+    found = {}
+    for name in names:
+        module = build()
+        outer = flat_ways(across) if name == "none" else compressed_ways(config(name), across, Plan())
+
+        def make_way(load: Load, outer: WayMaker = outer) -> Way:
+            return TwoLevels(load, inside, outer)
+
+        shard, replica, mesh = groups(1)
+        reducer = make(Strategy(0), module, shard, replica, mesh, ways=lambda over, make_way=make_way: make_way)
+        reducer.begin_step(0)
+        backward(reducer, module, numbers(0))
+        found[name] = pieces(reducer, "gradients")
+        reducer.settle(ONE)
+        found[f"{name} rest"] = remembered(reducer, RESIDUAL) + remembered(reducer, OWED)
+    return found
+
+
+def test_sums_of_two_levels_are_the_sum() -> None:
+    names = ["none", "int8", "topk", "onebit"]
+    ranks = run_world(two_levels, 4, names)
+    expected = reference([all_numbers(0, 4)]).gradients
+    for name in names:
+        found = assembled([part for rank in ranks for part in rank[name]], 4)
+        rest = [part for rank in ranks for part in rank[f"{name} rest"]]
+        residual = added_rows(part for part in rest if part[0].name.startswith(RESIDUAL))
+        owed = added_rows(part for part in rest if part[0].name.startswith(OWED))
+        for parameter, gradient in found.items():
+            settled = gradient + residual.get(parameter, 0) + owed.get(parameter, 0)
+            torch.testing.assert_close(settled, expected[parameter], rtol=1e-9, atol=1e-9)
+        assert bool(rest) == (name != "none")
+
+
+@pytest.mark.parametrize(("name", "least"), [("bf16", 1.9), ("int8", 3.8), ("onebit", 20), ("powersgd", 4)])
+def test_few_bytes_travel(name: str, least: float) -> None:
+    sent = run_world(sent_bytes, 2, name)[0]
+    plain = run_world(sent_bytes, 2, "none")[0]
+    assert plain >= least * sent
+
+
+def sent_bytes(name: str) -> int:
+    group = Group(dist.get_rank(), dist.get_world_size())
+    flat = torch.randn(1 << 16)
+    from closeranks.sync.places import Place
+
+    piece = Piece.whole("w", (256, 256))
+    load = Load((Place(piece, 0, 0, 1 << 16),), 1 << 16, torch.float32, flat.device)
+    way = flat_ways(group)(load) if name == "none" else compressed_ways(config(name, rank=4), group, Plan())(load)
+    with traffic() as counted:
+        for work in way.sum(flat):
+            work.wait()
+    # a ring's all-reduce moves its tensor twice, what is exchanged or gathered moves once
+    return sum(num_bytes * (2 if kind.startswith("allreduce") else 1) for kind, num_bytes in counted)
+
+
+def test_remembered_tensors_are_views_of_what_counts() -> None:
+    assert run_world(views, 2) == [True, True]
+
+
+def views() -> bool:
+    group = Group(dist.get_rank(), dist.get_world_size())
+    from closeranks.sync.places import Place
+
+    places = (Place(Piece.whole("a", (3, 2)), 0, 0, 6), Place(Piece.whole("b", (5,)), 6, 0, 5))
+    way = compressed_ways(config("int8"), group, Plan())(Load(places, 12, torch.float64, torch.device("cpu")))
+    before: list[Remembered] = list(way.memory())
+    for work in way.sum(torch.arange(12, dtype=torch.float64) / 7):
+        work.wait()
+    way.settle(ONE)
+    return any(one.tensor.any().item() for one in before) and all(
+        one.tensor.data_ptr() == other.tensor.data_ptr() for one, other in zip(before, way.memory(), strict=True)
+    )
