@@ -34,5 +34,5 @@ def test_every_number_is_carried_over() -> None:
 
 def test_what_the_agent_has_no_use_for_stays_with_the_workers() -> None:
     """Whatever is added to the table is either carried over or named here."""
-    own = {"enabled", "snapshot_every", "snapshot_cost"}
+    own = {"enabled", "snapshot_every", "snapshot_cost", "second_copies"}
     assert {field.name for field in fields(Limits)} == set(ElasticConfig.model_fields) - own

@@ -64,3 +64,26 @@ def test_a_round_is_read_when_it_is_closed() -> None:
         assert third["outcome"].loss_scale == 1.0
     outcomes = [[one["outcome"] for one in told[1:]] for told in ranks]
     assert all(outcome == outcomes[0] for outcome in outcomes), "the same bits on every rank"
+
+
+def with_idle_replica() -> list[Any]:
+    """Two replicas of one rank: the second has nothing to learn from in the first step, both in the second."""
+    rank = dist.get_rank()
+    groups = open_groups(Group(rank, 2), Layout(data=2), torch.device("cpu"), 30.0, num_homes=2)
+    home = groups.home
+    vote = ApartVote(home.world, groups.world, (), clip=0.0, num_homes=2, speaks=True)
+    nothing = (number(0.0), number(0.0), number(0.0))
+    something = (number(3.0), number(2.0), number(16.0))
+    verdicts = [
+        vote.cast(Ballot(*(nothing if rank else something), {}, num_bad=rank), torch.tensor(1.0), is_meeting=False),
+        vote.cast(Ballot(*nothing, {}, num_bad=1), torch.tensor(1.0), is_meeting=True),
+    ]
+    return [(verdict.taken.item(), verdict.read()) for verdict in verdicts]
+
+
+def test_who_has_nothing_to_learn_from_is_not_against_a_step() -> None:
+    for rank, ((own, first), (_, second)) in enumerate(run_world(with_idle_replica, 2)):
+        assert own == (0.0 if rank else 1.0), "it changes nothing itself"
+        assert (first.taken, first.is_empty, first.num_bad) == (True, False, 1)
+        assert (first.loss, first.grad_norm, first.loss_scale) == (1.5, 2.0, 1.0)
+        assert (second.taken, second.is_empty, second.num_bad) == (False, True, 2)

@@ -79,3 +79,26 @@ def test_a_skipped_step_changes_nothing() -> None:
         assert torch.equal(one, other)
     for (_, key, one), (_, _, other) in zip(first.memory(), second.memory(), strict=True):
         assert torch.equal(one, other), key
+
+
+def one_weight(gradients: list[float], skipped: set[int]) -> float:
+    """What becomes of a weight of 1 whose moments freeze after two steps."""
+    module = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(module.weight)
+    config = CONFIG.model_copy(update={"weight_decay": 0.0})
+    optimizer = Optimizer(whole_leaves(module), freeze(module, config), config, num_steps=10, frozen_from=2)
+    for step, value in enumerate(gradients):
+        module.weight.grad = torch.full((1, 1), value, dtype=torch.float64)
+        ok = torch.tensor(0.0 if step in skipped else 1.0)
+        optimizer.step(step, [module.weight.grad], torch.tensor(1.0, dtype=torch.float64), ok)
+    return module.weight.item()
+
+
+def test_what_had_no_gradient_until_then_stays() -> None:
+    """Its size is not known, and signs that travel are never zero."""
+    assert one_weight([0.0, 0.0, 1e-3, -1e-3], set()) == 1.0
+    assert one_weight([1e-3, 0.0, 1e-3, 1e-3], set()) != 1.0, "one gradient is enough"
+
+
+def test_moments_that_never_were_move_nothing() -> None:
+    assert one_weight([1e-3] * 4, {0, 1}) == 1.0

@@ -16,9 +16,11 @@ from closeranks import Hook, Session
 from closeranks.core.errors import ConfigError, UserError
 from closeranks.core.events import Evaluated, Restored, RunStarted, StepDone, Warned
 from closeranks.run.job import check_workers, load_job
+from closeranks.run.loop import drive
 from closeranks.run.resizing import fit
 from closeranks.testing import run_world
 from tests.elastic.boxes import shared_memory
+from tests.run import buffered_models
 from tests.run.generations import Case, assert_same, events, losses, run, run_and_die, state, tables_of
 from tests.run.saved import tensors, tree, write
 from tests.run.small import of_kind, open_session
@@ -206,6 +208,44 @@ def test_running_statistics_are_averaged(place: Path) -> None:
     for name in names:
         assert torch.equal(one[name], two[name])
         assert one[name].isfinite().all()
+
+
+class Scaled(torch.nn.Module):
+    """Has a weight without dims, which zero=3 leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        self.linear = torch.nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def scales(folder: Path) -> list[float]:
+    """The scale on this rank when two replicas of two ranks have met, and were saved."""
+    x = torch.randn(48, 6, generator=torch.Generator().manual_seed(2))
+    data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+    session = Session(
+        Scaled,
+        data,
+        buffered_models.loss,
+        run={"folder": str(folder)},
+        train={"steps": 4, "global_batch": 8, "micro_batch": 2},
+        layout={"data": 4, "zero": 3, "shard": 2},
+        sync={"local": {"every": 2}, "compress": {"name": "topk", "ratio": 0.1}},
+    )
+    drive(session)
+    return [one.parameter.item() for one in session.parts.applied.held if one.piece.name == "scale"]
+
+
+@world
+def test_a_weight_without_dims_comes_to_the_same_on_every_rank_of_a_sharded_replica(tmp_path: Path) -> None:
+    """Shard ranks would code it together with other neighbours each."""
+    found = run_world(scales, 4, tmp_path / "run", timeout_s=100)
+    assert len({tuple(one) for one in found}) == 1
+    assert found[0] != [0.5], "it learns"
+    assert list((tmp_path / "run").rglob("manifest.json")), "it was saved"
 
 
 # What is said, and what is refused

@@ -223,3 +223,23 @@ def test_what_replicas_tell_each_other_is_compressed_and_recovered(
     told = [event.step for event in events(through, Compressed)]
     assert told[-1] == 6
     assert 3 in told
+
+
+def test_replicas_inside_a_replica_are_summed_though_only_meetings_are_compressed(tmp_path: Path) -> None:
+    """One replica meets itself, so nothing is compressed at all: the same run, bit for bit."""
+    layout = "data=4 zero=3 shard=2"
+    found = []
+    for name in ("none", "int8"):
+        one = apart(tmp_path / name, name, layout, replicas=1)
+        run(one)
+        found.append(losses(one))
+    assert found[0] == found[1]
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["int8", "powersgd"])
+def test_tied_ends_of_a_sharded_pipeline_are_saved_once_and_stay_alike(tmp_path: Path, name: str) -> None:
+    one = case(tmp_path / name, name, "data=2 zero=3 pipeline=2")
+    one.tables["model"] = {**TABLES["model"], "tied": True}
+    run(one)
+    assert list((one.folder / "run").rglob("manifest.json")), "it could be saved"

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
 from closeranks.models.hub import llama_table
 from closeranks.run.exchange import import_hf
 from closeranks.run.job import Job, load_job
 from closeranks.run.parts import Parts
+from closeranks.run.resuming import restore
+from closeranks.run.rows import restore_outer
 from closeranks.run.weights import load_weights
+from closeranks.sync.config import LocalConfig, SyncConfig
 from closeranks.testing import run_world
 from tests.models.published import KINDS, in_double, logits_of, publish, published, some_tokens
 
@@ -204,3 +208,44 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(
         with pytest.raises(CheckpointError, match=said):
             load_weights(parts, open_weights(str(tmp_path)))
         assert all(torch.equal(one, before[name]) for name, one in parts.module.named_parameters())
+
+
+class Filled:
+    """A saved state that is the same value everywhere."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def read_into(self, section: str, key: str, piece: Piece, out: Tensor) -> None:
+        assert section == "model"
+        out.fill_(self.value)
+
+
+def with_meetings(job: Job) -> Job:
+    return job.model_copy(update={"sync": SyncConfig(local=LocalConfig(every=2))})
+
+
+@pytest.mark.usefixtures("alone")
+def test_replicas_that_train_apart_start_from_the_weights_they_were_given(saved: Saved, tmp_path: Path) -> None:
+    """Meetings are held against where all stood: were that where the model began, it would come back."""
+    kind = next(iter(KINDS))
+    job = with_meetings(job_for(saved[kind]))
+    given = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"weights": str(saved[kind])})})
+    with assembled(given) as parts:
+        before = [kept.anchor.clone() for kept in parts.outer.kept()] if parts.outer else []
+        restore(parts, tmp_path)
+        assert parts.outer is not None
+        kept = list(parts.outer.kept())
+        assert all(torch.equal(one.anchor, one.leaf.tensor) for one in kept)
+        assert any(not torch.equal(one.anchor, then) for one, then in zip(kept, before, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_all_stood_is_read_and_not_taken_from_weights_that_may_be_on_their_way(saved: Saved) -> None:
+    with assembled(with_meetings(job_for(saved[next(iter(KINDS))]))) as parts:
+        restore_outer(parts, Filled(7.0), "sync", "model")
+        assert parts.outer is not None
+        assert all(one.anchor.eq(7.0).all() and not one.leaf.tensor.eq(7.0).all() for one in parts.outer.kept())

@@ -38,7 +38,8 @@ class Strategy:
     bucket_bytes: int = 600
 
     def __str__(self) -> str:
-        return f"zero{self.zero}-{self.hold}{'' if self.overlap else '-apart'}"
+        size = "" if self.bucket_bytes < 1 << 20 else "-one_bucket"
+        return f"zero{self.zero}-{self.hold}{'' if self.overlap else '-apart'}{size}"
 
 
 STRATEGIES = [

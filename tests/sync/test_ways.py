@@ -19,7 +19,7 @@ from closeranks.parallel.group import Group
 from closeranks.sync.compress.build import CODECS, compressed_ways
 from closeranks.sync.compress.compressed import Plan
 from closeranks.sync.config import CompressConfig
-from closeranks.sync.memory import OWED, RESIDUAL
+from closeranks.sync.memory import FACTOR, OWED, RESIDUAL
 from closeranks.sync.places import Load
 from closeranks.sync.ways import TwoLevels, Way, WayMaker, flat_ways
 from closeranks.testing import run_world
@@ -39,7 +39,10 @@ from tests.sync.strategies import (
 pytestmark = pytest.mark.world
 
 NAMES = ("bf16", "fp16", "int8", "topk", "powersgd", "onebit")
-STRATEGIES = [Strategy(0), Strategy(1), Strategy(2, "shards"), Strategy(3, "step"), Strategy(3, "shards")]
+STRATEGIES = [
+    *(Strategy(0), Strategy(1), Strategy(2, "shards"), Strategy(3, "step"), Strategy(3, "shards")),
+    Strategy(2, "shards", bucket_bytes=1 << 20),  # which leaves again before it has arrived
+]
 WORLDS = [(2, 1), (4, 2)]
 NUM_STEPS, NUM_MICRO, NUM_WARMUP = 4, 2, 1
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
@@ -323,3 +326,47 @@ def views() -> bool:
     return any(one.tensor.any().item() for one in before) and all(
         one.tensor.data_ptr() == other.tensor.data_ptr() for one, other in zip(before, way.memory(), strict=True)
     )
+
+
+def after_zeros() -> list[Tensor]:
+    """What arrives of a matrix whose first gradient is zero everywhere, step by step."""
+    from closeranks.sync.places import Place
+
+    group = Group(dist.get_rank(), dist.get_world_size())
+    load = Load((Place(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
+    way = compressed_ways(config("powersgd"), group, Plan())(load)
+    arrived = []
+    for step in range(3):
+        flat = torch.full((64,), float(step > 0))
+        way.begin(step)
+        for work in way.sum(flat):
+            work.wait()
+        way.settle(ONE)
+        arrived.append(flat)
+    (factor,) = (one.tensor for one in way.memory() if one.kind == FACTOR)
+    return [*arrived, factor.clone()]
+
+
+def test_a_matrix_of_zeros_is_not_the_end_of_it() -> None:
+    for first, second, third, factor in run_world(after_zeros, 2):
+        assert not first.any()
+        torch.testing.assert_close(second, torch.full((64,), 2.0))
+        torch.testing.assert_close(third, torch.full((64,), 2.0))
+        assert factor.any()
+
+
+@pytest.mark.parametrize("device_columns", [False, True])
+def test_a_factor_of_zeros_is_never_kept(device_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator the columns of a matrix of zeros are zeros; a factorisation's are not."""
+    from closeranks.sync.compress import powersgd
+    from closeranks.sync.places import Place
+
+    if device_columns:
+        monkeypatch.setattr(powersgd, "orthonormal", powersgd.by_columns)
+    load = Load((Place(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
+    batch = powersgd._Batch(powersgd.find_matrices(load, 1), 1, load, torch.float32)
+    before, flat = batch.q.read().clone(), torch.zeros(64)
+    p = batch.project(flat, torch.float32)
+    batch.restore(batch.take_back(p), flat, None, 1)
+    batch.q.settle(ONE)
+    assert torch.equal(batch.q.kept, before)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import Group
-from closeranks.elastic.vote import NUM_DERIVED, Ballot, Outcome, Verdict, Vote
+from closeranks.elastic.vote import NONFINITE, NUM_DERIVED, WEIGHT, Ballot, Outcome, Verdict, Vote
 
 
 class ApartVerdict(Verdict):
@@ -26,20 +26,30 @@ class ApartVerdict(Verdict):
     def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str]) -> None:
         super().__init__(sums, settled, names)
         self.is_closed = False
-        self.row = torch.cat([sums, settled])
+        self.row = torch.cat([sums, _of_idle(sums, settled)])
         self._told: Verdict | None = None
 
     def close(self, row: Tensor, num_homes: int) -> None:
-        """``row``: added up over the replicas. A step counts as taken where all of them took it; its norm and its loss
-        scale are the means of theirs."""
-        sums, settled = row[:-NUM_DERIVED], row[-NUM_DERIVED:] / num_homes
-        taken = (settled[:1] >= 1.0).to(settled.dtype)
+        """``row``: added up over the replicas. A step counts as taken where all took it that had anything to learn
+        from; its norm is the mean of theirs, its loss scale that of all."""
+        sums, settled, num_busy = row[: -NUM_DERIVED - 1], row[-NUM_DERIVED - 1 : -1], row[-1]
+        taken, factor, norm, loss_scale = settled
+        is_taken = (taken >= num_homes) & (num_busy > 0)
+        told = [is_taken.to(row.dtype), factor / num_homes, norm / num_busy, loss_scale / num_homes]
         self.is_closed = True
-        self._told = Verdict(sums, torch.cat([taken, settled[1:]]), self._names)
+        self._told = Verdict(sums, torch.stack(told), self._names)
 
     def read(self) -> Outcome:
         assert self._told is not None, "a step is read when its round is closed"
         return self._told.read()
+
+
+def _of_idle(sums: Tensor, settled: Tensor) -> Tensor:
+    """What a replica says of a step, and 1 where it had anything to learn from. One that had not, since its samples
+    were bad or there were too few for all, is not against the step."""
+    is_busy = (sums[WEIGHT] != 0) | (sums[NONFINITE] > 0)
+    agrees = torch.stack([torch.ones_like(settled[0]), settled[1], torch.zeros_like(settled[0]), settled[3]])
+    return torch.cat([torch.where(is_busy, settled, agrees), is_busy.to(settled.dtype).view(1)])
 
 
 class ApartVote(Vote):

@@ -21,6 +21,7 @@ from torch import Tensor
 from closeranks.core.protocols import Group
 
 NUM_DERIVED = 4  # taken, factor, norm, loss scale
+WEIGHT, NONFINITE = 1, 3  # where they stand among the sums
 _TINY = 1e-6  # as in torch's own clipping
 
 
@@ -155,7 +156,7 @@ def settle(
 
 def settle_on_device(sums: Tensor, loss_scale: Tensor, clip: float) -> Tensor:
     """``settle`` without telling the host."""
-    weight, norm_squared, nonfinite = sums[1], sums[2], sums[3]
+    weight, norm_squared, nonfinite = sums[WEIGHT], sums[2], sums[NONFINITE]
     scale = loss_scale.to(sums.dtype)
     divisor = weight * scale
     norm = norm_squared.sqrt() / divisor

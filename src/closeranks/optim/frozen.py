@@ -40,15 +40,18 @@ class FreezableAdamW(torch.optim.AdamW):
         momenta = [state["exp_avg"] for state in states]
         ok, gradients = self._finite(parameters, momenta)
         torch._foreach_lerp_(momenta, gradients, 1 - beta)
-        roots = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        squares = [state["exp_avg_sq"] for state in states]
+        roots = torch._foreach_sqrt(squares)
         counters = [state["step"].to(root.dtype) for state, root in zip(states, roots, strict=True)]
         torch._foreach_div_(roots, [(1 - beta_squares**count).sqrt() for count in counters])
         torch._foreach_add_(roots, group["eps"])
-        moves = torch._foreach_div(momenta, roots)
-        torch._foreach_mul_(moves, [-rate * ok.to(count.dtype) / (1 - beta**count) for count in counters])
+        moves = list(torch._foreach_div(momenta, roots))
+        torch._foreach_mul_(moves, [-rate / (1 - beta**count) for count in counters])
+        # Nothing is known of the size of what had no gradient until then, and signs are never zero: it stays.
+        moves = [torch.where((square > 0) & (ok > 0), move, 0.0) for square, move in zip(squares, moves, strict=True)]
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, [1 - rate * group["weight_decay"] * ok.to(p.dtype) for p in parameters])
-        torch._foreach_add_(parameters, list(moves))
+        torch._foreach_add_(parameters, moves)
 
     def _finite(self, parameters: list[Tensor], momenta: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Whether the step is taken, and its gradients; where it is not, what leaves the momenta as they are."""

@@ -21,12 +21,19 @@ from closeranks.sync.drift import Drift, of_sums
 class Accuracy:
     """Call sequence: ``watch`` after the vote of every step, ``measure`` after every meeting of replicas that train
     apart, ``settle`` when the step's account is read. With ``plan`` None gradients are not compressed, with ``outer``
-    None what replicas tell each other is not."""
+    None what replicas tell each other is not; one rank ``tells``."""
 
     def __init__(
-        self, plan: Plan | None, outer: Plan | None, reducer: Reducer, group: Group, device: torch.device
+        self,
+        plan: Plan | None,
+        outer: Plan | None,
+        reducer: Reducer,
+        group: Group,
+        device: torch.device,
+        *,
+        tells: bool,
     ) -> None:
-        self._outer = outer
+        self._outer, self._tells = outer, tells
         self.plan, self._reducer, self._group, self._device = plan, reducer, group, device
         self._measured: dict[int, Tensor] = {}
         self._drift = Drift()
@@ -46,8 +53,9 @@ class Accuracy:
         self._measured[step] = self._group.sum(found)
 
     def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
+        """All ranks; where the step was not taken, what was measured of it means nothing."""
         found = self._measured.pop(done.step, None)
-        if found is None:
+        if found is None or not self._tells or not done.taken:
             return
         error, cosine = of_sums(found.tolist())
         emit(Compressed(done.step, error, cosine))

@@ -17,7 +17,7 @@ from closeranks.core.protocols import ModelSpec, Reducer
 from closeranks.core.world import World
 from closeranks.elastic.apart import ApartVote
 from closeranks.elastic.vote import Vote
-from closeranks.parallel.apply import Applied
+from closeranks.parallel.apply import Applied, is_sharded
 from closeranks.parallel.mesh import Groups
 from closeranks.run.job import Job
 from closeranks.run.ways import must_be_exact, outer_ways
@@ -59,6 +59,8 @@ def make_outer(
     if local.fragments > len(sizes):
         what = f"the model's {len(sizes)} trained parameters cannot be cut into {local.fragments} fragments"
         raise ConfigError([Problem("sync.local.fragments", what, f"Set it to {len(sizes)} or less.")])
+    whole = {one.piece.name for one in applied.held if groups.mesh.layout.zero == 3 and not is_sharded(one)}
+    shared = {held.piece.name for held in applied.held if held.aliases and groups.pipeline.size > 1}
     return Outer(
         reducer.leaves(),
         part(sizes, spec.blocks, local.fragments),
@@ -66,8 +68,8 @@ def make_outer(
         groups.home.count,
         outer_ways(job, groups.home.across, num_steps),
         flat_ways(groups.home.across),
-        exact={one.piece.name for one in applied.held if must_be_exact(groups.mesh.layout, one)},
-        alone={held.piece.name for held in applied.held if held.aliases and groups.pipeline.size > 1},
+        exact=whole | {one.piece.name for one in applied.held if must_be_exact(groups.mesh.layout, one)},
+        alone=whole | shared,
     )
 
 

@@ -57,7 +57,7 @@ def wishes_of(job: Job, layout: Layout) -> Wishes:
         compiled=job.train.compile,
         recompute=job.train.recompute,
         recompute_keep=job.train.recompute_keep,
-        sums_replicas=job.sync.compress.name == "none",
+        sums_replicas=job.sync.compress.name == "none" or job.sync.local.is_on,
     )
 
 
@@ -80,7 +80,10 @@ def make_reducer(
     if layout.zero == 3:
         modules = list(applied.stages.values())
         hold = hold_of(job, layout)
-        return FullyShardedReducer(applied.held, modules, groups.shard, groups.home.replica, hold=hold, ways=ways)
+        home, is_exact = groups.home, travel["is_exact"]
+        return FullyShardedReducer(
+            applied.held, modules, groups.shard, home.replica, hold=hold, ways=ways, is_exact=is_exact
+        )
     if layout.zero:
         return ShardedReducer(
             applied.held,

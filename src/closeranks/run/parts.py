@@ -115,8 +115,7 @@ class Parts:
         """All ranks, when the account of a step is read."""
         self.supply.settle(done, emit)
         self.noise.settle(done, emit)
-        if self.world.is_lead:
-            self.accuracy.settle(done, emit)
+        self.accuracy.settle(done, emit)
 
     @property
     def speaks(self) -> bool:
@@ -204,7 +203,7 @@ def _build(
     buckets = buckets_for(job, layout, groups, spec, applied.held, measured_flops, device)
     reducer = make_reducer(job, layout, groups, applied, chosen.ways, buckets.bucket_mib)
     outer = outer_plan(job, groups.home.across, schedule.num_steps)
-    accuracy = Accuracy(chosen.plan, outer, reducer, groups.world, device)
+    accuracy = Accuracy(chosen.plan, outer, reducer, groups.world, device, tells=world.is_lead)
     warning = rate_warning(job.optim, job.train.global_batch, schedule.num_steps)
     return Parts(
         job=job,

@@ -34,6 +34,8 @@ def restore(parts: Parts, folder: Path) -> Origin:
     if weights and not origin.path:
         opened = open_weights(weights)
         origin = Origin(path=opened.path, notes=load_weights(parts, opened))
+        if parts.outer is not None:
+            parts.outer.restart()
     return replace(origin, notes=(*origin.notes, *unsaved(parts)))
 
 

@@ -112,15 +112,14 @@ def has_weights(parts: Parts, saved: Readable, section: str) -> bool:
 
 
 def restore_outer(parts: Parts, saved: Readable, section: str, model: str) -> None:
-    """After the weights are back. ``section`` holds what meetings remember; ``model`` the anchor, where the weights are
-    not the same."""
+    """``section`` holds what meetings remember; ``model`` is the anchor. It is not taken from the weights, even where
+    these are the same: on an accelerator they may be on their way."""
     if parts.outer is None:
         return
     parts.outer.restart()
-    found, is_apart = saved.shapes(section), has_weights(parts, saved, section)
+    found = saved.shapes(section)
     for leaf, anchor, momentum in parts.outer.kept():
         key = f"{MOMENTUM}/{leaf.piece.name}"
         if momentum is not None and key in found:
             saved.read_into(section, key, replace(leaf.piece, name=key), momentum)
-        if is_apart:
-            saved.read_into(model, leaf.piece.name, leaf.piece, anchor)
+        saved.read_into(model, leaf.piece.name, leaf.piece, anchor)

@@ -11,7 +11,7 @@ summed once per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,8 @@ class FullyShardedReducer:
     """FSDP2 behind ``core.protocols.Reducer``; ``modules`` are this rank's stages, each made by ``fully_shard``.
 
     ``ways``: how units are summed, over replicas where there are any (they were sharded over the shard axis alone then,
-    [Note: unit loads]), else over shards; None: as FSDP2 does it.
+    [Note: unit loads]), else over shards; None: as FSDP2 does it. Units with a parameter that ``is_exact`` are summed
+    as they are.
     """
 
     needs_equal_counts = True
@@ -60,6 +61,7 @@ class FullyShardedReducer:
         *,
         hold: str,
         ways: WayMaker | None = None,
+        is_exact: Callable[[Held], bool] = lambda one: False,
     ) -> None:
         self._modules = [module for module in modules if isinstance(module, FSDPModule)]
         self._shard, self._replica = shard, replica
@@ -67,7 +69,9 @@ class FullyShardedReducer:
         self._trained = [one for one in held if one.parameter.requires_grad]
         self._shares = [share for one in self._trained if (share := self._share(one)).leaf.tensor.numel()]
         self._gradients: list[Tensor] = []
-        self._units = Units(modules, self._trained, shard, replica, ways) if ways is not None else None
+        self._units: Units | None = None
+        if ways is not None:
+            self._units = Units(modules, self._trained, shard, replica, ways, is_exact)
 
     def leaves(self) -> Sequence[Leaf]:
         return tuple(share.leaf for share in self._shares)

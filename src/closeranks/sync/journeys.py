@@ -69,5 +69,12 @@ class Convoy:
             while oldest.work is not None:
                 oldest.move()
 
+    def see_in(self, journey: Journey) -> None:
+        """It arrives, after all before it; nothing where it has arrived."""
+        for place, one in enumerate(self._travellers):
+            if one.journey is journey:
+                self.shorten(len(self._travellers) - place - 1)
+                return
+
     def __len__(self) -> int:
         return len(self._travellers)

@@ -106,7 +106,7 @@ class Outer:
         alone: Collection[str] = (),
     ) -> None:
         """``fragment_of``: by parameter. ``exact``: those that must not be compressed. ``alone``: those of which a rank
-        of another stage holds a copy that must come to the same bits. A backend may add up a long tensor in an order
+        of the same replica holds a copy that must come to the same bits. A backend may add up a long tensor in an order
         that depends on the place in it, so each of these travels by itself."""
         self._rule, self._num_replicas = rule, num_replicas
         self._fragments = dict[int, list[_Fragment]]()

@@ -87,11 +87,14 @@ def memory_order(parameter: Tensor) -> tuple[int, ...]:
 
 
 def in_memory_order(piece: Piece, order: Sequence[int]) -> Piece:
+    """The name tells another order than the parameter's own: such a piece is never taken for one that lies plainly."""
+
     def sorted_by(sizes: Iterable[int]) -> tuple[int, ...]:
         sizes = tuple(sizes)
         return tuple(sizes[dim] for dim in order)
 
-    return replace(piece, shape=sorted_by(piece.shape), start=sorted_by(piece.start), size=sorted_by(piece.size))
+    name = piece.name if list(order) == sorted(order) else f"{piece.name}@{','.join(map(str, order))}"
+    return Piece(name, sorted_by(piece.shape), sorted_by(piece.start), sorted_by(piece.size), piece.flat)
 
 
 def load_of(held: Sequence[Held], offsets: Sequence[int], flat: Tensor) -> Load:

@@ -57,6 +57,8 @@ class _Bucket:
         """Reductions of this step so far."""
         self.is_summed = False
         """Whether the sum over replicas is made or under way too."""
+        self.journey: Journey | None = None
+        """The latest of this step."""
         load = load_of(self.held, self._offsets, self.weights)
         self.over_shards: Way = over_shards(load)
         self.over_replicas: Way = over_replicas(load.slice(self._first, self._first + share))
@@ -203,7 +205,7 @@ class ShardedReducer:
         for leaf in self._leaves:
             leaf.tensor.grad = None
         for bucket in self._buckets:
-            bucket.num_sums, bucket.is_summed = 0, False
+            bucket.num_sums, bucket.is_summed, bucket.journey = 0, False, None
             for one in bucket.held:
                 one.parameter.grad = None
         self._last_of.clear()
@@ -240,7 +242,10 @@ class ShardedReducer:
         num_legs = bucket.over_shards.num_legs
         if is_last and self._replica.size > 1:
             num_legs += bucket.over_replicas.num_legs
-        self._convoy.add(_journey(bucket, outgoing, is_first=is_first, is_last=is_last), num_legs)
+        if bucket.journey is not None and bucket.over_shards.num_legs > 1:
+            self._convoy.see_in(bucket.journey)  # with its last leg it writes down what this one begins with
+        bucket.journey = _journey(bucket, outgoing, is_first=is_first, is_last=is_last)
+        self._convoy.add(bucket.journey, num_legs)
         if self.needs_equal_counts:
             self._convoy.shorten(NUM_UNDER_WAY)
 

@@ -10,7 +10,8 @@ Invariants: replicas are summed once per step, whatever number of reductions it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from closeranks.core.protocols import Held
 from closeranks.sync.held import DataGroup
 from closeranks.sync.journeys import travel
 from closeranks.sync.places import Load, Place
-from closeranks.sync.ways import Way, WayMaker
+from closeranks.sync.ways import Way, WayMaker, flat_ways
 
 
 class UnitScatter:
@@ -71,31 +72,41 @@ class Units:
     """All units of a rank's modules, by another way each: over replicas where there are any, else over shards."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], held: Sequence[Held], shard: DataGroup, replica: DataGroup, ways: WayMaker
+        self,
+        modules: Sequence[nn.Module],
+        held: Sequence[Held],
+        shard: DataGroup,
+        replica: DataGroup,
+        ways: WayMaker,
+        is_exact: Callable[[Held], bool],
     ) -> None:
-        self._shard, self._replica, self._make = shard, replica, ways
+        """``is_exact``: parameters whose unit is summed as it is; so are those that several stages of a rank share."""
+        self._shard, self._replica = shard, replica
         self.ways: list[Way] = []
         self._sums: list[list[ReplicaSum]] = []
         by_parameter = {one.parameter: one for one in held}
+        copies = Counter(one.piece.name for one in held)
+        exact = flat_ways(replica if replica.size > 1 else shard)
         for module in modules:
             self._sums.append([])
             for part in _parts(module):
                 if trained := _trained(part, by_parameter):
-                    self._take(part, unit_load(trained, shard.size))
+                    stays = any(is_exact(one) or copies[one.piece.name] > 1 for one in trained)
+                    self._take(part, unit_load(trained, shard.size), exact if stays else ways)
 
     def begin_backward(self, stage: int, *, is_last: bool) -> None:
         for one in self._sums[stage]:
             one.is_last = is_last
 
-    def _take(self, part: FSDPModule, load: Load) -> None:
+    def _take(self, part: FSDPModule, load: Load, make: WayMaker) -> None:
         if self._replica.size == 1:
-            self.ways.append(self._make(load))
+            self.ways.append(make(load))
             part.set_custom_reduce_scatter(UnitScatter(self.ways[-1]))  # type: ignore[arg-type]  # its class is private
             return
         share, rank = load.numel // self._shard.size, self._shard.rank
         own = load.slice(share * rank, share * (rank + 1))
         num_missing = -own.numel % self._replica.size
-        self.ways.append(self._make(replace(own, numel=own.numel + num_missing)))
+        self.ways.append(make(replace(own, numel=own.numel + num_missing)))
         self._sums[-1].append(ReplicaSum(self.ways[-1], num_missing))
         part.set_all_reduce_hook(self._sums[-1][-1])
 

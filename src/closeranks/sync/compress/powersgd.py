@@ -110,7 +110,8 @@ class _Batch:
 
     def restore(self, q: Tensor, flat: Tensor, lost: Tensor | None, num_ranks: int) -> None:
         """The product into ``flat``; what this rank's share of it leaves out into ``lost``."""
-        self.q.write(q)
+        # A matrix of zeros must not leave a factor of zeros, from which no other would ever come.
+        self.q.write(torch.where((q == 0).all(dim=-2, keepdim=True), self.q.read(), q))
         product = (self.p @ q.mT).to(flat.dtype)
         for matrix, values in zip(self.matrices, product, strict=True):
             matrix.spread(values, flat)
@@ -185,14 +186,16 @@ class PowerSgd:
 
 def orthonormal(matrices: Tensor) -> Tensor:
     """Columns made orthonormal: on a CPU by a factorisation, elsewhere one after the other, which for a few columns is
-    cheaper there.
+    cheaper there."""
+    if matrices.device.type != "cpu":
+        return by_columns(matrices)
+    factor: Tensor = torch.linalg.qr(matrices).Q
+    return factor
 
-    Each is freed of the others twice: what remains of a column that adds nothing is rounding, which once normalised may
-    lean on the others again, and a direction must not count twice.
-    """
-    if matrices.device.type == "cpu":
-        factor: Tensor = torch.linalg.qr(matrices).Q
-        return factor
+
+def by_columns(matrices: Tensor) -> Tensor:
+    """Each is freed of the others twice: what remains of a column that adds nothing is rounding, which once normalised
+    may lean on the others again, and a direction must not count twice. A column of zeros stays one."""
     columns: list[Tensor] = []
     for column in matrices.unbind(-1):
         for _ in range(2):
