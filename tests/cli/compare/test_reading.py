@@ -6,21 +6,24 @@ import math
 
 import pytest
 
+from closeranks.cli.compare.config import Compare
 from closeranks.cli.compare.network import sent_bytes
+from closeranks.cli.compare.plan import Case, Run
 from closeranks.cli.compare.reading import (
     DIVERGED,
     FAILED,
     FINISHED,
     Point,
-    bytes_per_step,
     crossing,
     judge,
+    outcome_of,
     points,
-    sent_until,
     smooth,
 )
 from closeranks.cli.compare.records import Record, last_words
-from closeranks.core.events import RunEnded, StepDone
+from closeranks.cli.compare.traffic import bytes_per_step, moments, sent_until
+from closeranks.core.events import Evaluated, RunEnded, StepDone
+from closeranks.run.job import Job
 from closeranks.telemetry.history import History
 
 WELL = Record(0, 1.0)
@@ -81,6 +84,29 @@ def test_bytes_are_counted_between_the_first_step_and_the_last() -> None:
     assert sent_until(traffic, 99.0) == 9999
     assert bytes_per_step([], {1: 1.0, 2: 2.0}) is None
     assert bytes_per_step(traffic, {1: 1.0}) is None
+    assert bytes_per_step(traffic, {}) is None
+
+
+def told(*rounds: tuple[float, int], seconds: float) -> list[tuple[float, StepDone]]:
+    """Rounds of so many steps, each told line after line when it is over."""
+    found: list[tuple[float, StepDone]] = []
+    for at, num in rounds:
+        found += [(at + 5e-5 * n, StepDone(len(found) + n + 1, seconds=seconds)) for n in range(num)]
+    return found
+
+
+def test_steps_that_are_told_together_share_a_moment() -> None:
+    assert moments(told((10.0, 3), (20.0, 2), seconds=3.0)) == {1: 10.0, 2: 10.0, 3: 10.0, 4: 20.0, 5: 20.0}
+    quick = [(1.0 + 1e-4 * n, StepDone(n, seconds=1e-4)) for n in range(1, 4)]
+    assert len(set(moments(quick).values())) == 3, "steps may be as quick as lines are written"
+
+
+def test_bytes_of_replicas_apart_are_divided_by_the_steps_in_which_they_were_sent() -> None:
+    """Three rounds of four steps, 8000 bytes at the end of each."""
+    traffic = [(0.0, 0), (9.0, 0), (10.0, 8000), (19.0, 8000), (20.0, 16000), (29.0, 16000), (30.0, 24000)]
+    times = moments(told((10.0, 4), (20.0, 4), (30.0, 4), seconds=2.5))
+    assert bytes_per_step(traffic, times) == 2000
+    assert bytes_per_step(traffic, moments(told((10.0, 4), seconds=2.5))) is None, "nothing is known, it is not 0"
 
 
 def test_sent_bytes_are_the_ninth_figure_of_the_kernels_table() -> None:
@@ -99,6 +125,13 @@ def test_sent_bytes_are_the_ninth_figure_of_the_kernels_table() -> None:
         (WELL, History(steps=steps(3.0, 2.0)), FINISHED, ""),
         (WELL, History(steps=steps(3.0, math.nan, math.nan)), DIVERGED, "its loss is not finite since step 2"),
         (WELL, History(steps=steps(2.0, 9.0)), DIVERGED, "its loss rose from 2 to 9"),
+        (WELL, History(steps=steps(1.0, *[2.0] * 39)), FINISHED, ""),
+        (
+            WELL,
+            History(steps=steps(3.0, 2.0), evals=(Evaluated(2, math.nan),)),
+            DIVERGED,
+            "its loss in the evaluation after step 2 is not finite",
+        ),
         (WELL, History(), FAILED, "no step was finished"),
         (Record(2, 1.0), History(steps=steps(2.0, taken=False)), DIVERGED, "its gradients are not finite since step 1"),
         (Record(2, 1.0, said="there is no file"), History(), FAILED, "there is no file"),
@@ -109,6 +142,27 @@ def test_sent_bytes_are_the_ninth_figure_of_the_kernels_table() -> None:
 )
 def test_how_a_run_ended(record: Record, history: History, state: str, reason: str) -> None:
     assert judge(record, history) == (state, reason)
+
+
+def test_what_is_not_a_number_is_no_final_figure() -> None:
+    case = Case("plain", (), 2, Job.model_construct())
+    seen = steps(*[3.0] * 28, 2.0, math.inf, 1.0)
+    outcome = outcome_of(Compare(job="job.toml"), Run(case, 0, 0, ""), WELL, History(steps=seen), {})
+    assert outcome.final_loss == 1.5
+    assert outcome.state == FINISHED
+    lost = outcome_of(Compare(job="job.toml"), Run(case, 0, 0, ""), WELL, History(steps=steps(math.nan)), {})
+    assert lost.final_loss is None
+
+
+def test_figures_of_training_and_of_evaluations_stay_apart() -> None:
+    case = Case("plain", (), 2, Job.model_construct())
+    trained = tuple(StepDone(n, 2.0, seconds=1.0, metrics={"accuracy": 0.8}) for n in (1, 2))
+    held_out = Evaluated(2, 2.5, metrics={"accuracy": 0.7, "odd": math.nan})
+    told = History(steps=trained, evals=(held_out,))
+    outcome = outcome_of(Compare(job="job.toml"), Run(case, 0, 0, ""), WELL, told, {})
+    assert (outcome.final("loss", is_evaluated=False), outcome.final("loss", is_evaluated=True)) == (2.0, 2.5)
+    assert (outcome.metrics, outcome.eval_metrics) == ({"accuracy": 0.8}, {"accuracy": 0.7})
+    assert outcome.final("accuracy", is_evaluated=True) == 0.7
 
 
 def test_the_last_words_are_what_closeranks_said() -> None:

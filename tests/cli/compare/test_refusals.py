@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from closeranks.cli.compare import network
+from closeranks.cli.compare import network, running
 from closeranks.cli.compare.config import load_compare
 from closeranks.cli.compare.plan import make_plan, texts_of
+from closeranks.cli.compare.records import claimed
+from closeranks.core.errors import SetupError
 from tests.cli.calling import call
 from tests.cli.commands import ROOT
 from tests.cli.compare.jobs import HEAD, TWO, write
@@ -26,12 +30,19 @@ from tests.cli.compare.jobs import HEAD, TWO, write
         (HEAD + TWO, ("workers=3", 'set=["layout.data=2"]'), "the layout takes 2 workers, but 3 were asked for"),
         (HEAD + TWO, ('set=["run.seed=3"]',), "run.seed: a comparison sets this itself. The seeds of a comparison"),
         (HEAD + TWO, ('set=["train.steps=3"]',), "train.steps: a comparison sets this itself. All settings have one"),
+        (HEAD + TWO, ('set=["train={steps=5}"]',), "train.steps: a comparison sets this itself. All settings have one"),
         (HEAD + TWO, ("seeds=[]",), "there is no seed"),
         (HEAD + TWO, ("seeds=[1,1]",), "seeds must differ"),
         (HEAD + TWO, ("budget.epochs=1.0",), "both steps and epochs are given"),
         (HEAD + TWO, ("targett=1",), "1 problem in compare.toml:\n  targett"),
         (HEAD + TWO, ("network.hosts=2", "workers=3"), "3 workers cannot be spread evenly over 2 hosts. Write 4."),
         (HEAD + TWO, ("network.delay_ms=5.0", "network.mbit=2000.0"), "with a delay, links of more than 500 Mbit/s"),
+        (HEAD + TWO, ("network.delay_ms=5.0",), "a delay needs a width. Set it, to 500 or less."),
+        (
+            HEAD + TWO,
+            ("network.hosts=2", 'set=["data.path=s3://bucket/text"]'),
+            "the job needs s3://bucket/text, which the hosts of [network] cannot reach. Name a copy on this machine",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(tmp_path: Path, text: str, words: tuple[str, ...], said: str) -> None:
@@ -46,6 +57,24 @@ def test_no_file(tmp_path: Path) -> None:
     told = call("compare", tmp_path / "none.toml")
     assert told.code == 2
     assert "none.toml" in told.err
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    told = call("compare", write(tmp_path), f"folder={tmp_path / 'out'}", "isolate=false")
+    assert told.code == 2
+    assert "out cannot be written: File exists. Set folder, or make it yours." in told.err
+
+
+def test_two_comparisons_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(running, "_carry_out")  # nothing may be trained, whatever breaks
+    with claimed(tmp_path / "out"):
+        told = call("compare", write(tmp_path), f"folder={tmp_path / 'out'}", "isolate=false", "--retry")
+    assert told.code == 2
+    assert f"another comparison runs in {tmp_path / 'out'}. Wait until it is over, or set another folder." in told.err
+    assert not (tmp_path / "out" / "runs").exists()
+    with claimed(tmp_path / "out"):
+        pass
 
 
 def test_a_network_without_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +93,14 @@ def test_a_network_without_its_tools(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert network.why_not(shaped=True).startswith("tc cannot be found")
 
 
+def test_a_host_without_an_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "children_of", lambda pid: [])
+    with subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE, text=True) as process:
+        with pytest.raises(SetupError, match=r"a host for the comparison ended at once, .* set isolate = false"):
+            network._init_of(process)
+        assert process.returncode is not None
+
+
 def test_help_teaches_with_a_file_that_loads(tmp_path: Path) -> None:
     told = call("compare", "--help")
     assert told.code == 0
@@ -71,6 +108,9 @@ def test_help_teaches_with_a_file_that_loads(tmp_path: Path) -> None:
     plan = make_plan(load_compare(write(tmp_path, "\n".join(lines))), tmp_path / "compare.toml")
     assert [case.name for case in plan.cases] == ["as it is", "large buckets"]
     assert plan.cases[1].job.sync.bucket_mib == 100
+    named = re.findall(r"\bexamples/[\w./-]+", told.out)
+    assert named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "compare").glob("*.toml")), ids=lambda path: path.stem)
@@ -85,6 +125,14 @@ def test_changes_are_a_table_or_texts() -> None:
         'model.name="llama"',
     ]
     assert texts_of(("a.b=1",)) == ["a.b=1"]
+
+
+def test_what_takes_the_link_under_some_settings_only_is_off_unless_a_setting_turns_it_on(tmp_path: Path) -> None:
+    """Left to themselves, second copies of zero=1 would cross the link and those of compressed gradients would not."""
+    both = TWO + 'set.elastic.second_copies = "on"\n'
+    plan = make_plan(load_compare(write(tmp_path, HEAD + both)), tmp_path / "compare.toml")
+    assert [case.job.elastic.second_copies for case in plan.cases] == ["off", "on"]
+    assert not any(case.job.checkpoint.save or case.job.telemetry.report for case in plan.cases)
 
 
 def test_settings_take_turns_and_every_other_round_goes_backwards(tmp_path: Path) -> None:
@@ -102,7 +150,7 @@ def test_a_run_is_known_by_what_it_computes_and_not_by_what_is_asked_of_it(tmp_p
     def keys(*words: str) -> list[str]:
         return [run.key for run in make_plan(load_compare(path, words), path).runs]
 
-    assert keys() == keys("target.value=2.0", "price_per_worker_hour=1.0", 'folder="elsewhere"')
+    assert keys() == keys("target.value=2.0", "price_per_worker_hour=1.0", 'folder="elsewhere"', "isolate=false")
     assert not set(keys()) & set(keys("budget.steps=3"))
     assert not set(keys()) & set(keys("network.hosts=2"))
     assert set(keys()) < set(keys("seeds=[0,1,2]"))

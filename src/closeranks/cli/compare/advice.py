@@ -1,22 +1,29 @@
 """What follows from the table, in one sentence? Pure.
 
 Invariants: only a setting whose every run finished is recommended; a difference within the spread of the runs is not
-called one, and then the baseline stays; what is lost is told together with what is gained.
+called one, and then the baseline stays; among those that are clearly better the best is taken, so that a lucky mean
+hides nobody; what is lost is told together with what is gained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from closeranks.cli.compare.table import Row, Stat, Table
+from closeranks.cli.compare.weighing import CLEAR, is_better, is_faster, is_same, is_slower, is_worse
 from closeranks.telemetry.wording import brief, span
 
-_CLEAR = 0.02
-"""Less than two percent is no gain that anybody would change a job for."""
-_SAME = 0.001
-"""Final figures that differ by less than this share are the same to anybody, however small their spread;"""
 _TINY = 1e-5
-"""and by less than this, nobody wants to hear of it."""
+"""Of final figures that differ by less than this share, nobody wants to hear the difference."""
+_FEW_TIMES = 1.1
+"""Below this, a ratio is told with two digits."""
+
+
+class Said(NamedTuple):
+    words: str
+    by: Stat | None
+    """The figure that decided."""
 
 
 def advise(table: Table) -> str:
@@ -29,41 +36,68 @@ def advise(table: Table) -> str:
         said = _by_quality(table, sound, "in the same time")
     else:
         said = _by_time(table, sound)
-    lost = [row for row in table.rows if not row.is_sound]
-    return f"{said}; {_troubles(lost)}." if lost else f"{said}."
+    parts = [said.words]
+    if said.by is not None and said.by.num == 1:
+        parts.append("one run each: no spread is known")
+    if lost := [row for row in table.rows if not row.is_sound]:
+        parts.append(_troubles(lost))
+    return "; ".join(parts) + "."
 
 
-def _to_target(table: Table, sound: Sequence[Row]) -> str:
+def _to_target(table: Table, sound: Sequence[Row]) -> Said:
     goal = f"{table.metric} {brief(table.target or 0.0)}"
+    base = table.baseline
     reached = [row for row in sound if row.has_reached]
     if not reached:
-        return f"No setting reaches {goal} with every seed: {_lower(_by_quality(table, sound, 'within the budget'))}"
-    best = min(reached, key=lambda row: _mean(row.seconds_to_target))
-    base = table.baseline
+        said = _by_quality(table, sound, "within the budget")
+        return Said(f"No setting reaches {goal} with every seed: {_lower(said.words)}", said.by)
     if not base.has_reached:
-        what = "does not get there" if base.is_sound else "does not finish"
-        return f"Use {best.name}: it reaches {goal} in {span(_mean(best.seconds_to_target))}, {base.name} {what}"
-    if best is base or not _is_faster(best.speedup):
-        return _stay(base, reached, goal)
-    times = _mean(base.seconds_to_target) / _mean(best.seconds_to_target)
-    gain = f"in {span(_mean(best.seconds_to_target))} instead of {span(_mean(base.seconds_to_target))} ({times:.1f}x)"
-    return f"Use {best.name}: it reaches {goal} {gain}, {_loss(table, best)}{_ties(best, reached, _speedup)}"
+        best = _first(reached)
+        gain = f"it reaches {goal} in {span(_mean(best.seconds_to_target))}, {base.name} {_fell_short(base)}"
+        lost = f", but it ends {_loss(table, best)}" if base.is_sound and is_worse(table, best) else ""
+        return Said(f"Use {best.name}: {gain}{lost}{_price(table, best)}", best.seconds_to_target)
+    faster = [row for row in reached if row is not base and is_faster(row.speedup)]
+    if not faster:
+        return _stay(table, reached, goal)
+    best = _first(faster)
+    mine, theirs = _mean(best.seconds_to_target), _mean(base.seconds_to_target)
+    gain = f"it reaches {goal} in {span(mine)} instead of {span(theirs)} ({_times(theirs / mine)})"
+    lost = f"{_loss(table, best)}{_price(table, best)}"
+    return Said(f"Use {best.name}: {gain}, {lost}{_ties(best, faster, _speedup)}", best.speedup)
 
 
-def _stay(base: Row, reached: Sequence[Row], goal: str) -> str:
+def _first(reached: Sequence[Row]) -> Row:
+    return min(reached, key=lambda row: _mean(row.seconds_to_target))
+
+
+def _fell_short(base: Row) -> str:
+    if not base.is_sound:
+        return "does not finish"
+    if not base.num_reached:
+        return "does not get there"
+    return f"gets there with {base.num_reached} of {base.num_runs} {_runs(base)}"
+
+
+def _runs(row: Row) -> str:
+    return "seeds" if row.num_seeds == row.num_runs else "runs"
+
+
+def _stay(table: Table, reached: Sequence[Row], goal: str) -> Said:
     """Nobody is clearly faster than the baseline."""
+    base = table.baseline
     took = span(_mean(base.seconds_to_target))
     others = [row for row in reached if row is not base]
     if not others:
-        return f"Stay with {base.name}: it alone reaches {goal}, in {took}"
-    next_best = min(others, key=lambda row: _mean(row.seconds_to_target))
-    theirs = span(_mean(next_best.seconds_to_target))
-    if _is_slower(next_best.speedup):
-        return f"Stay with {base.name}: it reaches {goal} first, in {took}; the next is {next_best.name} with {theirs}"
-    return (
-        f"Stay with {base.name}: it reaches {goal} in {took}, {next_best.name} in {theirs}, "
-        f"and that is no clear difference ({_ratio(next_best.speedup)})"
-    )
+        some = " with every seed" if any(row.num_reached for row in table.rows if row is not base) else ""
+        return Said(f"Stay with {base.name}: it alone reaches {goal}{some}, in {took}", base.seconds_to_target)
+    second = _first(others)
+    theirs = span(_mean(second.seconds_to_target))
+    if is_slower(second.speedup):
+        told = f"it reaches {goal} first, in {took}; the next is {second.name} with {theirs}"
+    else:
+        told = f"it reaches {goal} in {took}, {second.name} in {theirs}, and that is no clear difference"
+        told += f" ({_ratio(second.speedup)})"
+    return Said(f"Stay with {base.name}: {told}", second.speedup)
 
 
 def _speedup(row: Row) -> Stat | None:
@@ -79,101 +113,115 @@ def _ties(best: Row, rows: Sequence[Row], pick: Callable[[Row], Stat | None]) ->
     most, names = pick(best), []
     for row in rows:
         other = pick(row)
-        if row is best or most is None or other is None or not _is_faster(other):
+        if row is best or most is None or other is None or not is_faster(other):
             continue
-        if most.mean - other.mean <= max(most.spread, other.spread, _CLEAR):
+        if most.mean - other.mean <= max(most.spread, other.spread, CLEAR):
             names.append(row.name)
     return f" ({' and '.join(names)}: no clear difference from it)" if names else ""
 
 
 def _ratio(ratio: Stat | None) -> str:
-    return f"seed by seed {ratio.mean:.2f}x, spread {ratio.spread:.2f}" if ratio is not None else "one has no figure"
+    if ratio is None:
+        return "one has no figure"
+    return f"seed by seed {ratio.mean:.2f}x, spread {ratio.spread:.2f}" if ratio.num > 1 else f"{ratio.mean:.2f}x"
 
 
-def _by_time(table: Table, sound: Sequence[Row]) -> str:
-    """The same number of steps for all: who is done first without having learned less?"""
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < _FEW_TIMES else f"{ratio:.1f}x"
+
+
+def _by_time(table: Table, sound: Sequence[Row]) -> Said:
+    """The same steps or epochs for all: who is done first without having learned less?"""
     base = table.baseline
     if not base.is_sound:
-        best = min(sound, key=lambda row: _mean(row.seconds))
-        return f"Use {best.name}: it trains in {span(_mean(best.seconds))}, and {base.name} does not finish"
-    faster = [row for row in sound if row is not base and _is_faster(row.seconds_ratio)]
-    good = [row for row in faster if not _is_worse(table, row)]
-    if good:
-        best = min(good, key=lambda row: _mean(row.seconds))
-        ties = _ties(best, good, _seconds_ratio)
-        return f"Use {best.name}: it {_in_less_time(best, base)}, {_loss(table, best)}{ties}"
+        best = _quickest(sound)
+        took = span(_mean(best.seconds))
+        return Said(f"Use {best.name}: it trains in {took}, and {base.name} does not finish", best.seconds)
+    faster = [row for row in sound if row is not base and is_faster(row.seconds_ratio)]
+    if good := [row for row in faster if not is_worse(table, row)]:
+        best = _quickest(good)
+        lost = f"{_loss(table, best)}{_price(table, best)}{_ties(best, good, _seconds_ratio)}"
+        return Said(f"Use {best.name}: it {_in_less_time(best, base)}, {lost}", best.seconds_ratio)
+    if better := [row for row in sound if is_better(table, row)]:
+        best = _furthest(table, better)
+        return _use(table, best, _over_steps(best, base) or "with the same number of steps")
     if faster:
-        best = min(faster, key=lambda row: _mean(row.seconds))
-        return f"Stay with {base.name}: {best.name} {_in_less_time(best, base)}, but ends {_loss(table, best)}"
-    better = [row for row in sound if row is not base and _is_better(table, row)]
-    if better:
-        return _by_quality(table, sound, "with the same number of steps")
-    return f"Stay with {base.name}: no other setting is clearly faster or ends clearly better"
+        best = _quickest(faster)
+        told = f"{best.name} {_in_less_time(best, base)}, but ends {_loss(table, best)}"
+        return Said(f"Stay with {base.name}: {told}", best.seconds_ratio)
+    return Said(f"Stay with {base.name}: no other setting is clearly faster or ends clearly better", base.seconds)
+
+
+def _quickest(rows: Sequence[Row]) -> Row:
+    return min(rows, key=lambda row: _mean(row.seconds))
 
 
 def _in_less_time(row: Row, base: Row) -> str:
-    times = _mean(base.seconds) / _mean(row.seconds)
-    return f"trains in {span(_mean(row.seconds))} instead of {span(_mean(base.seconds))} ({times:.1f}x)"
+    mine, theirs = _mean(row.seconds), _mean(base.seconds)
+    steps = _over_steps(row, base)
+    gain = f"trains in {span(mine)} instead of {span(theirs)} ({_times(theirs / mine)})"
+    return f"{gain} {steps}" if steps else gain
 
 
-def _by_quality(table: Table, sound: Sequence[Row], when: str) -> str:
+def _over_steps(row: Row, base: Row) -> str:
+    """Where a job counts epochs, another batch makes another number of steps; empty where it is the same."""
+    mine, theirs = round(row.num_steps), round(base.num_steps)
+    return f"with {mine} steps instead of {theirs}" if mine != theirs else ""
+
+
+def _by_quality(table: Table, sound: Sequence[Row], when: str) -> Said:
+    base = table.baseline
     known = [row for row in sound if row.final is not None]
     if not known:
-        return f"Stay with {table.baseline.name}: no setting has a final {table.metric} to compare"
-    best = (max if table.rises else min)(known, key=lambda row: _mean(row.final))
-    base = table.baseline
-    if best is base or (base in known and not _is_better(table, best)):
-        told = "none ends clearly better" if best is not base else "it comes furthest"
-        return f"Stay with {base.name}: {told} {when} ({_final(table)} {brief(_mean(base.final))})"
+        return Said(f"Stay with {base.name}: no setting has a final {table.metric} to compare", None)
+    best = _furthest(table, known)
     if base not in known:
-        return f"Use {best.name}: it comes furthest {when} ({_final(table)} {brief(_mean(best.final))})"
-    return f"Use {best.name}: {when} it ends at {_final(table)} {brief(_mean(best.final))}, {_loss(table, best)}"
+        came = f"it comes furthest {when} ({_final(table)} {brief(_mean(best.final))})"
+        return Said(f"Use {best.name}: {came}{_price(table, best)}", best.final)
+    if better := [row for row in known if is_better(table, row)]:
+        return _use(table, _furthest(table, better), when)
+    told = "it comes furthest" if best is base else "none ends clearly better"
+    return Said(f"Stay with {base.name}: {told} {when} ({_final(table)} {brief(_mean(base.final))})", base.final)
+
+
+def _furthest(table: Table, rows: Sequence[Row]) -> Row:
+    return (max if table.rises else min)(rows, key=lambda row: _mean(row.final))
+
+
+def _use(table: Table, row: Row, when: str) -> Said:
+    """It ends clearly better than the baseline."""
+    ends = f"{when} it ends at {_final(table)} {brief(_mean(row.final))}"
+    return Said(f"Use {row.name}: {ends}, {_loss(table, row)}{_price(table, row)}", row.final_gap)
+
+
+def _price(table: Table, row: Row) -> str:
+    """What else it takes: time, where it is slower, and workers."""
+    base, words = table.baseline, ""
+    if base.is_sound and not table.is_timed and _mean(row.seconds) > (1 + CLEAR) * _mean(base.seconds):
+        what = "but takes" if table.target is None else "but the whole budget takes"
+        words = f", {what} {span(_mean(row.seconds))} instead of {span(_mean(base.seconds))}"
+    if row.num_workers != base.num_workers:
+        words += f", on {row.num_workers} workers instead of {base.num_workers}"
+    return words
 
 
 def _loss(table: Table, row: Row) -> str:
     """What a setting costs in quality, seed against seed."""
-    gap = row.final_gap
+    gap, base = row.final_gap, table.baseline
     if gap is None:
         return f"with no final {table.metric} to compare"
-    base = table.baseline
-    if _is_same(gap, base):
+    spread = [f"spread {brief(gap.spread)}"] if gap.num > 1 else []
+    if is_same(gap, base):
         is_tiny = base.final is not None and abs(gap.mean) < _TINY * abs(base.final.mean)
-        differs = "" if is_tiny else f" (difference {brief(gap.mean)}{_of_runs(gap)})"
+        differs = "" if is_tiny else f" ({', '.join([f'difference {brief(gap.mean)}', *spread])})"
         return f"with the same final {table.metric} as {base.name}{differs}"
     side = "higher" if gap.mean > 0 else "lower"
-    return f"at a final {table.metric} {brief(abs(gap.mean))} {side} than {base.name} ({_of_runs(gap)[2:]})"
-
-
-def _of_runs(gap: Stat) -> str:
-    return f", spread {brief(gap.spread)}" if gap.num > 1 else ", one run each: no spread is known"
+    told = f"at a final {table.metric} {brief(abs(gap.mean))} {side} than {base.name}"
+    return f"{told} ({spread[0]})" if spread else told
 
 
 def _final(table: Table) -> str:
     return f"{'evaluation' if table.is_evaluated else 'training'} {table.metric}"
-
-
-def _is_faster(ratio: Stat | None) -> bool:
-    """Than the baseline, by more than the ratios of the seeds lie apart."""
-    return ratio is not None and ratio.mean - 1 > max(ratio.spread, _CLEAR)
-
-
-def _is_slower(ratio: Stat | None) -> bool:
-    return ratio is not None and 1 - ratio.mean > max(ratio.spread, _CLEAR)
-
-
-def _is_same(gap: Stat, base: Row) -> bool:
-    least = _SAME * abs(base.final.mean) if base.final is not None else 0.0
-    return abs(gap.mean) <= max(gap.spread, least)
-
-
-def _is_better(table: Table, row: Row) -> bool:
-    gap = row.final_gap
-    return gap is not None and not _is_same(gap, table.baseline) and (gap.mean > 0) == table.rises
-
-
-def _is_worse(table: Table, row: Row) -> bool:
-    gap = row.final_gap
-    return gap is None or (not _is_same(gap, table.baseline) and (gap.mean > 0) != table.rises)
 
 
 def _troubles(rows: Sequence[Row]) -> str:

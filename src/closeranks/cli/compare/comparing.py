@@ -3,7 +3,8 @@
     story = carry_out(Path("compare.toml"))
     story.advice, story.table.rows, story.outcomes
 
-Invariant: nothing runs before everything was checked; whatever was run is written down. No torch.
+Invariants: nothing runs before everything was checked; whatever was run is written down; the folder is this
+comparison's alone until then. No torch.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import typer
 
 from closeranks.cli.compare.advice import advise
 from closeranks.cli.compare.config import load_compare
+from closeranks.cli.compare.place import choose_place
 from closeranks.cli.compare.plan import Run, make_plan
 from closeranks.cli.compare.reading import Outcome, read_outcome
-from closeranks.cli.compare.records import Record, Slot, failed_runs
-from closeranks.cli.compare.running import choose_place, run_all
+from closeranks.cli.compare.records import Record, Slot, claimed, failed_runs
+from closeranks.cli.compare.running import run_all
 from closeranks.cli.compare.table import make_table
 from closeranks.cli.compare.writing import Story, in_words, show, write_down
 from closeranks.core.environment import detect_world
@@ -33,9 +35,6 @@ def carry_out(file: Path, overrides: Sequence[str] = (), *, retry: bool = False)
     compare = load_compare(file, overrides)
     plan = make_plan(compare, file)
     place = choose_place(plan)
-    if retry:
-        for slot in failed_runs(plan):
-            slot.clear()
     if place.why_not:
         typer.echo(f"Bytes are not measured: {place.why_not}.")
     outcomes: list[Outcome] = []
@@ -44,11 +43,15 @@ def carry_out(file: Path, overrides: Sequence[str] = (), *, retry: bool = False)
         outcomes.append(read_outcome(compare, run, slot, record))
         return in_words(outcomes[-1])
 
-    run_all(plan, place, on_done)
-    table = make_table(compare, outcomes)
-    command = shlex.join(["closeranks", "compare", str(file), *overrides])
-    story = Story(plan, tuple(outcomes), table, advise(table), place.why_not, command)
-    files = write_down(story)
+    with claimed(plan.folder):
+        if retry:
+            for slot in failed_runs(plan):
+                slot.clear()
+        run_all(plan, place, on_done)
+        table = make_table(compare, outcomes)
+        command = shlex.join(["closeranks", "compare", str(file), *overrides])
+        story = Story(plan, tuple(outcomes), table, advise(table), place.why_not, command)
+        files = write_down(story)
     typer.echo()
     show(story)
     typer.echo(f"\n{story.advice}\nwritten down in {', '.join(str(path) for path in files)}")

@@ -39,7 +39,8 @@ class Budget(Table):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data; for a job that counts epochs."""
     seconds: float | None = Field(default=None, gt=0)
-    """Stop each run after so many seconds of training. The learning rate still follows the job's own length."""
+    """Stop each run so many wall-clock seconds after training began, evaluations included. The learning rate still
+    follows the job's own length."""
 
 
 class Target(Table):
@@ -130,7 +131,9 @@ def check_network(compare: Compare) -> Iterable[Problem]:
     network = compare.network
     if network is None:
         return
-    if network.delay_ms and not 0 < network.mbit <= _RELAY_MBIT:
+    if network.delay_ms and not network.mbit:
+        yield Problem("network.mbit", "a delay needs a width", f"Set it, to {_RELAY_MBIT:g} or less.")
+    if network.delay_ms and network.mbit > _RELAY_MBIT:
         what = f"with a delay, links of more than {_RELAY_MBIT:g} Mbit/s cannot be kept up on one machine"
         yield Problem("network.mbit", what, f"Set it to {_RELAY_MBIT:g} or less.")
     asked = [("workers", compare.workers), *((f"setting '{one.name}'", one.workers) for one in compare.setting)]

@@ -65,7 +65,7 @@ class Host:
         self._interface = interface
         script = ["sh", "-c", _INIT, "init", self.name, str(hosts_file)]
         self._unshare = _held([*_UNSHARE, "--kill-child=KILL", *script])
-        self.init_pid = children_of(self._unshare.pid)[0]
+        self.init_pid = _init_of(self._unshare)
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, command: Sequence[str], output: IO[str]) -> subprocess.Popen[str]:
@@ -79,7 +79,12 @@ class Host:
 
     def sent_bytes(self) -> int:
         """What left through its interface since it was made."""
-        return sent_bytes(Path(f"/proc/{self.init_pid}/net/dev").read_text(), self._interface)
+        try:
+            table = Path(f"/proc/{self.init_pid}/net/dev").read_text()
+        except OSError as error:
+            what = f"{self.name} of the comparison ended before its run did: {error.strerror}"
+            raise SetupError(what, "Look at the memory of this machine; the same command goes on.") from error
+        return sent_bytes(table, self._interface)
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
@@ -176,6 +181,14 @@ def children_of(pid: int) -> list[int]:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def _init_of(unshare: subprocess.Popen[str]) -> int:
+    """Who holds the namespaces; without it nothing can be started in them, nor ended."""
+    if children := children_of(unshare.pid):
+        return children[0]
+    _end(unshare)
+    raise SetupError("a host for the comparison ended at once, or this kernel does not tell its children", _FIX)
 
 
 def _held(command: Sequence[str]) -> subprocess.Popen[str]:

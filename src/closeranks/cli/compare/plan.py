@@ -25,8 +25,9 @@ from closeranks.core.config.toml import Parts, dotted, format_value
 from closeranks.core.errors import ConfigError, Problem, UserError
 from closeranks.run.job import Job, check_workers, load_job
 
-QUIET = ("checkpoint.save=false", "telemetry.report=false")
-"""A comparison needs neither; a setting that wants to measure them says so."""
+QUIET = ("checkpoint.save=false", "telemetry.report=false", "elastic.second_copies=off")
+"""A comparison needs none of them; a setting that wants to measure them says so. Left to themselves, second copies take
+the link under some settings and not under others."""
 _OURS = {
     "run.seed": "The seeds of a comparison are its own: write seeds = [0, 1, 2].",
     "run.folder": "Each run gets a folder of its own: write folder at the top for all of them.",
@@ -141,9 +142,16 @@ def _claims(overrides: Sequence[str]) -> Iterator[Problem]:
     """What a setting may not change, or the runs could not be compared."""
     known: list[Override] = parse_overrides(Job, overrides)[0]
     for override in known:
-        place = dotted(override.parts)
-        if place in _OURS:
-            yield Problem(place, "a comparison sets this itself", _OURS[place])
+        for parts in _set_by(override):
+            if (place := dotted(parts)) in _OURS:
+                yield Problem(place, "a comparison sets this itself", _OURS[place])
+
+
+def _set_by(override: Override) -> list[Parts]:
+    """The keys, also where a whole table is given: ``train={steps=5}``."""
+    if not isinstance(override.value, Mapping):
+        return [override.parts]
+    return [parts for parts, _ in _leaves(override.value, override.parts)]
 
 
 def _in_turns(compare: Compare, cases: Sequence[Case]) -> Iterator[Run]:
@@ -156,6 +164,6 @@ def _in_turns(compare: Compare, cases: Sequence[Case]) -> Iterator[Run]:
 def _key(compare: Compare, case: Case, seed: int, repeat: int) -> str:
     job = case.job.model_dump(mode="json")
     job["run"] |= {"seed": seed, "folder": "", "name": ""}
-    network = compare.network.model_dump() if compare.network else compare.isolate
+    network = compare.network.model_dump() if compare.network else None
     told = [job, case.num_workers, seed, repeat, network, compare.budget.seconds, __version__]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]

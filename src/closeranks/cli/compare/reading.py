@@ -1,13 +1,12 @@
 """What does a run that is over tell: how fast, how far, at what price? Pure but for ``read_outcome``.
 
-Invariants: times are of training alone, evaluations and saves left out; bytes per step are counted between the ends of
-the first and the last step, so that starting up weighs nothing; a figure that nobody measured is None, never 0.
+Invariants: times are of training alone, evaluations and saves left out; figures of training and of evaluations stay
+apart; a figure that nobody measured, or that is no number, is None, never 0.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
@@ -15,14 +14,13 @@ from itertools import accumulate, takewhile
 from closeranks.cli.compare.config import Compare, Target
 from closeranks.cli.compare.plan import Run
 from closeranks.cli.compare.records import Record, Slot
+from closeranks.cli.compare.traffic import bytes_per_step, told_times
 from closeranks.core.events import Evaluated, StepDone
-from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.history import History, load_history
-from closeranks.telemetry.recorder import read_events
 
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 _RISEN = 1.2
-"""A loss that ends this many times higher than it began has diverged, though it is a number."""
+"""A loss whose last tenth lies this many times above its first has diverged, though it is a number."""
 _FEWEST = 2
 """Steps on each side over which a smooth figure is taken, at least."""
 
@@ -64,12 +62,16 @@ class Outcome:
     eval_loss: float | None = None
     """Of the last evaluation."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last evaluation; of training where there was none."""
+    """Of training, over the last tenth."""
+    eval_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation."""
     memory_bytes: int | None = None
     cost: float | None = None
     cost_to_target: float | None = None
     wall_s: float = 0.0
     folder: str = ""
+    machine: str = ""
+    """Where it ran, in words."""
     losses: tuple[Point, ...] = ()
     """Smoothed, for the picture."""
 
@@ -77,21 +79,21 @@ class Outcome:
     def is_sound(self) -> bool:
         return self.state == FINISHED
 
-    def final(self, metric: str) -> float | None:
-        """What it came to: of an evaluation where there was one."""
+    def final(self, metric: str, *, is_evaluated: bool) -> float | None:
+        """What it came to, in the last evaluation or in training; whoever compares asks all runs for the same."""
         if metric != "loss":
-            return self.metrics.get(metric)
-        return self.final_loss if self.eval_loss is None else self.eval_loss
+            return (self.eval_metrics if is_evaluated else self.metrics).get(metric)
+        return self.eval_loss if is_evaluated else self.final_loss
 
 
 def read_outcome(compare: Compare, run: Run, slot: Slot, record: Record) -> Outcome:
-    return outcome_of(compare, run, record, load_history(slot.folder), _step_times(slot), str(slot.folder))
+    return outcome_of(compare, run, record, load_history(slot.folder), told_times(slot), str(slot.folder))
 
 
 def outcome_of(
     compare: Compare, run: Run, record: Record, history: History, times: dict[int, float], folder: str = ""
 ) -> Outcome:
-    """``times``: the wall clock at the end of each step."""
+    """``times``: the wall clock at which each step was told."""
     state, reason = judge(record, history)
     losses = points(history.steps, "loss")
     reached = _reached(compare.target, history) if compare.target else None
@@ -117,11 +119,13 @@ def outcome_of(
         final_loss=_last([point.value for point in losses]),
         eval_loss=history.evals[-1].loss if history.evals else None,
         metrics=_final_metrics(history),
+        eval_metrics=_finite(history.evals[-1].metrics) if history.evals else {},
         memory_bytes=max((step.memory_bytes for step in history.steps), default=0) or None,
         cost=per_hour * seconds if per_hour and seconds is not None else None,
         cost_to_target=per_hour * reached.at_s if per_hour and reached else None,
         wall_s=record.wall_s,
         folder=folder,
+        machine=str(record.machine),
         losses=tuple(smooth(losses)),
     )
 
@@ -139,9 +143,12 @@ def judge(record: Record, history: History) -> tuple[str, str]:
         return FAILED, _first_sentence(detail or record.said or f"exit status {record.exit_code}")
     if not steps:
         return FAILED, "no step was finished"
-    last = _last([step.loss for step in steps])
-    if last is not None and last > _RISEN * steps[0].loss > 0:
-        return DIVERGED, f"its loss rose from {steps[0].loss:.4g} to {last:.4g}"
+    if history.evals and not math.isfinite(history.evals[-1].loss):
+        return DIVERGED, f"its loss in the evaluation after step {history.evals[-1].step} is not finite"
+    losses = [step.loss for step in steps]
+    first, last = _first(losses), _last(losses)
+    if first is not None and last is not None and last > _RISEN * first > 0:
+        return DIVERGED, f"its loss rose from {first:.4g} to {last:.4g}"
     return FINISHED, ""
 
 
@@ -216,42 +223,22 @@ def _reached(target: Target, history: History) -> Point | None:
     return crossing(smooth(points(history.steps, target.metric)), target.value, rises=target.rises)
 
 
+def _first(values: Sequence[float]) -> float | None:
+    """The mean of the first tenth."""
+    return _last(values[::-1])
+
+
 def _last(values: Sequence[float]) -> float | None:
-    """The mean of the last tenth."""
-    tail = values[-max(1, len(values) // 10) :]
+    """The mean of the last tenth, of what is a number there."""
+    tail = [value for value in values[-max(1, len(values) // 10) :] if math.isfinite(value)]
     return sum(tail) / len(tail) if tail else None
 
 
 def _final_metrics(history: History) -> dict[str, float]:
-    if history.evals:
-        return dict(history.evals[-1].metrics)
     names = history.steps[-1].metrics if history.steps else {}
     found = {name: _last([point.value for point in points(history.steps, name)]) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def bytes_per_step(traffic: Sequence[tuple[float, int]], times: dict[int, float]) -> float | None:
-    """What was sent between the ends of the first and the last step, by the number of steps between them."""
-    if not traffic or len(times) < 2:
-        return None
-    first, last = min(times), max(times)
-    sent = sent_until(traffic, times[last]) - sent_until(traffic, times[first])
-    return sent / (last - first)
-
-
-def sent_until(traffic: Sequence[tuple[float, int]], at: float) -> float:
-    """Bytes at a moment, between two countings along a line."""
-    place = bisect_left(traffic, at, key=lambda sample: sample[0])
-    if place == 0:
-        return float(traffic[0][1])
-    if place == len(traffic):
-        return float(traffic[-1][1])
-    (left_at, left), (right_at, right) = traffic[place - 1], traffic[place]
-    return left + (right - left) * (at - left_at) / (right_at - left_at)
-
-
-def _step_times(slot: Slot) -> dict[int, float]:
-    """The wall clock at the end of each step, as rank 0 wrote it down."""
-    path = RunFolder(slot.folder).metrics(0)
-    lines = read_events(path) if path.exists() else ()
-    return {event.step: float(fields.get("at", 0.0)) for fields, event in lines if isinstance(event, StepDone)}
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

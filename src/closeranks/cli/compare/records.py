@@ -1,20 +1,52 @@
 """What stays of a run that is over? A folder with the run itself, what it printed, and how it ended.
 
-    COMPARISON/runs/SETTING-seed0-1f3a9c20/run/          the run folder
+    COMPARISON/.lock                                     held while a comparison runs there
+               runs/SETTING-seed0-1f3a9c20/run/          the run folder
                                            output.txt    what `closeranks train` printed
                                            done.json     how it ended; without it the run does not count
 
-Invariant: ``done.json`` is there whole or not at all.
+Invariants: ``done.json`` is there whole or not at all; only one comparison at a time writes in a folder; a folder that
+cannot be written is one sentence.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import IO
 
 from closeranks.cli.compare.plan import Plan, Run
+from closeranks.core.errors import SetupError
+from closeranks.telemetry.wording import count
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the times of a run depend on beside the job."""
+
+    host: str = ""
+    num_cores: int = 0
+    torch: str = ""
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Without importing torch."""
+        try:
+            torch = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch = ""
+        return cls(socket.gethostname(), len(os.sched_getaffinity(0)), torch)
+
+    def __str__(self) -> str:
+        return f"{self.host} with {self.num_cores} cores and torch {self.torch}" if self.host else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +61,7 @@ class Record:
     """(wall clock, bytes sent until then), as the interfaces counted; empty where nobody counted."""
     said: str = ""
     """Its last words."""
+    machine: Machine = Machine()
 
 
 class Slot:
@@ -41,21 +74,65 @@ class Slot:
         self._done = self.path / "done.json"
 
     def read(self) -> Record | None:
-        """How the run went; None where it was not finished."""
+        """How the run went; None where it was not finished, or another version of ours wrote it down."""
         try:
             told = json.loads(self._done.read_text())
-        except (OSError, ValueError):
+            traffic = tuple((float(at), int(sent)) for at, sent in told["traffic"])
+            return Record(**{**told, "traffic": traffic, "machine": Machine(**told["machine"])})
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        return Record(**{**told, "traffic": tuple((float(at), int(sent)) for at, sent in told["traffic"])})
 
     def write(self, record: Record) -> None:
         unfinished = self._done.with_suffix(".part")
-        unfinished.write_text(json.dumps(asdict(record)) + "\n")
-        unfinished.replace(self._done)
+        with written(unfinished):
+            unfinished.write_text(json.dumps(asdict(record)) + "\n")
+            unfinished.replace(self._done)
 
     def clear(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
+        with written(self.path):
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            self.path.mkdir(parents=True)
+
+    def open(self, name: str) -> IO[str]:
+        """A file beside the run, for what a process prints."""
+        with written(self.path / name):
+            return (self.path / name).open("w")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """What the disk refuses is told in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or path} cannot be written: {error.strerror or error}"
+        raise SetupError(what, "Set folder, or make it yours.") from error
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """The folder is made, and no other comparison's until this ends, however it ends."""
+    path = folder / ".lock"
+    with written(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a")
+    with lock:
+        with written(path):
+            is_free = _take(lock)
+        if not is_free:
+            fix = "Wait until it is over, or set another folder."
+            raise SetupError(f"another comparison runs in {folder}", fix)
+        yield
+
+
+def _take(lock: IO[str]) -> bool:
+    """Given back by the kernel when the process ends."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def last_words(output: str) -> str:
@@ -71,3 +148,13 @@ def failed_runs(plan: Plan) -> Sequence[Slot]:
     """Runs that are over and did not end well; whoever clears them lets them run again."""
     slots = [Slot(plan, run) for run in plan.runs]
     return [slot for slot in slots if (record := slot.read()) and record.exit_code and not record.is_stopped]
+
+
+def of_others(records: Sequence[Record | None], here: Machine) -> str:
+    """Says so where times of several machines would be mixed; None is a run that is still to be made, here."""
+    foreign = [record.machine for record in records if record is not None and record.machine != here]
+    if not foreign or (len(set(foreign)) == 1 and len(foreign) == len(records)):
+        return ""
+    where = " and ".join(str(machine) or "an unknown machine" for machine in dict.fromkeys(foreign))
+    runs = f"{count(len(foreign), 'finished run')} {'is' if len(foreign) == 1 else 'are'} of {where}"
+    return f"{runs}, not of {here}: times of different machines are mixed."

@@ -1,8 +1,9 @@
 """How are the runs of a comparison carried out, one after the other?
 
 Each run is a real ``closeranks train`` with a folder of its own; ``done.json`` beside it says that it is over, and how.
-Invariants: a run that is over is never run again, and one that was cut short leaves nothing that counts; a run that
-fails ends itself alone, not the comparison; whoever interrupts a comparison stops everything it started. No torch.
+Invariants: a run that is over is not run again, unless bytes can be counted now that nobody counted then; one that was
+cut short leaves nothing that counts; a run that fails ends itself alone, not the comparison; whoever interrupts a
+comparison stops everything it started. No torch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -23,9 +24,10 @@ from typing import IO
 import typer
 
 from closeranks.cli.compare.config import Network
-from closeranks.cli.compare.network import Host, Hosts, address_of, children_of, why_not
+from closeranks.cli.compare.network import Host, Hosts, address_of, children_of
+from closeranks.cli.compare.place import Place
 from closeranks.cli.compare.plan import Plan, Run
-from closeranks.cli.compare.records import Record, Slot, last_words
+from closeranks.cli.compare.records import Machine, Record, Slot, last_words, of_others, written
 from closeranks.core.errors import Drained, Interrupted, SetupError
 from closeranks.core.linux import die_with_parent
 from closeranks.telemetry.folder import RunFolder
@@ -39,60 +41,28 @@ _PORT = 29400
 _MOST_SAMPLES = 4000
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where runs happen: plainly here, or in namespaces."""
-
-    network: Network | None
-    is_counted: bool
-    why_not: str = ""
-    """Why bytes are not counted."""
-
-
-def choose_place(plan: Plan) -> Place:
-    """Refuses a network that cannot be made; without one, says why bytes will not be counted."""
-    network = plan.compare.network
-    if network is not None:
-        if reason := why_not(shaped=bool(network.mbit)):
-            raise SetupError(f"the hosts of [network] cannot be made: {reason}", "Leave [network] away, or be root.")
-        return Place(network, is_counted=True)
-    if not plan.compare.isolate:
-        return Place(None, is_counted=False, why_not="isolate = false")
-    if far := next((value for case in plan.cases for value in _addresses(case.job.model_dump(mode="json"))), ""):
-        return Place(None, is_counted=False, why_not=f"the job needs {far}, which a namespace of its own cannot reach")
-    reason = why_not(shaped=False)
-    return Place(None, is_counted=not reason, why_not=reason)
-
-
-def _addresses(value: object) -> Iterator[str]:
-    """What the job names of other machines."""
-    if isinstance(value, dict):
-        for one in value.values():
-            yield from _addresses(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _addresses(one)
-    elif isinstance(value, str) and "://" in value and not value.startswith(("file://", "memory://")):
-        yield value
-
-
 def run_all(plan: Plan, place: Place, on_done: Callable[[Run, Slot, Record], str]) -> None:
     """Run what is not finished, and tell of each run as it ends; ``on_done`` puts one in words."""
-    try:
-        plan.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SetupError(f"the folder {plan.folder} cannot be made: {error.strerror}", "Set folder.") from error
+    here = Machine.here()
+    if mixed := of_others([_finished(Slot(plan, run), place) for run in plan.runs], here):
+        typer.echo(mixed)
     with _stopped_in_order():
         for number, run in enumerate(plan.runs, 1):
             slot = Slot(plan, run)
             typer.echo(f"[{number}/{len(plan.runs)}] {run.case.name}, seed {run.seed}: ", nl=False)
-            record = slot.read()
+            record = _finished(slot, place)
             before = " (from before)" if record is not None else ""
             if record is None:
                 slot.clear()
-                record = _carry_out(plan, place, run, slot)
+                record = replace(_carry_out(plan, place, run, slot), machine=here)
                 slot.write(record)
             typer.echo(on_done(run, slot, record) + before)
+
+
+def _finished(slot: Slot, place: Place) -> Record | None:
+    """How the run went before; one whose bytes nobody counted does not do where they can be counted."""
+    record = slot.read()
+    return record if record is None or record.traffic or not place.is_counted else None
 
 
 @contextmanager
@@ -119,9 +89,17 @@ def _stopped_in_order() -> Iterator[None]:
 
 
 def _carry_out(plan: Plan, place: Place, run: Run, slot: Slot) -> Record:
+    try:
+        return _started_and_watched(plan, place, run, slot)
+    except OSError as error:
+        fix = "Mend that; the same command goes on with the runs that are missing."
+        raise SetupError(f"a run cannot be carried out: {error}", fix) from error
+
+
+def _started_and_watched(plan: Plan, place: Place, run: Run, slot: Slot) -> Record:
     processes: list[subprocess.Popen[str]] = []
     with ExitStack() as stack:
-        output = stack.enter_context(slot.output.open("w"))
+        output = stack.enter_context(slot.open(slot.output.name))
         hosts = stack.enter_context(Hosts(place.network)) if place.is_counted else None
         stack.callback(_stop, processes, hosts is not None)
         command = _command(plan, run, slot, place.network)
@@ -129,7 +107,7 @@ def _carry_out(plan: Plan, place: Place, run: Run, slot: Slot) -> Record:
         processes.append(hosts.hosts[0].start(command, output) if hosts else _start_here(command, output))
         others = hosts.hosts[1:] if hosts else []
         for host in others:
-            joined = stack.enter_context((slot.path / f"{host.name}.txt").open("w"))
+            joined = stack.enter_context(slot.open(f"{host.name}.txt"))
             processes.append(host.start(_joining(slot, host, run.case.num_workers // (len(others) + 1)), joined))
         watched = _Watch(processes[0], hosts, slot, plan.compare.budget.seconds)
         exit_code = watched.wait()
@@ -160,8 +138,9 @@ def _command(plan: Plan, run: Run, slot: Slot, network: Network | None) -> list[
     words = [*_closeranks(), "train", str(plan.job_file), "-n", str(run.case.num_workers // num_hosts)]
     if network is not None:
         token = slot.path / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
+        with written(token):
+            token.touch(mode=0o600)
+            token.write_text(secrets.token_hex(32))
         listen = f"{address_of(0)}:{_PORT}"
         words += ["--hosts", str(num_hosts), "--listen", listen, "--token-file", str(token)]
     return [*words, *run.case.overrides, f"run.seed={run.seed}", f"run.folder={slot.folder}"]
@@ -192,9 +171,10 @@ def _stop(processes: Sequence[subprocess.Popen[str]], is_inside: bool) -> None:
 
 
 def _signal(process: subprocess.Popen[str], is_inside: bool, signum: int) -> None:
-    """nsenter passes no signal on."""
+    """nsenter passes no signal on. Who has ended in the meantime needs none."""
     for pid in children_of(process.pid) if is_inside else [process.pid]:
-        os.kill(pid, signum)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signum)
 
 
 class _Watch:

@@ -1,17 +1,21 @@
 """What does a comparison come to? A row for each setting. Pure.
 
 Invariants: means and spreads are over the runs that finished, and a setting with any other run says so in words; what
-is held against the baseline is held run by run, seed against the same seed, so that what a seed does to both cancels.
+is held against the baseline is held run by run, seed against the same seed, so that what a seed does to both cancels;
+final figures are all of evaluations or all of training, never some of each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
 from closeranks.cli.compare.config import Compare
 from closeranks.cli.compare.reading import Outcome
+
+Figure = Callable[[Outcome], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,8 @@ class Stat:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Stat | None:
-        """None where nobody measured anything."""
-        known = [value for value in values if value is not None]
+        """None where nobody measured anything that is a number."""
+        known = [value for value in values if value is not None and math.isfinite(value)]
         if not known:
             return None
         spread = stdev(known) if len(known) > 1 else 0.0
@@ -46,6 +50,9 @@ class Row:
     """Runs that finished, with a loss that is a number."""
     reason: str = ""
     """What befell the others, in words."""
+    num_seeds: int = 0
+    num_steps: float = 0.0
+    """Of a run that finished, in the mean."""
     steps_per_s: Stat | None = None
     rate_ratio: float | None = None
     """Steps a second, by those of the baseline."""
@@ -91,7 +98,7 @@ class Table:
     """Whether ``final`` is of held-out data."""
     target: float | None = None
     is_timed: bool = False
-    """Whether all had the same time, rather than the same number of steps."""
+    """Whether all had the same time, rather than the same steps or epochs."""
 
     @property
     def baseline(self) -> Row:
@@ -102,29 +109,33 @@ def make_table(compare: Compare, outcomes: Sequence[Outcome]) -> Table:
     """Rows in the order of the settings."""
     target = compare.target
     metric = target.metric if target else "loss"
-    groups = [[one for one in outcomes if one.setting == setting.name] for setting in compare.setting]
-    rows = tuple(_row(group, groups[0], metric, has_target=target is not None) for group in groups if group)
     sound = [one for one in outcomes if one.is_sound]
+    is_evaluated = bool(sound) and all(one.final(metric, is_evaluated=True) is not None for one in sound)
+
+    def final(one: Outcome) -> float | None:
+        return one.final(metric, is_evaluated=is_evaluated)
+
+    groups = [[one for one in outcomes if one.setting == setting.name] for setting in compare.setting]
     return Table(
-        rows=rows,
+        rows=tuple(_row(group, groups[0], final, has_target=target is not None) for group in groups if group),
         metric=metric,
         rises=metric != "loss",
-        is_evaluated=bool(sound) and all(one.eval_loss is not None for one in sound),
+        is_evaluated=is_evaluated,
         target=target.value if target else None,
         is_timed=compare.budget.seconds is not None,
     )
 
 
-def _row(group: Sequence[Outcome], baseline: Sequence[Outcome], metric: str, *, has_target: bool) -> Row:
+def _row(group: Sequence[Outcome], baseline: Sequence[Outcome], final: Figure, *, has_target: bool) -> Row:
     sound = [one for one in group if one.is_sound]
     base = [one for one in baseline if one.is_sound]
     reached = [one.seconds_to_target for one in sound if one.seconds_to_target is not None]
     to_target = Stat.of(reached) if len(reached) == len(sound) else None
 
-    def stat(pick: Callable[[Outcome], float | None]) -> Stat | None:
+    def stat(pick: Figure) -> Stat | None:
         return Stat.of(pick(one) for one in sound)
 
-    def ratio(pick: Callable[[Outcome], float | None]) -> float | None:
+    def ratio(pick: Figure) -> float | None:
         return _ratio(Stat.of(pick(one) for one in sound), Stat.of(pick(one) for one in base))
 
     return Row(
@@ -133,6 +144,8 @@ def _row(group: Sequence[Outcome], baseline: Sequence[Outcome], metric: str, *, 
         num_runs=len(group),
         num_sound=len(sound),
         reason=_reason(group),
+        num_seeds=len({one.seed for one in group}),
+        num_steps=mean(one.num_steps for one in sound) if sound else 0.0,
         steps_per_s=stat(lambda one: one.steps_per_s),
         rate_ratio=ratio(lambda one: one.steps_per_s),
         items_per_s=stat(lambda one: one.items_per_s),
@@ -143,8 +156,8 @@ def _row(group: Sequence[Outcome], baseline: Sequence[Outcome], metric: str, *, 
         seconds_to_target=to_target if has_target else None,
         num_reached=len(reached),
         speedup=_beside(sound, base, lambda one: one.seconds_to_target, _over) if to_target else None,
-        final=stat(lambda one: one.final(metric)),
-        final_gap=_beside(sound, base, lambda one: one.final(metric), _above),
+        final=stat(final),
+        final_gap=_beside(sound, base, final, _above),
         final_loss=stat(lambda one: one.final_loss),
         eval_loss=stat(lambda one: one.eval_loss),
         memory_bytes=stat(lambda one: one.memory_bytes),
@@ -168,7 +181,7 @@ def _above(mine: float, theirs: float) -> float:
 def _beside(
     sound: Sequence[Outcome],
     base: Sequence[Outcome],
-    pick: Callable[[Outcome], float | None],
+    pick: Figure,
     weigh: Callable[[float, float], float | None],
 ) -> Stat | None:
     """Each run held against the baseline's of the same seed; None where one of those has no figure."""

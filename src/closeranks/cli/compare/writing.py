@@ -5,7 +5,7 @@
                runs.csv                    a line for each run
                curves.png, bars.png        what people look at
 
-Invariant: a column stands there only where somebody has a figure for it; a cell without one says why in a word.
+Invariant: what a page says of the conditions is what they were: seeds, network, bytes, machines.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any
 
 from closeranks import __version__
 from closeranks.cli.ckpt.places import print_table
+from closeranks.cli.compare.cells import headings_and_cells
 from closeranks.cli.compare.picture import draw_bars, draw_curves
 from closeranks.cli.compare.plan import Plan, texts_of
 from closeranks.cli.compare.reading import Outcome
-from closeranks.cli.compare.table import Row, Stat, Table
+from closeranks.cli.compare.records import written
+from closeranks.cli.compare.table import Row, Table
 from closeranks.telemetry.wording import brief, number, size, span
 
-_NONE = "-"
 _LEFT = ("setting", "note")
 
 
@@ -43,63 +44,6 @@ class Story:
     command: str = ""
 
 
-def headings_and_cells(table: Table) -> tuple[list[str], list[list[str]]]:
-    """The table as text; columns that say nothing are left out."""
-    goal = f"to {table.metric} {brief(table.target)}" if table.target is not None else "to the target"
-    final = f"final {table.metric}"
-    named = [_cells(table, row, goal, final) for row in table.rows]
-    shown = [name for name in named[0] if any(cells[name] not in ("", _NONE) for cells in named)]
-    if table.target is not None and goal not in shown:
-        shown.insert(1, goal)
-    return shown, [[cells[name] for name in shown] for cells in named]
-
-
-def _cells(table: Table, row: Row, goal: str, final: str) -> dict[str, str]:
-    base = row is table.baseline
-    return {
-        "setting": row.name,
-        "workers": str(row.num_workers) if any(one.num_workers != row.num_workers for one in table.rows) else "",
-        "steps/s": _about(row.steps_per_s, brief),
-        "x": _times(row.rate_ratio, base),
-        "bytes/step": size(row.bytes_per_step.mean) if row.bytes_per_step else _NONE,
-        "training": _about(row.seconds, span) if not table.is_timed else "",
-        goal: _goal(table, row),
-        "speed-up": _NONE if base else _about(row.speedup, _ratio),
-        final: _about(row.final, number),
-        "above baseline": _NONE if base or row.final_gap is None else _about(row.final_gap, _signed),
-        "memory": size(row.memory_bytes.mean) if row.memory_bytes else _NONE,
-        "cost": brief(row.cost.mean) if row.cost else _NONE,
-        "cost to target": brief(row.cost_to_target.mean) if row.cost_to_target else _NONE,
-        "note": row.reason,
-    }
-
-
-def _goal(table: Table, row: Row) -> str:
-    if table.target is None or not row.num_sound:
-        return _NONE
-    if row.seconds_to_target is not None:
-        return _about(row.seconds_to_target, span)
-    return "not reached" if not row.num_reached else f"reached by {row.num_reached} of {row.num_sound}"
-
-
-def _about(stat: Stat | None, words: Any) -> str:
-    if stat is None:
-        return _NONE
-    return f"{words(stat.mean)} ± {words(stat.spread).lstrip('+')}" if stat.num > 1 else str(words(stat.mean))
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.4f}" if abs(value) >= 0.0001 or value == 0 else f"{value:+.1e}"
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.2f}x"
-
-
-def _times(value: float | None, is_baseline: bool) -> str:
-    return _NONE if value is None or is_baseline else f"{value:.2f}x"
-
-
 def in_words(outcome: Outcome) -> str:
     """One run, in a line."""
     if not outcome.is_sound:
@@ -111,7 +55,7 @@ def in_words(outcome: Outcome) -> str:
         parts.append(f"{size(outcome.bytes_per_step)} a step")
     if outcome.seconds_to_target is not None:
         parts.append(f"target after {span(outcome.seconds_to_target)}")
-    final = outcome.final("loss")
+    final = outcome.final("loss", is_evaluated=outcome.eval_loss is not None)
     return ", ".join([*parts, *([f"final loss {number(final)}"] if final is not None else [])])
 
 
@@ -123,7 +67,11 @@ def show(story: Story) -> None:
 
 def write_down(story: Story) -> list[Path]:
     """All files; what they are called, those first that people open."""
-    folder = story.plan.folder
+    with written(story.plan.folder):
+        return _write_all(story, story.plan.folder)
+
+
+def _write_all(story: Story, folder: Path) -> list[Path]:
     compare, table = story.plan.compare, story.table
     bars = draw_bars(folder / "bars.png", compare, table)
     curves = draw_curves(folder / "curves.png", compare, table, story.outcomes)
@@ -152,8 +100,9 @@ def as_json(story: Story) -> dict[str, Any]:
 
 def _setting(story: Story, row: Row) -> dict[str, Any]:
     (case,) = [case for case in story.plan.cases if case.name == row.name]
-    metric = story.table.metric
-    runs = [{**_flat(one), "final": one.final(metric)} for one in story.outcomes if one.setting == row.name]
+    metric, is_evaluated = story.table.metric, story.table.is_evaluated
+    mine = [one for one in story.outcomes if one.setting == row.name]
+    runs = [{**_flat(one), "final": one.final(metric, is_evaluated=is_evaluated)} for one in mine]
     return {**asdict(row), "overrides": list(case.overrides), "runs": runs}
 
 
@@ -173,13 +122,16 @@ def _finite(value: Any) -> Any:
 
 def _write_runs(path: Path, outcomes: Sequence[Outcome]) -> None:
     rows = [_flat(one) for one in outcomes]
-    metrics = sorted({name for one in outcomes for name in one.metrics})
+    figures = [
+        {**one.metrics, **{f"eval_{name}": value for name, value in one.eval_metrics.items()}} for one in outcomes
+    ]
     with path.open("w", newline="") as file:
-        names = [name for name in rows[0] if name != "metrics"]
-        lines = csv.DictWriter(file, [*names, *metrics], lineterminator="\n")
+        names = [name for name in rows[0] if name not in ("metrics", "eval_metrics")]
+        more = sorted({name for each in figures for name in each})
+        lines = csv.DictWriter(file, [*names, *more], lineterminator="\n")
         lines.writeheader()
-        for row in rows:
-            lines.writerow({**{name: row[name] for name in names}, **row["metrics"]})
+        for row, each in zip(rows, figures, strict=True):
+            lines.writerow({**{name: row[name] for name in names}, **each})
 
 
 def _write(path: Path, text: str) -> None:
@@ -225,11 +177,15 @@ def conditions(story: Story) -> str:
         )
         parts.append("Bytes are those that crossed the links.")
     elif story.uncounted:
-        parts.append(f"Bytes were not measured: {story.uncounted}.")
+        but = ", but in runs from before" if any(one.bytes_total is not None for one in story.outcomes) else ""
+        parts.append(f"Bytes were not measured{but}: {story.uncounted}.")
     else:
         parts.append("Bytes are those that the workers sent one another over loopback.")
     of = "the last evaluation" if table.is_evaluated else "the last tenth of training"
     parts.append(f"The final {table.metric} is that of {of}; times are of training, evaluations left out.")
+    machines = list(dict.fromkeys(one.machine for one in story.outcomes if one.machine))
+    if len(machines) > 1:
+        parts.append(f"Times of different machines are mixed: {'; '.join(machines)}.")
     return " ".join([*parts, *others])
 
 
