@@ -28,13 +28,14 @@ from closeranks.core.errors import UserError
 
 ACCURACY = 0.97
 """Of held-out digits, by the mean over seeds."""
-GAPS = {"bf16": 0.02, "fp16": 0.02, "int8": 0.02, "topk": 0.35, "powersgd": 0.2, "onebit": 0.15}
-GAPS |= {"diloco": 0.15, "diloco, int8": 0.15}
-"""Of held-out loss, above the exact run's after as many steps: what docs/sync.md states."""
+GAPS = {"bf16": 0.05, "fp16": 0.05, "int8": 0.05, "topk": 0.9, "powersgd": 0.25, "onebit": 0.3}
+GAPS |= {"diloco": 0.4, "diloco, int8": 0.4}
+"""Of held-out loss, above the exact run's after 200 steps: what docs/sync.md states."""
 KINDS: dict[str, tuple[str, ...]] = {
-    **{name: (f"sync.compress.name={name}",) for name in ("bf16", "fp16", "int8", "topk", "powersgd", "onebit")},
-    "diloco": ("sync.local.every=10",),
-    "diloco, int8": ("sync.local.every=10", "sync.compress.name=int8"),
+    **{name: (f"sync.compress.name={name}",) for name in ("bf16", "fp16", "int8", "topk", "powersgd")},
+    "onebit": ("sync.compress.name=onebit", "sync.compress.warmup=0.2"),
+    "diloco": ("sync.local.every=20",),
+    "diloco, int8": ("sync.local.every=20", "sync.compress.name=int8"),
 }
 EXACT = "exact"
 SPREADS = {"replicas": ("layout.zero=0",), "sharded": ("layout.zero=3",)}
@@ -54,13 +55,13 @@ class Task:
 TASKS = {
     "digits": Task(
         _HERE.parent / "examples" / "digits.toml",
-        "epochs = 8",
+        "epochs = 16",
         "epochs = 0.5",
         ("train.eval_every=0",),
         (0, 1),
         "accuracy",
     ),
-    "text": Task(_HERE / "sync.toml", "steps = 160", "steps = 8", ("train.micro_batch=2",), (0,), "loss"),
+    "text": Task(_HERE / "sync.toml", "steps = 200", "steps = 8", ("train.micro_batch=2",), (0,), "loss"),
 }
 
 

@@ -140,11 +140,11 @@ def test_emitting_is_cheap(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 0)
     event = StepDone(step=7, loss=2.5, metrics={"accuracy": 0.5})
     best_s = math.inf
-    for _ in range(20):
+    for _ in range(200):  # short ones: some of them are not disturbed by whoever else is at work
         began_at = time.perf_counter()
-        for _ in range(100):
+        for _ in range(20):
             recorder.emit(event)
-        best_s = min(best_s, (time.perf_counter() - began_at) / 100)
+        best_s = min(best_s, (time.perf_counter() - began_at) / 20)
     recorder.close()
     assert best_s < 30e-6
 
