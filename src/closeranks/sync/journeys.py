@@ -12,10 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch.distributed as dist
 
-Journey = Iterator[dist.Work]
+class Awaited(Protocol):
+    """A collective under way, or several: as much of ``dist.Work`` as a journey needs."""
+
+    def wait(self) -> object: ...
+
+
+Journey = Iterator[Awaited]
 
 
 def travel(journey: Journey) -> None:
@@ -27,7 +33,7 @@ def travel(journey: Journey) -> None:
 @dataclass(slots=True)
 class _Traveller:
     journey: Journey
-    work: dist.Work | None
+    work: Awaited | None
     num_ahead: int
     """Legs that it has still to start."""
 

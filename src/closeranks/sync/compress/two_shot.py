@@ -16,16 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.protocols import Remembered
-from closeranks.sync.collectives import gather_flat
 from closeranks.sync.compress.codec import Codec
 from closeranks.sync.held import DataGroup
 from closeranks.sync.journeys import Journey
 from closeranks.sync.memory import OWED, RESIDUAL, Memory, in_rows
 from closeranks.sync.places import Load
+from closeranks.sync.swaps import gather, swap
 
 
 class TwoShot:
@@ -57,7 +56,7 @@ class TwoShot:
             self._own.clear_gaps(self._owed.draft())
         own.copy_(meant)
         codes = torch.empty(self._group.size, code.shape[1], dtype=torch.uint8, device=flat.device)
-        yield gather_flat(codes.view(-1), code.view(-1), group=self._group.process_group, async_op=True)
+        yield gather(codes, code.view(-1), self._group)
         for others in self._others:
             rows[others] = self._codec.decode(codes[others], self._share, flat.dtype)
         self._load.clear_gaps(flat)
@@ -76,12 +75,7 @@ class TwoShot:
             self._remember(rows, codes, self._residual)
         outgoing = codes[0] if len(codes) == 1 else torch.cat(codes)
         arrived = torch.empty_like(outgoing)
-        splits = [outgoing.shape[1] * (rank != self._group.rank) for rank in range(self._group.size)]
-        work = dist.all_to_all_single(
-            arrived.view(-1), outgoing.view(-1), splits, splits, group=self._group.process_group, async_op=True
-        )
-        assert work is not None
-        yield work
+        yield swap(arrived, outgoing, self._group)
         own = rows[self._group.rank]
         for part in self._codec.decode(arrived, self._share, rows.dtype):
             own.add_(part)
