@@ -73,7 +73,11 @@ bench: install
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/sync.py
 	$(BIN)/python benchmarks/sync_peers.py
+	$(BIN)/python benchmarks/straggler.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/convergence.py
+	$(BIN)/python benchmarks/large_batch.py
 	$(BIN)/python benchmarks/checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recovery.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/steady.py
