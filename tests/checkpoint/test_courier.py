@@ -156,12 +156,12 @@ def test_a_writer_that_died_between_saves_is_replaced_unseen(tmp_path: Path) -> 
 
 
 def test_a_writer_that_is_stuck_is_given_up(tmp_path: Path) -> None:
-    with courier(settings(tmp_path, timeout_s=60.0), patience_s=1.0) as one:
+    with courier(settings(tmp_path, timeout_s=60.0), patience_s=4.0) as one:
         send(one, 1)
         os.kill(pid_of(one), signal.SIGSTOP)
         reports = send(one, 2)
         assert kinds(reports) == ["failed", "released"]
-        assert "no sign of life for 1 s" in reports[0].what
+        assert "no sign of life for 4 s" in reports[0].what
         assert kinds(send(one, 3)) == ["written", "released", "committed"]
 
 
