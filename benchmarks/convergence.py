@@ -70,7 +70,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     figures: dict[str, Any] = {}
     for name in args.only:
-        for spread in SPREADS:
+        for spread in args.spreads:
             say(f"--- {name}, {spread}")
             rows = compare(name, spread, args)
             figures[f"{name}, {spread}"] = {row.name: tell(row, TASKS[name].metric) for row in rows}
@@ -131,6 +131,7 @@ def judge(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> bool:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(TASKS), nargs="+", default=list(TASKS), help="default: both")
+    parser.add_argument("--spreads", choices=list(SPREADS), nargs="+", default=list(SPREADS), help="default: both")
     parser.add_argument("--kinds", choices=list(KINDS), nargs="+", default=list(KINDS), help="default: all")
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"), help="where everything goes")
     parser.add_argument("--short", action="store_true", help="a few steps of each run: whether it runs")

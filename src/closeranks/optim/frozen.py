@@ -5,6 +5,10 @@ moments are learnt while gradients travel exactly, then kept, and divide what th
 With the moments the counter stands still, and with it the correction of their beginnings. (There the momentum is
 compressed, here the gradient that it is made of; the momentum is linear in it, and all ranks hold the same.)
 
+[Note: the floor] A sign travels with the mean size of its block, whatever its own size: divided by a second moment far
+below its neighbours', a quiet weight would be thrown about by their noise. So no root counts for less than the mean of
+those in its tensor that are known.
+
 Invariant: as with the fused kernels, a step that is not taken changes nothing, without the host being asked.
 """
 
@@ -41,14 +45,18 @@ class FreezableAdamW(torch.optim.AdamW):
         ok, gradients = self._finite(parameters, momenta)
         torch._foreach_lerp_(momenta, gradients, 1 - beta)
         squares = [state["exp_avg_sq"] for state in states]
-        roots = torch._foreach_sqrt(squares)
+        roots = list(torch._foreach_sqrt(squares))
         counters = [state["step"].to(root.dtype) for state, root in zip(states, roots, strict=True)]
         torch._foreach_div_(roots, [(1 - beta_squares**count).sqrt() for count in counters])
+        known = [square > 0 for square in squares]
+        roots = [
+            torch.maximum(root, root.sum() / some.sum().clamp_(min=1)) for root, some in zip(roots, known, strict=True)
+        ]
         torch._foreach_add_(roots, group["eps"])
         moves = list(torch._foreach_div(momenta, roots))
         torch._foreach_mul_(moves, [-rate / (1 - beta**count) for count in counters])
         # Nothing is known of the size of what had no gradient until then, and signs are never zero: it stays.
-        moves = [torch.where((square > 0) & (ok > 0), move, 0.0) for square, move in zip(squares, moves, strict=True)]
+        moves = [torch.where(some & (ok > 0), move, 0.0) for some, move in zip(known, moves, strict=True)]
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, [1 - rate * group["weight_decay"] * ok.to(p.dtype) for p in parameters])
         torch._foreach_add_(parameters, moves)
