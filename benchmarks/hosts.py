@@ -1,90 +1,63 @@
-"""How do two hosts with a slow link fit on one machine? As network namespaces joined by a pair of shaped interfaces.
+"""How does a benchmark train on two hosts with a slow link? On those of ``closeranks compare``, one rank on each.
 
-Nothing is put into the machine's own network, and names carry this process's number. Invariant: whatever happens inside
-``with Hosts(...)``, its processes are ended and its namespaces removed when it is left.
+A rank is a script of its own. It finds its part in ``plan.json`` and leaves what it measured beside it, in
+``rank-0.json`` and so on. Invariant: when ``run_ranks`` returns or raises, its hosts and all that ran on them are gone.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from typing import Any
+
+from results import say
+
+from closeranks.cli.compare.config import Network
+from closeranks.cli.compare.network import Hosts, address_of, why_not
 
 NUM_HOSTS = 2
 INTERFACE = "eth0"
-_BURST_BYTES = 256 * 1024
+_PORT = 29500
 
 
-class HostsError(Exception):
-    """Namespaces or shaping cannot be had here; the text says why, in one sentence."""
+def require_hosts() -> None:
+    """One sentence and exit 2 where there can be none."""
+    if reason := why_not(shaped=True):
+        print(f"The hosts of this benchmark cannot be made: {reason}.", file=sys.stderr)
+        sys.exit(2)
 
 
-def address(host: int) -> str:
-    return f"10.77.0.{host + 1}"
-
-
-class Hosts:
-    """Two hosts whose link carries ``rate_mbit`` in each direction."""
-
-    def __init__(self, rate_mbit: float) -> None:
-        self._rate_mbit = rate_mbit
-        self.names = [f"closeranks-{os.getpid()}-{host}" for host in range(NUM_HOSTS)]
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> Hosts:
-        if os.geteuid() != 0:
-            raise HostsError("It needs root, to make network namespaces and slow the link between them.")
-        missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-        if missing:
-            raise HostsError(f"It needs {' and '.join(missing)} (package iproute2), to make hosts and slow their link.")
+def run_ranks(
+    script: str, plan: Mapping[str, Any], folder: Path, *, rate_mbit: float, timeout_s: float
+) -> list[dict[str, Any]]:
+    """What each rank left; the link carries ``rate_mbit`` in each direction."""
+    plan_path = folder / "plan.json"
+    plan_path.write_text(json.dumps({**plan, "folder": str(folder)}))
+    with Hosts(Network(hosts=NUM_HOSTS, mbit=rate_mbit)) as hosts:
+        say(f"two hosts, {rate_mbit:g} Mbit/s, {plan['rounds']} rounds, turns of {plan['block']} steps")
+        running = []
+        for rank, host in enumerate(hosts.hosts):
+            command = [sys.executable, str(Path(__file__).with_name(script)), str(plan_path)]
+            with _log(folder, rank).open("w") as output:
+                running.append(host.start(["env", *_environment(rank), *command], output))
         try:
-            self._make()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._remove()
-
-    def start(self, host: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Run Python on a host; what it prints goes to ``log``."""
-        line = ["ip", "netns", "exec", self.names[host], sys.executable, *command]
-        with log.open("wb") as output:
-            self._processes.append(
-                subprocess.Popen(line, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
-            )
-
-    def wait(self, timeout_s: float) -> list[int]:
-        """Exit statuses in order of their start; raises ``subprocess.TimeoutExpired`` for one that does not end."""
-        return [process.wait(timeout_s) for process in self._processes]
-
-    def _make(self) -> None:
-        for name in self.names:
-            _run("ip", "netns", "add", name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-        first, second = self.names
-        peer = ["peer", "name", INTERFACE, "netns", second]
-        _run("ip", "link", "add", INTERFACE, "netns", first, "type", "veth", *peer)
-        for host, name in enumerate(self.names):
-            _run("ip", "-n", name, "addr", "add", f"{address(host)}/24", "dev", INTERFACE)
-            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-            shape = ["tbf", "rate", f"{self._rate_mbit:g}mbit", "burst", str(_BURST_BYTES), "latency", "50ms"]
-            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shape)
-
-    def _remove(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        for name in self.names:  # their interfaces go with them
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            failed = [rank for rank, process in enumerate(running) if process.wait(timeout_s)]
+        except subprocess.TimeoutExpired:
+            failed = list(range(NUM_HOSTS))
+    if failed:
+        logs = "\n".join(_log(folder, rank).read_text(errors="replace")[-3000:] for rank in failed)
+        raise RuntimeError(f"ranks {failed} failed or did not end in {timeout_s:g} s:\n{logs}")
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(NUM_HOSTS)]
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise HostsError(f"`{' '.join(command)}` says: {done.stderr.strip() or done.stdout.strip()}")
+def _environment(rank: int) -> list[str]:
+    where = {"RANK": rank, "WORLD_SIZE": NUM_HOSTS, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "OMP_NUM_THREADS": 1}
+    where |= {"MASTER_ADDR": address_of(0), "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": INTERFACE}
+    return [f"{key}={value}" for key, value in where.items()]
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"

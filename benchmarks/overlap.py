@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,9 +24,8 @@ from typing import Any
 
 from results import Spread, conclude, say
 
-from hosts import INTERFACE, NUM_HOSTS, Hosts, HostsError, address
+from hosts import require_hosts, run_ranks
 
-PORT = 29500
 TOLERANCE = 1e-4
 NUM_COMPARED = 10
 FLOOR = "alone"
@@ -52,22 +49,17 @@ def main() -> None:
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
     quiet = contextlib.redirect_stdout(io.StringIO()) if args.json_only else contextlib.nullcontext()
-    try:
-        with quiet, tempfile.TemporaryDirectory(prefix="closeranks-overlap-") as folder:
-            figures = measure(args, Path(folder))
-    except HostsError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    require_hosts()
+    with quiet, tempfile.TemporaryDirectory(prefix="closeranks-overlap-") as folder:
+        figures = measure(args, Path(folder))
     goal = "in every pair steps with overlap are faster than without; equal losses"
     conclude("overlap", figures, goal, not args.quick and judge(figures))
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     size = QUICK if args.quick else FULL
-    plan = {**size, "rounds": args.repeats, "block": args.block, "folder": str(folder), "variants": variants(size)}
-    with Hosts(args.rate_mbit) as hosts:
-        say(f"two hosts, {args.rate_mbit:g} Mbit/s, {args.repeats} rounds, turns of {args.block} steps")
-        told = _run_ranks(hosts, plan, folder, args.timeout_s)
+    plan = {**size, "rounds": args.repeats, "block": args.block, "variants": variants(size)}
+    told = run_ranks("overlap_rank.py", plan, folder, rate_mbit=args.rate_mbit, timeout_s=args.timeout_s)
     figures = {"rate_mbit": args.rate_mbit, "left_out": told[0]["left_out"], **size}
     figures |= compare(slower([rank["seconds"] for rank in told]), args.block) | compare_losses(told[0]["losses"])
     _show(figures)
@@ -133,24 +125,6 @@ def judge(figures: Mapping[str, Any]) -> bool:
     return bool(figures["losses_agree"] and set(pairs) == set(PAIRS)) and all(
         pair["speedup"]["median"] > 1 for pair in pairs.values()
     )
-
-
-def _run_ranks(hosts: Hosts, plan: Mapping[str, Any], folder: Path, timeout_s: float) -> list[dict[str, Any]]:
-    plan_path = folder / "plan.json"
-    plan_path.write_text(json.dumps(plan))
-    script = str(Path(__file__).with_name("overlap_rank.py"))
-    for rank in range(NUM_HOSTS):
-        where = {"RANK": str(rank), "WORLD_SIZE": str(NUM_HOSTS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        where |= {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
-        hosts.start(rank, [script, str(plan_path)], {**where, "OMP_NUM_THREADS": "1"}, folder / f"rank-{rank}.log")
-    try:
-        failed = [rank for rank, status in enumerate(hosts.wait(timeout_s)) if status]
-    except subprocess.TimeoutExpired:
-        failed = list(range(NUM_HOSTS))
-    if failed:
-        logs = "\n".join((folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:] for rank in failed)
-        raise RuntimeError(f"ranks {failed} failed or did not end in {timeout_s:g} s:\n{logs}")
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(NUM_HOSTS)]
 
 
 def _show(figures: Mapping[str, Any]) -> None:

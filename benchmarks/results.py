@@ -6,10 +6,13 @@ Invariant: the last line a benchmark prints is one JSON object with ``name``, ``
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
+
+from closeranks.core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +46,12 @@ def say(text: str) -> None:
 
 def conclude(name: str, figures: Mapping[str, Any], goal: str, met: bool) -> None:
     say(json.dumps({"name": name, "figures": figures, "goal": goal, "met": met}))
+
+
+def begin(main: Callable[[], None]) -> None:
+    """As the command line does: what the user can mend is one sentence and exit 2."""
+    try:
+        main()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

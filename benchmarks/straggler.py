@@ -47,7 +47,7 @@ class Ran:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=64, help="of each run")
+    parser.add_argument("--steps", type=int, default=48, help="of each run")
     args = parser.parse_args()
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="closeranks-straggler-") as folder:

@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import conclude, say
+from results import begin, conclude, say
 
 from closeranks.cli.compare.comparing import carry_out
-from closeranks.cli.compare.network import why_not
 from closeranks.cli.compare.table import Row, Stat
 from closeranks.core.errors import UserError
 from closeranks.facts.collectives import across_bytes
 from closeranks.facts.rounds import Topology
 from closeranks.telemetry.history import load_history
+from hosts import require_hosts
 
 PARTS = {
     "slow": ("sync_link.toml", ("network.mbit=100",)),
@@ -50,9 +49,7 @@ _HERE = Path(__file__).parent
 
 def main() -> None:
     args = _arguments()
-    if reason := why_not(shaped=True):
-        print(f"The hosts of this benchmark cannot be made: {reason}.", file=sys.stderr)
-        sys.exit(2)
+    require_hosts()
     figures: dict[str, Any] = {}
     for part in args.only:
         say(f"--- {part}")
@@ -138,8 +135,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"{error}", file=sys.stderr)
-        sys.exit(2)
+    begin(main)

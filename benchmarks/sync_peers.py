@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -30,12 +28,8 @@ from typing import Any
 
 from results import Spread, conclude, say
 
-from closeranks.cli.compare.config import Network
-from closeranks.cli.compare.network import Hosts, address_of, why_not
+from hosts import require_hosts, run_ranks
 
-PORT = 29500
-NUM_HOSTS = 2
-INTERFACE = "eth0"
 GOAL = 0.97
 RANK = 4
 WARMUP = 2
@@ -67,9 +61,7 @@ ROUNDS = {100.0: (8, 2), 1000.0: (12, 4)}
 def main() -> None:
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
-    if reason := why_not(shaped=True):
-        print(f"The hosts of this benchmark cannot be made: {reason}.", file=sys.stderr)
-        sys.exit(2)
+    require_hosts()
     quiet = contextlib.redirect_stdout(io.StringIO()) if args.json_only else contextlib.nullcontext()
     with quiet:
         figures = {f"{rate:g} Mbit/s": measure(rate, args) for rate in args.rate_mbit}
@@ -82,10 +74,9 @@ def measure(rate_mbit: float, args: argparse.Namespace) -> dict[str, Any]:
     usual = (1, 3) if args.quick else ROUNDS.get(rate_mbit, (8, 3))
     num_rounds, num_steps = args.repeats or usual[0], args.block or usual[1]
     with tempfile.TemporaryDirectory(prefix="closeranks-sync-peers-") as folder:
-        plan = {**size, "rounds": num_rounds, "block": num_steps, "folder": folder, "kinds": args.kind}
-        with Hosts(Network(hosts=NUM_HOSTS, mbit=rate_mbit)) as hosts:
-            say(f"two hosts, {rate_mbit:g} Mbit/s, {num_rounds} rounds, turns of {num_steps} steps")
-            told = _run_ranks(hosts, plan, Path(folder), args.timeout_s)
+        plan = {**size, "rounds": num_rounds, "block": num_steps, "kinds": args.kind}
+        script, where = "sync_peers_rank.py", Path(folder)
+        told = run_ranks(script, plan, where, rate_mbit=rate_mbit, timeout_s=args.timeout_s)
     figures = compare([rank["seconds"] for rank in told], num_steps) | compare_losses(told[0]["losses"])
     for key, scale, digits in (("cpu_seconds", 1000, 1), ("sent", 1, 0)):
         turns = {name: [mean(turn) for turn in _by_turn(told, key, name)] for name in told[0][key]}
@@ -137,27 +128,6 @@ def judge(figures: Mapping[str, Mapping[str, Any]]) -> bool:
         and all(pair["ratio"]["median"] >= GOAL for pair in of_link["pairs"].values())
         for of_link in figures.values()
     )
-
-
-def _run_ranks(hosts: Hosts, plan: Mapping[str, Any], folder: Path, timeout_s: float) -> list[dict[str, Any]]:
-    plan_path = folder / "plan.json"
-    plan_path.write_text(json.dumps(plan))
-    script = str(Path(__file__).with_name("sync_peers_rank.py"))
-    running = []
-    for rank, host in enumerate(hosts.hosts):
-        where = {"RANK": str(rank), "WORLD_SIZE": str(NUM_HOSTS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        where |= {"MASTER_ADDR": address_of(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
-        words = [f"{key}={value}" for key, value in {**where, "OMP_NUM_THREADS": "1"}.items()]
-        with (folder / f"rank-{rank}.log").open("w") as output:
-            running.append(host.start(["env", *words, sys.executable, script, str(plan_path)], output))
-    try:
-        failed = [rank for rank, process in enumerate(running) if process.wait(timeout_s)]
-    except subprocess.TimeoutExpired:
-        failed = list(range(NUM_HOSTS))
-    if failed:
-        logs = "\n".join((folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:] for rank in failed)
-        raise RuntimeError(f"ranks {failed} failed or did not end in {timeout_s:g} s:\n{logs}")
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(NUM_HOSTS)]
 
 
 def _show(figures: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from layouts_raw import Ddp
 from layouts_work import LayoutWork
 from rounds import order
-from sync_peers import FORGETFUL, INTERFACE, OURS, RANK, RIVALS, WARMUP
+from sync_peers import FORGETFUL, OURS, RANK, RIVALS, WARMUP
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -32,6 +32,7 @@ from closeranks.cli.compare.network import sent_bytes
 from closeranks.core.linux import die_with_parent
 from closeranks.run.overseer import Alone, settle_in
 from closeranks.run.session import Session
+from hosts import INTERFACE
 
 ONE_BUCKET_MIB = 4096.0
 

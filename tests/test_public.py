@@ -209,4 +209,4 @@ def test_the_scan_for_kinds_can_fail() -> None:
 def test_every_module_imports() -> None:
     for path in FILES:
         if path.name not in ("__init__.py", "__main__.py", "zygote.py"):
-            importlib.import_module(module_of(path))
+            assert importlib.import_module(module_of(path)).__name__ == module_of(path)

@@ -15,7 +15,17 @@ from closeranks.core.protocols import Leaf
 from closeranks.optim.config import GroupConfig, OptimConfig
 from closeranks.optim.norms import norms_squared
 from closeranks.optim.optimizer import Optimizer, freeze, whole_leaves
-from tests.optim.test_optimizer import ONE, ZERO, Model, build, config, cut, everything, fill, model
+from tests.optim.test_optimizer import (
+    ONE,
+    Model,
+    assert_skipped_steps_leave_no_trace,
+    build,
+    config,
+    cut,
+    everything,
+    fill,
+    model,
+)
 
 ADAPTED = {"embed.weight", "mid.weight"}
 
@@ -120,20 +130,7 @@ def test_a_skipped_step_changes_nothing(dtype: torch.dtype, keys: dict[str, Any]
             one.mid.bias.fill_(-0.0)
     optimizer, other = (build(m, config(**keys), num_steps=9) for m in (module, untouched))
 
-    def skip(step: int) -> None:
-        gradients = fill(module, step)
-        gradients[0].fill_(float("nan"))
-        gradients[1].fill_(float("inf"))
-        before = everything(module, optimizer)
-        optimizer.step(step, gradients, torch.tensor(float("nan")), ZERO)
-        assert everything(module, optimizer) == before
-
-    skip(0)
-    for step in (1, 2):
-        optimizer.step(step, fill(module, step), ONE, ONE)
-        other.step(step, fill(untouched, step), ONE, ONE)
-        skip(step)
-    assert everything(module, optimizer) == everything(untouched, other), "a skipped step leaves no trace"
+    assert_skipped_steps_leave_no_trace((module, optimizer), (untouched, other))
 
 
 @pytest.mark.parametrize("keys", RULES)

@@ -120,6 +120,29 @@ def test_flat_gradients_are_scaled_once(dtype: torch.dtype) -> None:
     assert bits(dict(flat.state_dict())) != bits(dict(model(dtype).state_dict()))
 
 
+def assert_skipped_steps_leave_no_trace(
+    skipping: tuple[nn.Module, Optimizer], untouched: tuple[nn.Module, Optimizer]
+) -> None:
+    """At the beginning, where there is nothing to remember yet, and between steps that are taken."""
+    module, optimizer = skipping
+
+    def skip(step: int) -> None:
+        gradients = fill(module, step)
+        gradients[0].fill_(float("nan"))
+        gradients[1].fill_(float("inf"))
+        before = everything(module, optimizer)
+        optimizer.step(step, gradients, torch.tensor(float("nan")), ZERO)
+        assert everything(module, optimizer) == before
+
+    skip(0)
+    skip(1)
+    for step in (2, 3):
+        optimizer.step(step, fill(module, step), ONE, ONE)
+        untouched[1].step(step, fill(untouched[0], step), ONE, ONE)
+        skip(step)
+    assert everything(module, optimizer) == everything(*untouched)
+
+
 # Half types with momentum are refused on the CPU: test_half_types_with_momentum_are_refused_on_the_cpu.
 SKIPPABLE = [
     (dtype, *rule)
@@ -134,21 +157,7 @@ def test_a_skipped_step_changes_nothing(dtype: torch.dtype, keys: dict[str, Any]
     module, untouched = model(dtype), model(dtype)
     optimizer, other = (build(m, config(**keys), num_steps=9) for m in (module, untouched))
 
-    def skip(step: int) -> None:
-        gradients = fill(module, step)
-        gradients[0].fill_(float("nan"))
-        gradients[1].fill_(float("inf"))
-        before = everything(module, optimizer)
-        optimizer.step(step, gradients, torch.tensor(float("nan")), ZERO)
-        assert everything(module, optimizer) == before
-
-    skip(0)
-    skip(1)
-    for step in (2, 3):
-        optimizer.step(step, fill(module, step), ONE, ONE)
-        other.step(step, fill(untouched, step), ONE, ONE)
-        skip(step)
-    assert everything(module, optimizer) == everything(untouched, other), "a skipped step leaves no trace"
+    assert_skipped_steps_leave_no_trace((module, optimizer), (untouched, other))
 
 
 @pytest.mark.parametrize(("keys", "rule", "options"), RULES)

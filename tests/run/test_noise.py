@@ -86,7 +86,7 @@ def by_hand(folder: Path, first_of_ranks: tuple[int, ...]) -> list[float | None]
     return found
 
 
-def compared(found: list[tuple[int, float | None, int]], expected: list[float | None]) -> None:
+def assert_as_by_hand(found: list[tuple[int, float | None, int]], expected: list[float | None]) -> None:
     assert [step for step, _, _ in found] == list(range(1, STEPS + 1))
     assert {batch for _, _, batch in found} == {BATCH}
     assert [scale for _, scale, _ in found] == [
@@ -96,7 +96,7 @@ def compared(found: list[tuple[int, float | None, int]], expected: list[float | 
 
 
 def test_one_process_compares_its_first_micro_batch_with_the_step(tmp_path: Path) -> None:
-    compared(alone(tmp_path / "run"), by_hand(tmp_path / "hand", (0,)))
+    assert_as_by_hand(alone(tmp_path / "run"), by_hand(tmp_path / "hand", (0,)))
 
 
 @pytest.mark.world
@@ -107,7 +107,7 @@ def test_one_process_compares_its_first_micro_batch_with_the_step(tmp_path: Path
 def test_data_ranks_compare_the_first_of_each(tmp_path: Path, zero: int, size: int) -> None:
     """Also where gradients leave in the very backward that is measured: with four ranks each has one micro-batch."""
     ranks = run_world(go, size, tmp_path / "run", {"layout": {"zero": zero}}, timeout_s=60)
-    compared(ranks[0], by_hand(tmp_path / "hand", (0, 2) if size == 2 else (0, 1, 2, 3)))
+    assert_as_by_hand(ranks[0], by_hand(tmp_path / "hand", (0, 2) if size == 2 else (0, 1, 2, 3)))
     assert all(rank == ranks[0] for rank in ranks), "all ranks hold the same bits"
 
 

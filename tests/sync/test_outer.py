@@ -24,7 +24,7 @@ def run(layout: str, local: dict[str, Any], folder: Path) -> list[tuple[int, flo
     return train(job_of(layout, local), folder)
 
 
-def compare(layout: str, num_replicas: int, local: dict[str, Any], folder: Path) -> None:
+def assert_as_by_hand(layout: str, num_replicas: int, local: dict[str, Any], folder: Path) -> None:
     local = {"replicas": num_replicas, **local}
     job = job_of(layout, local)
     size = job.layout.data * job.layout.tensor * job.layout.pipeline
@@ -64,7 +64,7 @@ slow = pytest.mark.slow
 def test_replicas_do_what_copies_do_by_hand(
     tmp_path: Path, layout: str, num_replicas: int, local: dict[str, Any]
 ) -> None:
-    compare(layout, num_replicas, local, tmp_path)
+    assert_as_by_hand(layout, num_replicas, local, tmp_path)
 
 
 def tied_copies(layout: str, folder: Path) -> dict[str, Tensor]:

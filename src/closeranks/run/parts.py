@@ -224,14 +224,7 @@ def _build(
         rounds=rounds_of(job, schedule.num_steps),
         outer=make_outer(job, groups, spec, applied, reducer, schedule.num_steps),
         vote=make_vote(job, groups, spec),
-        optimizer=Optimizer(
-            reducer.leaves(),
-            frozen.assignment,
-            scaled(job.optim, job.train.global_batch),
-            num_steps=schedule.num_steps,
-            frozen_from=frozen_from(job, layout, schedule.num_steps),
-            total=groups.home.world.sum if layout.zero or layout.tensor > 1 else None,
-        ),
+        optimizer=make_optimizer(job, layout, groups, reducer, frozen, schedule.num_steps),
         loss_scale=LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device),
         loss_divisor=loss_divisor(spec, job.train) if precision.scales_loss else 1.0,
         schedule=schedule,
@@ -246,6 +239,19 @@ def _build(
         pace=make_pace(job, layout, groups, reducer, device, opened),
         noise=noise,
         accuracy=accuracy,
+    )
+
+
+def make_optimizer(
+    job: Job, layout: Layout, groups: Groups, reducer: Reducer, frozen: Freezing, num_steps: int
+) -> Optimizer:
+    return Optimizer(
+        reducer.leaves(),
+        frozen.assignment,
+        scaled(job.optim, job.train.global_batch),
+        num_steps=num_steps,
+        frozen_from=frozen_from(job, layout, num_steps),
+        total=groups.home.world.sum if layout.zero or layout.tensor > 1 else None,
     )
 
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from closeranks.core.protocols import Held, Leaf, Remembered
+from closeranks.core.protocols import Held, Leaf
 from closeranks.sync.buckets import Bucket, plan_buckets
 from closeranks.sync.departures import Departures
 from closeranks.sync.held import DataGroup, as_members, view_of
 from closeranks.sync.journeys import Convoy
 from closeranks.sync.partial import Part, sum_parts
 from closeranks.sync.places import load_of
-from closeranks.sync.ways import Way, WayMaker, flat_ways
+from closeranks.sync.ways import OnWays, Way, WayMaker, flat_ways
 
 
 class _Buffer:
@@ -35,7 +35,7 @@ class _Buffer:
         self.way: Way = ways(load_of(self.held, bucket.offsets, self.flat))
 
 
-class AllReduce:
+class AllReduce(OnWays):
     """Bucketed all-reduce, overlapped with backward; see ``core.protocols.Reducer`` for the call sequence.
 
     ``ways``: how buckets are summed, where that is not torch's own all-reduce; those ``is_exact`` names take that in
@@ -119,16 +119,8 @@ class AllReduce:
             one.parameter.grad = None
         self._departures.reset()
 
-    def settle(self, taken: Tensor) -> None:
-        for buffer in self._buffers:
-            buffer.way.settle(taken)
-
-    def memory(self) -> Iterator[Remembered]:
-        for buffer in self._buffers:
-            yield from buffer.way.memory()
-
-    def losses(self) -> list[Tensor]:
-        return [found for buffer in self._buffers if (found := buffer.way.losses()) is not None]
+    def _ways(self) -> Iterator[Way]:
+        return (buffer.way for buffer in self._buffers)
 
     def _load(self, bucket: int, place: int) -> None:
         """Copying costs one pass; in return micro-batches accumulate at no cost and nothing is copied back."""

@@ -11,7 +11,7 @@ summed once per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Held, Leaf, Remembered
+from closeranks.core.protocols import Held, Leaf
 from closeranks.sync.held import DataGroup
 from closeranks.sync.partial import Part, sum_parts
 from closeranks.sync.units import Units
-from closeranks.sync.ways import Way, WayMaker
+from closeranks.sync.ways import OnWays, Way, WayMaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Share:
         return local_of(found)
 
 
-class FullyShardedReducer:
+class FullyShardedReducer(OnWays):
     """FSDP2 behind ``core.protocols.Reducer``; ``modules`` are this rank's stages, each made by ``fully_shard``.
 
     ``ways``: how units are summed, over replicas where there are any (they were sharded over the shard axis alone then,
@@ -132,17 +132,6 @@ class FullyShardedReducer:
             share.leaf.tensor.grad = None
         for one in self._trained:  # also those of which this rank has no row
             one.parameter.grad = None
-
-    def settle(self, taken: Tensor) -> None:
-        for way in self._ways():
-            way.settle(taken)
-
-    def memory(self) -> Iterator[Remembered]:
-        for way in self._ways():
-            yield from way.memory()
-
-    def losses(self) -> list[Tensor]:
-        return [found for way in self._ways() if (found := way.losses()) is not None]
 
     def _ways(self) -> Sequence[Way]:
         return self._units.ways if self._units is not None else ()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import SEVERAL_STAGES, Held, Leaf, Remembered
+from closeranks.core.protocols import SEVERAL_STAGES, Held, Leaf
 from closeranks.sync.buckets import Bucket, plan_buckets
 from closeranks.sync.collectives import gather_flat
 from closeranks.sync.departures import Departures
@@ -27,7 +27,7 @@ from closeranks.sync.held import DataGroup, as_members, dense_strides, outer_dim
 from closeranks.sync.journeys import Convoy, Journey
 from closeranks.sync.partial import Part, sum_parts
 from closeranks.sync.places import load_of
-from closeranks.sync.ways import Way, WayMaker, flat_ways
+from closeranks.sync.ways import OnWays, Way, WayMaker, flat_ways
 
 ALIGN_BYTES = 64
 """Where parameters may begin in a bucket: kernels on odd addresses are slower, and compiled ones copy first."""
@@ -103,7 +103,7 @@ def _piece(one: Held, begin: int, end: int) -> Piece:
     return one.piece.narrow(outer_dim(one.parameter), begin // row, end // row)
 
 
-class ShardedReducer:
+class ShardedReducer(OnWays):
     """Reduce-scatter of gradients, all-gather of weights; see ``core.protocols.Reducer`` for the call sequence.
 
     ``shard`` are the ranks that split the state, ``replica`` those that hold the same slices (HSDP; else a group of
@@ -210,17 +210,6 @@ class ShardedReducer:
                 one.parameter.grad = None
         self._last_of.clear()
         self._departures.reset()
-
-    def settle(self, taken: Tensor) -> None:
-        for way in self._ways():
-            way.settle(taken)
-
-    def memory(self) -> Iterator[Remembered]:
-        for way in self._ways():
-            yield from way.memory()
-
-    def losses(self) -> list[Tensor]:
-        return [found for way in self._ways() if (found := way.losses()) is not None]
 
     def _ways(self) -> Iterator[Way]:
         for bucket in self._buckets:

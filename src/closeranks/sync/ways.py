@@ -10,7 +10,7 @@ it is known whether the step was taken. Invariant: after ``sum`` all ranks hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -51,6 +51,24 @@ class Way(Protocol):
 
 
 WayMaker = Callable[[Load], Way]
+
+
+class OnWays:
+    """A reducer remembers and measures what its ways do."""
+
+    def _ways(self) -> Iterable[Way]:
+        raise NotImplementedError
+
+    def settle(self, taken: Tensor) -> None:
+        for way in self._ways():
+            way.settle(taken)
+
+    def memory(self) -> Iterator[Remembered]:
+        for way in self._ways():
+            yield from way.memory()
+
+    def losses(self) -> list[Tensor]:
+        return [found for way in self._ways() if (found := way.losses()) is not None]
 
 
 class Flat:
