@@ -182,9 +182,11 @@ def test_a_run_may_begin_apart_or_go_on_apart(place: Path, order: tuple[str, str
 
 @world
 @slow
-def test_a_lost_host_was_one_replica_and_comes_back_from_its_peer(place: Path) -> None:
-    """Two hosts of two ranks: without a word about it, each host is a replica."""
-    tables = local(2)
+@pytest.mark.parametrize(("copies", "sources"), [("on", [("peer", 2), ("peer", 4)]), ("auto", [("start", 0)])])
+def test_a_lost_host_was_one_replica(place: Path, copies: str, sources: list[tuple[str, int]]) -> None:
+    """Two hosts of two ranks: without a word about it, each host is a replica. Copies of its state would take the link
+    that is to be spared, and are on another host only where they are asked for."""
+    tables = {**local(2), "elastic": {"second_copies": copies}}
     case = Case(place / "run", "data=4 zero=3", tables=tables, hosts=(0, 0, 1, 1), deaths=((3, "step:4"),))
     run_and_die(case)
     (started,) = events(case, RunStarted)
@@ -193,7 +195,7 @@ def test_a_lost_host_was_one_replica_and_comes_back_from_its_peer(place: Path) -
     shutil.rmtree(place / "run" / "host-1")
     run(replace(case, generation=1, hosts=(0, 0, 2, 2), deaths=()))
     (restored,) = events(case, Restored)
-    assert (restored.source, restored.step) in (("peer", 2), ("peer", 4))
+    assert (restored.source, restored.step) in sources
     assert_same(case, through(place, replace(case, tables=local(2, replicas=2))))
 
 
