@@ -87,10 +87,11 @@ def test_every_comparison_can_be_run(part: str) -> None:
 
 @pytest.mark.hosts
 @pytest.mark.slow
+@pytest.mark.timeout(420)  # six runs of four workers
 def test_it_runs(tmp_path: Path) -> None:
     if reason := why_not(shaped=True):
         pytest.skip(reason)
-    found = run_script("sync.py", "--only", "hosts", "--steps", "4", "--folder", str(tmp_path))
+    found = run_script("sync.py", "--only", "hosts", "--steps", "4", "--folder", str(tmp_path), timeout_s=400)
     assert found["met"] is False, "four steps prove nothing"
     assert set(found["figures"]["hosts"]) == {"flat", "hierarchical"}
     assert found["figures"]["hosts"]["hierarchical"]["mb_a_host"] < found["figures"]["hosts"]["flat"]["mb_a_host"]
