@@ -41,7 +41,8 @@ class CloseranksError(Exception):
         )
         where = f" ({place})" if place else ""
         advice = f" {self.fix}" if self.fix else ""
-        return f"{self.what}{where}.{advice}" if not self.what.endswith(".") else f"{self.what}{where}{advice}"
+        stop = "" if self.what.endswith((".", "?")) else "."
+        return f"{self.what}{where}{stop}{advice}"
 
 
 class UserError(CloseranksError):
