@@ -14,6 +14,7 @@ HELP = """Check a job and print it with every default filled in.
   closeranks config job.toml                     the whole job as TOML
   closeranks config job.toml --explain           every value, its origin, its meaning
   closeranks config job.toml train.steps=5       with changes, as `train` would see them
+  closeranks config job.toml '~train.epochs'     without a key that the file sets
   closeranks config --schema > job.schema.json   for completion and checks in your editor
 """
 
@@ -25,7 +26,8 @@ def register(app: typer.Typer) -> None:
 def config(
     job: Annotated[Path | None, typer.Argument(help="The job file.", metavar="JOB.toml")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Values to change.", metavar="[TABLE.KEY=VALUE]...")
+        list[str] | None,
+        typer.Argument(help="Values to change; '~table.key' unsets one.", metavar="[TABLE.KEY=VALUE]..."),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Each value with its origin and meaning.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of job files.")] = False,

@@ -45,7 +45,8 @@ def register(app: typer.Typer) -> None:
 def drill(
     job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Values to change.", metavar="[TABLE.KEY=VALUE]...")
+        list[str] | None,
+        typer.Argument(help="Values to change; '~table.key' unsets one.", metavar="[TABLE.KEY=VALUE]..."),
     ] = None,
     num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
     faults: Annotated[

@@ -17,10 +17,10 @@ HELP = """Train the job of a TOML file, here, on -n workers.
   torchrun --nproc-per-node 2 -m closeranks train job.toml
 
 The third continues an earlier run; the fourth waits for another host's `closeranks agent --join`; torchrun and srun
-start the workers themselves. Every key of the file can be set as
-table.key=value; `closeranks config job.toml --explain` lists them. Ctrl-C stops within two seconds, saving where it
-stands if it can. Exit status: 0 trained, 1 a worker was lost, 2 something in the job, the data or the machine needs
-your hand, 130 interrupted by Ctrl-C, 143 by SIGTERM.
+start the workers themselves. Every key of the file can be set as table.key=value and unset as '~table.key';
+`closeranks config job.toml --explain` lists them. Ctrl-C stops within two seconds, saving where it stands if it can.
+Exit status: 0 trained, 1 a worker was lost, 2 something in the job, the data or the machine needs your hand, 130
+interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
 
@@ -31,7 +31,8 @@ def register(app: typer.Typer) -> None:
 def train(
     job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Values to change.", metavar="[TABLE.KEY=VALUE]...")
+        list[str] | None,
+        typer.Argument(help="Values to change; '~table.key' unsets one.", metavar="[TABLE.KEY=VALUE]..."),
     ] = None,
     num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
     profile: Annotated[str, typer.Option(help="Trace these steps with the torch profiler, such as 10:13.")] = "",

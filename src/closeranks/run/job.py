@@ -52,8 +52,12 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), extra: Mapping[st
 def check_length(job: Job) -> Iterable[Problem]:
     train = job.train
     if (train.steps is None) == (train.epochs is None):
-        what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
-        yield Problem("train.steps", what, "Write one of them, such as train.steps = 200.")
+        if train.steps is None:
+            what, fix = "neither steps nor epochs is given", "Write one of them, such as train.steps = 200."
+        else:
+            what = "both steps and epochs are given"
+            fix = "Write one of them; ~train.epochs or ~train.steps on the command line unsets the other."
+        yield Problem("train.steps", what, fix)
     if train.micro_batch > train.global_batch:
         what = f"a micro-batch of {train.micro_batch} samples does not fit a global batch of {train.global_batch}"
         yield Problem("train.micro_batch", what, f"Set it to {train.global_batch} or less.")

@@ -42,6 +42,29 @@ def test_the_last_of_equal_overrides_wins(load_text: Load) -> None:
     assert load_text("", "train.steps=1", "train.steps=2").value.train.steps == 2
 
 
+def test_a_key_can_be_unset_on_the_command_line(load_text: Load, problems: Problems) -> None:
+    text = MINIMAL + "global_batch = 16\n[run]\nseed = 1\n[optim]\nlr = 0.5\n"
+    loaded = load_text(text, "~train.global_batch", "~run", "~optim.betas", extra={"optim": {"lr": 0.25}})
+    assert loaded.value.train.global_batch == load_text(MINIMAL).value.train.global_batch
+    assert loaded.value.run.seed == 0
+    assert loaded.value.optim.lr == 0.25
+    assert loaded.origins["train.global_batch"] == loaded.origins["run.seed"] == DEFAULT
+    # in the order of the command line, and what Python said too
+    assert load_text(text, "optim.lr=2", "~optim.lr", extra={"optim": {"lr": 0.25}}).origins["optim.lr"] == DEFAULT
+    assert load_text(text, "~optim.lr", "optim.lr=2").value.optim.lr == 2
+    # what must be set is asked for again
+    assert any(problem.place == "train.steps" for problem in problems(text, "~train.steps"))
+
+
+def test_an_element_of_an_array_cannot_be_unset(problems: Problems) -> None:
+    text = MINIMAL + '[[optim.groups]]\npattern = "*.bias"\n'
+    (problem,) = problems(text, "~optim.groups.0")
+    assert str(problem) == (
+        "optim.groups.0 [command line]: optim.groups is an array, and its elements cannot be unset one by one. "
+        "Give the whole array, as optim.groups=[...]."
+    )
+
+
 def test_every_value_has_exactly_one_origin(load_text: Load) -> None:
     text = '[train]\nsteps=1\n[model]\nname="a:b"\nargs={x=1, "y.z"=2}\n[[optim.groups]]\npattern="*"\n'
     origins = load_text(text).origins

@@ -132,6 +132,11 @@ def test_what_an_override_sets(text: str, expected: list[tuple[tuple[str, ...], 
             "layout [command line]: it is a table, and nothing is set. "
             'Write layout.data=VALUE, or layout="data=VALUE key=VALUE".',
         ),
+        ("~train.stps", "~train.stps [command line]: no such key. Did you mean 'steps'?"),
+        ("~train.steps=3", "~train.steps=3 [command line]: a key that is unset has no value. Write ~train.steps."),
+        ("~", "~ [command line]: there is no key after `~`. Write ~table.key."),
+        ("~train.steps.x", "~train.steps.x [command line]: no such key. Leave it out."),
+        ("~run.\udcff", "'~run.\\udcff' [command line]: it is not UTF-8 text. Type it again by hand."),
         ("run.name=\udcff", "'run.name=\\udcff' [command line]: it is not UTF-8 text. Type it again by hand."),
     ],
 )

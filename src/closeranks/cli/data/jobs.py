@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from closeranks.cli.launching import look_beside
+from closeranks.core.config.overrides import UNSET_MARK
 from closeranks.core.errors import UserError
 from closeranks.data.config import MixtureConfig
 from closeranks.data.mixing import MixtureOrder, Turns
@@ -61,7 +62,7 @@ class Words:
 
 def sort_words(words: Sequence[str], folder: Path) -> Words:
     """A place comes first, if there is one; else it is the folder's ``job.toml``."""
-    if words and ("=" not in words[0] or Path(words[0]).exists()):
+    if words and not words[0].startswith(UNSET_MARK) and ("=" not in words[0] or Path(words[0]).exists()):
         return Words(words[0], tuple(words[1:]))
     if not (folder / DEFAULT).is_file():
         what = f"no job was named, and there is no {DEFAULT} in this folder"

@@ -86,7 +86,10 @@ def _apply(tree: Tree, settings: Sequence[Override]) -> list[Problem]:
     problems = []
     for setting in settings:
         try:
-            tree.set(setting.parts, setting.value, COMMAND_LINE)
+            if setting.is_unset:
+                tree.unset(setting.parts)
+            else:
+                tree.set(setting.parts, setting.value, COMMAND_LINE)
         except UserError as error:
             problems.append(Problem(dotted(setting.parts), error.what, error.fix, str(COMMAND_LINE)))
     return problems

@@ -48,6 +48,25 @@ class Tree:
             raise _no_element(parts[:-1], len(node) if isinstance(node, list) else None)
         _merge(node, {str(parts[-1]): value}, parts[:-1], lambda at, new: self._record(at, new, lambda _: origin))
 
+    def unset(self, parts: Parts) -> None:
+        """Forget what any source said of one place, if one did: its default holds."""
+        node: Any = self.values
+        for part in parts[:-1]:
+            if isinstance(node, list) and str(part).isdecimal() and int(part) < len(node):
+                node = node[int(part)]
+            elif isinstance(node, dict) and part in node:
+                node = node[part]
+            else:
+                return
+        if isinstance(node, list):
+            raise UserError(
+                f"{dotted(parts[:-1])} is an array, and its elements cannot be unset one by one",
+                f"Give the whole array, as {dotted(parts[:-1])}=[...].",
+            )
+        if isinstance(node, dict):
+            node.pop(str(parts[-1]), None)
+            self._forget(dotted(parts))
+
     def origin_near(self, place: str) -> Origin | None:
         """The origin of a place or, for one that nobody set, of what stands nearest around it."""
         while place:
@@ -62,10 +81,12 @@ class Tree:
             place = place.rpartition(".")[0]
         return None
 
-    def _record(self, parts: Parts, value: Any, origin_of: OriginOf) -> None:
-        place = dotted(parts)
+    def _forget(self, place: str) -> None:
         for key in [key for key in self.origins if key == place or key.startswith(f"{place}.")]:
             del self.origins[key]
+
+    def _record(self, parts: Parts, value: Any, origin_of: OriginOf) -> None:
+        self._forget(dotted(parts))
         for leaf in leaves(value, parts):
             self.origins[leaf.place] = origin_of(leaf.place)
 

@@ -1,7 +1,8 @@
 """What does ``train.steps=200`` on the command line set?
 
 The right side is a TOML value, or plain text where it is not one. Invariant: text is never lost to a guess; where the
-key holds text (``run.name=7``), what was typed stands as it was typed.
+key holds text (``run.name=7``), what was typed stands as it was typed. ``~train.steps`` unsets a key: its default
+holds, whatever the file, Python or an earlier override said.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from closeranks.core.config.scan import split_key, tokens
@@ -22,10 +24,15 @@ from closeranks.core.errors import Problem
 _KEY_AHEAD = re.compile(r"""[\w."'-]+\s*=""")
 
 
+UNSET_MARK = "~"
+"""In front of a key: unset it, as Hydra writes it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Override:
     parts: Parts
     value: Any
+    is_unset: bool = False
 
 
 def parse_overrides(model: type[Table], texts: Sequence[str]) -> tuple[list[Override], list[Problem]]:
@@ -58,6 +65,9 @@ def split_pairs(text: str) -> list[str]:
 
 
 def _parse(model: type[Table], text: str, prefix: Parts) -> Iterator[Override | Problem]:
+    if text.startswith(UNSET_MARK):
+        yield _parse_unset(model, text)
+        return
     key, equals, right = text.partition("=")
     parts = (*prefix, *split_key(key)) if key.strip() else prefix
     problem = _key_problem(model, text, bool(equals), parts, prefix)
@@ -78,6 +88,24 @@ def _parse(model: type[Table], text: str, prefix: Parts) -> Iterator[Override | 
         yield from _parse(model, pair, parts)
 
 
+def _parse_unset(model: type[Table], text: str) -> Override | Problem:
+    key = text.removeprefix(UNSET_MARK).strip()
+    if problem := _text_problem(text):
+        return problem
+    if "=" in key:
+        return _problem(text, "a key that is unset has no value", f"Write {UNSET_MARK}{key.partition('=')[0].strip()}")
+    parts = split_key(key) if key else ()
+    if not parts:
+        return _problem(text, f"there is no key after `{UNSET_MARK}`", f"Write {UNSET_MARK}table.key")
+    for length in range(1, len(parts) + 1):
+        if not find(model, parts[:length]).options:
+            keys = find(model, parts[: length - 1]).keys
+            near = get_close_matches(str(parts[length - 1]), keys, n=1)
+            fix = f"Did you mean '{near[0]}'" if near else f"Use one of {', '.join(keys)}" if keys else "Leave it out"
+            return Problem(text, "no such key", f"{fix}{'?' if near else '.'}", "command line")
+    return Override(tuple(parts), None, is_unset=True)
+
+
 def _typed(spot: Spot, text: str, value: Any) -> Any:
     """Text keys take what was typed: ``run.name=7`` is the text 7, unless a number would do there too."""
     kinds = {option.type for option in spot.options}
@@ -87,8 +115,8 @@ def _typed(spot: Spot, text: str, value: Any) -> Any:
 
 
 def _key_problem(model: type[Table], text: str, has_equals: bool, parts: Parts, prefix: Parts) -> Problem | None:
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        return _problem(ascii(text), "it is not UTF-8 text", "Type it again by hand")
+    if problem := _text_problem(text):
+        return problem
     if text.startswith("-"):
         return _problem(text, "a setting of the job has no dashes", f"Write {text.lstrip('-').replace(' ', '=')}")
     if not has_equals:
@@ -99,6 +127,11 @@ def _key_problem(model: type[Table], text: str, has_equals: bool, parts: Parts, 
         what = f"`{named}` is not a key" if named else "there is no key before `=`"
         return _problem(text, what, "Write table.key=VALUE, such as train.steps=200")
     return _path_problem(model, parts)
+
+
+def _text_problem(text: str) -> Problem | None:
+    is_broken = any("\ud800" <= char <= "\udfff" for char in text)
+    return _problem(ascii(text), "it is not UTF-8 text", "Type it again by hand") if is_broken else None
 
 
 def _path_problem(model: type[Table], parts: Parts) -> Problem | None:
