@@ -17,6 +17,14 @@ def test_sigterm_drains_and_is_heard_once() -> None:
     assert hear(stop, signal.SIGTERM, 20.0) == stop
 
 
+def test_sighup_drains_as_sigterm_does_under_another_name() -> None:
+    stop = hear(None, signal.SIGHUP, 10.0)
+    assert stop == Stop("disconnected", 10.0, 40.0)
+    assert hear(stop, signal.SIGTERM, 20.0) == stop
+    assert hear(stop, signal.SIGINT, 12.0) == Stop("interrupted", 10.0, 13.5)
+    assert counts_as_failure(12.0, stop)
+
+
 def test_ctrl_c_hurries_and_a_second_one_ends_it() -> None:
     stop = hear(None, signal.SIGINT, 10.0)
     assert stop == Stop("interrupted", 10.0, 11.5)

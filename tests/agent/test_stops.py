@@ -25,6 +25,21 @@ def test_signals_are_heard_in_the_loop_and_handlers_are_put_back() -> None:
     assert heard == [signal.SIGINT, signal.SIGTERM]
 
 
+def test_a_hangup_is_heard_unless_it_is_ignored() -> None:
+    heard: list[int] = []
+    for handling, expected in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
+        before = signal.signal(signal.SIGHUP, handling)
+        try:
+            with Loop() as loop, heard_by(loop, heard.append):
+                os.kill(os.getpid(), signal.SIGHUP)
+                loop.turn(time.monotonic() + (5.0 if expected else 0.0))
+            assert signal.getsignal(signal.SIGHUP) is handling
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        assert heard == expected
+        heard.clear()
+
+
 def test_outside_the_main_thread_the_callers_handling_stays() -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
 

@@ -10,7 +10,7 @@ from closeranks.agent.link import Requests
 from closeranks.core.events import Event, Warned, encode
 from closeranks.run.overseer import Alone
 
-HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 @pytest.fixture
@@ -30,12 +30,29 @@ def test_nobody_asks_for_anything_at_first(overseer: Alone) -> None:
     assert not overseer.poll().drain
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_asks_for_a_drain_and_a_save(overseer: Alone, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "ending"),
+    [(signal.SIGTERM, "drained"), (signal.SIGINT, "interrupted"), (signal.SIGHUP, "disconnected")],
+)
+def test_a_signal_asks_for_a_drain_and_a_save(overseer: Alone, number: signal.Signals, ending: str) -> None:
     signal.raise_signal(number)
     asked = overseer.poll()
     assert (asked.drain, asked.save) == (True, True)
-    assert overseer.is_interrupted == (number == signal.SIGINT)
+    assert overseer.ending == ending
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    """``nohup torchrun`` and ``nohup python``: the run goes on."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in HEARD}
+    try:
+        overseer = Alone()
+        overseer.listen()
+        signal.raise_signal(signal.SIGHUP)
+        assert not overseer.poll().drain
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_sigusr1_asks_for_a_save_once_and_for_nothing_else(overseer: Alone) -> None:

@@ -86,7 +86,7 @@ class Agent:
         lead.stop = on_signal(last, signum, now, grace_s=config.grace_s, interrupt_s=config.interrupt_s)
         if lead.stop == last:
             return
-        name = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
+        name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         if not lead.is_underway or lead.stop.deadline <= now:
             self._listener.on_note(f"{name}: stopping now.")
             return

@@ -17,20 +17,22 @@ CLEAR_S = 0.02
 REAP_S = 10.0
 """After a fence, how long the kernel may take to end a process; a GPU driver needs up to seconds."""
 
-Reason = Literal["finished", "drained", "interrupted"]
+Reason = Literal["finished", "drained", "interrupted", "disconnected"]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
     """A request to stop, since when it stands, and when patience with it ends."""
 
-    reason: Literal["drained", "interrupted"]
+    reason: Literal["drained", "interrupted", "disconnected"]
     since: float
     deadline: float
 
 
 def on_signal(stop: Stop | None, signum: int, now: float, *, grace_s: float, interrupt_s: float) -> Stop:
-    """SIGTERM drains; Ctrl-C drains in a hurry, also during a drain; Ctrl-C once more ends it now."""
+    """SIGTERM and SIGHUP drain; Ctrl-C drains in a hurry, also during a drain; Ctrl-C once more ends it now."""
+    if signum == signal.SIGHUP:
+        return stop or Stop("disconnected", now, now + grace_s)
     if signum == signal.SIGTERM:
         return stop or Stop("drained", now, now + grace_s)
     if stop is None:
@@ -44,4 +46,4 @@ def counts_as_failure(failed_at: float | None, stop: Stop | None) -> bool:
     """Whether a failed worker makes the run a failed one. Who pressed Ctrl-C wants it to end, not to hear how."""
     if failed_at is None:
         return False
-    return stop is None or stop.reason == "drained" or failed_at < stop.since
+    return stop is None or stop.reason != "interrupted" or failed_at < stop.since

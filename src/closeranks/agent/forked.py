@@ -52,7 +52,8 @@ def _take_place(fds: WorkerFds, foreign: Iterable[int]) -> None:
     os.dup2(fds.output, 2)
     for fd in (fds.output, *foreign):
         os.close(fd)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # A lost connection is the agent's business. Not SIG_IGN, which programs that the worker starts would inherit.
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
     faulthandler.enable()  # a crash in native code ends the log with the Python stack
     faulthandler.register(signal.SIGUSR1)
 
@@ -84,7 +85,8 @@ def _hear_sigterm(link: WorkerLink) -> None:
 
     def be_ordinary() -> None:
         link.abandon()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         let_through()
 
     signal.signal(signal.SIGTERM, drain)

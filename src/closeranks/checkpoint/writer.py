@@ -40,6 +40,7 @@ from closeranks.checkpoint.order import (
 )
 from closeranks.core.faults import declare, point
 from closeranks.core.linux import die_with_parent
+from closeranks.core.streams import outlast_readers
 from closeranks.storage import lease
 
 RECEIVED = declare("writer.order_received", "a writer process has an order and the buffer; nothing was begun")
@@ -205,6 +206,7 @@ def main(arguments: list[str]) -> None:
     """Schedulers send SIGTERM to all processes of a job: the last save must survive that as its trainer does."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    outlast_readers()
     connection = socket.socket(fileno=int(arguments[0]))
     die_with_parent(int(arguments[1]))
     try:

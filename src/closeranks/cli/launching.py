@@ -24,7 +24,7 @@ from closeranks.agent.launch import Fitted, LaunchPlan, Outcome, Survival
 from closeranks.agent.lead import OnTurn
 from closeranks.cli.standing import Standing
 from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
-from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, Problem, SetupError, UserError
+from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
 from closeranks.core.events import Event, RunStarted, decode
 from closeranks.core.interfaces import WILDCARDS, own_address
 from closeranks.core.registry import is_dotted
@@ -216,8 +216,7 @@ def _start(work: _Work, num_workers: int) -> None:
             if screen.has_begun:
                 _write_down(work, screen.folder, failure)
     if outcome.reason != "finished":
-        ending = Interrupted if outcome.reason == "interrupted" else Drained
-        raise ending(outcome.reason, f"Everything is stopped; {_whereabouts(screen.folder)}")
+        raise ENDINGS[outcome.reason](outcome.reason, f"Everything is stopped; {_whereabouts(screen.folder)}")
 
 
 def _door(work: _Work, on_note: Callable[[str], None]) -> Door | None:

@@ -1,12 +1,13 @@
 """What can a person ask closeranks to do? The command line's front door; one file per verb.
 
-Invariant: nothing heavy is imported before a verb runs, so that help answers at once; every error a person can fix is
-one sentence on stderr and exit status 2.
+Invariants: nothing heavy is imported before a verb runs, so that help answers at once; every error a person can fix is
+one sentence on stderr and exit status 2; whether a verb goes on when nobody reads its output is decided here alone.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
@@ -15,6 +16,7 @@ from closeranks.cli import agent, config, drill, layout, report, run, sample, st
 from closeranks.cli.ckpt import front as ckpt
 from closeranks.cli.compare import verb as compare
 from closeranks.cli.data import front as data
+from closeranks.core import streams
 from closeranks.core.errors import CloseranksError, Interrupted
 
 _TOUR = """Train PyTorch models on one process or on many.
@@ -69,20 +71,48 @@ def _is_interrupted(leave: BaseException) -> bool:
     return here is not None
 
 
+_WORKING = ("train", "run", "agent", "drill", "compare", "report")
+_WORKING_PAIRS = (
+    *(("ckpt", verb) for verb in ("convert", "export-hf", "import-hf", "prune")),
+    ("data", "build"),
+)
+_PATIENCE_S = 5.0
+"""How long a terminal or pipe that is there but not read may hold a run up."""
+
+
+def outlasts_its_reader(words: Sequence[str]) -> bool:
+    """Whether a command does work that counts beyond what it prints. The others, which only tell something, end when
+    nobody listens, as ``ls | head -1`` does."""
+    return bool(words) and (words[0] in _WORKING or tuple(words[:2]) in _WORKING_PAIRS)
+
+
 def main() -> None:
+    if outlasts_its_reader(sys.argv[1:]):
+        streams.outlast_readers(_PATIENCE_S)
+    else:
+        streams.install(("stderr",), required=False)
+        streams.install(("stdout",), required=True)
+    try:
+        try:
+            _answer()
+        finally:
+            sys.stdout.flush()  # here, where it can be answered, rather than while the interpreter ends
+    except BrokenPipeError:
+        sys.exit(streams.READER_GONE)
+    except CloseranksError as error:
+        typer.echo(f"closeranks: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def _answer() -> None:
     try:
         app()
     except SystemExit as leave:
-        if isinstance(leave.__context__, BrokenPipeError):  # the reader has seen enough, and 1 would mean a finding
-            sys.exit(0)
+        if isinstance(leave.__context__, BrokenPipeError):  # as click and rich put it; 1 would mean a finding
+            sys.exit(streams.READER_GONE)
         if leave.code == Interrupted.exit_code and _is_interrupted(leave):
             typer.echo("closeranks: interrupted", err=True)
         was_told = isinstance(leave.__context__, CloseranksError)  # by a rank of torchrun or srun
         if leave.code == 2 and sys.argv[1:2] == ["train"] and not was_told:  # typer says what it did not understand
             typer.echo("Values of the job are written table.key=value, such as train.steps=200.", err=True)
         raise
-    except CloseranksError as error:
-        typer.echo(f"closeranks: {error}", err=True)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:  # `closeranks config job.toml | head`: the reader has seen enough
-        sys.exit(0)

@@ -18,9 +18,10 @@ HELP = """Train the job of a TOML file, here, on -n workers.
 
 The third continues an earlier run; the fourth waits for another host's `closeranks agent --join`; torchrun and srun
 start the workers themselves. Every key of the file can be set as table.key=value and unset as '~table.key';
-`closeranks config job.toml --explain` lists them. Ctrl-C stops within two seconds, saving where it stands if it can.
-Exit status: 0 trained, 1 a worker was lost, 2 something in the job, the data or the machine needs your hand, 130
-interrupted by Ctrl-C, 143 by SIGTERM.
+`closeranks config job.toml --explain` lists them. Ctrl-C finishes the step, saves if that takes no longer than
+agent.interrupt_s (1.5 s), and stops; once more stops at once. Nobody need read the output: a run goes on without its
+terminal or pipe, unless SIGHUP tells it that its connection is lost. Exit status: 0 trained, 1 a worker was lost, 2
+something in the job, the data or the machine needs your hand, 130 interrupted by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP.
 """
 
 

@@ -11,6 +11,7 @@
     ├── RunFailed                   exit 1   a worker died or raised; carries the report
     ├── Interrupted                 exit 130 Ctrl-C ended the run
     └── Drained                     exit 143 SIGTERM ended the run; a scheduler may start it again
+        └── Disconnected            exit 129 SIGHUP ended it: its terminal or ssh connection was lost
 
 Invariant: a message says what is wrong and what to do about it, with rank and step where they are known, and it
 survives the trip from a worker to the agent: ``encode`` and ``decode`` are inverse up to the traceback.
@@ -110,6 +111,10 @@ class Drained(CloseranksError):
     exit_code = 143
 
 
+class Disconnected(Drained):
+    exit_code = 129
+
+
 _KINDS: dict[str, type[CloseranksError]] = {
     kind.__name__: kind
     for kind in (
@@ -123,8 +128,16 @@ _KINDS: dict[str, type[CloseranksError]] = {
         RunFailed,
         Interrupted,
         Drained,
+        Disconnected,
     )
 }
+
+ENDINGS: dict[str, type[CloseranksError]] = {
+    "interrupted": Interrupted,
+    "drained": Drained,
+    "disconnected": Disconnected,
+}
+"""What a run is ended with that somebody asked to stop."""
 
 
 def encode(error: CloseranksError) -> dict[str, Any]:

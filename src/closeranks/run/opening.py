@@ -17,6 +17,7 @@ from closeranks import __version__
 from closeranks.core.environment import bind_gloo, fix_cublas_workspace, thread_limit
 from closeranks.core.events import RunStarted
 from closeranks.core.interfaces import interface_of
+from closeranks.core.streams import outlast_readers
 from closeranks.core.world import World
 from closeranks.facts.devices import datasheet_flops
 from closeranks.optim.scaling import rate_words
@@ -28,6 +29,8 @@ from closeranks.telemetry.device import device_name
 
 
 def prepare_process(job: Job, world: World) -> None:
+    if world.launcher in ("single", "torchrun", "slurm"):  # the agent's workers print into a pipe of the agent's
+        outlast_readers()
     _bind_gloo(world)
     torch.set_num_threads(_threads(job, world))
     if job.run.deterministic:

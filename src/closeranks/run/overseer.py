@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from closeranks.agent.link import Requests, WorkerLink
+from closeranks.agent.stops import is_ignored_hangup
 from closeranks.core.events import Event, decode
 from closeranks.elastic.shelf import Shelf
 
@@ -51,19 +52,20 @@ class Alone:
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self._drain = self._save = False
-        self.is_interrupted = False
-        """Whether it was Ctrl-C that asked, not a scheduler."""
+        self.ending = "drained"
+        """Who asked: ``drained`` a scheduler, ``interrupted`` Ctrl-C, ``disconnected`` a lost terminal."""
         self._on_event = on_event
         self.has_regrouped = False
 
     def listen(self) -> None:
-        """From now on SIGTERM and a first SIGINT ask for a drain, and SIGUSR1 for a save.
+        """From now on SIGTERM, SIGHUP and a first SIGINT ask for a drain, and SIGUSR1 for a save.
 
         Called when training is about to begin: before that there is nothing to save and a signal should end us at
         once, even while torch waits for other ranks, which no Python handler can interrupt.
         """
         for number in _HEARD:
-            signal.signal(number, self._on_signal)
+            if not is_ignored_hangup(number):
+                signal.signal(number, self._on_signal)
         os.register_at_fork(after_in_child=_be_ordinary)
 
     def poll(self) -> Requests:
@@ -94,18 +96,21 @@ class Alone:
             self._save = True
             return
         self._drain = True
+        if number == signal.SIGHUP:
+            self.ending = "disconnected"
         if number == signal.SIGINT:  # whoever presses Ctrl-C again means it
-            self.is_interrupted = True
+            self.ending = "interrupted"
             signal.signal(number, signal.default_int_handler)
 
 
-_HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def _be_ordinary() -> None:
     """A process that a worker forks ends by a signal as it would anywhere."""
     for number in _HEARD:
-        signal.signal(number, signal.SIG_DFL)
+        if not is_ignored_hangup(number):
+            signal.signal(number, signal.SIG_DFL)
 
 
 class _Place:

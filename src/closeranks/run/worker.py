@@ -19,7 +19,7 @@ import numpy.ma  # noqa: F401
 
 from closeranks.agent.link import WorkerLink
 from closeranks.core.environment import detect_world
-from closeranks.core.errors import Drained, Interrupted
+from closeranks.core.errors import ENDINGS, Interrupted
 from closeranks.run.heirloom import inherit
 from closeranks.run.job import Job
 from closeranks.run.loop import drive, train_job
@@ -98,8 +98,9 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
                 progress.note(f"report: {page}")
     if not world.is_lead or result.reason != "drained":
         return 0
-    kind = Interrupted if overseer.is_interrupted else Drained
-    ending = kind(f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}.")
+    ending = ENDINGS[overseer.ending](
+        f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}."
+    )
     speak(ending, Turn.NOW)
     return ending.exit_code
 

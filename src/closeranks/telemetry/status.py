@@ -23,7 +23,7 @@ from closeranks.telemetry.folder import RunFolder
 _EVERY_S = 0.5
 _FRESH_S = 10.0
 """A status older than this was not written by an agent that is well."""
-ENDED = ("finished", "drained", "interrupted", "terminated", "stopped", "failed")
+ENDED = ("finished", "drained", "interrupted", "disconnected", "terminated", "stopped", "failed")
 """States after which nothing more will be written."""
 UNWATCHED = "unwatched"
 """The state of a run that no agent of ours watches."""

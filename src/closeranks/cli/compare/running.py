@@ -23,12 +23,13 @@ from typing import IO
 
 import typer
 
+from closeranks.agent.stops import is_ignored_hangup
 from closeranks.cli.compare.config import Network
 from closeranks.cli.compare.network import Host, Hosts, address_of, children_of
 from closeranks.cli.compare.place import Place
 from closeranks.cli.compare.plan import Plan, Run
 from closeranks.cli.compare.records import Machine, Record, Slot, last_words, of_others, written
-from closeranks.core.errors import Drained, Interrupted, SetupError
+from closeranks.core.errors import Disconnected, Drained, Interrupted, SetupError
 from closeranks.core.linux import die_with_parent
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.recorder import parse_line
@@ -67,25 +68,29 @@ def _finished(slot: Slot, place: Place) -> Record | None:
 
 @contextmanager
 def _stopped_in_order() -> Iterator[None]:
-    """SIGTERM and Ctrl-C take the same way out, through everything that has to be cleared away."""
+    """SIGTERM, SIGHUP and Ctrl-C take the same way out, through everything that has to be cleared away."""
 
     class _Terminated(BaseException): ...
 
     def stop(signum: int, frame: object) -> None:
-        raise _Terminated
+        raise _Terminated(signum)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if not is_ignored_hangup(number)]
+    before = {number: signal.signal(number, stop) for number in heard}
     again = "Everything is stopped; the same command goes on with the runs that are missing."
     try:
         yield
     except KeyboardInterrupt:
         typer.echo("stopped")
         raise Interrupted("interrupted", again) from None
-    except _Terminated:
+    except _Terminated as told:
         typer.echo("stopped")
+        if told.args == (signal.SIGHUP,):
+            raise Disconnected("disconnected", again) from None
         raise Drained("terminated", again) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _carry_out(plan: Plan, place: Place, run: Run, slot: Slot) -> Record:

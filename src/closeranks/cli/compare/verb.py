@@ -38,7 +38,7 @@ with its reason. Bytes are counted at the network interface, where root may make
 runs/compare-NAME: compare.md, compare.json, runs.csv, curves.png, bars.png and every run. Started again, it goes on
 with the runs that are missing; a change of target or price needs no run at all. Checkpoints, reports and second copies
 of the runs are off unless a setting turns them on. Exit status: 0 compared, 1 not one run finished, 2 something needs
-your hand, 130 interrupted, 143 terminated.
+your hand, 130 interrupted, 143 terminated, 129 disconnected.
 """
 
 

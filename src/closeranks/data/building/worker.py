@@ -22,6 +22,7 @@ from typing import Any
 from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, encode
 from closeranks.core.linux import die_with_parent
+from closeranks.core.streams import outlast_readers
 from closeranks.data.building.blueprint import Blueprint
 from closeranks.data.building.part import Builder
 
@@ -80,6 +81,7 @@ def disk_error(error: OSError, blueprint: Blueprint) -> CloseranksError:
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
+    outlast_readers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked since its birth (see crew.py)
     with Connection(int(sys.argv[1])) as connection:
         try:

@@ -26,6 +26,7 @@ from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.keys import derive_seed
 from closeranks.core.linux import die_with_parent
+from closeranks.core.streams import outlast_readers
 from closeranks.data.loading import messages
 from closeranks.data.loading.messages import Exited, Failed, Go, HungUp, Seat
 
@@ -200,6 +201,7 @@ def _prepare() -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    outlast_readers()  # a dataset that prints must not fail because nobody reads it
     control, rank = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     if rank:
         die_with_parent(rank)
