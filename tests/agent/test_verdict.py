@@ -74,7 +74,7 @@ def test_an_exit_without_a_word_is_silent_and_an_exit_after_one_is_not() -> None
 def test_a_rank_that_left_in_the_middle_is_blamed_before_its_echoes() -> None:
     verdict = judge([raised(0, 1.0, "Connection closed by peer", echo=True), left(1, 0.9, finished=False)])
     assert verdict.culprit == 1
-    assert "exited with code 0 while the other ranks still needed it" in str(verdict.error)
+    assert "exited with code 0 before its work was done" in str(verdict.error)
 
 
 def test_a_rank_that_had_finished_is_not_blamed() -> None:

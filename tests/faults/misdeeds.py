@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -64,12 +65,20 @@ class Misdeeds(Hook):
     def raise_once(self) -> None:
         raise RuntimeError("the device said no, this once")
 
+    def exit_with_0(self) -> None:
+        sys.exit(0)
+
+    def exit_at_once_with_0(self) -> None:
+        os._exit(0)
+
 
 MISDEEDS: dict[str, Callable[[Misdeeds], None]] = {
     "sleep": Misdeeds.sleep,
     "gil": Misdeeds.hold_gil,
     "alone": Misdeeds.wait_alone,
     "raise": Misdeeds.raise_once,
+    "exit": Misdeeds.exit_with_0,
+    "os-exit": Misdeeds.exit_at_once_with_0,
 }
 
 

@@ -57,6 +57,14 @@ def test_exceptions_and_no_more_memory(tmp_path: Path, calm: Calm) -> None:
     assert "the device said no, this once" in ran.lost[1].cause
 
 
+def test_a_worker_that_leaves_with_0_in_the_middle_is_lost_not_done(tmp_path: Path, calm: Calm) -> None:
+    ran = go(tmp_path, "ddp", specials=[order(tmp_path, "exit", 1, 5), order(tmp_path, "os-exit", 0, 10)])
+    assert_same(calm("ddp"), ran)
+    assert_struck(ran, "exception", "exception")
+    assert "sys.exit(0) was called" in ran.lost[0].cause
+    assert "exited with code 0 before its work was done" in ran.lost[1].cause
+
+
 def test_copies_that_are_torn_or_not_what_was_kept(tmp_path: Path, calm: Calm) -> None:
     """A bit that was turned over is found, and the copy of another taken."""
     ran = go(tmp_path, "zero3", faults="torn(rank=1, step=3), bitflip(rank=2, step=9)")

@@ -63,7 +63,7 @@ def first_failure(statement: Statement) -> float | None:
     times = [
         fact.failure.at if fact.failure is not None else fact.died_at
         for fact in statement.workers
-        if fact.failure is not None or (fact.died_at is not None and fact.status != 0)
+        if fact.failure is not None or (fact.died_at is not None and (fact.status != 0 or not fact.is_finished))
     ]
     return min((at for at in times if at is not None), default=None)
 

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from closeranks.core.blame import own_frame, shown
+from closeranks.core.blame import message_of, own_frame, printable, shown
 from closeranks.core.errors import CloseranksError, UserError, encode
 
 _MAX_TRACEBACK_CHARS = 20_000
-_MAX_MESSAGE_CHARS = 2_000
 
 NO_STORE = "rank 0 has not opened its store"
 
@@ -58,7 +57,7 @@ def describe(error: BaseException, step: int | None) -> FailureReport:
         kind=type(error).__name__,
         message=plain_message(error),
         place=own_place(error),
-        traceback=text[-_MAX_TRACEBACK_CHARS:],
+        traceback=printable(text[-_MAX_TRACEBACK_CHARS:]),
         at=time.monotonic(),
         step=step,
         is_consequence=is_consequence(error),
@@ -68,15 +67,15 @@ def describe(error: BaseException, step: int | None) -> FailureReport:
 
 def plain_message(error: BaseException) -> str:
     """The message without the C++ frames that torch appends to it, or the place that a syntax error repeats."""
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return text.split("\nException raised from", 1)[0].strip()[:_MAX_MESSAGE_CHARS]
+    text = printable(error.msg) if isinstance(error, SyntaxError) else message_of(error)
+    return text.split("\nException raised from", 1)[0].strip()
 
 
 def is_consequence(error: BaseException) -> bool:
     """Whether this reads like a lost peer. A mistake of the user's never does, whatever it was raised from."""
     if isinstance(error, UserError):
         return False
-    return any(isinstance(link, ConnectionError) or _ECHO.search(str(link)) for link in _chain(error))
+    return any(isinstance(link, ConnectionError) or _ECHO.search(message_of(link)) for link in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -112,8 +112,6 @@ def _run_entry(link: WorkerLink) -> int:
 
 
 def _leave(leave: SystemExit, link: WorkerLink) -> int:
-    """``sys.exit`` means what it means in any script; any status but 0 is a failure with a place in the code."""
-    if leave.code is None or leave.code == 0:
-        return 0
+    """An entry that is left by ``sys.exit`` has not done its work, whatever the status says."""
     link.report_failure(leave)
-    return leave.code if isinstance(leave.code, int) else 1
+    return leave.code if isinstance(leave.code, int) and leave.code else 1

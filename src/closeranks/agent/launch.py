@@ -68,6 +68,8 @@ class LaunchPlan:
     """None: the first fault ends the run."""
     is_elastic: bool = False
     """Whether workers keep copies of their state in memory of the agent's: so where faults are survived."""
+    must_finish: bool = True
+    """Whether a worker is done only when its entry has returned. A user's script may also leave by any exit with 0."""
     threads: int = 0
     """Of each worker; 0: every host decides by its cores."""
     zygote_log: str = "zygote.log"

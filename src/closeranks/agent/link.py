@@ -26,6 +26,8 @@ from closeranks.core.world import World
 _OUTBOX_BYTES = 1 << 20
 _EVENT_WAIT_S = 0.2
 _LAST_WORDS_S = 2.0
+_FINISH_WAIT_S = 60.0
+"""A worker whose last word is lost counts as lost itself: it waits for an agent that is busy."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -163,7 +165,7 @@ class WorkerLink:
     def finish(self) -> None:
         """The entry has returned; whatever is still to be told leaves now."""
         drained = self._requests.drain or (self._is_told and not self.boxes)
-        self._send({"type": "finished", "drained": drained, "regrouped": self.has_regrouped})
+        self._send({"type": "finished", "drained": drained, "regrouped": self.has_regrouped}, _FINISH_WAIT_S)
 
     def abandon(self) -> None:
         """In a child that a worker forks: the link stays the worker's alone."""
@@ -171,10 +173,10 @@ class WorkerLink:
 
     # --- the wire
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, wait_s: float = _LAST_WORDS_S) -> None:
         with self._lock:
             self._outbox += self._drop_notice() + encode(message)
-            self._flush(_LAST_WORDS_S)
+            self._flush(wait_s)
 
     def _drop_notice(self) -> bytes:
         count, self._num_dropped = self._num_dropped, 0

@@ -48,7 +48,8 @@ class Member:
         self.status: int | None = None
         self.died_at: float | None = None
         self.failure: FailureReport | None = None
-        self.is_finished = False
+        self._has_returned = False
+        self._must_finish = plan.must_finish
         self.is_drained = False
         self.has_regrouped = False
         self.is_told = False
@@ -130,9 +131,14 @@ class Member:
     def failed_at(self) -> float | None:
         if self._failure_heard_at is not None:
             return self._failure_heard_at
-        if self.died_at is None or self.status == 0 or (self.status is None and self.is_finished):
+        if self.died_at is None or (self.is_finished and not self.status):
             return None
         return self.died_at
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has done its work: its entry returned, or it is a script that left with 0."""
+        return self._has_returned or (self.status == 0 and not self._must_finish)
 
     @property
     def progress(self) -> Progress:
@@ -191,7 +197,7 @@ class Member:
                 self._failure_heard_at = time.monotonic()
                 self._log.add(self.failure.traceback)
             case "finished":
-                self.is_finished = True
+                self._has_returned = True
                 self.is_drained = message["drained"]
                 self.has_regrouped = message["regrouped"]
             case "told":

@@ -61,11 +61,9 @@ def together(statements: Sequence[Statement]) -> Statement:
 
 
 def has_failed(statement: Statement) -> bool:
-    """Whether any worker failed, rather than being killed with the others or leaving by itself."""
+    """Whether any worker failed, rather than being killed with the others or being done."""
     return bool(statement.zygote) or any(
-        fact.failure is not None
-        or fact.still
-        or (fact.died_at is not None and not fact.is_finished and fact.status != 0)
+        fact.failure is not None or fact.still or (fact.died_at is not None and not fact.is_finished)
         for fact in statement.workers
     )
 

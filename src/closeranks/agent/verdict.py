@@ -48,7 +48,7 @@ class WorkerFact:
     died_at: float | None = None
     """``time.monotonic()`` when its death was seen; None: it lived until the agent killed it."""
     is_finished: bool = False
-    """Whether its entry returned and said so."""
+    """Whether its entry returned and said so; a script is also finished when it left with 0."""
     failure: FailureReport | None = None
     still: str = ""
     """Why the agent gave it up though it lived: ``hang`` or ``stopped``."""
@@ -205,7 +205,7 @@ def _cause(fact: WorkerFact, num_oom_kills: int) -> str:
     if _order(fact) is _Order.STILL:
         return _stillness(fact)
     if failure is None and fact.status == 0:
-        return "exited with code 0 while the other ranks still needed it"
+        return "exited with code 0 before its work was done: something called os._exit(0)"
     if failure is None:
         return in_words(fact.status, num_oom_kills)
     place = f" ({failure.place})" if failure.place else ""

@@ -23,6 +23,7 @@ from closeranks.agent.gate import Door
 from closeranks.agent.launch import Fitted, LaunchPlan, Outcome, Survival
 from closeranks.agent.lead import OnTurn
 from closeranks.cli.standing import Standing
+from closeranks.core.blame import shown
 from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
 from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
 from closeranks.core.events import Event, RunStarted, decode
@@ -164,6 +165,7 @@ def run_script(script: Path, arguments: Sequence[str], num_workers: int) -> None
         payload={"script": str(script), "args": list(arguments), "folder": str(folder)},
         folder=folder,
         is_new=not folder.exists(),
+        must_finish=False,
     )
     _start(work, num_workers or num_gpus() or 1)
 
@@ -183,6 +185,7 @@ class _Work:
     log_every: int = 10
     report: bool = True
     command: tuple[str, tuple[str, ...]] = ("", ())
+    must_finish: bool = True
     survival: Survival | None = None
     on_turn: OnTurn | None = None
     party: Party = field(default_factory=Party)
@@ -197,6 +200,7 @@ def _start(work: _Work, num_workers: int) -> None:
         survival=work.survival,
         is_elastic=work.survival is not None,
         threads=work.threads,
+        must_finish=work.must_finish,
         num_hosts=work.party.num_hosts,
         most_hosts=work.party.most_hosts,
     )
@@ -299,7 +303,7 @@ class _Screen:
         if rank == 0:
             self.has_begun = True
             if isinstance(event, RunStarted) and event.folder:
-                self.folder = Path(event.folder)
+                self.folder = Path(shown(event.folder))
                 self._standing.move(self.folder)
         else:
             self._record(event)

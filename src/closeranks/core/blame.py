@@ -7,11 +7,15 @@ as long as the error passed through any such line.
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
 from functools import cache
 from pathlib import Path
 from traceback import FrameSummary
+
+MAX_MESSAGE_CHARS = 2_000
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def own_frame(error: BaseException) -> FrameSummary | None:
@@ -30,13 +34,38 @@ def describe(error: BaseException) -> str:
 
 def sentence(error: BaseException) -> str:
     """Kind and message of an error on one line."""
-    message = " ".join(str(error).split())
+    message = " ".join(message_of(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def message_of(error: BaseException) -> str:
+    """``str(error)`` as text that any terminal, log or JSON line can take: bounded, and printable.
+
+    An exception of the user's may carry a whole tensor, bytes that are no text, terminal escapes, or a ``__str__`` that
+    raises; none of these may hide the error itself.
+    """
+    try:
+        text = str(error)
+    except Exception as failure:
+        return f"(its message cannot be shown: __str__ raised {type(failure).__name__})"
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = f"{text[:MAX_MESSAGE_CHARS]}... ({len(text):,} characters in all)"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """``text`` with lone surrogates and control characters (line breaks and tabs excepted) written as escapes."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
 def shown(path: str) -> str:
-    """Relative to the working folder where that is shorter."""
-    relative = os.path.relpath(path)
+    """Relative to the working folder where it lies in that; URLs as they are."""
+    if "://" in path:
+        return path
+    try:
+        relative = os.path.relpath(path)
+    except FileNotFoundError:  # the working folder was removed
+        return path
     return path if relative.startswith("..") else relative
 
 

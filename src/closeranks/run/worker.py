@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy.ma  # noqa: F401
 
 from closeranks.agent.link import WorkerLink
+from closeranks.core.blame import shown
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import ENDINGS, Interrupted
 from closeranks.run.heirloom import inherit
@@ -36,7 +37,7 @@ def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     """Train the job of the payload in the folder the command line prepared."""
     settle_in(link=link)
     inherit(payload)
-    train_job(Job.model_validate(payload["job"]), Path(payload["folder"]))
+    train_job(Job.model_validate(payload["job"]), Path(payload["folder"]).absolute())
     return 0
 
 
@@ -46,7 +47,11 @@ def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     inherit(payload)
     sys.argv = [payload["script"], *payload["args"]]
     sys.path.insert(0, str(Path(payload["script"]).resolve().parent))
-    runpy.run_path(payload["script"], run_name="__main__")
+    try:
+        runpy.run_path(payload["script"], run_name="__main__")
+    except SystemExit as leave:  # which is how many scripts end: sys.exit(main())
+        if leave.code:
+            raise
     return 0
 
 
@@ -95,7 +100,7 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
             if session and world.is_lead and job.telemetry.report:
                 draw(session.folder)
                 page = write_report(session.folder, job_file=job_file, overrides=overrides, failure=failure)
-                progress.note(f"report: {page}")
+                progress.note(f"report: {shown(str(page))}")
     if not world.is_lead or result.reason != "drained":
         return 0
     ending = ENDINGS[overseer.ending](
