@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,10 @@ def test_a_script_that_is_not_there_and_one_that_fails(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     refused(closeranks("report", tmp_path, cwd=tmp_path), "not a run folder")
     refused(closeranks("sample", tmp_path, "import ", cwd=tmp_path), "there is no checkpoint at")
+
+
+def test_a_working_folder_that_was_removed(tmp_path: Path) -> None:
+    command = f"mkdir gone && cd gone && rmdir ../gone && exec {sys.executable} -m closeranks config {TINY}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "closeranks: the working folder no longer exists. Change to one that does.\n"

@@ -122,7 +122,7 @@ def test_stretched_rotary_frequencies_keep_the_fast_and_slow_the_slow(preset: st
     [
         ({"num_heads": 3}, "dim 128 does not split into 3 heads"),
         ({"num_heads": 128, "num_kv_heads": 8}, "odd"),
-        ({"num_kv_heads": 5}, "16 heads cannot share 5 key-value heads"),
+        ({"num_kv_heads": 5}, "16 heads cannot share 5 key-value heads evenly; num_kv_heads = 1 would do"),
         ({"rope_factor": 8.0, "rope_low_freq_factor": 4.0}, "rope_low_freq_factor"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,20 @@ def test_a_run_leaves_its_story_in_order(tmp_path: Path) -> None:
     kinds = [type(event) for event in events(tmp_path)]
     assert kinds == [RunStarted, StepDone, StepDone, Saved, Evaluated, RunEnded]
     assert ended(tmp_path) == (2, "finished", "")
+
+
+def test_a_loop_that_changes_the_working_folder_still_writes_into_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    session = open_session(Path("run"), train={"steps": 2}, checkpoint={"remote": "second"})
+    os.chdir("elsewhere")
+    learn(session)
+    assert session.result.folder == tmp_path / "run"
+    for place in ("run/checkpoints", "second"):
+        assert (tmp_path / place / "step-00000002").is_dir()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_the_run_folder_holds_the_resolved_job(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ one sentence on stderr and exit status 2; whether a verb goes on when nobody rea
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from closeranks.cli.ckpt import front as ckpt
 from closeranks.cli.compare import verb as compare
 from closeranks.cli.data import front as data
 from closeranks.core import streams
-from closeranks.core.errors import CloseranksError, Interrupted
+from closeranks.core.errors import CloseranksError, Interrupted, SetupError
 
 _TOUR = """Train PyTorch models on one process or on many.
 
@@ -60,7 +61,10 @@ def _print_version(value: bool) -> None:
 def front(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
 ) -> None:
-    pass
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise SetupError("the working folder no longer exists", "Change to one that does.") from None
 
 
 def _is_interrupted(leave: BaseException) -> bool:

@@ -6,6 +6,7 @@ the published presets have the published number of parameters.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from math import pi, prod
 
@@ -73,7 +74,8 @@ def shape_problems(shape: LlamaShape) -> tuple[str, ...]:
     elif shape.head_dim % 2:
         problems.append(f"the head size {shape.head_dim} (dim / num_heads) is odd, and rotary positions need pairs")
     if shape.num_heads % shape.num_kv_heads:
-        problems.append(f"{shape.num_heads} heads cannot share {shape.num_kv_heads} key-value heads evenly")
+        what = f"{shape.num_heads} heads cannot share {shape.num_kv_heads} key-value heads evenly"
+        problems.append(f"{what}; num_kv_heads = {math.gcd(shape.num_heads, shape.num_kv_heads)} would do")
     if shape.rope_factor != 1.0 and shape.rope_low_freq_factor >= shape.rope_high_freq_factor:
         problems.append("rope_low_freq_factor must be below rope_high_freq_factor")
     return tuple(problems)

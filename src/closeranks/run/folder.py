@@ -29,7 +29,7 @@ def agree_on_folder(job: Job, world: World, share_text: Callable[[str], str]) ->
     folder = given or choose_folder(job, Path(sys.argv[0]).stem or "run")
     if world.is_lead:
         prepare_folder(job, folder)
-    return Path(share_text(str(folder)))
+    return Path(share_text(str(folder.absolute())))  # a user's code may change the working folder
 
 
 def choose_folder(job: Job, stem: str) -> Path:

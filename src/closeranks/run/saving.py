@@ -29,7 +29,7 @@ from closeranks.elastic.vote import Verdict
 from closeranks.run.parts import Parts
 from closeranks.run.rescued import forget_rescued
 from closeranks.run.state import items, tree_of
-from closeranks.storage.open import open_storage
+from closeranks.storage.open import absolute, open_storage
 from closeranks.storage.protocol import StorageError
 
 FOLDER, AUTO = "checkpoints", "auto"
@@ -41,7 +41,7 @@ _EARLY_S = 10.0
 
 def place_of(parts: Parts, folder: Path) -> str:
     """Where a run's checkpoints lie."""
-    return parts.job.checkpoint.folder or str(folder / FOLDER)
+    return absolute(parts.job.checkpoint.folder or str(folder / FOLDER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ class Saving:
         config = parts.job.checkpoint
         self._parts, self._emit, self._config = parts, emit, config
         self._folder = folder
-        self._settings = Settings.from_config(config, str(folder / FOLDER))
+        settings = Settings.from_config(config, str(folder / FOLDER))
+        remote = absolute(settings.remote) if settings.remote else ""
+        self._settings = replace(settings, place=absolute(settings.place), remote=remote)
         mtbf_s = seconds_of(config.mtbf) if config.mtbf else None
         every = config.every if config.save else 0
         history = origin.tree.get("rhythm") or {"is_ending": True}

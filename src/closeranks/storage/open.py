@@ -13,6 +13,11 @@ from closeranks.storage.protocol import Storage
 _LOCAL = ("file://", "local://")
 
 
+def absolute(place: str) -> str:
+    """The same place for a process whose working folder is another, or will be."""
+    return place if "://" in place else str(Path(place).expanduser().absolute())
+
+
 def open_storage(place: str | Path) -> Storage:
     """Makes no request and no folder; ``SetupError`` for a URL of unknown or uninstalled kind."""
     text = str(place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from closeranks.core.blame import shown
 from closeranks.core.events import (
     Evaluated,
     HostChanged,
@@ -180,7 +181,7 @@ def about(value: float) -> str:
 def saved_line(event: Saved) -> str:
     stall = f", training stood {wording.span(event.stall_s)}" if event.stall_s else ""
     took = f"{wording.size(event.bytes)}, {wording.span(event.seconds)}{stall}"
-    return f"saved step {event.step}: {event.path} ({took})"
+    return f"saved step {event.step}: {shown(event.path)} ({took})"
 
 
 def save_failed_line(event: SaveFailed) -> str:
@@ -191,8 +192,8 @@ def save_failed_line(event: SaveFailed) -> str:
 
 def resumed_line(event: Resumed) -> str:
     if event.step == 0:
-        return f"starting with the weights of {event.path}"
-    return f"resumed at step {event.step} from {event.path}"
+        return f"starting with the weights of {shown(event.path)}"
+    return f"resumed at step {event.step} from {shown(event.path)}"
 
 
 def warned_line(event: Warned) -> str:
