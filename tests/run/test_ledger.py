@@ -112,7 +112,7 @@ def test_what_is_asked_for_with_a_step_is_settled_with_it(tmp_path: Path, wish: 
     """And with no other: a generation ends after the very step that was agreed on."""
     with open_session(tmp_path) as session:
         ledger, said = Ledger(session.parts), []
-        session.parts.supply.start(0, session.folder)
+        session.parts.supply.start(0, session.folder, session.recorder.emit)
         for asked in ({}, {wish: True}, {}):
             step = Step(session.parts, len(said))
             step.run()

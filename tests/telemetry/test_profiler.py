@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from closeranks.core.events import Event, Warned
 from closeranks.telemetry import profiler as profilers
 from closeranks.telemetry.profiler import StepProfiler, Window
+from tests.checkpoint.test_write_faults import tmpfs
+
+from .full import fill, needs_root
 
 
 def names_in(path: Path) -> list[str]:
@@ -47,3 +51,19 @@ def test_outside_the_window_nothing_is_made(tmp_path: Path, monkeypatch: pytest.
         profiler.step_end(number)
     profiler.close()
     assert not (tmp_path / "traces").exists()
+
+
+@needs_root
+def test_a_trace_that_finds_no_room_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    told: list[Event] = []
+    with tmpfs(tmp_path / "disk", "64k") as place:
+        profiler = StepProfiler(Window(1, 1), place, 0, told.append)
+        filler = fill(place)
+        with profiler.step(1):
+            torch.ones(4).sum()
+        profiler.close()
+        (warned,) = told
+        assert isinstance(warned, Warned)
+        assert "rank-00000.json.gz was not written: No space left on device" in warned.what
+        assert list(place.rglob("*.gz")) == []
+        filler.unlink()

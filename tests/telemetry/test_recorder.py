@@ -1,6 +1,5 @@
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -118,16 +117,32 @@ def test_sinks_that_all_raise_end_in_silence_not_in_a_loop(tmp_path: Path) -> No
 
 def test_a_full_disk_is_a_warning_to_the_sinks_and_no_error(tmp_path: Path) -> None:
     heard: list[Event] = []
+    path_of(tmp_path).parent.mkdir()
+    path_of(tmp_path).symlink_to("/dev/full")
     recorder = Recorder(tmp_path, 0)
     recorder.add_sink(heard.append)
-    full = os.open("/dev/full", os.O_WRONLY)
-    assert recorder._file is not None
-    os.dup2(full, recorder._file)
-    os.close(full)
     recorder.emit(StepDone(step=1))
     recorder.emit(StepDone(step=2))
-    assert heard == [Warned("metrics are no longer recorded on rank 0: No space left on device"), StepDone(step=1),
-                     StepDone(step=2)]  # fmt: skip
+    words = "the metrics of rank 0 cannot be written (No space left on device): training goes on, and they are written"
+    assert heard == [Warned(f"{words} once they can be"), StepDone(step=1), StepDone(step=2)]
+    path_of(tmp_path).unlink()
+    recorder.close()
+    assert [event for _, event in read_events(path_of(tmp_path))] == [StepDone(step=1), heard[0], StepDone(step=2)]
+    assert heard[3:] == []
+
+
+def test_after_a_run_has_begun_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    """Workers that go on with a run, with a file in the way of their metrics."""
+    heard: list[Event] = []
+    (tmp_path / "metrics").write_text("")
+    recorder = Recorder(tmp_path, 0, must_open=False)
+    recorder.add_sink(heard.append)
+    recorder.emit(StepDone(step=1))
+    (warned,) = (event for event in heard if isinstance(event, Warned))
+    assert "the metrics of rank 0 cannot be written (File exists)" in warned.what
+    (tmp_path / "metrics").unlink()
+    recorder.close()
+    assert StepDone(step=1) in [event for _, event in read_events(path_of(tmp_path))]
 
 
 def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:

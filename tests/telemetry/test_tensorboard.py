@@ -8,10 +8,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from closeranks.core.errors import SetupError
-from closeranks.core.events import Evaluated
+from closeranks.core.events import Evaluated, Event, Warned
+from closeranks.telemetry import tensorboard
 from closeranks.telemetry.tensorboard import TensorBoardSink
+from tests.checkpoint.test_write_faults import tmpfs
 
 from .conftest import CPU, step
+from .full import fill, needs_root
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -56,3 +59,28 @@ def test_a_missing_package_says_how_to_get_it(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(SetupError, match=r"pip install closeranks\[track\]"):
         TensorBoardSink(tmp_path)
+
+
+@needs_root
+def test_a_full_disk_is_told_once_and_a_new_file_is_begun_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorboard, "_RETRY_S", 0.0)
+    told: list[Event] = []
+    with tmpfs(tmp_path / "disk", "512k") as place:
+        sink = TensorBoardSink(place, told.append)
+        sink.handle(CPU)
+        sink.handle(step(1, loss=1.0))
+        filler = fill(place)
+        number = 2
+        while not told:  # its writer fills a buffer, and a queue behind that
+            sink.handle(step(number, loss=1.0))
+            number += 1
+        for _ in range(100):
+            sink.handle(step(number, loss=1.0))
+        assert len(list((place / "tensorboard").iterdir())) == 1, "nothing is begun in vain"
+        filler.unlink()
+        sink.handle(step(number + 1, loss=2.0))
+        sink.close()
+        assert (number + 1, 2.0) in scalars(place)["train/loss"]
+    assert told == [Warned("nothing is written for TensorBoard while that fails: No space left on device")]

@@ -1,6 +1,7 @@
 """Where does what a worker prints go? Into its log, byte for byte, and line by line to whoever listens.
 
-Invariant: a log that cannot be written (a full disk) is said once and never stops the run.
+Invariant: a log that cannot be written (a full disk) is said once, never stops the run, and is written again once it
+can be.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import codecs
 import os
 from collections.abc import Callable
 from pathlib import Path
+
+from closeranks.core.appending import AppendFile
 
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 13
@@ -20,14 +23,14 @@ class OutputLog:
 
     def __init__(self, path: Path, on_line: Callable[[str], None], on_note: Callable[[str], None]) -> None:
         self.path = path
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._file: int | None = file
-        self._first_byte = os.lseek(file, 0, os.SEEK_END)  # what stands before is an earlier run's
+        self._on_note = on_note
+        self._file = AppendFile(path, self._on_lost, self._on_back, is_lines=False)
+        self._last = b""
+        """The end of what was printed; the log itself may be out of reach."""
         self.reader, self._writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
         self.is_open = True
         self._on_line = on_line
-        self._on_note = on_note
         # What a library prints need not be UTF-8; a character may be cut in two by a read.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._rest = ""
@@ -75,30 +78,24 @@ class OutputLog:
             os.close(self.take_writer())
         self.end()
         os.close(self.reader)
-        if self._file is not None:
-            os.close(self._file)
+        self._file.close()
 
     def tail(self, num_lines: int) -> tuple[str, ...]:
-        """The last words of this run."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(max(self._first_byte, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ()
-        return last_words([line.rstrip() for line in text.splitlines() if line.strip()], num_lines)
+        """The last words of this process."""
+        lines = self._last.decode(errors="replace").splitlines()
+        return last_words([line.rstrip() for line in lines if line.strip()], num_lines)
 
     def _write(self, data: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            left = data
-            while left:
-                left = left[os.write(self._file, left) :]
-        except OSError as error:
-            self._on_note(f"{self.path} cannot be written ({error.strerror}); what follows is lost.")
-            os.close(self._file)
-            self._file = None
+        if data:
+            self._last = (self._last + data)[-_TAIL_BYTES:]
+            self._file.write(data)
+
+    def _on_lost(self, why: str) -> None:
+        self._on_note(f"{self.path} cannot be written ({why}): the run goes on, and it is written once it can be.")
+
+    def _on_back(self, num_dropped: int) -> None:
+        lost = f"{num_dropped} bytes were lost" if num_dropped else "nothing was lost"
+        self._on_note(f"{self.path} is written again; {lost}.")
 
 
 def last_words(lines: list[str], num_lines: int) -> tuple[str, ...]:

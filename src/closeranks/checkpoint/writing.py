@@ -11,6 +11,7 @@ session again. Imports no torch: used by the writer process, and by a trainer th
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -194,6 +195,8 @@ def _save_tier(job: Job) -> Part | None:
                 _collect(job)
     except (SaveError, StorageError, CloseranksError) as error:
         _fail(job, str(error), is_committed)
+    except OSError as error:  # of a disk or a store, where no storage has put it into words
+        _fail(job, os.strerror(error.errno) if error.errno else str(error), is_committed)
     except Exception as error:  # whatever it is, training goes on and somebody is told
         _log.exception("saving %s failed", job.order.folder)
         _fail(job, f"{type(error).__name__}: {error}", is_committed)

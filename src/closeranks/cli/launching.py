@@ -26,7 +26,7 @@ from closeranks.cli.standing import Standing
 from closeranks.core.blame import shown
 from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
 from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
-from closeranks.core.events import Event, RunStarted, decode
+from closeranks.core.events import Event, RunStarted, Warned, decode
 from closeranks.core.interfaces import WILDCARDS, own_address
 from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
@@ -312,12 +312,10 @@ class _Screen:
 
     def _record(self, event: Event) -> None:
         """What the agent itself saw: workers that were killed could not write it down."""
-        try:
-            self._agent_log = self._agent_log or Recorder(self.folder, AGENT)
-        except SetupError as error:  # a full disk, say: the run goes on without the record
-            self._progress.note(str(error), style="yellow")
-        else:
-            self._agent_log.emit(event)
+        if self._agent_log is None:
+            self._agent_log = Recorder(self.folder, AGENT, must_open=False)
+            self._agent_log.add_sink(lambda event: self._progress.handle(event) if isinstance(event, Warned) else None)
+        self._agent_log.emit(event)
 
     def _on_output(self, rank: int, text: str) -> None:
         self._progress.note(text.rstrip("\n"))
@@ -343,10 +341,8 @@ def _write_down(work: _Work, folder: Path, failure: str) -> None:
     """Picture and page, from the run folder alone. A run that recorded nothing has neither."""
     if not work.report:
         return
-    from closeranks.telemetry.picture import draw
-    from closeranks.telemetry.report import write_report
+    from closeranks.telemetry.pages import write_pages
 
-    draw(folder)
     job_file, overrides = work.command
-    page = write_report(folder, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)
-    Console(soft_wrap=True, highlight=False).print(f"report: {page}")
+    told = write_pages(folder, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)
+    Console(soft_wrap=True, highlight=False).print(told)

@@ -25,5 +25,9 @@ def report(run: Annotated[Path, typer.Argument(help="The run's folder.", metavar
 
     if not (run / "metrics").is_dir():
         raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")
-    draw(run)
-    typer.echo(write_report(run))
+    try:
+        draw(run)
+        typer.echo(write_report(run))
+    except OSError as error:
+        what = f"the report of {run} cannot be written: {error.strerror or error}"
+        raise UserError(what, "Make room there, or make the folder writable.") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,8 @@ class Standing:
         """A script's session writes elsewhere than was thought."""
         if folder != self._folder:
             if not self._is_held:
-                RunFolder(self._folder).status.unlink(missing_ok=True)
+                with suppress(OSError):
+                    RunFolder(self._folder).status.unlink(missing_ok=True)
             self._folder, self._writer = folder, StatusWriter(folder, on_problem=self._on_problem)
 
     def hear(self, event: Event) -> None:

@@ -63,9 +63,16 @@ def prepare_folder(job: Job, folder: Path) -> None:
     _write(job, folder, over=False)
 
 
-def record_job(job: Job, folder: Path) -> None:
-    """The run has begun: its folder says with which job."""
-    _write(job, folder, over=True)
+def record_job(job: Job, folder: Path, *, must: bool = True) -> str:
+    """The run has begun, or goes on: its folder says with which job. What went wrong, unless it ``must``: then that is
+    raised."""
+    try:
+        _write(job, folder, over=True)
+    except SetupError as error:
+        if must:
+            raise
+        return error.what
+    return ""
 
 
 def withdraw_folder(folder: Path) -> None:
@@ -83,12 +90,23 @@ def _write(job: Job, folder: Path, *, over: bool) -> None:
         (folder / "metrics").mkdir(parents=True, exist_ok=True)
         (folder / "logs").mkdir(exist_ok=True)
         if over or not (folder / "job.toml").exists():
-            (folder / "job.toml").write_text(dump_toml(job))
-            (folder / "config.json").write_text(json.dumps(job.model_dump(mode="json"), indent=2) + "\n")
+            _replace(folder / "job.toml", dump_toml(job))
+            _replace(folder / "config.json", json.dumps(job.model_dump(mode="json"), indent=2) + "\n")
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         fix = "Set run.folder to a place you can write to that has room."
         raise SetupError(f"the run folder {folder} cannot be written: {reason}", fix) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """A full disk leaves what stood there."""
+    aside = path.with_name(f".{path.name}")
+    try:
+        aside.write_text(text)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _continued(wanted: Path, resumed: Path) -> Path | None:

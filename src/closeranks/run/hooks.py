@@ -113,7 +113,7 @@ class TensorBoard(Hook):
         from closeranks.run.opening import started_event
         from closeranks.telemetry.tensorboard import TensorBoardSink  # an extra: imported where it is asked for
 
-        self._sink = TensorBoardSink(self._folder or session.folder)
+        self._sink = TensorBoardSink(self._folder or session.folder, session.recorder.emit)
         self._sink.handle(
             started_event(session.parts, session.num_done, session.folder)
         )  # told before there was a sink to hear it

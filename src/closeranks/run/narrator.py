@@ -12,9 +12,8 @@ from closeranks.core.events import Event, RunEnded
 from closeranks.core.world import World
 from closeranks.run.overseer import Alone, Overseer
 from closeranks.telemetry.config import TelemetryConfig
-from closeranks.telemetry.picture import draw
+from closeranks.telemetry.pages import write_pages
 from closeranks.telemetry.progress import Progress
-from closeranks.telemetry.report import write_report
 
 
 def narrate(folder: Path, telemetry: TelemetryConfig, world: World) -> Overseer:
@@ -35,5 +34,4 @@ class _Narrator:
             return
         self._progress.close()
         if self._telemetry.report:
-            draw(self._folder)
-            self._progress.note(f"report: {write_report(self._folder, is_script=True)}")
+            self._progress.note(write_pages(self._folder, is_script=True))

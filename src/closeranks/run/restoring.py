@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -110,6 +110,8 @@ def take_over(parts: Parts, folder: Path, shelf: Shelf) -> TakenOver:
     event = Restored(found.step, source, parts.world.generation, time.monotonic() - began_at, memory.notes)
     if choice is None:
         return TakenOver(found, shelf, folder, event, memory.copies)
+    if not (folder / _BEGINNING).exists():  # the folder was removed under the run: what it saves now is its own
+        _note_beginning(parts, folder)
     keepers = kept_by(parts, [seat.image for seat in memory.seats])
     is_there = is_in_place(choice, memory.sound(), memory.seats, keepers)
     return TakenOver(found, shelf, folder, event, memory.copies, choice.state, is_there)
@@ -324,10 +326,12 @@ def _note_beginning(parts: Parts, folder: Path) -> None:
     path = folder / _BEGINNING
     try:
         first_part = next_part(place_of(parts, folder), parts.job.checkpoint.remote)
+        folder.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".tmp").write_text(json.dumps({"first_part": first_part}))
         path.with_suffix(".tmp").replace(path)
     except (OSError, SetupError):  # saving will say so; without the note no checkpoint is taken for this run's own
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _first_part(parts: Parts, folder: Path) -> int:

@@ -85,7 +85,7 @@ class Saving:
             self._saved_step = origin.step
             self._good.add((origin.step, "primary"))
         self._topic, self._num_talks = "", 0
-        self._own: Saver | None = self._open(self._settings) if config.save else None
+        self._own: Saver | None = self._open_early(origin.step) if config.save else None
         self._warm_s = time.monotonic() + (_EARLY_S if every == "auto" else 0.0)
         self._is_warm, self._is_warned = every == 0, False
         parts.watchers.append(self._join)
@@ -220,6 +220,17 @@ class Saving:
         stalled_s = self._own.join() if self._own is not None else 0.0
         if self._saved_step in self._stalls:
             self._stalls[self._saved_step] += stalled_s
+
+    def _open_early(self, step: int) -> Saver | None:
+        """A place that cannot be used is the person's mistake when a run begins; later it is a save that failed, and
+        the next one tries again."""
+        try:
+            return self._open(self._settings)
+        except SetupError as error:
+            if self._parts.world.is_first:
+                raise
+            self._emit(SaveFailed(step, error.what, self._parts.world.rank))
+            return None
 
     def _open(self, settings: Settings) -> Saver:
         """All ranks at the same time, with the same outcome. Names for all saves: rank 0 draws and looks, and tells."""

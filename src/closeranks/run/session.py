@@ -75,7 +75,7 @@ class Session:
             self.parts: Parts = assemble(self.job, self.world, described.ingredients())
             opened.callback(self.parts.opened.close)
             self.folder = folder or agree_on_folder(self.job, self.world, self.parts.groups.world.share_text)
-            self.recorder = Recorder(self.folder, self.world.rank)
+            self.recorder = Recorder(self.folder, self.world.rank, must_open=self.world.is_first)
             self._emit = self.recorder.emit
             opened.callback(self.recorder.close)
             self._furnish(hooks)
@@ -89,7 +89,7 @@ class Session:
         if self.world.is_lead:
             self.recorder.add_sink(lambda event: self._overseer.send_event(encode(event)))
         self._hooks = Hooks([*hooks, *hooks_of(self.job)])
-        self._profiler = StepProfiler.of(self.job.telemetry.profile, self.folder, self.world.rank)
+        self._profiler = StepProfiler.of(self.job.telemetry.profile, self.folder, self.world.rank, self._emit)
         self._collector = CollectorPause(self.job.train.gc_every)
         self._stop_reason, self._ending, self._detail = "", "", ""
         self._is_begun, self._is_entered, self._opened_at = False, False, time.monotonic()
@@ -160,13 +160,13 @@ class Session:
 
     def _begin(self) -> None:
         self._is_begun = True
-        if self.world.is_lead:
-            record_job(self.job, self.folder)
+        if self.world.is_lead and (problem := record_job(self.job, self.folder, must=self.world.is_first)):
+            self._emit(Warned(problem))
         self._emit(started_event(self.parts, self.num_done, self.folder))
         self._keeping.introduce()
         self.parts.module.train()
         self._hooks.on_start(self)
-        self.parts.supply.start(self.num_done, self.folder)
+        self.parts.supply.start(self.num_done, self.folder, self._emit, must_log=self.world.is_first)
         self._collector.hold()
         self._keeping.start(self.num_done)
         self._ledger.restart_clock()

@@ -9,12 +9,12 @@ together when it overflows.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from closeranks.core.appending import AppendFile
 from closeranks.core.errors import DataError, SetupError
 from closeranks.core.events import Event, StepDone, Warned
 from closeranks.data.loader import Loader
@@ -25,7 +25,6 @@ from closeranks.data.source import PlacedSource
 from closeranks.data.timing import StageTimes
 from closeranks.parallel.mesh import Groups
 from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.recorder import open_for_lines
 
 _NAMED = 3
 """Samples skipped at one step that are told one by one; a damaged block may hit thousands."""
@@ -50,7 +49,7 @@ class Supply:
     _times: StageTimes = field(default_factory=StageTimes)
     _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
     """Bad samples of steps that are not settled yet, found here."""
-    _log: int | None = None
+    _log: AppendFile | None = None
 
     @property
     def rank(self) -> int:
@@ -65,17 +64,26 @@ class Supply:
         """Ranks of one replica read the same samples; one of them counts them."""
         return self.groups.tensor.rank == 0 and self.groups.pipeline.rank == 0
 
-    def start(self, step: int, folder: Path) -> None:
-        """Begin to read for ``step`` and those after it."""
+    def start(self, step: int, folder: Path, emit: Callable[[Event], None], *, must_log: bool = True) -> None:
+        """Begin to read for ``step`` and those after it. ``must_log``: a log of samples that cannot be opened is the
+        person's mistake; else it is a warning, and tried again."""
         self.loader.start(step)
         if self.logs_samples and self.speaks:
-            self._open_log(folder)
+            self._open_log(RunFolder(folder).samples(self.rank), emit, must_log)
 
-    def _open_log(self, folder: Path) -> None:
+    def _open_log(self, path: Path, emit: Callable[[Event], None], must_log: bool) -> None:
         """Which samples each step takes is written down from now on."""
-        path = RunFolder(folder).samples(self.rank)
+        whose = f"the log of samples of rank {self.rank}"
+
+        def on_lost(why: str) -> None:
+            emit(Warned(f"{whose} cannot be written ({why}): training goes on, and it is written once it can be"))
+
+        def on_back(num_dropped: int) -> None:
+            lost = f"{num_dropped} bytes of it were lost" if num_dropped else "nothing was lost"
+            emit(Warned(f"{whose} is written again; {lost}"))
+
         try:
-            self._log = open_for_lines(path)
+            self._log = AppendFile(path, on_lost, on_back, must_open=must_log)
         except OSError as error:
             fix = "Make it writable, or set data.log_samples = false."
             raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=self.rank) from error
@@ -156,7 +164,7 @@ class Supply:
         for source in self.sources:
             source.close()
         if self._log is not None:
-            os.close(self._log)
+            self._log.close()
             self._log = None
 
     def _write(self, step: int, loaded: Sequence[Loaded]) -> None:
@@ -171,7 +179,7 @@ class Supply:
             }
             for one in loaded
         ]
-        os.write(self._log, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+        self._log.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
 def skipped_in_words(fresh: Sequence[BadSample]) -> list[str]:

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import numpy.ma  # noqa: F401
 
 from closeranks.agent.link import WorkerLink
-from closeranks.core.blame import shown
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import ENDINGS, Interrupted
 from closeranks.run.heirloom import inherit
@@ -28,9 +27,8 @@ from closeranks.run.overseer import Alone, settle_in
 from closeranks.run.session import Session
 from closeranks.run.store import count_failure, meet
 from closeranks.run.voice import Turn, account_of, speak, turn_of
-from closeranks.telemetry.picture import draw
+from closeranks.telemetry.pages import write_pages
 from closeranks.telemetry.progress import Progress
-from closeranks.telemetry.report import write_report
 
 
 def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
@@ -98,9 +96,7 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
             return account.exit_code
         finally:
             if session and world.is_lead and job.telemetry.report:
-                draw(session.folder)
-                page = write_report(session.folder, job_file=job_file, overrides=overrides, failure=failure)
-                progress.note(f"report: {shown(str(page))}")
+                progress.note(write_pages(session.folder, job_file=job_file, overrides=overrides, failure=failure))
     if not world.is_lead or result.reason != "drained":
         return 0
     ending = ENDINGS[overseer.ending](

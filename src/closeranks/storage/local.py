@@ -188,8 +188,9 @@ class LocalStorage:
             raise of_disk(error, "locking", path) from error
         try:
             _take(fd, path, time.monotonic() + wait_s)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{owner}, process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            with suppress(OSError):  # a full disk: the lock is held all the same, only nobody can read by whom
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{owner}, process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             yield
         finally:
             os.close(fd)

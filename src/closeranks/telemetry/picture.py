@@ -7,6 +7,7 @@ before (it takes a good part of a second), and without pyplot, which would keep 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,13 @@ def draw(folder: Path) -> Path | None:
     figure = _figure(history, name)
     # Replaced whole: a viewer that has the picture open never sees half of one.
     unfinished = run.picture.with_name(".curve.png")
-    figure.savefig(unfinished, dpi=160, facecolor="white", format="png")
-    return unfinished.replace(run.picture)
+    try:
+        figure.savefig(unfinished, dpi=160, facecolor="white", format="png")
+        return unfinished.replace(run.picture)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _figure(history: History, name: str) -> Any:

@@ -1,18 +1,20 @@
 """What did the processor and the device do, operation by operation, in a few chosen steps?
 
-Invariant: outside its window a profiler costs two comparisons a step; a trace appears whole or not at all.
+Invariant: outside its window a profiler costs two comparisons a step; a trace appears whole or not at all; one that
+cannot be written is told, and ends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from closeranks.core.events import Event, Warned
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.window import NO_STEPS, Window, parse_window
 
@@ -27,16 +29,19 @@ class StepProfiler:
     inside the window.
     """
 
-    def __init__(self, window: Window, folder: Path, rank: int) -> None:
+    def __init__(
+        self, window: Window, folder: Path, rank: int, emit: Callable[[Event], None] = lambda event: None
+    ) -> None:
         self._window = window
+        self._emit = emit
         self._path = RunFolder(folder).trace(rank)
         self._profile: profile | None = None
         self._mark: record_function | None = None
 
     @classmethod
-    def of(cls, steps: str, folder: Path, rank: int) -> Self:
+    def of(cls, steps: str, folder: Path, rank: int, emit: Callable[[Event], None]) -> Self:
         """For the steps that a job names, or none."""
-        return cls(parse_window(steps) or NO_STEPS, folder, rank)
+        return cls(parse_window(steps) or NO_STEPS, folder, rank, emit)
 
     def step_begin(self, step: int) -> None:
         if step not in self._window:
@@ -75,7 +80,12 @@ class StepProfiler:
             self._mark = None
         taken, self._profile = self._profile, None
         taken.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_name(f".{self._path.name}")
-        taken.export_chrome_trace(str(unfinished))
-        unfinished.replace(self._path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            taken.export_chrome_trace(str(unfinished))
+            unfinished.replace(self._path)
+        except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            self._emit(Warned(f"the trace {self._path} was not written: {error.strerror or error}"))

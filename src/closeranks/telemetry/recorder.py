@@ -1,9 +1,9 @@
 """How does what happens on a rank become a line that outlives the process?
 
 Each event is one ``write`` of one whole JSON line to a file opened for appending: a worker killed at any instant loses
-nothing it had emitted. Invariants: every line is strict JSON (a value that is not finite is written as the string
-``NaN``, ``Infinity`` or ``-Infinity`` and read back as the number), and nothing that goes wrong in here ends training.
-Cost: about 15 us an event.
+nothing it had emitted, and what a full disk refuses is written when there is room (``core.appending``). Invariants:
+every line is strict JSON (a value that is not finite is written as the string ``NaN``, ``Infinity`` or ``-Infinity``
+and read back as the number), and nothing that goes wrong in here ends training. Cost: about 15 us an event.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from closeranks.core.appending import AppendFile
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Event, StepDone, Warned, decode
 from closeranks.telemetry.folder import RunFolder
@@ -35,16 +36,19 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Recorder:
     """The events of one rank, or of the ``AGENT``, to its file and then to its sinks in the order they were added."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, *, must_open: bool = True) -> None:
+        """``must_open``: a file that cannot be opened is the person's mistake, as it is before a run has begun; later
+        it is a warning, and tried again."""
         self._rank = rank
         self._sinks: list[Sink] = []
         # Re-entrant: a sink that fails makes a warning, which is recorded while the first event still is.
         self._lock = threading.RLock()
         run = RunFolder(folder)
         path = run.agent if rank == AGENT else run.metrics(rank)
+        self._news = ""
+        """What is to be said of the file, with the next event."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = open_for_lines(path)
+            self._file = AppendFile(path, self._on_lost, self._on_back, must_open=must_open)
         except OSError as error:
             fix = "Choose another place with run.folder, or make this one writable."
             whose = None if rank == AGENT else rank
@@ -66,23 +70,28 @@ class Recorder:
 
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+            self._file.close()
 
     def _write(self, event: Event) -> None:
-        if self._file is None:
-            return
         # What core.events.encode gives, at a tenth of its cost: events are flat, so nothing need be copied deeply.
         names: tuple[str, ...] = event.__match_args__
         line = {"event": event.name, "at": time.time(), "rank": self._rank}
         line.update((name, getattr(event, name)) for name in names)
-        try:
-            os.write(self._file, to_line(line))
-        except OSError as error:
-            self.close()
-            where = "by the agent" if self._rank == AGENT else f"on rank {self._rank}"
-            self.emit(Warned(f"metrics are no longer recorded {where}: {error.strerror}"))
+        self._file.write(to_line(line))
+        if self._news:
+            news, self._news = self._news, ""
+            self.emit(Warned(news))
+
+    def _on_lost(self, why: str) -> None:
+        self._news = f"{self._whose} cannot be written ({why}): training goes on, and they are written once they can be"
+
+    def _on_back(self, num_dropped: int) -> None:
+        lost = f"{num_dropped} bytes of them were lost" if num_dropped else "nothing was lost"
+        self._news = f"{self._whose} are written again; {lost}"
+
+    @property
+    def _whose(self) -> str:
+        return "the agent's metrics" if self._rank == AGENT else f"the metrics of rank {self._rank}"
 
     def _remove(self, sink: Sink, error: Exception) -> None:
         if sink not in self._sinks:
@@ -91,15 +100,6 @@ class Recorder:
         name = getattr(sink, "__qualname__", type(sink).__name__)
         _log.warning("telemetry sink %s removed", name, exc_info=error)
         self.emit(Warned(f"{name} no longer follows the run: it raised {type(error).__name__}: {error}"))
-
-
-def open_for_lines(path: Path) -> int:
-    """Open for appending; a line that an earlier process was killed in is ended, so that it spoils no other."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    size = os.fstat(file).st_size
-    if size and os.pread(file, 1, size - 1) != b"\n":
-        os.write(file, b"\n")
-    return file
 
 
 def to_line(values: dict[str, Any]) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -46,8 +47,13 @@ def write_report(
     command = Command(job_file or str(run.job), tuple(overrides), is_script)
     text = compose(run, load_history(folder), command, failure)
     unfinished = run.report.with_name(".report.md")
-    unfinished.write_text(text, encoding="utf-8")
-    return unfinished.replace(run.report)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        return unfinished.replace(run.report)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def compose(run: RunFolder, history: History, command: Command, failure: str = "") -> str:

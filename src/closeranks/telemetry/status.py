@@ -118,7 +118,7 @@ class StatusWriter:
         self._clock = clock
         self._written_at: float | None = None
         self._last: tuple[int, str] | None = None
-        self._has_failed = False
+        self._has_failed = self._has_written = False
 
     @property
     def next_at(self) -> float:
@@ -133,9 +133,11 @@ class StatusWriter:
         self._last, self._written_at = (status.generation, status.state), self._clock()
         unfinished = self._path.with_name(".status.json")
         try:
+            if self._has_written:  # somebody removed the run's folder since
+                self._path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(encode_status(status) + "\n")
             unfinished.replace(self._path)
-            self._has_failed = False
+            self._has_failed, self._has_written = False, True
         except OSError as error:
             if not self._has_failed and self._on_problem is not None:
                 self._on_problem(f"{self._path} cannot be written: {error.strerror}; `closeranks status` knows nothing")

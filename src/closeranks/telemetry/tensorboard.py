@@ -7,12 +7,15 @@ earlier step tells TensorBoard to forget what came after it.
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from closeranks.core.errors import SetupError
-from closeranks.core.events import Evaluated, Event, RunStarted, StepDone
+from closeranks.core.events import Evaluated, Event, RunStarted, StepDone, Warned
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.meter import Meter
 
@@ -20,15 +23,56 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorBoardSink:
-    """Writes to ``RUN/tensorboard``. Call sequence: ``handle`` each event of rank 0, ``close`` once."""
+_RETRY_S = 5.0
+"""How often a new file is tried after a failure."""
+_ROOM_BYTES = 1 << 16
 
-    def __init__(self, folder: Path) -> None:
-        self._open = partial(_writer_class(), log_dir=str(RunFolder(folder).tensorboard), flush_secs=10)
+
+class TensorBoardSink:
+    """Writes to ``RUN/tensorboard``. Call sequence: ``handle`` each event of rank 0, ``close`` once.
+
+    What cannot be written is told once to ``emit`` and left out; a new file is begun as soon as one can be.
+    """
+
+    def __init__(self, folder: Path, emit: Callable[[Event], None] = lambda event: None) -> None:
+        self._emit = emit
+        _quiet_threads()
+        self._is_told = False
+        self._folder = RunFolder(folder).tensorboard
+        self._retry_at: float | None = None
+        """When to try again, after a failure."""
+        self._open = partial(_writer_class(), log_dir=str(self._folder), flush_secs=10)
         self._meter = Meter(RunStarted())
         self._writer: SummaryWriter | None = None
 
     def handle(self, event: Event) -> None:
+        if self._retry_at is not None and time.monotonic() < self._retry_at:
+            return
+        try:
+            if self._retry_at is not None:
+                self._look_for_room()
+            self._write(event)
+            self._retry_at = None
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """The writer holds what it could not write, and would fail on it for ever."""
+        self._writer, self._retry_at = None, time.monotonic() + _RETRY_S
+        if not self._is_told:
+            self._is_told = True
+            self._emit(Warned(f"nothing is written for TensorBoard while that fails: {error.strerror or error}"))
+
+    def _look_for_room(self) -> None:
+        """Raises where there is none: a writer that is opened in vain leaves an empty file each time."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        probe = self._folder / ".probe"
+        try:
+            probe.write_bytes(bytes(_ROOM_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _write(self, event: Event) -> None:
         match event:
             case RunStarted():
                 self._begin(event)
@@ -40,9 +84,12 @@ class TensorBoardSink:
                     self._scalar(f"eval/{name}", value, event.step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                writer.close()
+        except OSError as error:
+            self._lose(error)
 
     def _begin(self, started: RunStarted) -> None:
         self.close()
@@ -67,6 +114,22 @@ class TensorBoardSink:
         if math.isfinite(value):
             self._writer = self._writer or self._open()
             self._writer.add_scalar(tag, value, step)
+
+
+def _quiet_threads() -> None:
+    """A writer's thread that a full disk ends prints its traceback and hands the error to whoever writes next, which is
+    the sink: it is told there."""
+    before = threading.excepthook
+    if getattr(before, "is_of_tensorboard", False):
+        return
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        is_writer = type(arguments.thread).__name__ == "_AsyncWriterThread"
+        if not (is_writer and isinstance(arguments.exc_value, OSError)):
+            before(arguments)
+
+    hook.is_of_tensorboard = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 def _writer_class() -> type[SummaryWriter]:

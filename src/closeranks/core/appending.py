@@ -1,0 +1,130 @@
+"""A file that a run appends to for as long as it lives, whatever happens to the disk meanwhile.
+
+A write that fails is held in memory and tried again with a later one; a file or folder that was removed is made anew.
+Invariants: ``write`` never raises; trouble is told once, and once when it is over; what was written in part is
+completed later, so that no line is torn by a full disk; what an earlier process left torn is ended before the first
+line.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+RETRY_S = 0.5
+"""How often a file that cannot be written is tried again, at most."""
+HELD_BYTES = 1 << 20
+"""What is held in memory meanwhile; of more, the oldest is dropped."""
+
+
+class AppendFile:
+    """``on_lost`` hears the reason when the file cannot be written, ``on_back`` how many bytes were dropped until it
+    could be again."""
+
+    def __init__(
+        self,
+        path: Path,
+        on_lost: Callable[[str], None],
+        on_back: Callable[[int], None] = lambda num_dropped: None,
+        *,
+        must_open: bool = False,
+        is_lines: bool = True,
+    ) -> None:
+        """``must_open`` raises the ``OSError`` of a file that cannot be opened now; ``is_lines`` ends a line that was
+        left torn."""
+        self.path = path
+        self._on_lost, self._on_back = on_lost, on_back
+        self._is_lines = is_lines
+        self._file: int | None = None
+        self._held: deque[bytes] = deque()
+        self._num_held = self._num_dropped = 0
+        self._is_closed = self._is_cut = False
+        """Cut: whether the oldest of what is held is the rest of what is written."""
+        self._retry_at: float | None = None
+        """When to try again, after a failure; None while all is well."""
+        try:
+            self._open()
+        except OSError as error:
+            if must_open:
+                self._close()
+                raise
+            self._fail(error)
+
+    def write(self, data: bytes) -> None:
+        if self._is_closed:
+            return
+        self._held.append(data)
+        self._num_held += len(data)
+        if self._retry_at is None or time.monotonic() >= self._retry_at:
+            self._flush()
+        self._drop_oldest()
+
+    def close(self) -> None:
+        """What is held is tried once more."""
+        if self._held and not self._is_closed:
+            self._flush()
+        self._is_closed = True
+        self._close()
+
+    def _flush(self) -> None:
+        try:
+            if self._file is None or os.fstat(self._file).st_nlink == 0:  # it was removed under us
+                self._open()
+            assert self._file is not None
+            while self._held:
+                self._take(os.write(self._file, self._held[0]))
+        except OSError as error:
+            self._fail(error)
+        else:
+            if self._retry_at is not None:
+                self._retry_at, num_dropped, self._num_dropped = None, self._num_dropped, 0
+                self._on_back(num_dropped)
+
+    def _take(self, num_bytes: int) -> None:
+        """So many bytes of the oldest are written. A full disk takes some of them without an error."""
+        if num_bytes == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = self._held.popleft()
+        self._num_held -= num_bytes
+        self._is_cut = num_bytes < len(data)
+        if self._is_cut:
+            self._held.appendleft(data[num_bytes:])
+
+    def _fail(self, error: OSError) -> None:
+        is_news = self._retry_at is None
+        self._close()
+        self._retry_at = time.monotonic() + RETRY_S
+        if is_news:
+            self._on_lost(error.strerror or str(error))
+
+    def _drop_oldest(self) -> None:
+        while self._num_held > HELD_BYTES and len(self._held) > 1:
+            self._drop()
+
+    def _drop(self) -> None:
+        dropped = len(self._held.popleft())
+        self._num_held -= dropped
+        self._num_dropped += dropped
+        self._is_cut = False
+
+    def _open(self) -> None:
+        self._close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if not self._is_lines:
+            return
+        size = os.fstat(self._file).st_size
+        is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        if is_torn and not self._is_cut:
+            os.write(self._file, b"\n")
+        elif self._is_cut and not is_torn:  # another file: the rest of a line is none
+            self._drop()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
