@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 # Where a machine forbids it, every process of every test would compile all modules anew: a third of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo test test-slow matrix drills soak lint format bench bench-data servers clean
+.PHONY: help install demo test test-slow matrix drills hostile soak lint format bench bench-data servers clean
 
 help:
 	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (under a minute)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-slow  the tests that take minutes (torch.compile, long runs)"
 	@echo "make matrix     resume every layout from every other: 64 pairs on up to 8 processes (about 10 minutes)"
 	@echo "make drills     every fault under every kind of layout; writes docs/drills-table.md (about half an hour)"
+	@echo "make hostile    220 hostile cases, drawn anew each time (SEED=7 repeats them, CASE=42 one; about half an hour)"
 	@echo "make soak       an hour of faults at random times, in two mixes, against undisturbed running"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      every benchmark that runs here; each ends with one line of JSON"
@@ -59,6 +60,9 @@ test-slow: install servers
 
 drills: install servers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drills --page docs/drills-table.md
+
+hostile: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
 soak: install servers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --mix light --minutes 30 --waiting

@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "examples" / "tiny.toml")
+IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+"""Where a job finds hooks that tests define."""
 FAST = ["train.steps=4", "model.num_layers=2", "train.eval_every=0", "train.eval_samples=6", "telemetry.report=false"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from closeranks.checkpoint.reader import open_newest
 from closeranks.core.events import Saved, SaveFailed, StepDone
 from closeranks.telemetry.recorder import read_events
-from tests.cli.commands import ROOT, Done, closeranks
+from tests.cli.commands import IMPORTABLE, Done, closeranks
 from tests.run.small import of_kind
 
 STEPS = 12
@@ -51,8 +50,6 @@ timeout_s = 5.0
 """
 ALONE = "elastic.enabled=false"
 """A worker that falls ends the run: what is saved is all there is to go on from."""
-IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-"""Where the job finds its hooks."""
 
 
 def hook(name: str) -> str:

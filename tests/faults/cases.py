@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from closeranks.elastic.faults.cgroups import FREEZER, Lacking, Need, find_home
-from tests.cli.fault_jobs import IMPORTABLE
+from tests.cli.commands import IMPORTABLE
 from tests.faults.strikes import Jump, Newborn, Special, Touch
 
 

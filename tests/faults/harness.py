@@ -1,8 +1,5 @@
 """Run the job, struck or not, as a person does; look at what it left behind, and hold it against the run that never
 failed.
-
-What a machine holds is compared before and after: processes that carry the run's mark, sockets that they listened on,
-files in /dev/shm, control groups and mounts.
 """
 
 from __future__ import annotations
@@ -12,11 +9,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,13 +24,12 @@ from closeranks.core.events import Event, RankLost, RanksClosed
 from closeranks.elastic.faults.disk import cannot_mount
 from closeranks.telemetry.samples import SampleLog, read_samples
 from closeranks.telemetry.status import read_status
-from tests.cli.commands import mark, marked_processes
-from tests.cli.fault_jobs import IMPORTABLE
+from tests.cli.commands import IMPORTABLE
 from tests.faults.jobs import SHAPES, STEPS, write_job
+from tests.faults.machine import Machine
 from tests.faults.strikes import Special, encode
 
 TIMEOUT_S = 140.0
-_SETTLE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -146,85 +141,6 @@ def _apart(folder: Path) -> list[str]:
     if cannot_mount():
         return []
     return ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(shm)]
-
-
-# --- what a run leaves behind
-
-
-@dataclass
-class Machine:
-    """What there is on this machine that a run might leave behind, from before it until after it."""
-
-    mark: str = field(default_factory=mark)
-    pid: int = 0
-    """Of the run's agent."""
-    ports: set[str] = field(default_factory=set)
-
-    def watched(self) -> _Watch:
-        return _Watch(self)
-
-    def look(self) -> None:
-        """Which sockets do its processes listen on now?"""
-        self.ports |= _listening() & _sockets_of(self.mark)
-
-    def left(self, folder: Path) -> tuple[str, ...]:
-        """What is still there, after a while in which the kernel may finish."""
-        deadline = time.monotonic() + _SETTLE_S
-        while (found := self.found(folder)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return found
-
-    def found(self, folder: Path) -> tuple[str, ...]:
-        processes = [f"process: {line}" for line in marked_processes(self.mark)]
-        ports = [f"listening socket {inode}" for inode in self.ports & _listening()]
-        shm = [f"/dev/shm/{path.name}" for path in (folder / "shm").iterdir()]
-        groups = [f"control group {path}" for path in Path("/sys/fs/cgroup").glob(f"**/closeranks-{self.pid}-*")]
-        mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(folder) in line]
-        return (*processes, *ports, *shm, *groups, *mounts)
-
-
-class _Watch:
-    """Looks at a run's sockets now and then, in a thread."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._go_on)
-
-    def _go_on(self) -> None:
-        while not self._is_over.wait(0.5):
-            self._machine.look()
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-
-def _listening() -> set[str]:
-    """Inodes of all sockets that listen here."""
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A":
-                found.add(words[9])
-    return found
-
-
-def _sockets_of(name: str) -> set[str]:
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            if not entry.name.isdecimal() or name.encode() not in (entry / "environ").read_bytes():
-                continue
-            links = [os.readlink(path) for path in (entry / "fd").iterdir()]
-        except OSError:
-            continue
-        found |= {link[8:-1] for link in links if link.startswith("socket:[")}
-    return found
 
 
 # --- the proof

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from closeranks.agent.view import Seen, View
 from closeranks.elastic.faults.processes import Victim
 
@@ -56,6 +58,28 @@ class Newborn:
 
 
 @dataclass(frozen=True)
+class Late:
+    """SIGKILL to a worker of a generation when it has lived for some time, wherever it stands then."""
+
+    rank: int
+    generation: int
+    after_s: float
+
+    def is_done(self, view: View) -> bool:
+        worker = _worker(view, self.rank)
+        if view.generation != self.generation or worker is None or worker.pid is None:
+            return False
+        try:
+            with Victim(worker.pid) as victim:
+                if time.time() - psutil.Process(worker.pid).create_time() < self.after_s:
+                    return False
+                victim.signal(signal.SIGKILL)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+        return True
+
+
+@dataclass(frozen=True)
 class Jump:
     """The wall clock of the whole run jumps: faketime reads this file at every look at a clock."""
 
@@ -72,8 +96,8 @@ class Jump:
         return True
 
 
-Special = Touch | Newborn | Jump
-_KINDS: dict[str, type[Touch] | type[Newborn] | type[Jump]] = {kind.__name__: kind for kind in (Touch, Newborn, Jump)}
+Special = Touch | Newborn | Late | Jump
+_KINDS: dict[str, type[Special]] = {kind.__name__: kind for kind in (Touch, Newborn, Late, Jump)}
 
 
 def encode(specials: Sequence[Special]) -> str:

@@ -1,0 +1,87 @@
+"""The campaign of hostile cases: a fixed seed in the fast tier, a new one in the slow tier; and its own parts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import closeranks.checkpoint.writer
+import closeranks.elastic.keeper
+import closeranks.run.restoring  # noqa: F401
+from closeranks.core.faults import POINTS
+from tests.cli.commands import ROOT
+from tests.hostile import kinds  # noqa: F401
+from tests.hostile.cases import COMBINED, KINDS, draw, reduced
+from tests.hostile.checks import Problem, Tensor, check_code, check_words, difference
+from tests.hostile.kills import IN_COPYING, IN_RECOVERY, IN_SAVING
+
+SEED = 20260901
+
+
+def test_a_case_follows_from_seed_and_number_alone() -> None:
+    program = "from tests.hostile import cases, kinds; print(*(cases.draw(7, n) for n in range(99)))"
+    apart = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert apart.strip() == " ".join(str(draw(7, n)) for n in range(99))
+    assert str(draw(7, 3)) != str(draw(8, 3))
+
+
+def test_every_kind_has_its_turn() -> None:
+    drawn = {draw(3, n).kind for n in range(2 * len(KINDS))}
+    assert drawn == {*KINDS, COMBINED}
+    families = {case.family for case in reduced(SEED, 100)}
+    assert families == {*(one.family for one in KINDS.values()), COMBINED}
+
+
+def test_every_labelled_point_of_a_run_is_among_the_kills() -> None:
+    known = {*IN_COPYING, *IN_RECOVERY, *IN_SAVING}
+    here = {label for label in POINTS if label.partition(".")[0] in {known_.partition(".")[0] for known_ in known}}
+    assert here - known == {"restore.fetching"}  # between hosts
+
+
+def test_states_that_differ_in_a_bit_are_told_apart() -> None:
+    one = {"model/w": Tensor("float32", (2,), bytes(8))}
+    assert difference(one, dict(one)) == ""
+    assert "model/w" in difference(one, {"model/w": Tensor("float32", (2,), bytes(7) + b"\1")})
+    assert "other tensors" in difference(one, {})
+
+
+def test_a_traceback_a_bare_refusal_and_another_status_are_problems() -> None:
+    check_words("fine", "closeranks: no such key", 2)
+    for out, err, code in [("", "Traceback (most recent call last):\n", 1), ("", "boom", 2)]:
+        with pytest.raises(Problem):
+            check_words(out, err, code)
+    with pytest.raises(Problem):
+        check_code(1, {0, 2}, "")
+
+
+def _campaign(*words: object) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hostile", *map(str, words)], cwd=ROOT, capture_output=True, text=True
+    )
+    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert told["met"]
+    return told
+
+
+@pytest.mark.world
+@pytest.mark.timeout(600)
+def test_one_case_of_each_family() -> None:
+    told = _campaign("--seed", SEED, "--case", 3)
+    assert told["cases"] == 2  # and the control that must differ
+
+
+@pytest.mark.world
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_whole_campaign_with_a_seed_of_its_own() -> None:
+    told = _campaign()
+    assert int(str(told["cases"])) > 200
+
+
+def test_the_page_names_every_family() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text()
+    assert all(one.family in page for one in KINDS.values())
