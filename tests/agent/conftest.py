@@ -49,7 +49,10 @@ class Host:
                 on_event(rank, event)
 
         return Agent(
-            plan, on_event=hear, on_output=lambda rank, line: self.lines.append(line), on_note=self.notes.append
+            plan,
+            on_event=hear,
+            on_output=lambda rank, text: self.lines.extend(text.split("\n")),
+            on_note=self.notes.append,
         ).run()
 
     def named(self, name: str) -> dict[int, dict[str, Any]]:

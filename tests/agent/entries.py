@@ -119,6 +119,22 @@ def hang(payload: Payload, link: WorkerLink) -> None:
     wait_forever()
 
 
+def print_much(payload: Payload, link: WorkerLink) -> None:
+    """Steps of a few milliseconds, then one in which rank 0 prints for much longer than that, and is healthy."""
+    for step in range(1, 30):
+        link.progress(step, Phase.COMPUTE)
+        time.sleep(0.005)
+        link.progress(step, Phase.UPDATE)
+    link.progress(30, Phase.COMPUTE)
+    if link.world.is_lead:
+        piece = str(payload["piece"]).encode()
+        left = memoryview(piece * (int(payload["num_bytes"]) // len(piece)))
+        while left:
+            left = left[os.write(1, left[: 1 << 16]) :]
+    link.progress(30, Phase.END)
+    link.send_event({"event": "printed"})
+
+
 def drain(payload: Payload, link: WorkerLink) -> None:
     """Trains until it is asked to stop, then saves."""
     announce(link)

@@ -18,6 +18,8 @@ import pytest
 
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
+from closeranks.agent.launch import Fitted, Survival
+from closeranks.agent.limits import Limits
 from closeranks.agent.view import View
 from closeranks.core.errors import DataError, RunFailed, SetupError, UserError
 
@@ -217,6 +219,28 @@ def test_a_drained_run_saves_and_leaves_by_itself(host: Host, number: int, reaso
     outcome = host.run(host.plan("drain", config=AgentConfig(interrupt_s=30.0)), ask)
     assert (outcome.reason, outcome.statuses) == (reason, {0: 0, 1: 0})
     assert host.named("saved") == {rank: {"event": "saved", "asked_to_save": True} for rank in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("piece", "num_bytes", "shown_in_s"),
+    [("\r 37%|###     |", 30_000_000, 0.0), ("a line of output\n", 2_000_000, 0.02)],
+    ids=["a progress bar", "lines on a slow terminal"],
+)
+def test_a_worker_that_prints_much_is_not_taken_for_hung(
+    host: Host, piece: str, num_bytes: int, shown_in_s: float
+) -> None:
+    """It waits for its pipe to be read, longer than a step ever took, and is healthy."""
+    limits = Limits(hang_floor_s=0.4, hang_factor=2.0, max_faults=0)
+    survival = Survival(limits, lambda num, wanted: Fitted(num, {}), lambda step: "")
+    plan = host.plan("print_much", payload={"piece": piece, "num_bytes": num_bytes}, is_elastic=True, survival=survival)
+    outcome = Agent(
+        plan,
+        on_event=lambda rank, event: host.events.append((rank, event)),
+        on_output=lambda rank, text: time.sleep(shown_in_s),
+        on_note=host.notes.append,
+    ).run()
+    assert (outcome.reason, outcome.statuses) == ("finished", {0: 0, 1: 0}), host.notes
+    assert (host.log_folder / "rank-00000.log").stat().st_size == num_bytes - num_bytes % len(piece), "byte for byte"
 
 
 def test_sigterm_to_a_worker_drains_it(host: Host) -> None:

@@ -5,7 +5,88 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from closeranks.agent.output import OutputLog, last_words
+import pytest
+
+from closeranks.agent.output import LineAssembler, OutputLog, last_words
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_progress_bar_is_shown_now_and_then_and_as_it_ended() -> None:
+    clock = Clock()
+    lines = LineAssembler(clock)
+    assert lines.feed(b"\r  0%") == []
+    assert lines.feed(b"\r 10%") == ["  0%"], "the first state that is whole"
+    assert lines.feed(b"\r 20%\r 30") == []
+    clock.now += 60.0
+    assert lines.feed(b"%\r 40%") == [" 30%"]
+    assert lines.feed(b"\r100%\nand on\r\n") == ["100%", "and on"]
+    assert lines.feed(b"done\r") == []
+    assert lines.finish() == ["done"]
+
+
+def test_a_line_that_does_not_end_is_shown_in_pieces() -> None:
+    lines = LineAssembler()
+    shown = [line for _ in range(100) for line in lines.feed(b"x" * 10_000)] + lines.finish()
+    assert sum(map(len, shown)) == 1_000_000
+    assert max(map(len, shown)) == 8192
+
+
+@pytest.mark.parametrize("piece", [b"\r", b"\r" + b"a progress bar" * 10, b"x"], ids=["returns", "bar", "no end"])
+def test_a_line_without_end_is_kept_in_bounds(piece: bytes) -> None:
+    """The whole line was kept, and looked through again at every read."""
+    lines = LineAssembler()
+    chunk = (piece * (16384 // len(piece) + 1))[:16384]
+    for _ in range(200):
+        lines.feed(chunk)
+        assert len(lines._rest) <= 8192
+
+
+def test_a_child_that_prints_for_ever_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """It has inherited the worker's pipe; what it prints after the worker's death is nobody's last words."""
+    texts: list[str] = []
+
+    def print_more(text: str) -> None:
+        texts.append(text)
+        if len(texts) < 1000:
+            os.write(writer, b"more\n" * 100)
+
+    log = OutputLog(tmp_path / "log", print_more, lambda note: None)
+    writer = log.take_writer()
+    os.write(writer, b"one\n")
+    log.end()
+    assert texts == ["one"]
+    assert (tmp_path / "log").read_text() == "one\n"
+    texts += [""] * 1000
+    os.close(writer)
+    log.close()
+
+
+def test_a_process_that_spends_its_time_printing_is_known(tmp_path: Path) -> None:
+    log = OutputLog(tmp_path / "log", lambda text: None, lambda note: None)
+    writer = log.take_writer()
+    for _ in range(100):
+        os.write(writer, b"a few lines, as a thread prints them while its process is stuck\n")
+        log.read()
+    assert log.printing_at == 0.0
+    for _ in range(15):
+        os.write(writer, b"x" * 3000)  # no two of them share a page: full with less than its size
+    waiting_at = log.printing_at
+    assert waiting_at > 0.0
+    log.drain()
+    last = log.printing_at
+    assert log.printing_at == last, "not any more"
+    for _ in range(100):
+        os.write(writer, b"x" * 1000)
+        log.read()
+    assert log.printing_at > last, "much has passed through a pipe that was never full"
+    os.close(writer)
+    log.close()
 
 
 def test_lines_and_log_hold_the_same_and_a_character_may_be_cut_in_two(tmp_path: Path) -> None:

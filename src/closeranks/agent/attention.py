@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from closeranks.agent.hang import Deadlines, Still, Watch, blame, odd_ones
 from closeranks.agent.limits import Limits
@@ -44,7 +44,7 @@ class Attention:
         if now < self._next_at:
             return Noticed(None, self._next_at)
         alive = _alive(members)
-        words = {rank: member.progress for rank, member in alive.items()}
+        words = {rank: replace(member.progress, at=member.alive_at) for rank, member in alive.items()}
         states = {rank: kernel_state(member.pid or 0) for rank, member in alive.items()}
         still = self._watch.look(words, states, now)
         self._next_at = now + self._watch.every_s

@@ -65,7 +65,7 @@ class Member:
         self._channel = Channel(ours)
         progress = create_progress()
         self._word = ProgressWord(progress)
-        self._log = OutputLog(plan.log_folder / f"rank-{world.rank:05d}.log", self._on_line, self._on_note)
+        self._log = OutputLog(plan.log_folder / f"rank-{world.rank:05d}.log", self._on_text, self._on_note)
         self.fds = WorkerFds(theirs.detach(), progress, self._log.take_writer())
         loop.watch(ours, self._on_link)
         loop.watch(self._log.reader, self._on_output)
@@ -145,6 +145,11 @@ class Member:
         return self._word.read()
 
     @property
+    def alive_at(self) -> float:
+        """Its last sign of life. Printing much is one: it may be waiting in a write until we read, which is no hang."""
+        return max(self._word.read().at, self._log.printing_at)
+
+    @property
     def is_silent(self) -> bool:
         """Whether it died without a word: nobody need be asked who began."""
         return self.died_at is not None and self.failure is None and not self.is_finished
@@ -205,9 +210,9 @@ class Member:
             case "dropped":
                 self._on_note(f"Rank {self.world.rank} dropped {message['count']} events: the agent was too slow.")
 
-    def _on_line(self, line: str) -> None:
+    def _on_text(self, text: str) -> None:
         if self.world.is_lead:
-            self.listener.on_output(self.world.rank, line)
+            self.listener.on_output(self.world.rank, text)
 
     def _on_note(self, text: str) -> None:
         self.listener.on_note(text)
@@ -227,8 +232,7 @@ class Member:
         while self._channel.is_open and (messages := self._channel.receive()) is not None:
             for message in messages:
                 self._hear(message)
-        while self._log.is_open and self._log.read():
-            pass
+        self._log.drain()
 
     def close(self) -> None:
         for source in (self._channel.endpoint, self._log.reader):

@@ -245,8 +245,7 @@ class Nursery:
             self._hear()
         if self.error is not None:
             return
-        while self._log.read():
-            pass
+        self._log.drain()
         doing = "" if self.is_ready else f" while it imported {', '.join(_preload(self._plan))}"
         lines = [f"the zygote, the process that workers are forked from, was lost{doing}: {in_words(status)}"]
         lines += [f"  | {line}" for line in self._log.tail(_TAIL_LINES)]

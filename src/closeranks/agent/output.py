@@ -1,27 +1,79 @@
-"""Where does what a worker prints go? Into its log, byte for byte, and line by line to whoever listens.
+"""Where does what a worker prints go? Into its log, byte for byte, and as lines to whoever listens.
 
-Invariant: a log that cannot be written (a full disk) is said once, never stops the run, and is written again once it
-can be.
+Invariants: a log that cannot be written (a full disk) is said once, never stops the run, and is written again once it
+can be; whatever is printed, and however much, costs the agent time in proportion to its length, a bounded piece at a
+time, and bounded memory: a worker that prints faster than that waits for its pipe, and only that worker does.
 """
 
 from __future__ import annotations
 
 import codecs
+import fcntl
 import os
+import struct
+import termios
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from closeranks.core.appending import AppendFile
 
-_CHUNK_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 14
+"""Of one read: thousands of short lines take tens of milliseconds to show, and other workers wait for as long."""
 _TAIL_BYTES = 1 << 13
 _CRASH_LEAD_LINES = 4
+_LINE_CHARS = 1 << 13
+"""A longer line is shown in pieces of this length."""
+_BAR_S = 5.0
+"""How often a line that is drawn over itself (a progress bar) is shown while it has no end."""
+
+
+class LineAssembler:
+    """Bytes in, text to show out: whole lines, and the latest state of a line that carriage returns draw over."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shown_at = -_BAR_S
+        # What a library prints need not be UTF-8; a character may be cut in two by a read.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = ""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines to show now; what is not a line yet is kept, ``_LINE_CHARS`` at most."""
+        *lines, rest = (self._rest + self._decoder.decode(data, final=not data)).split("\n")
+        shown = [_visible(line) for line in lines]
+        if "\r" in rest:
+            shown += self._redrawn(rest)
+            rest = _visible(rest) + ("\r" if rest.endswith("\r") else "")
+        whole = len(rest) - len(rest) % _LINE_CHARS
+        shown += [rest[start : start + _LINE_CHARS] for start in range(0, whole, _LINE_CHARS)]
+        self._rest = rest[whole:]
+        return shown
+
+    def finish(self) -> list[str]:
+        """A last line without its end."""
+        last, self._rest = _visible(self._rest), ""
+        return [last] if last else []
+
+    def _redrawn(self, rest: str) -> list[str]:
+        """The newest state that is certainly whole, now and then."""
+        state, now = _visible(rest.rpartition("\r")[0]), self._clock()
+        if not state.strip() or now - self._shown_at < _BAR_S:
+            return []
+        self._shown_at = now
+        return [state]
+
+
+def _visible(line: str) -> str:
+    """What a terminal would show of it, nearly: the last of the states that were drawn over one another."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 class OutputLog:
     """One process's stdout and stderr: the reading end of its pipe, and its log file."""
 
-    def __init__(self, path: Path, on_line: Callable[[str], None], on_note: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, on_text: Callable[[str], None], on_note: Callable[[str], None]) -> None:
+        """``on_text`` is called once for each read, with one or more lines."""
         self.path = path
         self._on_note = on_note
         self._file = AppendFile(path, self._on_lost, self._on_back, is_lines=False)
@@ -29,11 +81,12 @@ class OutputLog:
         """The end of what was printed; the log itself may be out of reach."""
         self.reader, self._writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
+        self._pipe_bytes = fcntl.fcntl(self.reader, fcntl.F_GETPIPE_SZ)
+        self._num_passed = 0
+        self._printing_at = 0.0
         self.is_open = True
-        self._on_line = on_line
-        # What a library prints need not be UTF-8; a character may be cut in two by a read.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._rest = ""
+        self._on_text = on_text
+        self._lines = LineAssembler()
 
     def take_writer(self) -> int:
         """The writing end, for the process; whoever takes it closes it once the process has it."""
@@ -47,30 +100,52 @@ class OutputLog:
 
     def read(self) -> bool:
         """Pass on what has arrived, one bounded read; False when there is nothing (more) now."""
+        self._note_printing()
         try:
             data = os.read(self.reader, _CHUNK_BYTES)
         except BlockingIOError:
             return False
         self.is_open = bool(data)
+        self._num_passed += len(data)
         self._write(data)
-        *lines, self._rest = (self._rest + self._decoder.decode(data, final=not data)).split("\n")
-        for line in lines:
-            self._on_line(line)
+        self._show(self._lines.feed(data))
         return bool(data)
+
+    def drain(self) -> None:
+        """Pass on what is in the pipe now, and no more: some child that still holds it might print for ever."""
+        left = self._num_waiting()
+        while left > 0 and self.is_open and (before := self._num_waiting()) and self.read():
+            left -= min(before, _CHUNK_BYTES)
+
+    @property
+    def printing_at(self) -> float:
+        """When (``time.monotonic()``) its process was last seen to spend its time printing: the pipe was so full that
+        it may have waited for us, or a pipe's worth of bytes has come since the last time. A few lines are no sign of
+        that: a thread may print them while the process is stuck."""
+        self._note_printing()
+        return self._printing_at
+
+    def _note_printing(self) -> None:
+        # Half full by bytes may be full: short writes do not share a page.
+        if self._num_passed >= self._pipe_bytes or 2 * self._num_waiting() >= self._pipe_bytes:
+            self._num_passed, self._printing_at = 0, time.monotonic()
+
+    def _num_waiting(self) -> int:
+        return int(struct.unpack("i", fcntl.ioctl(self.reader, termios.FIONREAD, b"\0" * 4))[0])
+
+    def _show(self, lines: list[str]) -> None:
+        if lines:
+            self._on_text("\n".join(lines))
 
     def add(self, text: str) -> None:
         """Into the log alone, after what has been printed so far."""
-        while self.is_open and self.read():
-            pass
+        self.drain()
         self._write(text.encode())
 
     def end(self) -> None:
         """The process is gone: whatever is left in the pipe goes where it belongs, a last line without its end too."""
-        while self.is_open and self.read():
-            pass
-        if self._rest:
-            last, self._rest = self._rest, ""
-            self._on_line(last)
+        self.drain()
+        self._show(self._lines.finish())
 
     def close(self) -> None:
         """The descriptors are given back."""
