@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import ConfigError
-from closeranks.facts.layout import SCHEDULES, Demands, Layout, enumerate_layouts, legal_problems
+from closeranks.facts.layout import SCHEDULES, Demands, Layout, divisors, enumerate_layouts, legal_problems
 from closeranks.facts.llama import PRESETS
 
 TINY = PRESETS["tiny"]
@@ -182,3 +182,11 @@ def test_all_obstacles_come_at_once() -> None:
 def test_a_short_last_micro_batch_counts(global_batch: int, micro_batch: int) -> None:
     demands = Demands(global_batch=global_batch, micro_batch=micro_batch)
     assert (demands.num_micro - 1) * micro_batch < global_batch <= demands.num_micro * micro_batch
+
+
+def test_divisors_are_found_without_trying_every_number() -> None:
+    for number in range(1, 300):
+        for most in (None, 1, 7, 300):
+            every = [size for size in range(1, min(number, most or number) + 1) if number % size == 0]
+            assert divisors(number, most) == every
+    assert divisors(10**12)[-2:] == [5 * 10**11, 10**12]

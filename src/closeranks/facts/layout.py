@@ -6,6 +6,7 @@ A layout is a value (``data=2 tensor=2``); whether a model and a batch allow it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
@@ -214,7 +215,10 @@ def counted(count: int, noun: str, ending: str = "s") -> str:
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]
+    """In rising order, up to ``most``; in as many steps as the square root of ``number``."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    large = [number // size for size in reversed(small) if size * size != number]
+    return [size for size in (*small, *large) if size <= (most or number)]
 
 
 def enumerate_layouts(num_ranks: int) -> tuple[Layout, ...]:

@@ -22,7 +22,7 @@ class RunConfig(Table):
     """Bit-identical repetition on the same layout, at some cost in speed on accelerators."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: an accelerator where there is one for each worker."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=4096)
     """CPU threads per worker; 0: the cores shared evenly."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long a collective may wait for a slow worker before the run is given up."""
