@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.elastic.slots import About, Slot, encode_entries, encode_index
-from closeranks.run.rescued import find_rescued, forget_rescued
+from closeranks.run.rescued_files import find_rescued, forget_rescued
 
 
 def write(run: Path, host: str, number: int, about: About) -> Path:

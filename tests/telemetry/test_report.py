@@ -1,3 +1,4 @@
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,6 +77,15 @@ def test_going_on_repeats_what_was_typed_with_more_steps(make_run: Callable[...,
     text = write_report(folder, job_file="job.toml", overrides=overrides).read_text()
     assert f"closeranks train job.toml -n 2 optim.lr=0.01 train.steps=80 'checkpoint.resume={folder}'\n" in text
     assert f"closeranks sample '{folder}' 'import '\n" in text
+
+
+def test_a_run_by_epochs_goes_on_by_epochs(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    (folder / "config.json").write_text(json.dumps({"train": {"steps": None, "epochs": 1.5}}))
+    text = write_report(folder, job_file="job.toml", overrides=("~train.steps", "train.epochs=1.5")).read_text()
+    assert f"closeranks train job.toml -n 2 '~train.steps' train.epochs=3 checkpoint.resume={folder}\n" in text
+    in_python = write_report(folder, is_script=True).read_text()
+    assert f'train={{"epochs": 3, ...}}, checkpoint={{"resume": "{folder}"}}' in in_python
 
 
 def test_only_token_models_are_sampled(make_run: Callable[..., Path]) -> None:

@@ -32,6 +32,7 @@ from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
 from closeranks.run.folder import choose_folder, free_folder, prepare_folder, withdraw_folder
 from closeranks.run.job import Job, check_workers, layout_for, load_job
+from closeranks.run.past import Past
 from closeranks.run.resizing import fit, limits_of, samples_of
 from closeranks.run.voice import speak, turn_of
 from closeranks.telemetry.progress import Progress
@@ -74,14 +75,16 @@ def train(
     job = load_job(path, overrides).value
     look_beside(path)
     num_workers = workers_of(job, num_workers)
+    folder = choose_folder(job, path.stem)
+    past = _past_of(job, folder)
+    job = past.applied_to(job)
     if problems := check_workers(job, num_workers * party.most_hosts):
         raise ConfigError(problems)
-    folder = choose_folder(job, path.stem)
     is_new = not folder.exists()
     prepare_folder(job, folder)
     work = _Work(
         entry="closeranks.run.worker:train_entry",
-        payload=_payload(job, folder),
+        payload=_payload(job, folder, past),
         folder=folder,
         is_new=is_new,
         preload=modules_of(job),
@@ -91,7 +94,7 @@ def train(
         report=job.telemetry.report,
         command=(str(path), tuple(overrides)),
         party=party,
-        survival=_survival(job, folder) if job.elastic.enabled else None,
+        survival=_survival(job, folder, past) if job.elastic.enabled else None,
         on_turn=on_turn,
     )
     _start(work, num_workers)
@@ -117,18 +120,26 @@ def workers_of(job: Job, wanted: int) -> int:
     return wanted or num_gpus() or layout_for(job, 1).num_ranks
 
 
-def _survival(job: Job, folder: Path) -> Survival:
+def _past_of(job: Job, folder: Path) -> Past:
+    if not job.checkpoint.resume:
+        return Past()
+    from closeranks.run.recall import look_back  # numpy and the readers of checkpoints: only where they are needed
+
+    return look_back(job, folder)
+
+
+def _survival(job: Job, folder: Path, past: Past) -> Survival:
     def fit_to(num_workers: int, num_wanted: int) -> Fitted | None:
         found = fit(job, num_workers, num_wanted)
         if found is None:
             return None
-        return Fitted(found.num_workers, _payload(found.job, folder), found.words)
+        return Fitted(found.num_workers, _payload(found.job, folder, past), found.words)
 
-    return Survival(limits_of(job.elastic), fit_to, lambda step: samples_of(job, step), warm=_WARM)
+    return Survival(limits_of(job.elastic), fit_to, lambda step: samples_of(job, step, past.ends), warm=_WARM)
 
 
-def _payload(job: Job, folder: Path) -> dict[str, Any]:
-    return {"job": job.model_dump(mode="json"), "folder": str(folder)}
+def _payload(job: Job, folder: Path, past: Past) -> dict[str, Any]:
+    return {"job": job.model_dump(mode="json"), "folder": str(folder), "past": past.to_json()}
 
 
 def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: World) -> None:
@@ -138,7 +149,8 @@ def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: W
             what = f"{num_workers} were asked for, but {world.launcher} has started {world.size} workers"
             raise ConfigError([Problem("-n", what, "Leave it away.")])
         job = load_job(path, overrides).value
-        if problems := check_workers(job, world.size):
+        # A job that is resumed may have a micro-batch that it does not name: the session looks and checks.
+        if not job.checkpoint.resume and (problems := check_workers(job, world.size)):
             raise ConfigError(problems)
     except UserError as error:
         speak(error, turn_of(error, world, None))

@@ -6,13 +6,13 @@ run is one integer, and a micro-batch has the same positions, hence the same sam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from closeranks.core.errors import DataError
+from closeranks.data.cursor import Cursor, position_after, steps_to
 from closeranks.data.permutation import Ints, sample_indices
 
 
@@ -43,7 +43,8 @@ class Schedule:
     """How the positions of a run fall into steps and micro-batches, and those to the data ranks.
 
     A step is ``global_batch`` positions, cut into micro-batches of ``micro_batch``; the last of a step may be short.
-    Where ``total_samples`` ends the run, the last step is short, and a step beyond it is empty.
+    Where ``total_samples`` ends the run, the last step is short, and a step beyond it is empty. ``ends``: where earlier
+    parts of a continued run ended inside a step, see ``data.cursor``.
     """
 
     num_samples: int
@@ -51,6 +52,7 @@ class Schedule:
     micro_batch: int
     num_steps: int
     total_samples: int | None = None
+    ends: tuple[Cursor, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -59,20 +61,26 @@ class Schedule:
             raise ValueError(f"a schedule needs batches of at least one sample and no negative counts: {self}")
 
     @classmethod
-    def for_steps(cls, num_samples: int, global_batch: int, micro_batch: int, steps: int) -> Schedule:
-        """``steps`` full steps, over as many epochs as that takes."""
-        return cls(num_samples, global_batch, micro_batch, steps)
+    def for_steps(
+        cls, num_samples: int, global_batch: int, micro_batch: int, steps: int, ends: tuple[Cursor, ...] = ()
+    ) -> Schedule:
+        """``steps`` full steps (but for ``ends``), over as many epochs as that takes."""
+        return cls(num_samples, global_batch, micro_batch, steps, ends=ends)
 
     @classmethod
-    def for_epochs(cls, num_samples: int, global_batch: int, micro_batch: int, epochs: float) -> Schedule:
+    def for_epochs(
+        cls, num_samples: int, global_batch: int, micro_batch: int, epochs: float, ends: tuple[Cursor, ...] = ()
+    ) -> Schedule:
         """Every sample ``epochs`` times (a fraction of an epoch rounds to samples); the last step may be short."""
         total = total_for_epochs(num_samples, epochs)
-        return cls(num_samples, global_batch, micro_batch, steps_for(total, global_batch), total)
+        return cls(num_samples, global_batch, micro_batch, steps_to(total, global_batch, ends), total, ends)
 
     def position(self, step: int) -> int:
         """The cursor before ``step``: how many positions the steps before it used up."""
-        reached = step * self.global_batch
-        return reached if self.total_samples is None else min(reached, self.total_samples)
+        reached = position_after(step, self.global_batch, self.ends)
+        if self.total_samples is None:
+            return reached
+        return min(reached, max(self.total_samples, self.ends[-1].position if self.ends else 0))
 
     def num_micro_batches(self, step: int) -> int:
         return -(-(self.position(step + 1) - self.position(step)) // self.micro_batch)
@@ -119,7 +127,7 @@ def total_for_epochs(num_samples: int, epochs: float) -> int:
 
 def steps_for(total_samples: int, global_batch: int) -> int:
     """Steps that ``total_samples`` take, the last one short where they do not come out even."""
-    return math.ceil(total_samples / global_batch)
+    return steps_to(total_samples, global_batch)
 
 
 def steps_for_epochs(num_samples: int, global_batch: int, epochs: float) -> int:

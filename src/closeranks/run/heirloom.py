@@ -16,10 +16,13 @@ from closeranks.core.protocols import Source
 from closeranks.data.config import DataConfig
 from closeranks.data.sources.open import open_source
 from closeranks.data.sources.registry import Split
+from closeranks.run.past import Past
 from closeranks.telemetry.device import measure_matmul_flops
 
 KEY = "measured_flops"
 """Where it stands in a worker's payload, and in the first generation's ``RunStarted``."""
+PAST_KEY = "past"
+"""What the job fixed when it ran before, found out by who started the workers; see ``run.past``."""
 BUCKET_KEY = "bucket_mib"
 """Likewise. It is part of the numerics: measured again, gradients would be added up in another order."""
 _IN_MEMORY = ("text", "digits", "pairs")
@@ -31,6 +34,7 @@ class _Chest:
 
     measured_flops = 0.0
     bucket_mib = 0.0
+    past: ClassVar[Past | None] = None
     sources: ClassVar[dict[tuple[str, Split, int], Source | None]] = {}
 
 
@@ -38,6 +42,7 @@ def inherit(payload: Mapping[str, Any]) -> None:
     """Called once by the worker's entry."""
     _Chest.measured_flops = float(payload.get(KEY) or 0.0)
     _Chest.bucket_mib = float(payload.get(BUCKET_KEY) or 0.0)
+    _Chest.past = Past.from_json(payload[PAST_KEY]) if PAST_KEY in payload else None
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -48,6 +53,11 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 def bucket_mib() -> float:
     """The size of buckets that an earlier generation trained with; 0 where there was none."""
     return _Chest.bucket_mib
+
+
+def past() -> Past | None:
+    """None where nobody has looked: a script, or a worker that torchrun or srun has started."""
+    return _Chest.past
 
 
 def keep_sources(config: DataConfig, seed: int) -> None:

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from closeranks.core.events import Event, RunEnded
+from closeranks.core.events import Event, RunEnded, encode
 from closeranks.core.world import World
-from closeranks.run.overseer import Alone, Overseer
+from closeranks.run.overseer import Alone, Overseer, current_overseer
 from closeranks.telemetry.config import TelemetryConfig
 from closeranks.telemetry.pages import write_pages
 from closeranks.telemetry.progress import Progress
+from closeranks.telemetry.recorder import Recorder
+
+
+def overseen(recorder: Recorder, folder: Path, telemetry: TelemetryConfig, world: World) -> Overseer:
+    """Whoever oversees this session: an agent, a launcher, or itself. It hears what rank 0 records."""
+    overseer = current_overseer() or narrate(folder, telemetry, world)
+    if world.is_lead:
+        recorder.add_sink(lambda event: overseer.send_event(encode(event)))
+    return overseer
 
 
 def narrate(folder: Path, telemetry: TelemetryConfig, world: World) -> Overseer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from closeranks.core.errors import ConfigError, Problem, SetupError
 from closeranks.core.events import Event, StepDone
 from closeranks.core.protocols import ModelSpec, Reducer, Source
 from closeranks.core.world import World
+from closeranks.data.cursor import Cursor
 from closeranks.data.loader import Loader
 from closeranks.data.order import MicroBatch, Schedule
 from closeranks.data.orders import order_of
@@ -30,7 +32,7 @@ from closeranks.optim.scaler import LossScale
 from closeranks.optim.scaling import rate_warning, scaled
 from closeranks.parallel.apply import Applied, apply
 from closeranks.parallel.batchnorm import BatchStatistics
-from closeranks.parallel.group import OpenedGroup, open_group
+from closeranks.parallel.group import Group, OpenedGroup, open_group
 from closeranks.parallel.mesh import Groups, open_groups
 from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.precision import Precision
@@ -44,6 +46,7 @@ from closeranks.run.job import Job, check_workers, homes_of, layout_for, micro_b
 from closeranks.run.noise import NoiseGauge
 from closeranks.run.overseer import current_link, current_overseer
 from closeranks.run.pace import Pace, stopwatch
+from closeranks.run.past import Past
 from closeranks.run.store import make_store
 from closeranks.run.supply import Supply
 from closeranks.run.ways import choose_ways, frozen_from, outer_plan
@@ -161,34 +164,47 @@ def device_index(wanted: str, world: World, available: int, *, is_own: bool = Fa
     return world.local_rank if available >= world.local_size else None
 
 
-def assemble(job: Job, world: World, ingredients: Ingredients) -> Parts:
-    problems = check_workers(job, world.size)
-    if problems:
-        raise ConfigError(problems)
-    schedule = schedule_of(job.train, len(ingredients.source))
-    layout = layout_for(job, world.size)
-    num_homes = homes_of(job, layout, num_hosts(world))
-    layout = within_homes(layout, num_homes)
-    check_last_step(job, schedule, layout.data)
+def assemble(
+    job: Job, world: World, ingredients: Ingredients, recall: Callable[[Group], Past] = lambda _: Past()
+) -> Parts:
+    """``recall``: what the job fixed when it ran before, agreed on by all ranks; asked only of a job that is resumed,
+    once the ranks have met."""
+    is_new = not job.checkpoint.resume
+    planned = _plan(job, world, ingredients, Past()) if is_new else None
     device = choose_device(job, world)
     opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
     try:
-        return _build(job, world, layout, num_homes, ingredients, schedule, device, opened)
+        planned = planned or _plan(job, world, ingredients, recall(opened.group))
+        return _build(planned, world, ingredients, device, opened)
     except BaseException:
         opened.close()
         raise
 
 
-def _build(
-    job: Job,
-    world: World,
-    layout: Layout,
-    num_homes: int,
-    ingredients: Ingredients,
-    schedule: Schedule,
-    device: torch.device,
-    opened: OpenedGroup,
-) -> Parts:
+class _Plan(NamedTuple):
+    """What is decided before anything is built."""
+
+    job: Job
+    layout: Layout
+    num_homes: int
+    schedule: Schedule
+
+
+def _plan(job: Job, world: World, ingredients: Ingredients, past: Past) -> _Plan:
+    job = past.applied_to(job)
+    problems = check_workers(job, world.size)
+    if problems:
+        raise ConfigError(problems)
+    schedule = schedule_of(job.train, len(ingredients.source), past.ends)
+    layout = layout_for(job, world.size)
+    num_homes = homes_of(job, layout, num_hosts(world))
+    layout = within_homes(layout, num_homes)
+    check_last_step(job, schedule, layout.data)
+    return _Plan(job, layout, num_homes, schedule)
+
+
+def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch.device, opened: OpenedGroup) -> Parts:
+    job, layout, num_homes, schedule = planned
     spec, precision = ingredients.spec, Precision(job.train.precision)
     # All ranks of a host measure at once, as they will compute; before the model takes memory.
     measured_flops = heirloom.matmul_flops(device, precision.compute)
@@ -293,12 +309,12 @@ def make_supply(
     )
 
 
-def schedule_of(train: TrainConfig, num_samples: int) -> Schedule:
-    """How the run's positions fall into steps, from either way of giving its length."""
+def schedule_of(train: TrainConfig, num_samples: int, ends: tuple[Cursor, ...] = ()) -> Schedule:
+    """How the run's positions fall into steps, from either way of giving its length. ``ends``: of earlier parts."""
     micro = micro_batch_size(train)
     if train.epochs is not None:
-        return Schedule.for_epochs(num_samples, train.global_batch, micro, train.epochs)
-    return Schedule.for_steps(num_samples, train.global_batch, micro, train.steps or 1)
+        return Schedule.for_epochs(num_samples, train.global_batch, micro, train.epochs, ends)
+    return Schedule.for_steps(num_samples, train.global_batch, micro, train.steps or 1, ends)
 
 
 def check_last_step(job: Job, schedule: Schedule, num_ranks: int) -> None:

@@ -8,10 +8,11 @@ them for tensor and pipeline as they were. Imports no torch: agents decide with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from closeranks.agent.limits import Limits
+from closeranks.data.cursor import Cursor, position_after
 from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Demands, Layout, counted, divisors
 from closeranks.facts.nearest import nearest_first
@@ -140,9 +141,9 @@ def _text(layout: Layout) -> str:
     return str(layout if layout.pipeline > 1 else replace(layout, schedule="1f1b"))
 
 
-def samples_of(job: Job, step: int) -> str:
+def samples_of(job: Job, step: int, ends: Sequence[Cursor] = ()) -> str:
     """Which samples a step takes, in words: where they stand in the run's order, as ``data show`` counts."""
-    first = (step - 1) * job.train.global_batch
+    first = position_after(step - 1, job.train.global_batch, ends)
     last = first + job.train.global_batch - 1
     return f"samples {first} to {last} of the run; `closeranks data show {first} JOB.toml` shows the first"
 

@@ -27,7 +27,7 @@ from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.elastic.vote import Verdict
 from closeranks.run.parts import Parts
-from closeranks.run.rescued import forget_rescued
+from closeranks.run.rescued_files import forget_rescued
 from closeranks.run.state import items, tree_of
 from closeranks.storage.open import absolute, open_storage
 from closeranks.storage.protocol import StorageError

@@ -17,19 +17,20 @@ from torch import nn
 from closeranks.agent.progress import Phase
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, UserError
-from closeranks.core.events import Evaluated, RunEnded, StepDone, Warned, encode
+from closeranks.core.events import Evaluated, RunEnded, StepDone, Warned
 from closeranks.core.protocols import Batch, Loss
+from closeranks.run.agreement import Agreement
 from closeranks.run.collector import CollectorPause
 from closeranks.run.evaluate import evaluate
-from closeranks.run.folder import agree_on_folder, record_job
+from closeranks.run.folder import record_job
 from closeranks.run.hooks import Hook, Hooks
 from closeranks.run.ingredients import Described, from_job, from_python, hooks_of
 from closeranks.run.job import Job
 from closeranks.run.keeping import REGROUPED, Keeping
 from closeranks.run.ledger import Ledger, Settled
-from closeranks.run.narrator import narrate
+from closeranks.run.narrator import overseen
 from closeranks.run.opening import prepare_process, started_event
-from closeranks.run.overseer import current_overseer, take_shelf
+from closeranks.run.overseer import take_shelf
 from closeranks.run.parts import Parts, assemble
 from closeranks.run.restoring import take_over
 from closeranks.run.result import Result
@@ -72,9 +73,10 @@ class Session:
         self.job, self.world = described.job, detect_world()
         prepare_process(self.job, self.world)
         with ExitStack() as opened:  # what does not open whole leaves nothing open
-            self.parts: Parts = assemble(self.job, self.world, described.ingredients())
+            agreement = Agreement(self.job, self.world, folder)
+            self.parts: Parts = assemble(self.job, self.world, described.ingredients(), agreement.past)
             opened.callback(self.parts.opened.close)
-            self.folder = folder or agree_on_folder(self.job, self.world, self.parts.groups.world.share_text)
+            self.job, self.folder = self.parts.job, agreement.folder(self.parts.groups.world)
             self.recorder = Recorder(self.folder, self.world.rank, must_open=self.world.is_first)
             self._emit = self.recorder.emit
             opened.callback(self.recorder.close)
@@ -85,9 +87,7 @@ class Session:
             self._opened.callback(close)
 
     def _furnish(self, hooks: Sequence[Hook]) -> None:
-        self._overseer = current_overseer() or narrate(self.folder, self.job.telemetry, self.world)
-        if self.world.is_lead:
-            self.recorder.add_sink(lambda event: self._overseer.send_event(encode(event)))
+        self._overseer = overseen(self.recorder, self.folder, self.job.telemetry, self.world)
         self._hooks = Hooks([*hooks, *hooks_of(self.job)])
         self._profiler = StepProfiler.of(self.job.telemetry.profile, self.folder, self.world.rank, self._emit)
         self._collector = CollectorPause(self.job.train.gc_every)

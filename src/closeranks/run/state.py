@@ -216,12 +216,22 @@ def tree_of(parts: Parts, step: int) -> dict[str, Any]:
     return {
         **sketch_of(parts),
         "progress": progress_of(parts, step),
-        "schedule": {"lr": parts.optimizer.lr(step), "num_steps": parts.schedule.num_steps},
+        "schedule": _schedule_state(parts, step),
         "random": {"seed": parts.job.run.seed, "keyed_by": ["seed", "step", "micro_batch"]},
         "data": parts.supply.state(),
         "noise": parts.noise.state(),
         "config": parts.job.model_dump(mode="json"),
         "versions": {"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _schedule_state(parts: Parts, step: int) -> dict[str, Any]:
+    schedule = parts.schedule
+    return {
+        "lr": parts.optimizer.lr(step),
+        "num_steps": schedule.num_steps,
+        "micro_batch": schedule.micro_batch,
+        "ends": [list(end) for end in schedule.ends],
     }
 
 
@@ -280,13 +290,19 @@ def check_fits(parts: Parts, saved: Saved, *, may_be_done: bool = False) -> int:
     _refuse_foreign(parts, tree["identity"])
     check_alike(parts.applied.shapes, saved.shapes(MODEL))
     _check_optimizer(parts, saved)
-    step: int = tree["progress"]["step"]
-    if tree["progress"]["position"] != parts.schedule.position(step):
-        what = f"the saved run ended inside a step, at sample {tree['progress']['position']}: going on would skip some"
-        raise CheckpointError(what, "Resume with the same train.epochs, or train by steps.")
-    if step >= parts.schedule.num_steps and not may_be_done:
-        what = f"nothing is left to do: the state is at step {step} of {parts.schedule.num_steps}"
-        raise CheckpointError(what, f"Set train.steps to more than {step}.")
+    schedule, step, position = parts.schedule, int(tree["progress"]["step"]), int(tree["progress"]["position"])
+    if step >= schedule.num_steps:
+        if may_be_done:
+            return step
+        what = f"nothing is left to do: the state is at step {step} of {schedule.num_steps}"
+        if parts.job.train.epochs is None:
+            raise CheckpointError(what, f"Set train.steps to more than {step}.")
+        epochs = f"{position / schedule.num_samples:g}"
+        raise CheckpointError(f"{what}, after {epochs} epochs", f"Set train.epochs to more than {epochs}.")
+    if position != schedule.position(step):
+        what = f"the saved state stands at sample {position}, but step {step} of this run ends at "
+        what += f"{schedule.position(step)}: going on would skip some or take them twice"
+        raise CheckpointError(what, "Resume from another checkpoint of the run.")
     return step
 
 

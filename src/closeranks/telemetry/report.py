@@ -71,7 +71,7 @@ def compose(run: RunFolder, history: History, command: Command, failure: str = "
         _table(_figures(run, history, settings)),
         fault_section(history, failed=bool(failure)),
         _warning_section(history.warnings),
-        _next_section(run, history, command),
+        _next_section(run, history, settings, command),
         _environment_section(history.started),
     )
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -313,11 +313,11 @@ def _warning(caution: Caution) -> str:
     return caution.what + (f" ({', '.join(words)})" if words else "")
 
 
-def _next_section(run: RunFolder, history: History, command: Command) -> str:
+def _next_section(run: RunFolder, history: History, job: Settings, command: Command) -> str:
     started = history.started
     state = _resumable(run, latest_save(run, history))
     if command.is_script:
-        return _next_in_python(started, state)
+        return _next_in_python(started, job, state)
     if started is None or state is None:
         again = _shell(["closeranks", "train", command.job_file, *command.overrides])
         return f"## Start again\n\nNo state was saved to go on from.\n\n```bash\n{again}\n```"
@@ -325,12 +325,19 @@ def _next_section(run: RunFolder, history: History, command: Command) -> str:
     settings = [item for item in command.overrides if not item.startswith("checkpoint.resume=")]
     if is_done:
         settings = [item for item in settings if not item.startswith(("train.steps=", "train.epochs="))]
-        settings.append(f"train.steps={2 * started.last_step}")
+        key, value = _twice(started, job)
+        settings.append(f"train.{key}={value}")
     workers = ["-n", str(started.world_size)] if started.world_size > 1 else []
     rows = [_shell(["closeranks", "train", command.job_file, *workers, *settings, f"checkpoint.resume={state}"])]
     if started.item == "token":
         rows.append(_shell(["closeranks", "sample", str(run.path), "import "]))
     return "\n".join(["## Go on", "", "```bash", *rows, "```"])
+
+
+def _twice(started: RunStarted, job: Settings) -> tuple[str, str]:
+    """The key by which the job counts its length, and twice what it was."""
+    epochs = job.get("train.epochs")
+    return ("epochs", f"{2 * epochs:g}") if epochs else ("steps", str(2 * started.last_step))
 
 
 def _resumable(run: RunFolder, saved: Saved | None) -> str | None:
@@ -341,10 +348,11 @@ def _resumable(run: RunFolder, saved: Saved | None) -> str | None:
     return str(run.path) if is_inside else saved.path
 
 
-def _next_in_python(started: RunStarted | None, state: str | None) -> str:
+def _next_in_python(started: RunStarted | None, job: Settings, state: str | None) -> str:
     if started is None or state is None:
         return ""
-    tables = f'train={{"steps": {2 * started.last_step}, ...}}, checkpoint={{"resume": "{state}"}}'
+    key, value = _twice(started, job)
+    tables = f'train={{"{key}": {value}, ...}}, checkpoint={{"resume": "{state}"}}'
     return f"## Go on\n\nGive the session in your script these tables:\n\n```python\nSession(..., {tables})\n```"
 
 

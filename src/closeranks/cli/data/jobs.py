@@ -20,8 +20,10 @@ from closeranks.data.order import Order, Schedule
 from closeranks.data.orders import order_of
 from closeranks.data.source import PlacedSource, placed
 from closeranks.data.sources.open import open_source
+from closeranks.run.folder import choose_folder
 from closeranks.run.job import Job, load_job
 from closeranks.run.parts import schedule_of
+from closeranks.run.recall import look_back
 
 DEFAULT = "job.toml"
 
@@ -76,7 +78,8 @@ def open_reading(words: Words) -> Reading:
     look_beside(path)
     source = placed(open_source(job.data, "train", job.run.seed))
     order = order_of(job.data, source, job.run.seed)
-    return Reading(words.place, job, source, order, schedule_of(job.train, len(source)))
+    past = look_back(job, choose_folder(job, path.stem))
+    return Reading(words.place, job, source, order, schedule_of(past.applied_to(job).train, len(source), past.ends))
 
 
 def turn_at(reading: Reading, position: int) -> Turn | None:

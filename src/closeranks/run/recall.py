@@ -1,0 +1,50 @@
+"""Which past does a job have that is resumed?
+
+Both parts of a ``Past`` must be known before a run is built, so they are looked up in the newest saved state first;
+whether that state is sound and fits the job is decided later, when it is restored. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from closeranks.checkpoint.catalogue import FOLDER, find
+from closeranks.core.errors import CheckpointError
+from closeranks.elastic.slots import Sealed, SlotError
+from closeranks.run.job import Job
+from closeranks.run.past import Past, past_of
+from closeranks.run.rescued_files import find_rescued
+from closeranks.storage.protocol import StorageError
+
+_AUTO = "auto"
+
+
+def look_back(job: Job, folder: Path) -> Past:
+    """The past of a job that is resumed, from the newest state that can be looked at; nothing where there is none.
+
+    A state that proves damaged later is passed over for an older one of the same run, whose steps end alike.
+    """
+    config = job.checkpoint
+    if not config.resume:
+        return Past()
+    is_auto = config.resume == _AUTO
+    place = (config.folder or str(folder / FOLDER)) if is_auto else config.resume
+    try:
+        found = find(place, [config.remote] if config.remote else []).candidates()
+    except (CheckpointError, StorageError):  # whoever restores says so
+        found = ()
+    newest = next((one for one in found if one.manifest is not None), None)
+    tree = newest.manifest.tree if newest is not None and newest.manifest is not None else {}
+    rescued = find_rescued(folder if is_auto else Path(place))
+    if rescued is not None and rescued.step > (newest.step if newest else -1):
+        with suppress(SlotError, OSError):  # whoever restores says so
+            tree = Sealed(rescued.files[0]).index.tree
+    return past_of(tree, job.train.global_batch)
+
+
+def share_past(job: Job, folder: Path, *, looks: bool, share_text: Callable[[str], str]) -> Past:
+    """All ranks: one looks, and the others take its word."""
+    return Past.from_json(json.loads(share_text(json.dumps(look_back(job, folder).to_json()) if looks else "")))
