@@ -135,6 +135,20 @@ def print_much(payload: Payload, link: WorkerLink) -> None:
     link.send_event({"event": "printed"})
 
 
+def leave_daemons(payload: Payload, link: WorkerLink) -> None:
+    """As code does that starts a server and forgets it; one of them does not end when it is asked to."""
+    quiet = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    daemon = os.fork()
+    if daemon == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(payload["folder"], "is_deaf").touch()
+        wait_forever()
+    while not Path(payload["folder"], "is_deaf").exists():
+        time.sleep(0.01)
+    link.send_event({"event": "left", "pids": [quiet.pid, daemon]})
+
+
 def drain(payload: Payload, link: WorkerLink) -> None:
     """Trains until it is asked to stop, then saves."""
     announce(link)

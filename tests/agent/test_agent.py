@@ -243,6 +243,17 @@ def test_a_worker_that_prints_much_is_not_taken_for_hung(
     assert (host.log_folder / "rank-00000.log").stat().st_size == num_bytes - num_bytes % len(piece), "byte for byte"
 
 
+def test_what_workers_leave_running_is_named_and_ended(host: Host, tmp_path: Path) -> None:
+    assert host.run(host.plan("leave_daemons", 1, payload={"folder": str(tmp_path)})).reason == "finished"
+    pids = host.named("left")[0]["pids"]
+    assert not any(exists(pid) for pid in pids)
+    named, killed = host.notes
+    assert named.startswith("Ending processes that the run's code started and left running: ")
+    assert f"{pids[0]} (sleep 1000)" in named
+    assert f"{pids[1]} (" in named
+    assert killed == f"Killing those that did not end: {pids[1]}."
+
+
 def test_sigterm_to_a_worker_drains_it(host: Host) -> None:
     def ask(rank: int, event: dict[str, Any]) -> None:
         if event["event"] == "ready":

@@ -2,8 +2,8 @@
 
 A zygote that knows all it can know leaves an heir: should it be lost, the next workers need not wait for its imports.
 Invariant: the zygote leads a session of its own, so that Ctrl-C in a terminal reaches the agent alone; whoever below
-this process loses its parent becomes its child and is reaped; when the nursery is closed, the zygote and its heir are
-gone.
+this process loses its parent becomes its child and is reaped; when the nursery is closed, the zygote, its heir and what
+workers left running are gone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from closeranks.agent.ancestor import Ancestor, start
 from closeranks.agent.exits import in_words
 from closeranks.agent.launch import LaunchPlan, Listener
+from closeranks.agent.leftovers import children_of, end_all
 from closeranks.agent.look import kernel_state
 from closeranks.agent.loop import Loop
 from closeranks.agent.output import OutputLog
@@ -72,6 +73,8 @@ class Nursery:
         self._bequest: socket.socket | None = None
         """Our end of the line to an heir that is asked for."""
         self._was_adopting = adopt_orphans(True)
+        self._strangers = children_of(os.getpid())
+        """Whoever was here before is nobody's leftover."""
         self._log = OutputLog(plan.log_folder / plan.zygote_log, lambda line: None, listener.on_note)
         loop.watch(self._log.reader, self._read_log)
         self._zygote = self._start()
@@ -263,6 +266,7 @@ class Nursery:
         self._loop.forget(self._log.reader)
         self.cancel()
         self._log.close()
+        end_all(self._strangers, self._listener.on_note)
         reap_orphans(())
         adopt_orphans(self._was_adopting)
 

@@ -17,6 +17,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from closeranks.core.descriptors import unshare_memory
+
 _POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE``, of Linux 5.14 and later: give these pages their memory now."""
 _SLICE_BYTES = 2 << 20
@@ -48,7 +50,7 @@ class Buffer:
         size = -(-num_bytes // _SLICE_BYTES) * _SLICE_BYTES
         os.ftruncate(self.fd, size)
         # The tensor holds the mapping, which goes when the last view of it does.
-        self.bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
+        self.bytes = torch.frombuffer(unshare_memory(mmap.mmap(self.fd, size)), dtype=torch.uint8)
         self.num_bytes = size
         return True
 

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
+from closeranks.core.descriptors import unshare_memory
 from closeranks.core.faults import declare, point
 
 Octets = np.ndarray[Any, np.dtype[np.uint8]]
@@ -150,7 +151,7 @@ class Slot:
             size = _round_up(wanted + num_index // 2, _SLICE_BYTES)
             os.posix_fallocate(self._fd, 0, size)
         if len(self.bytes) < wanted:
-            self._memory = mmap.mmap(self._fd, size)
+            self._memory = unshare_memory(mmap.mmap(self._fd, size))
             self.bytes = np.frombuffer(self._memory, np.uint8)
             self._num_touched = 0
 

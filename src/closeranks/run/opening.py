@@ -14,6 +14,7 @@ import torch
 import torch.utils.deterministic
 
 from closeranks import __version__
+from closeranks.core.descriptors import keep_from_children
 from closeranks.core.environment import bind_gloo, fix_cublas_workspace, thread_limit
 from closeranks.core.events import RunStarted
 from closeranks.core.interfaces import interface_of
@@ -31,6 +32,8 @@ from closeranks.telemetry.device import device_name
 def prepare_process(job: Job, world: World) -> None:
     if world.launcher in ("single", "torchrun", "slurm"):  # the agent's workers print into a pipe of the agent's
         outlast_readers()
+    if world.launcher != "testing":
+        keep_from_children()
     _bind_gloo(world)
     torch.set_num_threads(_threads(job, world))
     if job.run.deterministic:

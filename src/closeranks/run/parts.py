@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from closeranks.core.descriptors import own_sockets
 from closeranks.core.environment import gpus_are_per_task
 from closeranks.core.errors import ConfigError, Problem, SetupError
 from closeranks.core.events import Event, StepDone
@@ -172,7 +173,8 @@ def assemble(
     is_new = not job.checkpoint.resume
     planned = _plan(job, world, ingredients, Past()) if is_new else None
     device = choose_device(job, world)
-    opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
+    with own_sockets():
+        opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
     try:
         planned = planned or _plan(job, world, ingredients, recall(opened.group))
         return _build(planned, world, ingredients, device, opened)
@@ -208,7 +210,8 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
     spec, precision = ingredients.spec, Precision(job.train.precision)
     # All ranks of a host measure at once, as they will compute; before the model takes memory.
     measured_flops = heirloom.matmul_flops(device, precision.compute)
-    groups = open_groups(opened.group, layout, device, job.run.timeout_s, num_homes)
+    with own_sockets():
+        groups = open_groups(opened.group, layout, device, job.run.timeout_s, num_homes)
     opened.closers.append(groups.close)
     frozen = Freezing(job.optim)
     applied = apply(spec, wishes_of(job, layout), groups, device, prepare=frozen.decide)

@@ -1,0 +1,65 @@
+"""Memory and sockets of a run that a forked child of the user's code must not keep.
+
+A fork copies every descriptor and every mapping. A child that outlives its worker (a daemon that calls ``setsid``)
+would hold copies of the training state and connections to other ranks for as long as it lives. Programs that are
+started with ``subprocess`` inherit neither: everything here is close-on-exec. Invariant: after ``keep_from_children`` a
+forked child has none of them; the numbers of its descriptors stay taken, by /dev/null, so that whoever closes one there
+later closes nobody else's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_MEMORY = "/memfd:closeranks-"
+
+
+class _Own:
+    sockets: set[tuple[int, str]]
+    is_registered = False
+
+
+_Own.sockets = set()
+
+
+def unshare_memory(memory: mmap.mmap) -> mmap.mmap:
+    """The same mapping, which a fork does not copy: a child that touched it would crash, and none of ours does."""
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+@contextmanager
+def own_sockets() -> Iterator[None]:
+    """Sockets that are opened inside, by whatever library, are the run's."""
+    before = set(_open_files())
+    try:
+        yield
+    finally:
+        for fd, target in set(_open_files()) - before:
+            if target.startswith("socket:"):
+                os.set_inheritable(fd, False)
+                _Own.sockets.add((fd, target))
+
+
+def keep_from_children() -> None:
+    """From now on, in this process. May be called again."""
+    if not _Own.is_registered:
+        _Own.is_registered = True
+        os.register_at_fork(after_in_child=_give_up)
+
+
+def _give_up() -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd, target in _open_files():
+        if target.startswith(_MEMORY) or (fd, target) in _Own.sockets:
+            os.dup2(null, fd, inheritable=False)
+    os.close(null)
+
+
+def _open_files() -> Iterator[tuple[int, str]]:
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing itself
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
