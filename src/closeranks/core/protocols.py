@@ -7,7 +7,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -227,6 +227,11 @@ class Reducer(Protocol):
 
     def spoken(self) -> Sequence[Tensor]:
         """The same, of the leaves this rank speaks for: their squares, added over all ranks, are the model's norm."""
+        ...
+
+    def absent(self) -> Collection[str]:
+        """Names of the trained parameters that this rank holds and computed no gradient for in this step; valid from
+        ``finish`` to ``release``. Their ``.grad`` may still be a sum of what others computed."""
         ...
 
     def spread(self) -> None:

@@ -1,10 +1,10 @@
 """Do all ranks take this step, and what did it come to?
 
 [Note: the vote] ONE small all-reduce per step carries everything the ranks must agree on: summed loss and weight, the
-squared gradient norm, whether every value was finite, whether somebody asked to drain, to save or to regroup, and how
-many samples were left out. From its sum follow, on the device, the one factor that scales all gradients (1/weight, loss
-scale and clipping folded together) and the flag that gates the optimizer. The host reads it later, so that an
-accelerator is never waited for within a step.
+squared gradient norm, whether every value was finite, whether somebody asked to drain, to save or to regroup, how many
+samples were left out, and which parameters had a gradient. From its sum follow, on the device, the one factor that
+scales all gradients (1/weight, loss scale and clipping folded together) and the flag that gates the optimizer. The host
+reads it later, so that an accelerator is never waited for within a step.
 
 Invariant: every rank holds the same bits of the verdict, so all take the step or none does, and all stop together.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from closeranks.core.protocols import Group
 
 NUM_DERIVED = 4  # taken, factor, norm, loss scale
+_NUM_FIXED = 9  # sums that every vote has, before those of metrics
 WEIGHT, NONFINITE = 1, 3  # where they stand among the sums
 _TINY = 1e-6  # as in torch's own clipping
 
@@ -43,6 +44,8 @@ class Ballot:
     """Samples of this step that this rank speaks for and that could not be used."""
     regroup: bool = False
     """Whether its agent wants this generation to end here and another to take over."""
+    extra: Tensor | None = None
+    """Further numbers to be summed over the ranks, float64, as many on every rank; the vote does not look at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class Outcome:
     num_bad: int
     regroup: bool
     metrics: dict[str, float]
+    extra: tuple[float, ...] = ()
+    """The sums of ``Ballot.extra``."""
 
 
 class Verdict:
@@ -74,6 +79,8 @@ class Verdict:
     def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str]) -> None:
         self._names = names
         self.taken, self.factor = settled[0], settled[1]
+        self.extra = sums[_NUM_FIXED + len(names) :]
+        """The sums of ``Ballot.extra``, on the device."""
         self._event: torch.cuda.Event | None = None
         self._host = torch.cat([sums, settled])
         if sums.is_cuda:
@@ -88,6 +95,7 @@ class Verdict:
             self._event.synchronize()
         loss, weight, _, _, drain, save, told, skipped, regroup, *rest = self._host.tolist()
         sums, (taken, _, norm, loss_scale) = rest[:-NUM_DERIVED], rest[-NUM_DERIVED:]
+        metrics, extra = sums[: len(self._names)], sums[len(self._names) :]
         is_empty, weight = weight == 0, weight or 1.0
         return Outcome(
             loss=loss / weight,
@@ -101,7 +109,8 @@ class Verdict:
             is_told=told > 0,
             num_bad=round(skipped),
             regroup=regroup > 0,
-            metrics={name: value / weight for name, value in zip(self._names, sums, strict=True)},
+            metrics={name: value / weight for name, value in zip(self._names, metrics, strict=True)},
+            extra=tuple(extra),
         )
 
 
@@ -123,19 +132,20 @@ class Vote:
         sums = self._group.sum(self._fill(ballot))
         if sums.is_cuda:
             return sums, settle_on_device(sums, loss_scale, self._clip)
-        _, weight, norm_squared, nonfinite, *_ = sums.tolist()
+        _, weight, norm_squared, nonfinite = sums[:4].tolist()
         settled = settle(weight, norm_squared, nonfinite, loss_scale.item(), self._clip)
         return sums, torch.tensor(settled, dtype=torch.float64)
 
     def _fill(self, ballot: Ballot) -> Tensor:
-        """This rank's votes as one float64 vector, loss, weight, norm, nonfinite, the wishes, then the metrics."""
+        """This rank's votes as one float64 vector: loss, weight, norm, nonfinite, wishes, metrics, extra."""
         nonfinite = ~(ballot.norm_squared + ballot.loss).isfinite()
         said = [ballot.drain, ballot.save, ballot.is_told, ballot.num_bad, ballot.regroup]
         wishes = torch.tensor(said, dtype=torch.float64, device="cpu")
         metrics = [ballot.metrics[name] for name in self._metrics]
         votes = torch.stack([ballot.loss, ballot.weight, ballot.norm_squared, nonfinite.double(), *metrics])
         wishes = wishes.to(votes.device, non_blocking=True)
-        return torch.cat([votes[:4], wishes, votes[4:]])
+        extra = () if ballot.extra is None else (ballot.extra,)
+        return torch.cat([votes[:4], wishes, votes[4:], *extra])
 
 
 def settle(

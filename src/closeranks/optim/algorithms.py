@@ -35,6 +35,8 @@ class Algorithm:
     memory: Callable[[Tensor], dict[str, Tensor]]
     introduce: Introduce | None = None
     """Of a rule that looks at whole parameters, whatever this rank holds of them."""
+    restored: Callable[[], None] | None = None
+    """Told when its memory was filled from a saved state."""
 
 
 Build = Callable[[list[dict[str, Any]], OptimConfig], Algorithm]

@@ -33,12 +33,12 @@ class FreezableAdamW(torch.optim.AdamW):
         if not self.is_frozen:
             return super().step(closure)
         for group in self.param_groups:
-            if group["params"]:
-                self._step_frozen(group)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._step_frozen(group, parameters)
         return None
 
-    def _step_frozen(self, group: dict[str, Any]) -> None:
-        parameters: list[Tensor] = group["params"]
+    def _step_frozen(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         states = [self.state[parameter] for parameter in parameters]
         rate, (beta, beta_squares) = group["lr"], group["betas"]
         momenta = [state["exp_avg"] for state in states]

@@ -55,6 +55,13 @@ class _Block:
         places = zip(self.weights, strides, starts, strict=True)
         return flat, [flat.as_strided(weight.shape, stride, start) for weight, stride, start in places]
 
+    def only(self, kept: list[int]) -> _Block:
+        """The same of some of its leaves."""
+        number, spoken = {old: new for new, old in enumerate(kept)}, [n for n in self.spoken if n in kept]
+        weights = [self.weights[n] for n in kept]
+        places = [self.spoken.index(n) for n in spoken]
+        return _Block(self.group, weights, self.slots[kept], [number[n] for n in spoken], self.spoken_slots[places])
+
 
 class Layerwise(torch.optim.Optimizer):
     """What LARS and LAMB share. ``found_inf`` and ``grad_scale`` as torch's fused optimizers take them."""
@@ -70,6 +77,9 @@ class Layerwise(torch.optim.Optimizer):
     def introduce(self, leaves: Sequence[Leaf], names: Sequence[str], total: Total | None) -> None:
         """``names``: all trained parameters of the model, in one order on every rank; ``total`` sums over all ranks."""
         self._num_slots = len(names)
+        self._absent: set[int] = set()
+        """Leaves that had no gradient, when one last had none; ``_narrowed`` are the blocks of the others."""
+        self._narrowed: list[_Block] = []
         self._total = total
         slots = {name: slot for slot, name in enumerate(names)}
         by_tensor = {leaf.tensor: leaf for leaf in leaves}
@@ -94,12 +104,23 @@ class Layerwise(torch.optim.Optimizer):
             torch.tensor([places[number] for number in spoken], dtype=torch.int64, device=device),
         )
 
+    def _present(self) -> list[_Block]:
+        """The blocks, less the leaves without a gradient; those are mostly the same in each step."""
+        absent = {id(weight) for block in self._blocks for weight in block.weights if weight.grad is None}
+        if not absent:
+            return self._blocks
+        if absent != self._absent:
+            kept = [[n for n, weight in enumerate(b.weights) if id(weight) not in absent] for b in self._blocks]
+            self._narrowed = [block.only(some) for block, some in zip(self._blocks, kept, strict=True) if some]
+            self._absent = absent
+        return self._narrowed
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody evaluates the loss anew
         skip = self.found_inf.bool()
         norms = torch.zeros(2, self._num_slots + 1, dtype=torch.float64, device=skip.device)
         prepared = []
-        for block in self._blocks:
+        for block in self._present():
             flat, views = block.scratch()
             self._prepare(block, flat, views, skip)
             prepared.append((block, flat, views))
@@ -115,7 +136,7 @@ class Layerwise(torch.optim.Optimizer):
             self._apply(block, flat, views, list(rates.unbind()), skip)
 
     def _load_gradients(self, block: _Block, flat: Tensor, views: list[Tensor]) -> None:
-        torch._foreach_copy_(views, [_gradient(weight) for weight in block.weights])
+        torch._foreach_copy_(views, [weight.grad for weight in block.weights])  # type: ignore[misc]  # see _present
         if self.grad_scale is not None:
             flat.div_(self.grad_scale)
 
@@ -160,17 +181,26 @@ class Lars(Layerwise):
 class Lamb(Layerwise):
     """You et al. 2019: Adam's direction r, bias corrected, with decay w added; w = w - rate |w| / |r| * r."""
 
+    _is_even = True
+    """Whether all leaves had taken the same steps when this process began."""
+
+    def restored(self) -> None:
+        """Sync point."""
+        counters = [counter for block in self._blocks for counter in self._remembered(block, "step")]
+        self._is_even = len({counter.item() for counter in counters}) <= 1
+
     def _prepare(self, block: _Block, flat: Tensor, views: list[Tensor], skip: Tensor) -> None:
         first, second = self.config.betas
         means, squares = self._remembered(block, "exp_avg"), self._remembered(block, "exp_avg_sq")
-        counters = self._remembered(block, "step")
+        counters, is_even = self._remembered(block, "step"), self._is_even and not self._absent
         torch._foreach_add_(counters, [(~skip).to(torch.float32)] * len(counters))  # one alone is read by the host
         self._load_gradients(block, flat, views)
         _blend(squares, second, flat.square(), views, skip)
         _blend(means, first, flat, views, skip)
-        count = counters[0].double()  # all leaves of all parameters have taken the same steps
         torch._foreach_copy_(views, squares)
-        flat.div_(1 - second**count).sqrt_().add_(self.config.eps).mul_(1 - first**count).reciprocal_()
+        for part, counter in [(flat, counters[0])] if is_even else zip(views, counters, strict=True):
+            count = counter.double()
+            part.div_(1 - second**count).sqrt_().add_(self.config.eps).mul_(1 - first**count).reciprocal_()
         torch._foreach_mul_(views, means)
         if block.group["weight_decay"]:
             torch._foreach_add_(views, block.weights, alpha=block.group["weight_decay"])
@@ -200,11 +230,6 @@ def _unless(skip: Tensor, factor: float, like: Tensor) -> Tensor:
     return torch.full((), factor, dtype=like.dtype, device=like.device).masked_fill_(skip, 1.0)
 
 
-def _gradient(weight: Tensor) -> Tensor:
-    assert weight.grad is not None, "the reducer's finish sets the gradient of every leaf"
-    return weight.grad
-
-
 def _refuse_half_types(groups: list[dict[str, Any]]) -> None:
     if any(tensor.dtype in (torch.bfloat16, torch.float16) for group in groups for tensor in group["params"]):
         what = (
@@ -230,4 +255,4 @@ def _lamb(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
         return {"step": counter, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
 
     optimizer = Lamb(groups, config)
-    return Algorithm(optimizer, memory, optimizer.introduce)
+    return Algorithm(optimizer, memory, optimizer.introduce, optimizer.restored)

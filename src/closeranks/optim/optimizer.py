@@ -2,12 +2,13 @@
 
 Invariant: all of an update happens or none of it, by a flag on the device that the host does not read; a step that is
 not taken leaves weights, moments and counters as they were, bit for bit. Rates and decay were decided on the whole
-model, so a shard of a matrix is treated as the matrix is. State is known by parameter names.
+model, so a shard of a matrix is treated as the matrix is. State is known by parameter names. A parameter that no rank
+had a gradient for keeps weight, moments and counter, as torch's optimizers have it for one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,12 +73,19 @@ class Optimizer:
         self._config = config
         self._num_steps = num_steps
         self._leaves = tuple(leaves)
+        self._by_name: dict[str, list[Leaf]] = {}
+        for leaf in leaves:
+            self._by_name.setdefault(leaf.piece.name, []).append(leaf)
         algorithm = ALGORITHMS[config.name](_param_groups(leaves, assignment), config)
         self._optimizer: Any = algorithm.optimizer
         for leaf in leaves:
             self._optimizer.state[leaf.tensor] = algorithm.memory(leaf.tensor)
         if algorithm.introduce is not None:
             algorithm.introduce(leaves, [name for group in assignment.groups for name in group.names], total)
+        self.restored = algorithm.restored or (lambda: None)
+        """To be called when what ``memory`` gives was written into."""
+        self.can_gate = algorithm.introduce is None
+        """Whether leaves can be updated one by one: not where all ranks add up norms in the middle of an update."""
         # The kernels take their gradient scale in float32, too coarse for float64 parameters.
         self._folds = all(leaf.tensor.dtype != torch.float64 for leaf in leaves)
 
@@ -85,11 +93,22 @@ class Optimizer:
         """The learning rate of a step, before the groups' own factors."""
         return self._config.lr * lr_factor(self._config.schedule, step, self._num_steps)
 
-    def step(self, step: int, gradients: Sequence[Tensor], factor: Tensor, ok: Tensor) -> None:
+    def step(
+        self,
+        step: int,
+        gradients: Sequence[Tensor],
+        factor: Tensor,
+        ok: Tensor,
+        *,
+        absent: Collection[str] = (),
+        gates: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Update with ``factor`` times the gradients where ``ok`` is 1; change nothing where it is 0. No host sync.
 
         ``gradients`` are the leaves' own ``.grad``, or the flat tensors those are views of; afterwards they hold
         no meaning. Where the kernel can scale as it reads, ``gradients`` are not touched by a pass of their own.
+        ``absent`` names parameters that are left as they are, ``gates`` those of which only the device knows: a flag
+        each, 1 where the parameter is updated.
         """
         rate = self.lr(step)
         for group in self._optimizer.param_groups:
@@ -101,7 +120,32 @@ class Optimizer:
             self._optimizer.grad_scale = factor.to(torch.float32).reciprocal()
         else:
             scale_gradients(gradients, factor)
-        self._optimizer.step()
+        for name in absent:
+            for leaf in self._by_name.get(name, ()):
+                leaf.tensor.grad = None
+        if gates:
+            self._step_gated(gates)
+        else:
+            self._optimizer.step()
+
+    def _step_gated(self, gates: Mapping[str, Tensor]) -> None:
+        """First all but the gated parameters, then each of those under its own flag."""
+        groups, found_inf = self._optimizer.param_groups, self._optimizer.found_inf
+        whole = [group["params"] for group in groups]
+        gated = {leaf.tensor for name in gates for leaf in self._by_name.get(name, ())}
+        try:
+            for group, tensors in zip(groups, whole, strict=True):
+                group["params"] = [tensor for tensor in tensors if tensor not in gated]
+            self._optimizer.step()
+            for name, flag in gates.items():
+                own = {leaf.tensor for leaf in self._by_name.get(name, ())}
+                for group, tensors in zip(groups, whole, strict=True):
+                    group["params"] = [tensor for tensor in tensors if tensor in own]
+                self._optimizer.found_inf = torch.maximum(found_inf, 1.0 - flag.to(torch.float32))
+                self._optimizer.step()
+        finally:
+            for group, tensors in zip(groups, whole, strict=True):
+                group["params"] = tensors
 
     def memory(self) -> Iterator[tuple[Leaf, str, Tensor]]:
         """All that is remembered: of which leaf, under which key, the tensor itself.
@@ -127,6 +171,7 @@ class Optimizer:
         pairs = [(target, _checked(saved, state_key(leaf.piece), key, target)) for leaf, key, target in self.memory()]
         for target, value in pairs:
             target.copy_(value)
+        self.restored()
 
 
 def state_key(piece: Piece) -> str:

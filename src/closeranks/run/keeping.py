@@ -156,7 +156,7 @@ class Keeping:
             run=self._taken.shelf.run,
         )
         tree: dict[str, Any] = {"data": parts.supply.state(), "every": self._every, **self._sketch}
-        tree |= {"progress": progress_of(parts, step), "noise": parts.noise.state()}
+        tree |= {"progress": progress_of(parts, step), "noise": parts.noise.state(), "usage": parts.usage.state()}
         after = parts.rounds.before(step)
         tree["last"] = "".join(to_line(encode(done)).decode() for done in self.told if after < done.step <= step)
         if parts.world.is_lead:

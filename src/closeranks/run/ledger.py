@@ -33,6 +33,8 @@ class Settled:
     """Whether the drain was asked for from outside."""
     regroup: bool = False
     """Whether this generation ends here, for another to take over."""
+    used: tuple[float, ...] = ()
+    """Which parameters had a gradient, as ``run.usage`` reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Ledger:
         while len(self._pending) > keep and self._pending[0].verdict.is_closed:
             entry = self._pending.popleft()
             outcome = entry.verdict.read()
-            asked = (outcome.drain, outcome.save, outcome.is_told, outcome.regroup)
+            asked = (outcome.drain, outcome.save, outcome.is_told, outcome.regroup, outcome.extra)
             yield Settled(self._account(entry.index, outcome, entry.spent or self._measure()), *asked)
             self._watch(entry.index, outcome)
 

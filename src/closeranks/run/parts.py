@@ -6,7 +6,7 @@ what it needs. It decides nothing: choices stand in the job, arithmetic in the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +50,7 @@ from closeranks.run.pace import Pace, stopwatch
 from closeranks.run.past import Past
 from closeranks.run.store import make_store
 from closeranks.run.supply import Supply
+from closeranks.run.usage import Usage
 from closeranks.run.ways import choose_ways, frozen_from, outer_plan
 from closeranks.sync.outer import Outer
 from closeranks.sync.rounds import Rounds
@@ -114,9 +115,11 @@ class Parts:
     pace: Pace
     noise: NoiseGauge
     accuracy: Accuracy
+    usage: Usage
 
-    def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
-        """All ranks, when the account of a step is read."""
+    def settle(self, done: StepDone, used: Sequence[float], emit: Callable[[Event], None]) -> None:
+        """All ranks, when the account of a step is read; ``used``: what ``usage`` gave to the vote, summed."""
+        self.usage.settle(done, used, emit)
         self.supply.settle(done, emit)
         self.noise.settle(done, emit)
         self.accuracy.settle(done, emit)
@@ -223,6 +226,7 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
     reducer = make_reducer(job, layout, groups, applied, chosen.ways, buckets.bucket_mib)
     outer = outer_plan(job, groups.home.across, schedule.num_steps)
     accuracy = Accuracy(chosen.plan, outer, reducer, groups.world, device, tells=world.is_lead)
+    optimizer = make_optimizer(job, layout, groups, reducer, frozen, schedule.num_steps)
     warning = rate_warning(job.optim, job.train.global_batch, schedule.num_steps)
     return Parts(
         job=job,
@@ -243,7 +247,7 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
         rounds=rounds_of(job, schedule.num_steps),
         outer=make_outer(job, groups, spec, applied, reducer, schedule.num_steps),
         vote=make_vote(job, groups, spec),
-        optimizer=make_optimizer(job, layout, groups, reducer, frozen, schedule.num_steps),
+        optimizer=optimizer,
         loss_scale=LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device),
         loss_divisor=loss_divisor(spec, job.train) if precision.scales_loss else 1.0,
         schedule=schedule,
@@ -258,6 +262,7 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
         pace=make_pace(job, layout, groups, reducer, device, opened),
         noise=noise,
         accuracy=accuracy,
+        usage=make_usage(groups, applied, frozen, optimizer, schedule.num_steps, device),
     )
 
 
@@ -271,6 +276,20 @@ def make_optimizer(
         num_steps=num_steps,
         frozen_from=frozen_from(job, layout, num_steps),
         total=groups.home.world.sum if layout.zero or layout.tensor > 1 else None,
+    )
+
+
+def make_usage(
+    groups: Groups, applied: Applied, frozen: Freezing, optimizer: Optimizer, num_steps: int, device: torch.device
+) -> Usage:
+    return Usage(
+        [name for group in frozen.assignment.groups for name in group.names],
+        (held.piece.name for held in applied.held if held.parameter.requires_grad),
+        num_voters=groups.home.world.size,
+        num_ranks=groups.world.size,
+        device=device,
+        can_gate=optimizer.can_gate,
+        num_steps=num_steps,
     )
 
 

@@ -197,7 +197,7 @@ class Session:
             self._last = entry.done
             self._keeping.told.append(entry.done)
             self._emit(entry.done)
-            self.parts.settle(entry.done, self._emit)
+            self.parts.settle(entry.done, entry.used, self._emit)
             self._hooks.on_step(self, entry.done)
             if self.num_done >= self.parts.schedule.num_steps:
                 continue  # the end is here anyway, and saves

@@ -220,6 +220,7 @@ def tree_of(parts: Parts, step: int) -> dict[str, Any]:
         "random": {"seed": parts.job.run.seed, "keyed_by": ["seed", "step", "micro_batch"]},
         "data": parts.supply.state(),
         "noise": parts.noise.state(),
+        "usage": parts.usage.state(),
         "config": parts.job.model_dump(mode="json"),
         "versions": {"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
@@ -310,6 +311,8 @@ def restore_state(parts: Parts, saved: Saved) -> None:
     """Put a saved state that fits back into the parts. Where it raises, the parts hold some of it and some not."""
     parts.supply.load_state(saved.tree.get("data", {}))
     parts.noise.load_state(saved.tree.get("noise", {}))
+    if "usage" in saved.tree:
+        parts.usage.load_state(saved.tree["usage"])
     restore_memories(list(unsent(parts)), saved, SYNC, has_owners=parts.has_owners)
     _restore_weights(parts, saved)
     restore_outer(parts, saved, SYNC, MODEL)
@@ -317,6 +320,7 @@ def restore_state(parts: Parts, saved: Saved) -> None:
     for memory in _memories(parts):
         piece = found_row(parts, memory.piece, shapes[memory.piece.name])
         saved.read_into(OPTIMIZER, piece.name, piece, memory.tensor.view(piece.local_shape))
+    parts.optimizer.restored()
     scale = saved.shapes(OTHER)
     rows = {key: found_row(parts, Piece.whole(key, ()), scale[key]) for key in scale if key.startswith("loss_scale/")}
     parts.loss_scale.load_state(

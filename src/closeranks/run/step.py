@@ -105,7 +105,8 @@ class Step:
         parts.reducer.finish()
         norm = norm_squared(parts.reducer.spoken(), parts.device)
         num_bad = parts.supply.num_bad(self.index)
-        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save, is_told, num_bad, regroup)
+        usage = parts.usage.ballot(parts.reducer.absent())
+        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save, is_told, num_bad, regroup, usage)
         parts.pace.enter(Phase.KEEP)
         for finish in parts.before_vote:
             finish()
@@ -116,7 +117,9 @@ class Step:
         for watch in parts.watchers:
             watch(self.index, verdict)
         parts.pace.enter(Phase.UPDATE)
-        parts.optimizer.step(self.index, parts.reducer.gradients(), verdict.factor, verdict.taken)
+        absent, gates = parts.usage.skips(verdict)  # what no rank had a gradient for
+        gradients = parts.reducer.gradients()
+        parts.optimizer.step(self.index, gradients, verdict.factor, verdict.taken, absent=absent, gates=gates)
         parts.loss_scale.update(verdict.taken)
         for statistics in parts.statistics:
             statistics.finish(verdict.taken)

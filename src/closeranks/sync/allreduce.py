@@ -7,7 +7,7 @@ backward; a parameter that no sample used has gradient zero on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class AllReduce(OnWays):
         exact = flat_ways(group)
         kinds = [exact if ways is None or bucket.is_exact else ways for bucket in self.plan]
         self._buffers = [_Buffer(bucket, self._held, kind) for bucket, kind in zip(self.plan, kinds, strict=True)]
+        self._absent: set[str] = set()
         self._convoy = Convoy()
         self._departures = Departures(
             self.plan,
@@ -95,6 +96,7 @@ class AllReduce(OnWays):
         for one in self._held:
             if one.parameter.grad is None:  # only where there are no buckets
                 one.parameter.grad = torch.zeros_like(one.parameter)
+                self._absent.add(one.piece.name)
         self._convoy.finish()
         sum_parts(self._parts())
 
@@ -111,12 +113,16 @@ class AllReduce(OnWays):
             return [buffer.flat for buffer in self._buffers if buffer.is_spoken]
         return [one.parameter.grad for one in self._held if one.is_spoken and one.parameter.grad is not None]
 
+    def absent(self) -> Collection[str]:
+        return self._absent
+
     def spread(self) -> None:
         """Every rank made the same update."""
 
     def release(self) -> None:
         for one in self._held:
             one.parameter.grad = None
+        self._absent = set()
         self._departures.reset()
 
     def _ways(self) -> Iterator[Way]:
@@ -127,6 +133,7 @@ class AllReduce(OnWays):
         parameter, view = self._buffers[bucket].held[place].parameter, self._buffers[bucket].views[place]
         if parameter.grad is None:
             view.zero_()
+            self._absent.add(self._buffers[bucket].held[place].piece.name)
         else:
             view.copy_(parameter.grad)
         parameter.grad = view

@@ -6,13 +6,16 @@ micro-batch gathers and reduces. As ``step``: weights are gathered in the first 
 are reduced in the last backward.
 
 Invariants: gradients are sums, never means; a parameter that no sample used has gradient zero; replicas (HSDP) are
-summed once per step.
+summed once per step. Ranks send zeros for what their own samples did not use, so which parameters those are is noted
+before FSDP2 reduces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,7 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Held, Leaf
 from closeranks.sync.held import DataGroup
 from closeranks.sync.partial import Part, sum_parts
-from closeranks.sync.units import Units
+from closeranks.sync.units import Units, fsdp_parts, parameter_groups
 from closeranks.sync.ways import OnWays, Way, WayMaker
 
 
@@ -69,6 +72,10 @@ class FullyShardedReducer(OnWays):
         self._trained = [one for one in held if one.parameter.requires_grad]
         self._shares = [share for one in self._trained if (share := self._share(one)).leaf.tensor.numel()]
         self._gradients: list[Tensor] = []
+        self._used: set[Tensor] = set()
+        for part in (part for module in modules for part in fsdp_parts(module)):
+            for group in parameter_groups(part):
+                group.post_backward = partial(self._after_backward, group, group.post_backward)
         self._units: Units | None = None
         if ways is not None:
             self._units = Units(modules, self._trained, shard, replica, ways, is_exact)
@@ -77,6 +84,7 @@ class FullyShardedReducer(OnWays):
         return tuple(share.leaf for share in self._shares)
 
     def begin_step(self, step: int) -> None:
+        self._used.clear()
         for way in self._ways():
             way.begin(step)
 
@@ -95,6 +103,8 @@ class FullyShardedReducer(OnWays):
         """FSDP2 has sent everything by the end of a backward."""
 
     def finish(self) -> None:
+        whole = (one.parameter for one in self._trained if not _is_sharded(one))
+        self._used.update(parameter for parameter in whole if parameter.grad is not None)
         self._gradients = [share.gradient() for share in self._shares]
         copies = self._add_copies()
         data = tuple(group.process_group for group in (self._shard, self._replica) if group.size > 1)
@@ -119,6 +129,12 @@ class FullyShardedReducer(OnWays):
         pairs = zip(self._shares, self._gradients, strict=True)
         return [gradient for share, gradient in pairs if share.leaf.is_spoken]
 
+    def absent(self) -> Collection[str]:
+        if all(one.parameter in self._used for one in self._trained):
+            return ()
+        used = {one.piece.name for one in self._trained if one.parameter in self._used}  # some have copies
+        return {one.piece.name for one in self._trained} - used
+
     def spread(self) -> None:
         """Forget weights that were gathered before the update; the next use gathers them anew."""
         for module in self._modules:
@@ -132,6 +148,14 @@ class FullyShardedReducer(OnWays):
             share.leaf.tensor.grad = None
         for one in self._trained:  # also those of which this rank has no row
             one.parameter.grad = None
+
+    def _after_backward(self, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+        """In place of a group's own ``post_backward``, which takes the gradients of its gathered parameters away."""
+        for one in group.fsdp_params if group.reduce_grads else ():
+            gathered = getattr(one, "_unsharded_param", None)
+            if one.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
+                self._used.add(one.sharded_param)
+        reduce(*unused)
 
     def _ways(self) -> Sequence[Way]:
         return self._units.ways if self._units is not None else ()

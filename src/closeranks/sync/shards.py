@@ -13,7 +13,8 @@ update from the same bits; gaps in buckets hold zeros in weights and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ class _Bucket:
         """Gradients on their way into the next sum."""
         self.num_sums = 0
         """Reductions of this step so far."""
+        self.num_lacked: Counter[int] = Counter()
+        """By place, in how many of this step's reductions the member had no gradient."""
         self.is_summed = False
         """Whether the sum over replicas is made or under way too."""
         self.journey: Journey | None = None
@@ -79,6 +82,15 @@ class _Bucket:
         if parameter.grad is not None:
             self.member(self.outgoing, place).copy_(parameter.grad)
             parameter.grad = None
+        else:
+            self.num_lacked[place] += 1
+
+    def absent(self) -> Iterator[str]:
+        """Members that had a gradient in none of this step's reductions."""
+        if self.num_lacked or not self.num_sums:
+            for place, one in enumerate(self.held):
+                if self.num_lacked[place] == self.num_sums:
+                    yield one.piece.name
 
     def leaves(self, is_speaker: bool) -> Iterator[tuple[Leaf, Tensor]]:
         """Of each member that this rank has a share of: the share, and its gradient."""
@@ -188,6 +200,9 @@ class ShardedReducer(OnWays):
         """Each shard rank speaks for its slices, in the first replica."""
         return [bucket.gradient for bucket in self._buckets if bucket.is_spoken and self._replica.rank == 0]
 
+    def absent(self) -> Collection[str]:
+        return {name for bucket in self._buckets for name in bucket.absent()}
+
     def spread(self) -> None:
         """Gather the slices of all shard ranks into the buckets that the parameters are views of, and wait.
 
@@ -206,6 +221,7 @@ class ShardedReducer(OnWays):
             leaf.tensor.grad = None
         for bucket in self._buckets:
             bucket.num_sums, bucket.is_summed, bucket.journey = 0, False, None
+            bucket.num_lacked.clear()
             for one in bucket.held:
                 one.parameter.grad = None
         self._last_of.clear()

@@ -89,7 +89,7 @@ class Units:
         exact = flat_ways(replica if replica.size > 1 else shard)
         for module in modules:
             self._sums.append([])
-            for part in _parts(module):
+            for part in fsdp_parts(module):
                 if trained := _trained(part, by_parameter):
                     stays = any(is_exact(one) or copies[one.piece.name] > 1 for one in trained)
                     self._take(part, unit_load(trained, shard.size), exact if stays else ways)
@@ -111,15 +111,20 @@ class Units:
         part.set_all_reduce_hook(self._sums[-1][-1])
 
 
-def _parts(module: nn.Module) -> Iterator[FSDPModule]:
+def fsdp_parts(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def parameter_groups(part: FSDPModule) -> list[Any]:
+    """FSDP2's own bookkeeping of a unit: torch 2.11 has one group of parameters for a module, later ones several."""
+    state: Any = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def _trained(part: FSDPModule, held: Mapping[nn.Parameter, Held]) -> list[Held]:
     """A unit's parameters in the order in which FSDP2 lays them out."""
-    state: Any = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    parameters = [one.sharded_param for group in groups if group is not None for one in group.fsdp_params]
+    parameters = [one.sharded_param for group in parameter_groups(part) for one in group.fsdp_params]
     return [held[parameter] for parameter in parameters if parameter.requires_grad]
 
 

@@ -1,0 +1,162 @@
+"""Parameters without a gradient: which of them no rank had one for in a step, and which never got one.
+
+[Note: parameters without a gradient] torch's optimizers skip a parameter whose ``.grad`` is None: no decay, no
+momentum, and its own step count stands still. With several ranks a parameter is skipped only where no rank had a
+gradient for it, so the ranks must agree. Each rank adds to the vote, for every parameter of the model, whether it had a
+gradient: a few counters packed into each float64, so that hundreds of parameters are a handful of numbers in a message
+that is sent anyway. A parameter that this rank had a gradient for is updated, whatever the others say. For the rest the
+sum decides: on the CPU the host reads it, on an accelerator the update is gated by the device, and the host waits only
+where there are many of them.
+
+Invariants: every rank skips the same parameters; where each rank has a gradient for all it holds, a step takes the same
+operations on the same bits as if nothing here existed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from closeranks.core.events import Event, StepDone, Warned
+from closeranks.elastic.vote import Verdict
+
+_DIGITS = 52
+"""Whole numbers of so many bits are exact in float64."""
+_WARN_AFTER = 5
+"""Updates before a parameter that had no gradient so far is named: a branch may be taken in some steps only."""
+_MAX_GATES = 16
+"""Parameters that are updated each by itself, under a flag of the device; with more the host waits for the vote."""
+
+
+class Skips(NamedTuple):
+    """What the optimizer leaves alone in a step: by name, or by a flag on the device, 1 where it is updated."""
+
+    absent: Collection[str] = ()
+    gates: Mapping[str, Tensor] | None = None
+
+
+class Counters:
+    """One small counter for each name, several in one float64; sums of such vectors are counted right."""
+
+    def __init__(self, names: Sequence[str], most: int) -> None:
+        """``most``: what a counter can come to."""
+        width = most.bit_length()
+        self.num_per_value = _DIGITS // width
+        self.base = 2.0**width
+        self.places = {name: divmod(number, self.num_per_value) for number, name in enumerate(names)}
+        self.size = -(-len(names) // self.num_per_value)
+
+    def ones(self, names: Iterable[str]) -> list[float]:
+        """The vector in which these count one."""
+        values = [0.0] * self.size
+        for name in names:
+            index, digit = self.places[name]
+            values[index] += self.base**digit
+        return values
+
+    def zero_in(self, values: Sequence[float], names: Iterable[str]) -> set[str]:
+        """Those of the names that count nothing."""
+        whole = [int(value) for value in values]
+        base = int(self.base)
+        return {name for name in names if not whole[self.places[name][0]] // base ** self.places[name][1] % base}
+
+
+class Usage:
+    """Call sequence in each step: ``ballot`` for the vote, ``skips`` after it, ``settle`` when the host has read it."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        held: Iterable[str],
+        *,
+        num_voters: int,
+        num_ranks: int,
+        device: torch.device,
+        can_gate: bool,
+        num_steps: int,
+    ) -> None:
+        """``names``: all trained parameters, in one order on every rank; ``held``: those of this rank; ``num_voters``:
+        ranks whose gradients make one update, of ``num_ranks`` in the run."""
+        self._names, self._held = tuple(names), frozenset(held)
+        self._counters = Counters(self._names, num_ranks)
+        self._is_alone, self._device, self._can_gate = num_voters == 1, device, can_gate
+        self._num_steps = num_steps
+        self._lacking: frozenset[str] = frozenset()
+        """What this rank had no gradient for, when ``_votes`` was made."""
+        self._votes = self._make_votes()
+        self._where: tuple[Tensor, Tensor] | None = None
+        self._never, self._num_taken = set(self._names), 0
+        self._num_told = 0
+        """Parameters that this process named."""
+
+    def ballot(self, absent: Collection[str]) -> Tensor:
+        """1 where this rank lacks something, then the counters. Made anew only when what it lacks has changed."""
+        if self._lacking != absent:
+            self._lacking = frozenset(absent)
+            self._votes = self._make_votes()
+            self._where = None
+        return self._votes
+
+    def skips(self, verdict: Verdict) -> Skips:
+        """What no rank had a gradient for. No host sync on an accelerator, up to ``_MAX_GATES`` parameters."""
+        if not self._lacking:
+            return Skips()
+        if self._is_alone:
+            return Skips(self._lacking)
+        if self._device.type == "cpu" or not self._can_gate or len(self._lacking) > _MAX_GATES:
+            return Skips(self._counters.zero_in(verdict.extra[1:].tolist(), self._lacking))
+        return Skips(gates=self._gates(verdict.extra[1:]))
+
+    def settle(self, done: StepDone, sums: Sequence[float], emit: Callable[[Event], None]) -> None:
+        """All ranks, when the account of a step is read: names what never got a gradient, early on and at the end."""
+        if not done.taken:
+            return
+        self._num_taken += 1
+        if self._never:
+            self._never = self._counters.zero_in(sums[1:], self._never) if sums[0] else set()
+        is_news = self._num_taken == _WARN_AFTER or (
+            done.step == self._num_steps and self._num_told != len(self._never)
+        )
+        if self._never and is_news:
+            self._num_told = len(self._never)
+            emit(Warned(words([name for name in self._names if name in self._never], self._num_taken), done.step))
+
+    def state(self) -> dict[str, Any]:
+        """Empty where every parameter got a gradient."""
+        if not self._never:
+            return {}
+        return {"never": sorted(self._never), "num_taken": self._num_taken}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """``state``: as saved with the run that goes on here."""
+        self._never = set(state.get("never", ())) & set(self._names)
+        self._num_taken = state.get("num_taken", 0)
+
+    def _make_votes(self) -> Tensor:
+        values = [float(bool(self._lacking)), *self._counters.ones(self._held - self._lacking)]
+        return torch.tensor(values, dtype=torch.float64).to(self._device, non_blocking=True)
+
+    def _gates(self, sums: Tensor) -> dict[str, Tensor]:
+        names = sorted(self._lacking)
+        if self._where is None:
+            index, digits = zip(*(self._counters.places[name] for name in names), strict=True)
+            divisors = torch.tensor([self._counters.base**digit for digit in digits], dtype=torch.float64)
+            self._where = torch.tensor(index).to(sums.device), divisors.to(sums.device)
+        places, scales = self._where
+        counts = (sums[places] / scales).floor() % self._counters.base
+        return dict(zip(names, counts.clamp(max=1.0).unbind(), strict=True))
+
+
+def words(names: Sequence[str], num_steps: int) -> str:
+    """``no gradient reached 'a.weight' and 'a.bias' in 5 steps, so they were not updated. ...``"""
+    shown = [f"'{name}'" for name in names[:3]]
+    if len(names) > len(shown):
+        shown = [*shown, f"{len(names) - len(shown)} more"]
+    listed = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    steps = "the first step" if num_steps == 1 else f"{num_steps} steps"
+    was, them = ("they were", "them") if len(names) > 1 else ("it was", "it")
+    advice = f"Check that the forward uses {them}, or freeze {them} with optim.groups."
+    return f"no gradient reached {listed} in {steps}, so {was} not updated. {advice}"

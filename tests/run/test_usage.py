@@ -1,0 +1,142 @@
+"""Which parameters had no gradient on any rank: packed counters, what is skipped, what is said about it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from closeranks.core.events import Event, StepDone, Warned
+from closeranks.elastic.vote import Ballot, Verdict, Vote
+from closeranks.parallel.group import Group
+from closeranks.run.usage import Counters, Skips, Usage, words
+from tests.run.small import open_session
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 1000, 100_000])
+def test_counters_of_all_ranks_add_up_exactly(num_ranks: int) -> None:
+    names = [f"layer.{number}" for number in range(211)]
+    counters, draw = Counters(names, num_ranks), random.Random(num_ranks)
+    used = {name: draw.choice([0, 0, 1, num_ranks]) for name in names}
+    once, often = ([name for name in names if used[name] == count] for count in (1, num_ranks))
+    total = torch.tensor(counters.ones(once), dtype=torch.float64)
+    if num_ranks > 1:
+        total += num_ranks * torch.tensor(counters.ones(often), dtype=torch.float64)
+    assert counters.zero_in(total.tolist(), names) == {name for name in names if not used[name]}
+    assert counters.size < len(names)
+
+
+def usage(names: str, held: str, *, voters: int = 2, can_gate: bool = True, num_steps: int = 100) -> Usage:
+    kwargs = {"num_voters": voters, "num_ranks": voters, "device": CPU, "can_gate": can_gate, "num_steps": num_steps}
+    return Usage(list(names), list(held), **kwargs)
+
+
+def verdict(sums: torch.Tensor) -> Verdict:
+    zero = torch.zeros((), dtype=torch.float64)
+    vote = Vote(Group(0, 1), (), clip=0.0)
+    return vote.cast(Ballot(zero, zero + 1, zero, {}, extra=sums), torch.ones(()))
+
+
+def test_a_parameter_is_left_where_no_rank_had_a_gradient_for_it() -> None:
+    """Rank 0 holds all, rank 1 a pipeline stage of them."""
+    first, second = usage("abcd", "abcd"), usage("abcd", "cd")
+    summed = verdict(first.ballot({"a", "c", "d"}).clone() + second.ballot({"d"}))
+    assert set(first.skips(summed).absent) == {"a", "d"}
+    assert set(second.skips(summed).absent) == {"d"}
+    gates = first._gates(summed.extra[1:])
+    assert {name: flag.item() for name, flag in gates.items()} == {"a": 0.0, "c": 1.0, "d": 0.0}
+
+
+def test_where_all_have_gradients_nothing_is_made_or_read() -> None:
+    full = usage("abc", "abc")
+    votes = full.ballot(())
+    assert full.ballot(set()) is votes
+    assert full.skips(verdict(votes)) == ((), None)
+    lacking = full.ballot({"b"})
+    assert full.ballot({"b"}) is lacking
+    assert full.ballot(()) is not lacking
+
+
+def settle(counted: Usage, absent: list[str], *, first: int = 1) -> list[Warned]:
+    told: list[Event] = []
+    for number, names in enumerate(absent, start=first):
+        sums = verdict(counted.ballot(set(names))).read().extra
+        counted.settle(StepDone(step=number, taken=True), sums, told.append)
+    return [event for event in told if isinstance(event, Warned)]
+
+
+def test_names_what_had_none_early_on_and_again_at_the_end_if_that_changed() -> None:
+    steady = settle(usage("abc", "abc", voters=1, num_steps=7), ["c"] * 7)
+    assert [event.step for event in steady] == [5]
+    changed = settle(usage("abc", "abc", voters=1, num_steps=7), ["bc"] * 6 + ["c"])
+    assert [event.step for event in changed] == [5, 7]
+    assert "'b' and 'c'" in changed[0].what
+    assert "reached 'c' in" in changed[1].what
+    assert [event.step for event in settle(usage("abc", "abc", voters=1, num_steps=2), ["c"] * 2)] == [2]
+    assert settle(usage("abc", "abc", voters=1, num_steps=7), ["bc"] * 3 + ["a"] * 4) == []
+
+
+def test_whoever_goes_on_does_not_say_it_again() -> None:
+    before = usage("abc", "abc", voters=1, num_steps=20)
+    settle(before, ["c"] * 6)
+    after = usage("abc", "abc", voters=1, num_steps=20)
+    after.load_state(before.state())
+    assert settle(after, ["c"] * 6, first=7) == []
+    full = usage("abc", "abc", voters=1)
+    settle(full, ["", ""])
+    assert full.state() == {}
+
+
+def test_words() -> None:
+    assert words(["a"], 1).startswith("no gradient reached 'a' in the first step, so it was not updated. ")
+    assert "reached 'a', 'b', 'c' and 2 more in 5 steps, so they were" in words(list("abcde"), 5)
+
+
+class _Operations(TorchDispatchMode):
+    """Names every operation that torch carries out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Unasked(Usage):
+    """As if nobody had asked for gradients."""
+
+    def ballot(self, absent: object) -> Any:
+        return None
+
+    def skips(self, verdict: object) -> Skips:
+        return Skips()
+
+    def settle(self, *args: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+def test_where_all_have_gradients_a_step_takes_the_same_operations(tmp_path: Path, rule: str) -> None:
+    def operations(name: str, *, asks: bool) -> list[str]:
+        session = open_session(tmp_path / name, optim={"name": rule}, checkpoint={"save": False})
+        if not asks:
+            session.parts.usage.__class__ = _Unasked
+        seen = _Operations()
+        for step in session:
+            step.run()
+            with seen:
+                verdict = step.commit()
+            step.commit = lambda **wishes: verdict  # type: ignore[method-assign]  # noqa: B023
+        return seen.names
+
+    asked = operations("asked", asks=True)
+    assert asked == operations("unasked", asks=False)
+    assert len(asked) > 20
