@@ -61,3 +61,30 @@ def broken_stage(**args: Any) -> nn.Module:
     net = Net(**args)
     net.extra = nn.Parameter(torch.zeros(3))
     return net
+
+
+class Attention(nn.Module):
+    """Separate projections with biases, as many own models have them, and a scale within heads."""
+
+    def __init__(self, width: int, head_dim: int) -> None:
+        super().__init__()
+        self.norm, self.head_dim = nn.LayerNorm(width), head_dim
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, head_dim))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = self.norm(hidden)
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
+        return hidden + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Attentive(nn.Module):
+    def __init__(self, width: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, width)
+        self.blocks = nn.Sequential(*(Attention(width, width // 4) for _ in range(depth)))
+        self.head = nn.Linear(width, 30)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens)))

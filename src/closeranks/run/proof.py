@@ -3,6 +3,11 @@
 A few steps are recorded on the workers (losses, the first step's gradients, the weights at the end, each rank its own
 pieces), once in one process and once under the layout, and compared tensor by tensor. Invariant: no process holds more
 than one whole tensor beside its own part of the model, and a missing or extra tensor is a difference.
+
+[Note: what a difference is measured by] The size of the tensor itself, but at least a hundredth of that of all tensors
+together. Some gradients are zero by mathematics, such as that of a bias on attention's keys: rounding is all there is
+of them, and differs by its own size from one order of summation to the next. What is missing or wrong elsewhere is
+still found: in float64, where it comes to 1e-11 of the whole.
 """
 
 from __future__ import annotations
@@ -37,6 +42,8 @@ from closeranks.run.state import kept
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
 _SUMMARY = "proof.json"
+_LEAST_SHARE = 1e-2
+"""Of the whole, that a tensor counts for at least when a difference in it is measured."""
 
 
 class Record(Hook):
@@ -91,7 +98,7 @@ class Difference:
     name: str
     """The tensor, or the step of a loss."""
     relative: float
-    """Size of the difference by size of the reference; infinite where one run lacks it."""
+    """Size of the difference, [Note: what a difference is measured by]; infinite where one run lacks it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +144,26 @@ def _compare_tensors(
 ) -> Iterator[Difference]:
     ours, theirs = open_newest(str(record)), open_newest(str(reference))
     found, wanted = ours.shapes(section), theirs.shapes(section)
+    tensors = (theirs.read(section, name, Piece.whole(name, shape)) for name, shape in wanted.items())
+    floor = _LEAST_SHARE * math.hypot(*(tensor.double().norm().item() for tensor in tensors))
     for name in (*wanted, *(name for name in found if name not in wanted)):
         if found.get(name) != wanted.get(name):
             yield Difference(kind, name, math.inf)
             continue
         whole = Piece.whole(name, wanted[name])
-        yield Difference(kind, name, relative_difference(*(side.read(section, name, whole) for side in (ours, theirs))))
+        both = (side.read(section, name, whole) for side in (ours, theirs))
+        yield Difference(kind, name, relative_difference(*both, floor=floor))
 
 
-def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Of one tensor, by norms in float64; two zeros are equal, a value that is not finite is equal to nothing."""
+def relative_difference(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
+    """Of one tensor, by norms in float64; two zeros are equal, a value that is not finite is equal to nothing.
+
+    ``floor``: what the size of the tensor counts for at least.
+    """
     distance, size = (ours.double() - theirs.double()).norm().item(), theirs.double().norm().item()
     if not math.isfinite(distance):
         return math.inf
+    size = max(size, floor)
     return distance / size if size else (0.0 if distance == 0.0 else math.inf)
 
 
