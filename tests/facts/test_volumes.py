@@ -170,3 +170,9 @@ def test_batch_norms_average_their_statistics_once_per_step() -> None:
 def test_metrics_make_the_vote_longer() -> None:
     (vote,) = rows(Layout(2), Terms(num_metrics=3, buckets=lambda items, num_shards, element_bytes: []))
     assert vote.payload_bytes == 12 * 8
+
+
+def test_the_vote_says_of_every_parameter_whether_it_had_a_gradient() -> None:
+    """Four ranks count in three bits: seventeen parameters to a number, and one number that says whether to look."""
+    (vote,) = rows(Layout(4), Terms(num_trained=35, buckets=lambda items, num_shards, element_bytes: []))
+    assert vote.payload_bytes == (9 + 1 + 3) * 8

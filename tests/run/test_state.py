@@ -86,8 +86,8 @@ def test_what_may_change_between_runs_is_let_pass(saved: Path, tmp_path: Path) -
 
 def test_the_tree_holds_all_that_a_resumed_run_needs(saved: Path) -> None:
     held = tree(saved)
-    plain = {"data", "noise", "progress", "schedule", "random", "identity", "algorithm", "config", "versions", "rhythm"}
-    assert set(held) == plain
+    plain = {"data", "noise", "usage", "progress", "schedule", "random", "identity", "algorithm", "config", "versions"}
+    assert set(held) == {*plain, "rhythm"}
     assert held["progress"] == {"step": 4, "position": 32}
     assert held["identity"]["seed"] == held["random"]["seed"] == 0
     assert held["config"]["optim"]["lr"] == 1e-2

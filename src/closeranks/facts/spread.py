@@ -81,6 +81,8 @@ class Terms:
     buckets: BucketPlan = one_bucket
     num_metrics: int = 0
     """Sums that the vote carries beside the loss."""
+    num_trained: int = 0
+    """Parameters that the vote says of whether they had a gradient."""
     num_statistics: int = 0
     """Running means and variances of batch norms that are averaged over the data ranks once per step."""
 

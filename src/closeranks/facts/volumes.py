@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from closeranks.facts.activations import Keep, Recompute
+from closeranks.facts.counters import num_values
 from closeranks.facts.layout import Layout
 from closeranks.facts.memory import Precision, Widths, widths
 from closeranks.facts.mesh import Mesh
@@ -75,7 +76,8 @@ def volumes(share: Share, layout: Layout, terms: Terms, flow: Flow | None = None
     if terms.num_statistics:  # and how many micro-batches they are of
         size = (terms.num_statistics + 1) * _FLOAT64
         rows.append(Volume("data", "batch norm statistics", "all-reduce", layout.data, 1, size))
-    vote = (_VOTES + terms.num_metrics) * _FLOAT64
+    used = 1 + num_values(terms.num_trained, layout.num_ranks) if terms.num_trained else 0
+    vote = (_VOTES + terms.num_metrics + used) * _FLOAT64
     rows.append(Volume("world", "the vote", "all-reduce", layout.num_ranks, 1, vote))
     return tuple(row for row in rows if row.num_ranks > 1 and row.calls)
 

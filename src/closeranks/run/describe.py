@@ -14,7 +14,7 @@ from closeranks.core.errors import ModelError
 from closeranks.core.registry import is_dotted
 from closeranks.facts import digits, pairs
 from closeranks.facts.activations import Passage
-from closeranks.facts.anatomy import Anatomy, anatomy
+from closeranks.facts.anatomy import Anatomy, anatomy, distinct
 from closeranks.facts.layout import Demands
 from closeranks.facts.llama import llama_anatomy
 from closeranks.facts.spread import Bucket, Item, Terms
@@ -35,6 +35,11 @@ ALIGN_BYTES = 64
 
 def subject_of(job: Job) -> Subject:
     """The job without its layout, as ``plan`` takes it."""
+    found = _described(job)
+    return replace(found, terms=replace(found.terms, num_trained=len(distinct(found.anatomy.units))))
+
+
+def _described(job: Job) -> Subject:
     needs = demands(job, micro_batch_size(job.train))
     if is_dotted(job.model.name):
         spec, module = _built_on_meta(job)

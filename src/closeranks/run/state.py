@@ -311,8 +311,7 @@ def restore_state(parts: Parts, saved: Saved) -> None:
     """Put a saved state that fits back into the parts. Where it raises, the parts hold some of it and some not."""
     parts.supply.load_state(saved.tree.get("data", {}))
     parts.noise.load_state(saved.tree.get("noise", {}))
-    if "usage" in saved.tree:
-        parts.usage.load_state(saved.tree["usage"])
+    parts.usage.load_state(saved.tree.get("usage"))
     restore_memories(list(unsent(parts)), saved, SYNC, has_owners=parts.has_owners)
     _restore_weights(parts, saved)
     restore_outer(parts, saved, SYNC, MODEL)

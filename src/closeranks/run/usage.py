@@ -22,9 +22,8 @@ from torch import Tensor
 
 from closeranks.core.events import Event, StepDone, Warned
 from closeranks.elastic.vote import Verdict
+from closeranks.facts.counters import Counters
 
-_DIGITS = 52
-"""Whole numbers of so many bits are exact in float64."""
 _WARN_AFTER = 5
 """Updates before a parameter that had no gradient so far is named: a branch may be taken in some steps only."""
 _MAX_GATES = 16
@@ -36,32 +35,6 @@ class Skips(NamedTuple):
 
     absent: Collection[str] = ()
     gates: Mapping[str, Tensor] | None = None
-
-
-class Counters:
-    """One small counter for each name, several in one float64; sums of such vectors are counted right."""
-
-    def __init__(self, names: Sequence[str], most: int) -> None:
-        """``most``: what a counter can come to."""
-        width = most.bit_length()
-        self.num_per_value = _DIGITS // width
-        self.base = 2.0**width
-        self.places = {name: divmod(number, self.num_per_value) for number, name in enumerate(names)}
-        self.size = -(-len(names) // self.num_per_value)
-
-    def ones(self, names: Iterable[str]) -> list[float]:
-        """The vector in which these count one."""
-        values = [0.0] * self.size
-        for name in names:
-            index, digit = self.places[name]
-            values[index] += self.base**digit
-        return values
-
-    def zero_in(self, values: Sequence[float], names: Iterable[str]) -> set[str]:
-        """Those of the names that count nothing."""
-        whole = [int(value) for value in values]
-        base = int(self.base)
-        return {name for name in names if not whole[self.places[name][0]] // base ** self.places[name][1] % base}
 
 
 class Usage:
@@ -130,10 +103,13 @@ class Usage:
             return {}
         return {"never": sorted(self._never), "num_taken": self._num_taken}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """``state``: as saved with the run that goes on here."""
-        self._never = set(state.get("never", ())) & set(self._names)
-        self._num_taken = state.get("num_taken", 0)
+    def load_state(self, state: Any) -> None:
+        """``state``: as saved with the run that goes on here; earlier versions did not save any."""
+        if not isinstance(state, dict):
+            return
+        never, num_taken = state.get("never"), state.get("num_taken")
+        self._never = {name for name in self._names if isinstance(never, list) and name in never}
+        self._num_taken = num_taken if isinstance(num_taken, int) else 0
 
     def _make_votes(self) -> Tensor:
         values = [float(bool(self._lacking)), *self._counters.ones(self._held - self._lacking)]
