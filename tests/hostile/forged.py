@@ -30,7 +30,7 @@ READERS: dict[str, list[str]] = {
     "status": ["status"],
     "report": ["report"],
     "sample": ["sample"],
-    "convert": ["ckpt", "convert"],
+    "convert": ["ckpt", "convert", "--to", "safetensors"],
 }
 OFTEN = ("ls", "ls", "verify", "verify", "show", "prune", "diff", "sample", "convert")
 
