@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
-from closeranks.run.folder import agree_on_folder, choose_folder, free_folder, prepare_folder
+from closeranks.run.folder import choose_folder, free_folder, prepare_folder
 from closeranks.run.job import Job, load_job
 from closeranks.run.overseer import settle_in
+from closeranks.run.ownership import agree_on_folder
 
 
 def job(**run: Any) -> Job:
@@ -102,16 +104,17 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path: Path)
 def test_rank_0_chooses_and_the_others_take_its_word(tmp_path: Path) -> None:
     """Another rank may look when rank 0 has made the folder already."""
     given = job(folder=str(tmp_path / "run"))
-    assert agree_on_folder(given, World(), str) == tmp_path / "run"
-    assert agree_on_folder(given, World(rank=1, size=2), lambda text: str(tmp_path / "run")) == tmp_path / "run"
+    told: list[str] = []
+    with ExitStack() as held:
+        assert agree_on_folder(given, World(), lambda text: told.append(text) or text, held) == tmp_path / "run"  # type: ignore[func-returns-value]
+        assert agree_on_folder(given, World(rank=1, size=2), lambda text: told[0], held) == tmp_path / "run"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "the others make nothing"
 
 
 def test_the_first_session_of_a_script_takes_the_folder_its_starter_made(tmp_path: Path) -> None:
     settle_in(folder=tmp_path / "script")
-    try:
-        assert agree_on_folder(job(folder=str(tmp_path / "own")), World(), str) == tmp_path / "own"
-        assert agree_on_folder(job(), World(), str) == tmp_path / "script"
-        assert agree_on_folder(job(folder=str(tmp_path / "next")), World(), str) == tmp_path / "next"
-    finally:
-        settle_in()
+    with ExitStack() as held:
+        held.callback(settle_in)
+        assert agree_on_folder(job(folder=str(tmp_path / "own")), World(), str, held) == tmp_path / "own"
+        assert agree_on_folder(job(), World(), str, held) == tmp_path / "script"
+        assert agree_on_folder(job(folder=str(tmp_path / "next")), World(), str, held) == tmp_path / "next"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.storage.download import RANGE_BYTES
-from closeranks.storage.lease import Terms
+from closeranks.storage.lease import InUseError, Terms
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.patience import Patience
 from closeranks.storage.protocol import (
@@ -236,3 +236,20 @@ def test_a_lock_is_waited_for(opener: Opener) -> None:
     holding.join()
     waiting.join()
     assert order == ["waits", "given back", "taken"]
+
+
+def test_one_run_owns_a_place_while_saves_and_prunes_lock_it_for_a_moment(opener: Opener) -> None:
+    here, there = opener(), opener()
+    with here.own("a run") as mine:
+        with (
+            pytest.raises(InUseError, match=r"a run, process \d+ on .* since 20") as refused,
+            there.own("a second run"),
+        ):
+            pytest.fail("two own it")
+        assert refused.value.rival.pid == os.getpid()
+        with there.lock("prune"):
+            pass
+        assert here.names() == []
+        assert not mine.is_gone
+    with there.own("a second run"):
+        pass

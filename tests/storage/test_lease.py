@@ -32,7 +32,8 @@ def opener(prefix: str) -> Callable[[], RemoteStorage]:
 
 def test_a_lease_comes_back_as_it_was_written() -> None:
     assert decode(Lease("me", 12.5).encode()) == Lease("me", 12.5)
-    assert decode(mine("me").encode()) == mine("me")
+    own = mine("me")
+    assert decode(own.encode()) == own
     assert mine("me").pid == os.getpid()
 
 

@@ -22,6 +22,7 @@ from closeranks.agent.control.token import lead_token
 from closeranks.agent.gate import Door
 from closeranks.agent.launch import Fitted, LaunchPlan, Outcome, Survival
 from closeranks.agent.lead import OnTurn
+from closeranks.agent.view import View
 from closeranks.cli.standing import Standing
 from closeranks.core.blame import shown
 from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
@@ -30,8 +31,9 @@ from closeranks.core.events import Event, RunStarted, Warned, decode
 from closeranks.core.interfaces import WILDCARDS, own_address
 from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
-from closeranks.run.folder import choose_folder, free_folder, prepare_folder, withdraw_folder
+from closeranks.run.folder import free_folder, prepare_folder, withdraw_folder
 from closeranks.run.job import Job, check_workers, layout_for, load_job
+from closeranks.run.ownership import Claim, check_owned, claimed
 from closeranks.run.past import Past
 from closeranks.run.resizing import fit, limits_of, samples_of
 from closeranks.run.voice import speak, turn_of
@@ -75,29 +77,41 @@ def train(
     job = load_job(path, overrides).value
     look_beside(path)
     num_workers = workers_of(job, num_workers)
-    folder = choose_folder(job, path.stem)
-    past = _past_of(job, folder)
-    job = past.applied_to(job)
-    if problems := check_workers(job, num_workers * party.most_hosts):
-        raise ConfigError(problems)
-    is_new = not folder.exists()
-    prepare_folder(job, folder)
-    work = _Work(
+    with claimed(job, path.stem) as claim:
+        past = _past_of(job, claim.folder)
+        job = past.applied_to(job)
+        if problems := check_workers(job, num_workers * party.most_hosts):
+            raise ConfigError(problems)
+        prepare_folder(job, claim.folder)
+        work = _training(job, claim, past, party, (str(path), tuple(overrides)))
+        _start(replace(work, on_turn=_minding(on_turn)), num_workers)
+
+
+def _training(job: Job, claim: Claim, past: Past, party: Party, command: tuple[str, tuple[str, ...]]) -> _Work:
+    return _Work(
         entry="closeranks.run.worker:train_entry",
-        payload=_payload(job, folder, past),
-        folder=folder,
-        is_new=is_new,
+        payload=_payload(job, claim.folder, past),
+        folder=claim.folder,
+        is_new=claim.is_new,
         preload=modules_of(job),
         agent=_reachable(job.agent, party),
         threads=job.run.threads,
         log_every=job.telemetry.log_every,
         report=job.telemetry.report,
-        command=(str(path), tuple(overrides)),
+        command=command,
         party=party,
-        survival=_survival(job, folder, past) if job.elastic.enabled else None,
-        on_turn=on_turn,
+        survival=_survival(job, claim.folder, past) if job.elastic.enabled else None,
     )
-    _start(work, num_workers)
+
+
+def _minding(on_turn: OnTurn | None) -> OnTurn:
+    """Every turn begins with the question whether the run still owns what it writes to."""
+
+    def look(view: View) -> float | None:
+        check_owned()
+        return on_turn(view) if on_turn is not None else None
+
+    return look
 
 
 def _reachable(config: AgentConfig, party: Party) -> AgentConfig:

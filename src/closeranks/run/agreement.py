@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from closeranks.core.world import World
 from closeranks.parallel.group import Group
 from closeranks.run import heirloom
-from closeranks.run.folder import agree_on_folder
 from closeranks.run.job import Job
+from closeranks.run.ownership import agree_on_folder
 from closeranks.run.past import Past
 from closeranks.run.recall import share_past
 
@@ -18,12 +19,14 @@ from closeranks.run.recall import share_past
 class Agreement:
     job: Job
     world: World
+    held: ExitStack
+    """Takes what rank 0 owns from now on."""
     prepared: Path | None
     """The folder, where whoever started us has prepared it."""
 
     def folder(self, group: Group) -> Path:
         """All ranks."""
-        self.prepared = self.prepared or agree_on_folder(self.job, self.world, group.share_text)
+        self.prepared = self.prepared or agree_on_folder(self.job, self.world, group.share_text, self.held)
         return self.prepared
 
     def past(self, group: Group) -> Past:

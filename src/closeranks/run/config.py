@@ -24,6 +24,8 @@ class RunConfig(Table):
     """auto: an accelerator where there is one for each worker."""
     threads: int = Field(default=0, ge=0, le=4096)
     """CPU threads per worker; 0: the cores shared evenly."""
+    wait_s: float = Field(default=0.0, ge=0)
+    """How long to wait for another run that still owns the folder, or a place for checkpoints; 0: refuse at once."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long a collective may wait for a slow worker before the run is given up."""
     hooks: tuple[str, ...] = ()

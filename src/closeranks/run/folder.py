@@ -10,42 +10,52 @@ import json
 import os
 import re
 import shutil
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from closeranks.core.config.toml import dump_toml
 from closeranks.core.errors import SetupError
-from closeranks.core.world import World
 from closeranks.run.job import Job
-from closeranks.run.overseer import take_folder
-
-
-def agree_on_folder(job: Job, world: World, share_text: Callable[[str], str]) -> Path:
-    """The folder of a session that nobody prepared one for: rank 0 chooses, every rank takes its word."""
-    given = None if job.run.folder else take_folder()
-    folder = given or choose_folder(job, Path(sys.argv[0]).stem or "run")
-    if world.is_lead:
-        prepare_folder(job, folder)
-    return Path(share_text(str(folder.absolute())))  # a user's code may change the working folder
+from closeranks.storage.names import OWNER
 
 
 def choose_folder(job: Job, stem: str) -> Path:
     """The job's folder, or the next free numbered one beside it; a resumed run stays where it was."""
-    wanted = Path(job.run.folder or Path("runs") / (job.run.name or stem)).expanduser()
+    wanted = _wanted(job, stem)
+    return _resumed(job, wanted) or free_folder(wanted)
+
+
+def continues(job: Job, stem: str) -> bool:
+    """Whether the run goes on in the folder of an earlier one, or would if there were one."""
+    return _resumed(job, _wanted(job, stem)) is not None
+
+
+def _wanted(job: Job, stem: str) -> Path:
+    return Path(job.run.folder or Path("runs") / (job.run.name or stem)).expanduser()
+
+
+def _resumed(job: Job, wanted: Path) -> Path | None:
     if job.checkpoint.resume == "auto":
         return wanted
-    resumed = Path(job.checkpoint.resume) if job.checkpoint.resume else None
-    return (resumed and _continued(wanted, resumed)) or free_folder(wanted)
+    return _continued(wanted, Path(job.checkpoint.resume)) if job.checkpoint.resume else None
 
 
 def free_folder(wanted: Path) -> Path:
     """``wanted`` itself while no run stands in it, else the first free of ``wanted-2``, ``wanted-3``, ..."""
-    if not any((wanted / name).exists() for name in ("metrics", "logs", "job.toml", "checkpoints")):
-        return wanted
-    return _numbered(wanted)
+    return _numbered(wanted) if holds_run(wanted) or _is_claimed(wanted) else wanted
+
+
+def holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("metrics", "logs", "job.toml", "checkpoints"))
+
+
+def _is_claimed(folder: Path) -> bool:
+    """Whether a run that has written nothing yet may be starting there."""
+    try:
+        return (folder / OWNER).stat().st_size > 0
+    except OSError:
+        return False
 
 
 def unused(wanted: Path) -> Path:
@@ -79,10 +89,18 @@ def withdraw_folder(folder: Path) -> None:
     """Take back a folder made for a run that was refused; anything in it that is not ours keeps it alive."""
     for name in ("logs", "metrics"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("job.toml", "config.json", "status.json"):
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):
-        folder.rmdir()
+    for name in ("job.toml", "config.json", "status.json", OWNER, f"checkpoints/{OWNER}"):
+        with suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
+    for place in (folder / "checkpoints", folder):
+        with suppress(OSError):
+            place.rmdir()
+
+
+def unwritable(folder: Path, error: OSError) -> SetupError:
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    fix = "Set run.folder to a place you can write to that has room."
+    return SetupError(f"the run folder {folder} cannot be written: {reason}", fix)
 
 
 def _write(job: Job, folder: Path, *, over: bool) -> None:
@@ -93,9 +111,7 @@ def _write(job: Job, folder: Path, *, over: bool) -> None:
             _replace(folder / "job.toml", dump_toml(job))
             _replace(folder / "config.json", json.dumps(job.model_dump(mode="json"), indent=2) + "\n")
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        fix = "Set run.folder to a place you can write to that has room."
-        raise SetupError(f"the run folder {folder} cannot be written: {reason}", fix) from error
+        raise unwritable(folder, error) from error
 
 
 def _replace(path: Path, text: str) -> None:

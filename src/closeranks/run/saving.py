@@ -26,6 +26,7 @@ from closeranks.checkpoint.saver import Saver
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.elastic.vote import Verdict
+from closeranks.run.ownership import check_owned
 from closeranks.run.parts import Parts
 from closeranks.run.rescued_files import forget_rescued
 from closeranks.run.state import items, tree_of
@@ -95,6 +96,7 @@ class Saving:
     def asks(self, step: int) -> bool:
         """Whether this rank wants a save with the vote of ``step``; called once in every step."""
         self.settle()
+        check_owned()
         last_s, self._asked_s = self._asked_s, time.monotonic()
         if last_s is not None:
             self._rhythm.stepped(self._asked_s - last_s)

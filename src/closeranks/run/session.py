@@ -73,7 +73,7 @@ class Session:
         self.job, self.world = described.job, detect_world()
         prepare_process(self.job, self.world)
         with ExitStack() as opened:  # what does not open whole leaves nothing open
-            agreement = Agreement(self.job, self.world, folder)
+            agreement = Agreement(self.job, self.world, opened, folder)
             self.parts: Parts = assemble(self.job, self.world, described.ingredients(), agreement.past)
             opened.callback(self.parts.opened.close)
             self.job, self.folder = self.parts.job, agreement.folder(self.parts.groups.world)

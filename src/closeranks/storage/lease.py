@@ -1,6 +1,7 @@
 """How is a store without locks held by one process alone?
 
-Every process that wants it leaves a lease of its own under ``.lock/`` and then looks for others:
+Every process that wants it leaves a lease of its own in a folder (``.lock/`` for a save or a prune, ``.owner/`` for as
+long as a run lives) and then looks for others:
 
     1. look: a living lease of somebody else -> not now
     2. write mine
@@ -11,7 +12,8 @@ Invariant: of two that both wrote before they looked again, at least one sees th
 needs no conditional writes for this, only listings that show what was written, which object stores give today.
 A lease is dead if its time has passed by the clock here *and* it was not renewed while this process watched for a
 renewal: a clock that runs ahead alone takes nothing away from a living holder. One whose holder was a process
-of this host is dead at once when that process is gone.
+of this host is dead at once when that process is gone. A store whose listing does not show what was just written is
+refused: two processes there would not see each other.
 """
 
 from __future__ import annotations
@@ -21,22 +23,36 @@ import logging
 import os
 import random
 import secrets
+import shlex
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from closeranks.storage.names import LOCK
+from closeranks.storage.names import LOCK, OWNER
 from closeranks.storage.protocol import DeniedError, MissingError, Storage, StorageError
 
 _LOG = logging.getLogger(__name__)
 _HELD: dict[str, Storage] = {}
 """The leases of this process by their names, those that it is about to take among them."""
 _CHANGED = threading.Condition()
+_LEAVE_S = 10.0
+_FAR_S = 3600.0
+_COMMAND_CHARS = 400
+_LAST_MOMENT = 253402300800.0
+"""The end of the year 9999."""
+
+
+class UnlistedError(StorageError):
+    """The place cannot be held by one process alone."""
+
+    is_final = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,30 @@ class Lease:
     pid: int = 0
     began: int = 0
     """When that process did, in ticks since the host booted: numbers of processes are used again."""
+    since: float = 0.0
+    """Unix time at which it was asked for."""
+    command: str = ""
+    """What was typed to start its holder."""
+
+    @property
+    def holder(self) -> str:
+        """For people: who, since when, started how."""
+        since = f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}" if self.since else ""
+        return f"{self.owner}{since}" + (f" ({self.command})" if self.command else "")
+
+    @property
+    def boot(self) -> str:
+        """Which start of which machine its holder runs in, containers there included; empty where unknown."""
+        return [*self.host.split(), "", ""][1]
+
+    def is_valid(self, now: float) -> bool:
+        """Whether its time has not passed; one that ends in a far future was not written by us, or by a wrong clock."""
+        return now < self.expires_at <= now + _FAR_S
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its holder is a process that cannot be looked for from here."""
+        return not self.host or self.host != this_host()
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -70,7 +110,7 @@ class Lease:
     @property
     def is_orphan(self) -> bool:
         """Its holder was a process of this host and is gone; False where that cannot be told from here."""
-        if not self.host or self.host != this_host() or self.pid <= 0:
+        if self.is_elsewhere or self.pid <= 0:
             return False
         try:
             os.kill(self.pid, 0)
@@ -80,6 +120,14 @@ class Lease:
             pass  # there is one, of another user
         began = _began(self.pid)
         return began is not None and began != self.began
+
+
+class InUseError(DeniedError):
+    """Somebody else holds the place, and lives as far as can be told."""
+
+    def __init__(self, url: str, rival: Lease) -> None:
+        super().__init__(f"{url} is in use by {rival.holder}; wait for it, or stop it")
+        self.rival = rival
 
 
 @cache
@@ -107,7 +155,15 @@ def mine(owner: str) -> Lease:
     pid = os.getpid()
     began = _began(pid)
     host = this_host() if began is not None else ""
-    return Lease(f"{owner}, process {pid} on {socket.gethostname()}", 0.0, host, pid, began or 0)
+    who = f"{owner}, process {pid} on {socket.gethostname()}"
+    return Lease(who, 0.0, host, pid, began or 0, round(time.time(), 3), _command())
+
+
+def _command() -> str:
+    """Bounded: a command line may be megabytes long, and hold anything."""
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    words = ["closeranks" if name == "__main__.py" else name, *sys.argv[1:]] if name else []
+    return " ".join(shlex.join(words)[:_COMMAND_CHARS].encode(errors="replace").decode().split())
 
 
 def decode(data: bytes) -> Lease:
@@ -115,24 +171,62 @@ def decode(data: bytes) -> Lease:
     try:
         fields = json.loads(data)
         who = str(fields.get("host", "")), int(fields.get("pid", 0)), int(fields.get("began", 0))
-        return Lease(str(fields["owner"]), float(fields["expires_at"]), *who)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        told = _moment(fields.get("since", 0.0)), str(fields.get("command", ""))[:_COMMAND_CHARS]
+        return Lease(str(fields["owner"]), float(fields["expires_at"]), *who, *told)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return Lease("an unknown process", 0.0)
 
 
+def _moment(value: Any) -> float:
+    """A Unix time that a calendar knows; 0 for anything else."""
+    moment = float(value)
+    return moment if 0.0 < moment < _LAST_MOMENT else 0.0
+
+
 @contextmanager
-def held(storage: Storage, owner: str, wait_s: float, terms: Terms) -> Iterator[None]:
-    """``StorageError`` at the end where the lease was lost meanwhile: what was done may have met another holder."""
-    lease = mine(owner)
-    name = f"{LOCK}/{secrets.token_hex(8)}.json"
+def held(storage: Storage, lease: Lease, wait_s: float, terms: Terms, folder: str = LOCK) -> Iterator[Renewal]:
+    """The place is this process's until the end; a fork of it that comes by here gives nothing back."""
+    name = f"{folder}/{secrets.token_hex(8)}.json"
     _acquire(storage, name, lease, time.monotonic() + wait_s, terms)
-    renewal = _Renewal(storage, name, lease, terms)
+    renewal = Renewal(storage, name, lease, terms)
     renewal.start()
     try:
-        yield
+        yield renewal
     finally:
-        renewal.stop()
-        _remove(storage, name)
+        if os.getpid() == lease.pid:
+            renewal.stop()
+            _remove(storage, name)
+
+
+@contextmanager
+def owned(storage: Storage, owner: str, wait_s: float, terms: Terms) -> Iterator[Renewal]:
+    """For the life of a run: a store that does not answer at its end keeps the run for a moment only, and the lease
+    passes by itself."""
+    lease = mine(owner)
+    with ExitStack() as held_until:
+        renewal = held_until.enter_context(held(storage, lease, wait_s, terms, OWNER))
+        leaving = held_until.pop_all()
+    try:
+        yield renewal
+    finally:
+        if os.getpid() == lease.pid:
+            thread = threading.Thread(target=_leave, args=(leaving, storage), daemon=True)
+            thread.start()
+            thread.join(_LEAVE_S)
+
+
+def _leave(leaving: ExitStack, storage: Storage) -> None:
+    try:
+        leaving.close()
+    except StorageError as error:
+        _LOG.warning("the lease of %s was left behind: %s", storage.url, error)
+
+
+@contextmanager
+def locked(storage: Storage, owner: str, wait_s: float, terms: Terms) -> Iterator[None]:
+    """``StorageError`` at the end where the lease was lost meanwhile: what was done may have met another holder."""
+    with held(storage, mine(owner), wait_s, terms) as renewal:
+        yield
     if renewal.is_lost:
         raise StorageError(f"the lock of {storage.url} was lost while it was held: it could not be renewed in time")
 
@@ -176,26 +270,40 @@ def _acquire(storage: Storage, name: str, lease: Lease, until: float, terms: Ter
         rival = _rival(storage, name, terms)
         if rival is None:
             _publish(storage, name, lease.until(time.time() + terms.lease_s))
-            rival = _rival(storage, name, terms)
+            rival = _rival_or_withdraw(storage, name, terms)
             if rival is None:
                 return
             _remove(storage, name)
         if time.monotonic() >= until:
-            raise DeniedError(f"{storage.url} is in use by {rival.owner}; wait for it, or stop it")
+            raise InUseError(storage.url, rival)
         time.sleep(terms.poll_s * (0.5 + random.random()))
+
+
+def _rival_or_withdraw(storage: Storage, mine: str, terms: Terms) -> Lease | None:
+    """The second look. Where it cannot be trusted nobody may hold the place, and nothing of ours stays."""
+    folder, _, child = mine.rpartition("/")
+    try:
+        if child not in storage.names(folder):
+            what = f"{storage.url} does not list what was just written to it"
+            raise UnlistedError(f"{what}: two processes that write there would not see each other")
+        return _rival(storage, mine, terms)
+    except StorageError:
+        _try_to_remove(storage, mine)
+        raise
 
 
 def _rival(storage: Storage, mine: str, terms: Terms) -> Lease | None:
     """A living lease of somebody else; dead ones are removed."""
-    for child in storage.names(LOCK):
-        name = f"{LOCK}/{child}"
+    folder = mine.rpartition("/")[0]
+    for child in storage.names(folder):
+        name = f"{folder}/{child}"
         if name == mine:
             continue
         with suppress(MissingError):  # given back meanwhile
             data = storage.read(name)
             lease = decode(data)
             if not lease.is_orphan:
-                if lease.expires_at > time.time():
+                if lease.is_valid(time.time()):
                     return lease
                 time.sleep(terms.watch_s)
                 if storage.read(name) != data:
@@ -205,7 +313,7 @@ def _rival(storage: Storage, mine: str, terms: Terms) -> Lease | None:
     return None
 
 
-class _Renewal:
+class Renewal:
     """Rewrites the lease until it is stopped, or finds that somebody took it for dead."""
 
     def __init__(self, storage: Storage, name: str, lease: Lease, terms: Terms) -> None:
@@ -213,11 +321,13 @@ class _Renewal:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewed_at = time.monotonic()
-        self._is_gone = False
+        self.is_gone = False
+        """Somebody took the lease for dead and removed it."""
 
     @property
     def is_lost(self) -> bool:
-        return self._is_gone or time.monotonic() - self._renewed_at > self._terms.lease_s
+        """It may be somebody else's by now: it is gone, or was not renewed in time."""
+        return self.is_gone or time.monotonic() - self._renewed_at > self._terms.lease_s
 
     def start(self) -> None:
         self._thread.start()
@@ -234,7 +344,7 @@ class _Renewal:
                 self._storage.publish(self._name, lease.encode(), replace=True)
                 self._renewed_at = time.monotonic()
             except MissingError:
-                self._is_gone = True
+                self.is_gone = True
                 return
             except StorageError as error:
                 _LOG.warning("the lock of %s could not be renewed: %s", self._storage.url, error)

@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from closeranks.core.faults import declare, point
@@ -30,8 +30,10 @@ from closeranks.storage.disk import (
     write_all,
 )
 from closeranks.storage.failures import of_disk
+from closeranks.storage.lease import Terms, mine
 from closeranks.storage.listing import on_disk
 from closeranks.storage.names import LOCK, checked, is_shown
+from closeranks.storage.ownership import owned
 from closeranks.storage.protocol import (
     Bytes,
     ChangedError,
@@ -39,6 +41,7 @@ from closeranks.storage.protocol import (
     Entry,
     ExistsError,
     MissingError,
+    Owned,
     Sink,
     StoppedError,
     StorageError,
@@ -194,6 +197,9 @@ class LocalStorage:
             yield
         finally:
             os.close(fd)
+
+    def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Owned]:
+        return owned(self._root, mine(owner), wait_s, Terms())
 
 
 def _shows(entry: os.DirEntry[str]) -> bool:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from closeranks.storage.protocol import StorageError
 
 LOCK = ".lock"
+"""Held during one save or one prune."""
+OWNER = ".owner"
+"""Held by a run from its start to its end."""
 
 
 def checked(name: str) -> str:

@@ -82,6 +82,15 @@ class Sink(Protocol):
         ...
 
 
+class Owned(Protocol):
+    """A place that this process owns."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody else took it for abandoned: this process stood still, or could not reach it, for long."""
+        ...
+
+
 class Storage(Protocol):
     """A folder on a disk, or a prefix in an object store."""
 
@@ -146,4 +155,9 @@ class Storage(Protocol):
     def lock(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Hold the place alone, against savers and collectors of other processes; ``DeniedError`` names the holder.
         Dies with its holder on a disk; on an object store it is a lease that is renewed while held."""
+        ...
+
+    def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Owned]:
+        """Be the only run that writes here until the end, beside short holders of ``lock``; ``lease.InUseError`` names
+        the owner. Dies with its holder on a disk; on an object store it is a lease that is renewed while held."""
         ...

@@ -26,7 +26,7 @@ from closeranks.storage.listing import in_s3, of_any, to_entry
 from closeranks.storage.multipart import PART_BYTES, MultipartSink, Target, content_md5
 from closeranks.storage.names import checked, is_shown
 from closeranks.storage.patience import Patience, persist
-from closeranks.storage.protocol import Bytes, Entry, ExistsError, MissingError, Sink, StorageError
+from closeranks.storage.protocol import Bytes, Entry, ExistsError, MissingError, Owned, Sink, StorageError
 from closeranks.storage.stream import StreamSink
 
 _LOG = logging.getLogger(__name__)
@@ -160,7 +160,10 @@ class RemoteStorage:
             self._abort_uploads(f"{self._at.root}/", older_than_s)
 
     def lock(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        return lease.held(self, owner, wait_s, self._terms)
+        return lease.locked(self, owner, wait_s, self._terms)
+
+    def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Owned]:
+        return lease.owned(self, owner, wait_s, self._terms)
 
     def _path(self, name: str) -> str:
         return f"{self._at.root}/{checked(name)}"

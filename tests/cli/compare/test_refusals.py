@@ -12,8 +12,8 @@ import pytest
 from closeranks.cli.compare import network, running
 from closeranks.cli.compare.config import load_compare
 from closeranks.cli.compare.plan import make_plan, texts_of
-from closeranks.cli.compare.records import claimed
 from closeranks.core.errors import SetupError
+from closeranks.run.ownership import owned_folder
 from tests.cli.calling import call
 from tests.cli.commands import ROOT
 from tests.cli.compare.jobs import HEAD, TWO, write
@@ -69,12 +69,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_two_comparisons_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(running, "_carry_out")  # nothing may be trained, whatever breaks
-    with claimed(tmp_path / "out"):
+    with owned_folder(tmp_path / "out", "a comparison"):
         told = call("compare", write(tmp_path), f"folder={tmp_path / 'out'}", "isolate=false", "--retry")
     assert told.code == 2
-    assert f"another comparison runs in {tmp_path / 'out'}. Wait until it is over, or set another folder." in told.err
+    assert f"{tmp_path / 'out'} is in use by a comparison, process {os.getpid()} on " in told.err
+    assert "Wait until it is over, or set another folder." in told.err
     assert not (tmp_path / "out" / "runs").exists()
-    with claimed(tmp_path / "out"):
+    with owned_folder(tmp_path / "out", "a comparison"):
         pass
 
 

@@ -20,12 +20,13 @@ from closeranks.cli.compare.config import load_compare
 from closeranks.cli.compare.place import choose_place
 from closeranks.cli.compare.plan import Run, make_plan
 from closeranks.cli.compare.reading import Outcome, read_outcome
-from closeranks.cli.compare.records import Record, Slot, claimed, failed_runs
+from closeranks.cli.compare.records import Record, Slot, failed_runs
 from closeranks.cli.compare.running import run_all
 from closeranks.cli.compare.table import make_table
 from closeranks.cli.compare.writing import Story, in_words, show, write_down
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import SetupError
+from closeranks.run.ownership import owned_folder
 
 
 def carry_out(file: Path, overrides: Sequence[str] = (), *, retry: bool = False) -> Story:
@@ -43,7 +44,7 @@ def carry_out(file: Path, overrides: Sequence[str] = (), *, retry: bool = False)
         outcomes.append(read_outcome(compare, run, slot, record))
         return in_words(outcomes[-1])
 
-    with claimed(plan.folder):
+    with owned_folder(plan.folder, "a comparison"):
         if retry:
             for slot in failed_runs(plan):
                 slot.clear()

@@ -1,6 +1,6 @@
 """What stays of a run that is over? A folder with the run itself, what it printed, and how it ended.
 
-    COMPARISON/.lock                                     held while a comparison runs there
+    COMPARISON/.owner                                    held while a comparison runs there
                runs/SETTING-seed0-1f3a9c20/run/          the run folder
                                            output.txt    what `closeranks train` printed
                                            done.json     how it ended; without it the run does not count
@@ -11,7 +11,6 @@ cannot be written is one sentence.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -108,31 +107,6 @@ def written(path: Path) -> Iterator[None]:
     except OSError as error:
         what = f"{error.filename or path} cannot be written: {error.strerror or error}"
         raise SetupError(what, "Set folder, or make it yours.") from error
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """The folder is made, and no other comparison's until this ends, however it ends."""
-    path = folder / ".lock"
-    with written(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = path.open("a")
-    with lock:
-        with written(path):
-            is_free = _take(lock)
-        if not is_free:
-            fix = "Wait until it is over, or set another folder."
-            raise SetupError(f"another comparison runs in {folder}", fix)
-        yield
-
-
-def _take(lock: IO[str]) -> bool:
-    """Given back by the kernel when the process ends."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def last_words(output: str) -> str:
