@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from closeranks.core.errors import SetupError
+from closeranks.core.errors import ConfigError, SetupError
 from closeranks.core.world import World
 from closeranks.run.folder import choose_folder, free_folder, prepare_folder
 from closeranks.run.job import Job, load_job
@@ -118,3 +118,45 @@ def test_the_first_session_of_a_script_takes_the_folder_its_starter_made(tmp_pat
         assert agree_on_folder(job(folder=str(tmp_path / "own")), World(), str, held) == tmp_path / "own"
         assert agree_on_folder(job(), World(), str, held) == tmp_path / "script"
         assert agree_on_folder(job(folder=str(tmp_path / "next")), World(), str, held) == tmp_path / "next"
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "..", "a\nb", "x" * 201, "\\server"])
+def test_a_name_is_one_part_of_a_path(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        job(name=name)
+    assert choose_folder(job(name="exp 1.2_é"), "x") == Path("runs/exp 1.2_é")
+
+
+def test_folders_that_belong_to_more_than_a_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home" / "work").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "home" / "work")
+    for folder, words in [
+        ("/", "the root folder"),
+        ("~", "your home folder"),
+        (".", "the working folder"),
+        (str(tmp_path), "a folder around the working folder"),
+    ]:
+        with pytest.raises(SetupError, match=f"is {words}, and a run needs one for itself"):
+            choose_folder(job(folder=folder), "x")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "home", tmp_path / "home" / "work"]
+    (tmp_path / "empty").mkdir()
+    assert choose_folder(job(folder=str(tmp_path / "empty")), "x") == tmp_path / "empty"
+    monkeypatch.chdir(held(tmp_path / "run"))
+    assert choose_folder(job(folder=".", resume="auto"), "x") == Path(), "a run may be continued from inside"
+
+
+def test_files_of_others_are_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("a Hugging Face model's")
+    wanted = str(tmp_path / "model")
+    assert choose_folder(job(folder=wanted), "x") == tmp_path / "model-2"
+    with pytest.raises(SetupError, match=r"holds no run, but config\.json, which the run would write over"):
+        choose_folder(job(folder=wanted, resume="auto"), "x")
+
+
+def test_a_window_of_the_profiler_lies_within_the_run() -> None:
+    tables = {"model": {}, "data": {}, "train": {"steps": 4}}
+    with pytest.raises(ConfigError, match=r"telemetry\.profile.*steps 100 to 109 lie beyond the run's 4"):
+        load_job(None, extra={**tables, "telemetry": {"profile": "100:110"}})
+    assert load_job(None, extra={**tables, "telemetry": {"profile": "4:110"}}).value.telemetry.profile

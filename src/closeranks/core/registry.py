@@ -7,20 +7,28 @@ Invariant: an unknown name is answered with the nearest known one, never with a 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
 from closeranks.core.errors import UserError
 
 T = TypeVar("T")
+_NAME_CHARS = 200
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint to append to an error: the nearest known name, or all of them when none is near."""
     names = sorted(known)
-    near = get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(names)}."
+    near = nearest(name, names)
+    return f"Did you mean '{near}'?" if near else f"Known: {', '.join(names)}."
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The known name that was probably meant; empty where none is near. Quick whatever somebody wrote."""
+    if len(name) > _NAME_CHARS:
+        return ""
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.6)), "")
 
 
 class Registry(Generic[T]):

@@ -65,7 +65,7 @@ class LlamaConfig(Table):
     @classmethod
     def _preset_is_known(cls, preset: str) -> str:
         if preset not in PRESETS:
-            raise ValueError(f"there is no preset '{preset}'. {did_you_mean(preset, PRESETS)}")
+            raise ValueError(f"there is no preset '{preset}'. The presets are {', '.join(PRESETS)}")
         return preset
 
     @model_validator(mode="after")

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from closeranks.core.config.table import Table
+
+_NAME_BYTES = 200
+"""A file system takes 255, and a number may be added."""
+
+
+def _check_name(name: str) -> str:
+    """One part of a path, so that a run stays in ``runs/``."""
+    if "/" in name or "\\" in name or name in (".", ".."):
+        raise ValueError(f"'{name}' is a path, not a name. Set run.folder to write elsewhere than in runs/")
+    if len(name.encode(errors="replace")) > _NAME_BYTES or not name.isprintable():
+        raise ValueError(f"a name has at most {_NAME_BYTES} bytes, all of them printable. Shorten it")
+    return name
 
 
 class RunConfig(Table):
     """Where a run lives and how it is reproduced."""
 
-    name: str = ""
-    """What people call it; empty: the job file's name."""
+    name: Annotated[str, AfterValidator(_check_name)] = ""
+    """What people call it, the name of a folder in runs/; empty: the job file's name."""
     folder: str = ""
     """Where everything it writes goes; empty: runs/<name>. A folder that holds an earlier run is never overwritten."""
     seed: int = Field(default=0, ge=0)

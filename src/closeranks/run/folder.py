@@ -23,7 +23,14 @@ from closeranks.storage.names import OWNER
 def choose_folder(job: Job, stem: str) -> Path:
     """The job's folder, or the next free numbered one beside it; a resumed run stays where it was."""
     wanted = _wanted(job, stem)
-    return _resumed(job, wanted) or free_folder(wanted)
+    _refuse_if_shared(wanted)
+    resumed = _resumed(job, wanted)
+    if resumed is None:
+        return free_folder(wanted)
+    if not holds_run(resumed) and (foreign := _would_replace(resumed)):
+        what = f"{resumed} holds no run, but {foreign}, which the run would write over"
+        raise SetupError(what, "Set run.folder to a folder of its own.")
+    return resumed
 
 
 def continues(job: Job, stem: str) -> bool:
@@ -41,13 +48,36 @@ def _resumed(job: Job, wanted: Path) -> Path | None:
     return _continued(wanted, Path(job.checkpoint.resume)) if job.checkpoint.resume else None
 
 
+def _refuse_if_shared(folder: Path) -> None:
+    """A run writes a dozen files: not into a folder that is everything's, or the one that somebody works in."""
+    place, here = folder.resolve(), Path.cwd()
+    home = Path("~").expanduser().resolve()
+    if place == Path(place.anchor):
+        what = "the root folder"
+    elif place == home:
+        what = "your home folder"
+    elif (place == here or place in here.parents) and not holds_run(folder):
+        what = "the working folder" if place == here else "a folder around the working folder"
+    else:
+        return
+    fix = "Set run.folder to a folder of its own, such as runs/first; it is made if it is not there."
+    raise SetupError(f"run.folder = {folder} is {what}, and a run needs one for itself", fix)
+
+
 def free_folder(wanted: Path) -> Path:
-    """``wanted`` itself while no run stands in it, else the first free of ``wanted-2``, ``wanted-3``, ..."""
-    return _numbered(wanted) if holds_run(wanted) or _is_claimed(wanted) else wanted
+    """``wanted`` itself while it holds nothing that a run writes, else the first free of ``wanted-2`` and so on."""
+    is_taken = holds_run(wanted) or _would_replace(wanted) or _is_claimed(wanted)
+    return _numbered(wanted) if is_taken else wanted
 
 
 def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("metrics", "logs", "job.toml", "checkpoints"))
+
+
+def _would_replace(folder: Path) -> str:
+    """A file in it that a run would write over; empty where there is none."""
+    names = ("config.json", "status.json", "report.md", "curve.png")
+    return next((name for name in names if (folder / name).exists()), "")
 
 
 def _is_claimed(folder: Path) -> bool:

@@ -25,6 +25,7 @@ from closeranks.parallel.config import LayoutConfig
 from closeranks.run.config import RunConfig, TrainConfig
 from closeranks.sync.config import SyncConfig
 from closeranks.telemetry.config import TelemetryConfig
+from closeranks.telemetry.window import parse_window
 
 
 class Job(Table):
@@ -45,7 +46,7 @@ class Job(Table):
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), extra: Mapping[str, Any] | None = None) -> Loaded[Job]:
     """The job of a file, Python tables and the command line, in that order; raises with all problems at once."""
-    checks = (check_length, check_pairing, check_axes, check_compress, check_noise, check_local)
+    checks = (check_length, check_pairing, check_axes, check_compress, check_noise, check_local, check_profile)
     return load(Job, path, overrides, extra=extra, checks=checks)
 
 
@@ -61,6 +62,21 @@ def check_length(job: Job) -> Iterable[Problem]:
     if train.micro_batch > train.global_batch:
         what = f"a micro-batch of {train.micro_batch} samples does not fit a global batch of {train.global_batch}"
         yield Problem("train.micro_batch", what, f"Set it to {train.global_batch} or less.")
+
+
+def check_profile(job: Job) -> Iterable[Problem]:
+    """A window beyond the last step would end the run without a trace, and without a word."""
+    steps = job.train.steps
+    if steps is not None and (what := profile_warning(job, steps)):
+        yield Problem("telemetry.profile", what, f"Choose among steps 1 to {steps}.")
+
+
+def profile_warning(job: Job, num_steps: int) -> str:
+    """Empty where the profiler's window holds a step of the run, or nobody asked for one."""
+    window = parse_window(job.telemetry.profile)
+    if window is None or window.first <= num_steps:
+        return ""
+    return f"steps {window.first} to {window.last} lie beyond the run's {num_steps}, so nothing would be traced"
 
 
 def check_pairing(job: Job) -> Iterable[Problem]:

@@ -43,7 +43,15 @@ from closeranks.run.apart import make_outer, make_vote, num_hosts, rounds_of
 from closeranks.run.bucketing import buckets_for
 from closeranks.run.config import TrainConfig
 from closeranks.run.distribute import Freezing, make_reducer, wishes_of
-from closeranks.run.job import Job, check_workers, homes_of, layout_for, micro_batch_size, within_homes
+from closeranks.run.job import (
+    Job,
+    check_workers,
+    homes_of,
+    layout_for,
+    micro_batch_size,
+    profile_warning,
+    within_homes,
+)
 from closeranks.run.noise import NoiseGauge
 from closeranks.run.overseer import current_link, current_overseer
 from closeranks.run.pace import Pace, stopwatch
@@ -254,7 +262,7 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
         source=ingredients.source,
         supply=make_supply(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts),
         eval_source=ingredients.eval_source,
-        warnings=(*applied.warnings, *filter(None, [warning])),
+        warnings=(*applied.warnings, *filter(None, [warning, profile_warning(job, schedule.num_steps)])),
         measured_flops=measured_flops,
         buckets=buckets,
         watchers=[noise.watch, accuracy.watch],

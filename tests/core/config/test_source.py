@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from closeranks.core.config import source
 from closeranks.core.config.load import load
 from closeranks.core.config.source import read_job
 from closeranks.core.errors import ConfigError
@@ -44,10 +47,10 @@ def test_a_folder_is_not_a_job(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_file_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, flags: int) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(source.os, "open", refuse)
     path = tmp_path / "job.toml"
     expected = f"job.toml: the job file {path} cannot be read: permission denied. Check the path and its permissions."
     assert message(path) == expected
@@ -74,3 +77,44 @@ def test_what_windows_editors_add_is_taken(tmp_path: Path) -> None:
     job = read_job(path)
     assert job.values == {"train": {"steps": 3}}
     assert job.lines == {"train": 1, "train.steps": 2}
+
+
+def test_a_device_is_no_job_file() -> None:
+    assert message(Path("/dev/zero")) == "zero: /dev/zero is no file but a device. Name a text file of TOML."
+
+
+def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert message(path) == f"job.toml: {path} holds more than the 1 MiB that a job may have. Name a text file of TOML."
+
+
+def test_a_pipe_is_read_and_one_without_a_writer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.toml"
+    os.mkfifo(path)
+    monkeypatch.setattr(source, "_PIPE_S", 0.1)
+    assert "is a pipe into which nothing was written for 0.1 s" in message(path)
+    monkeypatch.setattr(source, "_PIPE_S", 60.0)
+    writer = threading.Thread(target=lambda: path.write_text("[train]\nsteps = 5\n"))
+    writer.start()
+    assert read_job(path).values == {"train": {"steps": 5}}
+    writer.join()
+
+
+def test_of_very_many_problems_the_first_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[train]\n" + "".join(f"key{number} = 1\n" for number in range(5000)))
+    with pytest.raises(ConfigError) as caught:
+        load(Job, path, ())
+    assert 50 < len(caught.value.problems) < 60
+    assert "more problems" in str(caught.value)
+
+
+def test_a_very_long_key_is_answered_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f"[train]\n{'k' * 900_000} = 1\n")
+    with pytest.raises(ConfigError, match="no such key"):
+        load(Job, path, ())

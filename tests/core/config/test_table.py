@@ -70,3 +70,17 @@ def test_docstrings_become_help() -> None:
 def test_a_table_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Inner().size = 2  # type: ignore[misc]
+
+
+class Named(Table):
+    path: str = ""
+    hooks: tuple[str, ...] = ()
+    args: dict[str, str] = Field(default_factory=dict)
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\x1b[2J", "a\rb", "\x7f"])
+def test_no_text_holds_what_a_path_or_a_terminal_cannot(text: str) -> None:
+    for values in ({"path": text}, {"hooks": [text]}):
+        with pytest.raises(ValidationError, match="it holds"):
+            Named.model_validate(values)
+    Named(path="two\nlines and a\ttab, é ß 日本", args={"separator": text})

@@ -29,6 +29,7 @@ from .job_shapes import (
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+LINE = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\t\n"), max_size=12)
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 SCALAR = st.one_of(st.booleans(), st.integers(), NUMBER, TEXT, st.dates(), st.times(), st.datetimes())
 VALUE = st.recursive(
@@ -40,21 +41,21 @@ MODELS = st.one_of(
     st.builds(DigitsConfig, channels=st.lists(st.integers(), max_size=3).map(tuple)),
     st.builds(
         UserModelConfig,
-        name=TEXT.map(lambda name: f"m:{name}"),
+        name=LINE.map(lambda name: f"m:{name}"),
         args=st.dictionaries(TEXT, VALUE, max_size=3),
-        metrics=st.lists(TEXT, max_size=2).map(tuple),
+        metrics=st.lists(LINE, max_size=2).map(tuple),
     ),
 )
 GROUPS = st.builds(
     GroupConfig,
-    pattern=TEXT,
+    pattern=LINE,
     lr_scale=st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False),
     weight_decay=st.none() | NUMBER,
     frozen=st.booleans(),
 )
 JOBS = st.builds(
     Job,
-    run=st.builds(RunConfig, name=TEXT, seed=st.integers(), deterministic=st.booleans()),
+    run=st.builds(RunConfig, name=LINE, seed=st.integers(), deterministic=st.booleans()),
     model=MODELS,
     train=st.builds(TrainConfig, steps=st.integers(1)),
     optim=st.builds(
@@ -63,7 +64,7 @@ JOBS = st.builds(
         groups=st.lists(GROUPS, max_size=3).map(tuple),
         schedule=st.builds(ScheduleConfig, warmup=st.integers() | NUMBER),
     ),
-    layout=st.builds(LayoutConfig, schedule=TEXT),
+    layout=st.builds(LayoutConfig, schedule=LINE),
 )
 
 

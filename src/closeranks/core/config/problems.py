@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -19,6 +18,10 @@ from closeranks.core.config.table import Table
 from closeranks.core.config.toml import Parts, dotted, format_value
 from closeranks.core.config.words import example, expected, given
 from closeranks.core.errors import Problem
+from closeranks.core.registry import nearest
+
+_MAX_ERRORS = 50
+"""Nobody reads more of them, and finding words for each takes a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Answer:
 def problems_of(model: type[Table], errors: Sequence[ErrorDetails], tree: Tree) -> list[Problem]:
     """One problem per place, the most telling one where a union of types gave several."""
     found: dict[str, Problem] = {}
-    for error in sorted(errors, key=lambda error: error["type"] in _TYPE_ERRORS):
+    for error in sorted(errors, key=lambda error: error["type"] in _TYPE_ERRORS)[:_MAX_ERRORS]:
         spot = locate(model, error["loc"])
         source = str(tree.origin_near(spot.place) or "")
         details = error.get("ctx", {})
@@ -71,6 +74,8 @@ def problems_of(model: type[Table], errors: Sequence[ErrorDetails], tree: Tree) 
         place = fault.place if answer.place is None else answer.place
         origin = str(tree.origin_near(place) or "")
         found.setdefault(place, Problem(place or "job", answer.what, answer.fix, origin))
+    if len(errors) > _MAX_ERRORS:
+        found[""] = Problem("job", f"and {len(errors) - _MAX_ERRORS:,} more problems")
     return list(found.values())
 
 
@@ -159,9 +164,8 @@ def _given_at(values: Any, parts: Parts) -> Any:
 
 
 def _near(name: str, known: Sequence[str], form: str = "'{}'") -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
-    if near:
-        return f"Did you mean {form.format(near[0])}?"
+    if near := nearest(name, known):
+        return f"Did you mean {form.format(near)}?"
     return f"Known: {', '.join(known)}." if known else ""
 
 
@@ -174,9 +178,9 @@ def _shown(value: Any) -> str:
 
 def _not_a_choice(fault: Fault) -> Answer:
     choices = [str(choice) for choice in fault.spot.choices]
-    near = get_close_matches(str(fault.value), choices, n=1, cutoff=0.6)
+    near = nearest(str(fault.value), choices)
     what = f"expected one of {', '.join(choices)}, got {given(fault.value)}"
-    return Answer(what, f"Did you mean '{near[0]}'?" if near else fault.write(_shown(fault.spot.choices[0])))
+    return Answer(what, f"Did you mean '{near}'?" if near else fault.write(_shown(fault.spot.choices[0])))
 
 
 def _unknown_tag(fault: Fault) -> Answer:

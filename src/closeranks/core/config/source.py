@@ -1,26 +1,40 @@
 """How is a job file found and read?
 
-Invariant: every way a path can be wrong (missing, a folder, unreadable, not UTF-8) is a ``Problem`` with its fix;
-nothing of the operating system's exceptions gets through.
+Invariant: every way a path can be wrong (missing, a folder, a device, too large, unreadable, not UTF-8) is a
+``Problem`` with its fix, found in bounded time and memory; nothing of the operating system's exceptions gets through.
 """
 
 from __future__ import annotations
 
+import os
+import stat
+import time
 from difflib import get_close_matches
 from pathlib import Path
 
 from closeranks.core.config.syntax import JobText, read_toml
 from closeranks.core.errors import Problem
 
+_MAX_BYTES = 1 << 20
+_POLL_S = 0.02
+_PIPE_S = 10.0
+"""How long a pipe, such as bash's <(...), may stay silent."""
+
+
+class _UnfitError(ValueError):
+    """What is there is no job file."""
+
 
 def read_job(path: Path) -> JobText:
     """The job file at a path, or the problems that keep it from being read."""
     try:
-        content = path.read_bytes()
+        content = _read_bounded(path)
     except FileNotFoundError:
         return _unread(path, f"no job file at {path}", _nearby(path))
     except IsADirectoryError:
         return _unread(path, f"{path} is a folder, not a job file", _inside(path))
+    except _UnfitError as error:
+        return _unread(path, f"{path} {error}", "Name a text file of TOML.")
     except (OSError, ValueError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         return _unread(path, f"the job file {path} cannot be read: {reason}", "Check the path and its permissions.")
@@ -31,6 +45,40 @@ def read_job(path: Path) -> JobText:
         what = f"the job file is not UTF-8 text (byte {error.start}, line {line})"
         return _unread(path, what, "Save it again with the encoding UTF-8.")
     return read_toml(text.replace("\r\n", "\n"), path.name)
+
+
+def _read_bounded(path: Path) -> bytes:
+    """Never waits for a pipe that nobody writes to, nor reads without end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise _UnfitError("is no file but a device")
+        return _read_all(fd, is_pipe=stat.S_ISFIFO(mode))
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int, *, is_pipe: bool) -> bytes:
+    content, until = bytearray(), time.monotonic() + _PIPE_S
+    while len(content) <= _MAX_BYTES:
+        try:
+            piece = os.read(fd, 1 << 16)
+            is_over = not piece and (bool(content) or not is_pipe)
+        except BlockingIOError:
+            piece, is_over = b"", False
+        if is_over:
+            return bytes(content)
+        if piece:
+            content += piece
+            until = time.monotonic() + _PIPE_S
+        elif time.monotonic() > until:
+            raise _UnfitError(f"is a pipe into which nothing was written for {_PIPE_S:g} s")
+        else:
+            time.sleep(_POLL_S)
+    raise _UnfitError(f"holds more than the {_MAX_BYTES >> 20} MiB that a job may have")
 
 
 def _unread(path: Path, what: str, fix: str) -> JobText:

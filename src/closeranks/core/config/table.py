@@ -1,14 +1,16 @@
 """What is a table of a job file? The base of every room's config model.
 
 Invariant: a key nobody knows is a problem, never ignored; a value is never quietly turned into another type (the text
-"5" is not the number 5, ``true`` is not 1); a loaded table does not change.
+"5" is not the number 5, ``true`` is not 1); no text holds a character that a path or a terminal cannot; a loaded table
+does not change.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, field_validator
 from pydantic_core import CoreSchema
 
 _SCALARS = ("bool", "int", "float", "str")
@@ -32,6 +34,20 @@ def _refuse_conversions(node: Any) -> None:
             _refuse_conversions(child)
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+"""All but the tab and the newline."""
+
+
+def _check_text(value: Any) -> None:
+    """Tables of the user's own, such as a model's arguments, are the user's."""
+    if isinstance(value, str) and (found := _CONTROLS.search(value)):
+        name = "a NUL" if found[0] == "\0" else f"the control character {found[0]!r}"
+        raise ValueError(f"it holds {name}, which no path and no name may. Leave it out")
+    if isinstance(value, tuple):
+        for child in value:
+            _check_text(child)
+
+
 class Table(BaseModel):
     """One table of the job. The docstring under each field is its help in ``--explain`` and in the JSON Schema."""
 
@@ -44,3 +60,9 @@ class Table(BaseModel):
         schema = handler(source)
         _refuse_conversions(schema)
         return schema
+
+    @field_validator("*")
+    @classmethod
+    def _has_plain_text(cls, value: Any) -> Any:
+        _check_text(value)
+        return value
