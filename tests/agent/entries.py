@@ -135,6 +135,13 @@ def print_much(payload: Payload, link: WorkerLink) -> None:
     link.send_event({"event": "printed"})
 
 
+def show_title(payload: Payload, link: WorkerLink) -> None:
+    def title(pid: int) -> str:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
+
+    link.send_event({"event": "titles", "titles": [title(os.getpid()), title(os.getppid())]})
+
+
 def leave_daemons(payload: Payload, link: WorkerLink) -> None:
     """As code does that starts a server and forgets it; one of them does not end when it is asked to."""
     quiet = subprocess.Popen(["sleep", "1000"], start_new_session=True)

@@ -243,6 +243,16 @@ def test_a_worker_that_prints_much_is_not_taken_for_hung(
     assert (host.log_folder / "rank-00000.log").stat().st_size == num_bytes - num_bytes % len(piece), "byte for byte"
 
 
+def test_ps_shows_rank_and_run(host: Host) -> None:
+    host.run(host.plan("show_title"))
+    run = host.log_folder.parent
+    for rank in range(2):
+        worker, zygote = host.named("titles")[rank]["titles"]
+        assert f"closeranks: rank {rank} of 2, {run}".startswith(worker)
+        assert worker.startswith(f"closeranks: rank {rank} of 2, /")
+        assert zygote.startswith("closeranks: zygote, /")
+
+
 def test_what_workers_leave_running_is_named_and_ended(host: Host, tmp_path: Path) -> None:
     assert host.run(host.plan("leave_daemons", 1, payload={"folder": str(tmp_path)})).reason == "finished"
     pids = host.named("left")[0]["pids"]

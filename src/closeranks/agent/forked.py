@@ -23,11 +23,13 @@ from closeranks.agent.wire import WorkerFds
 from closeranks.core.environment import set_world
 from closeranks.core.errors import CloseranksError
 from closeranks.core.linux import die_with_parent
+from closeranks.core.process_title import set_title
 from closeranks.core.registry import load_object
 
 
-def live(fds: WorkerFds, zygote: int, foreign: Iterable[int]) -> NoReturn:
-    """Everything after the fork. ``foreign``: the zygote's own descriptors, which this child must not hold.
+def live(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoReturn:
+    """Everything after the fork. ``foreign``: the zygote's own descriptors, which this child must not hold; ``run``:
+    the run folder, for people.
 
     Descriptors that the job's modules opened when they were imported stay: they belong to the job.
     """
@@ -35,7 +37,7 @@ def live(fds: WorkerFds, zygote: int, foreign: Iterable[int]) -> NoReturn:
     try:
         die_with_parent(zygote)
         _take_place(fds, foreign)
-        status = _work(fds)
+        status = _work(fds, run)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -58,12 +60,13 @@ def _take_place(fds: WorkerFds, foreign: Iterable[int]) -> None:
     faulthandler.register(signal.SIGUSR1)
 
 
-def _work(fds: WorkerFds) -> int:
+def _work(fds: WorkerFds, run: str) -> int:
     word = ProgressWord(fds.progress)
     os.close(fds.progress)
     link = WorkerLink(socket.socket(fileno=fds.link), word)
     _hear_sigterm(link)
     set_world(link.world)
+    set_title(f"rank {link.world.rank} of {link.world.size}", run, short=f"cr-rank-{link.world.rank}")
     return _run_entry(link)
 
 

@@ -109,7 +109,8 @@ class Nursery:
     def _start(self) -> Ancestor:
         zygote = start(self._log.writer, self._plan.environment)
         self._watch(zygote)
-        setup = {"preload": _preload(self._plan), "sys_path": list(self._plan.sys_path)}
+        setup: dict[str, Any] = {"preload": _preload(self._plan), "sys_path": list(self._plan.sys_path)}
+        setup["run"] = str(self._plan.log_folder.parent)
         _send(zygote.control, setup)
         return zygote
 

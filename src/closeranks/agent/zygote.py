@@ -32,6 +32,7 @@ from closeranks.agent.forked import live
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.errors import UserError, encode
 from closeranks.core.linux import die_with_parent, num_threads
+from closeranks.core.process_title import set_title
 from closeranks.core.registry import load_object
 
 _PACKET_BYTES = 1 << 17
@@ -40,8 +41,8 @@ _PACKET_BYTES = 1 << 17
 class Zygote:
     """The loop that forks and reaps."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, run: str) -> None:
+        self._control, self._run = control, run
         self._children: dict[int, tuple[int | None, int]] = {}  # pidfd -> (the agent's key, none for an heir; pid)
         self._selector = selectors.PollSelector()  # unlike epoll it holds no descriptor that a child would inherit
         self._selector.register(control, selectors.EVENT_READ)
@@ -81,7 +82,7 @@ class Zygote:
             self._answer({"op": "fork_failed", "worker": worker, "why": error.strerror})
         else:
             if pid == 0:
-                live(fds, zygote, (self._control.fileno(), *self._children))
+                live(fds, zygote, (self._control.fileno(), *self._children), self._run)
             pidfd = self._mind(worker, pid)
             self._answer({"op": "forked", "worker": worker, "pid": pid}, [pidfd])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -107,7 +108,7 @@ class Zygote:
             os.setsid()
             for fd in (self._control.detach(), *self._children):
                 os.close(fd)
-            Zygote(socket.socket(fileno=control)).serve()
+            Zygote(socket.socket(fileno=control), self._run).serve()
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -193,6 +194,7 @@ def main() -> None:
     control = socket.socket(fileno=control_fd)
     setup = json.loads(control.recv(_PACKET_BYTES))
     sys.path[:0] = setup["sys_path"]
+    set_title("zygote", setup["run"])
     started_at = time.monotonic()
     gc.disable()  # what is imported stays: looking through it again and again took a sixth of the time
     try:
@@ -204,7 +206,7 @@ def main() -> None:
     gc.enable()
     seconds = time.monotonic() - started_at
     control.send(json.dumps({"op": "ready", "num_threads": num_threads(), "seconds": seconds}).encode())
-    Zygote(control).serve()
+    Zygote(control, setup["run"]).serve()
     os._exit(0)
 
 

@@ -40,6 +40,7 @@ from closeranks.checkpoint.order import (
 )
 from closeranks.core.faults import declare, point
 from closeranks.core.linux import die_with_parent
+from closeranks.core.process_title import set_child_title
 from closeranks.core.streams import outlast_readers
 from closeranks.storage import lease
 
@@ -209,6 +210,7 @@ def main(arguments: list[str]) -> None:
     outlast_readers()
     connection = socket.socket(fileno=int(arguments[0]))
     die_with_parent(int(arguments[1]))
+    set_child_title("writer", int(arguments[1]))
     try:
         settings = decode_settings(wire.receive(connection).body)
     except (EOFError, OSError):

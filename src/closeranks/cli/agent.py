@@ -38,6 +38,7 @@ def agent(
     from closeranks.agent.outpost import Outpost
     from closeranks.core.environment import job_token, num_gpus
     from closeranks.core.errors import SetupError
+    from closeranks.core.process_title import set_title
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -47,5 +48,6 @@ def agent(
         raise SetupError(
             f"'{name}' is no name for a host", "Use letters, digits, dots and dashes, a letter or a digit first."
         )
+    set_title("agent", f"joins {join}")
     outpost = Outpost(join, token, name=name, num_workers=num_workers or num_gpus() or 1, on_note=say)
     say(f"The job is over for this host: {outpost.run()}.")

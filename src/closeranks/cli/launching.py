@@ -29,6 +29,7 @@ from closeranks.core.environment import child_environment, detect_world, job_tok
 from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
 from closeranks.core.events import Event, RunStarted, Warned, decode
 from closeranks.core.interfaces import WILDCARDS, own_address
+from closeranks.core.process_title import set_title
 from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
 from closeranks.run.folder import free_folder, prepare_folder, withdraw_folder
@@ -231,6 +232,7 @@ def _start(work: _Work, num_workers: int) -> None:
         most_hosts=work.party.most_hosts,
     )
     failure = ""
+    set_title("agent", str(work.folder))
     with Progress(Console(), log_every=work.log_every) as progress:
         screen = _Screen(progress, work.folder)
         try:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 # Loaded once in the zygote: a forked child must not open libraries before it has tied itself to its parent.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -29,6 +30,12 @@ def die_with_parent(parent: int) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != parent:
         os._exit(ORPHANED)
+
+
+def set_name(name: str) -> None:
+    """What ``top`` shows for this process: the first 15 bytes."""
+    nothing = ctypes.c_ulong(0)
+    _LIBC.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), nothing, nothing, nothing)
 
 
 def adopt_orphans(wanted: bool) -> bool:

@@ -26,6 +26,7 @@ from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.keys import derive_seed
 from closeranks.core.linux import die_with_parent
+from closeranks.core.process_title import set_child_title
 from closeranks.core.streams import outlast_readers
 from closeranks.data.loading import messages
 from closeranks.data.loading.messages import Exited, Failed, Go, HungUp, Seat
@@ -205,6 +206,7 @@ def main() -> None:
     control, rank = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     if rank:
         die_with_parent(rank)
+    set_child_title("loader", os.getppid())
     del sys.argv[1:]
     try:
         _prepare()
