@@ -46,6 +46,7 @@ def open_session(
     eval_data: Any = None,
     hooks: Sequence[Hook] = (),
     metrics: Sequence[str] = (),
+    collate: Any = None,
     **tables: Tables,
 ) -> Session:
     given: Tables = {
@@ -61,6 +62,7 @@ def open_session(
         eval_data=eval_data,
         hooks=hooks,
         metrics=metrics,
+        collate=collate,
         **merged,
     )
 

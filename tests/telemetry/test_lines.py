@@ -108,6 +108,21 @@ def test_the_start_says_what_runs_and_once_why_there_is_no_mfu() -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "micro", "words"),
+    [
+        (32, 4, "32 = 8 micro-batches of 4"),
+        (30, 4, "30 = 7 micro-batches of 4 and one of 2"),
+        (6, 4, "6 = 1 micro-batch of 4 and one of 2"),
+        (8, 8, "8 = one micro-batch"),
+    ],
+)
+def test_the_start_says_how_a_step_is_cut(batch: int, micro: int, words: str) -> None:
+    started = replace(CPU, global_batch=batch, micro_batch=micro)
+    assert f"steps 1 to 40, global batch {words}; " in lines.started_line(started)
+    assert "global batch" not in lines.started_line(replace(started, generation=1))
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"flops_per_item": 0.0}, "FLOPs are not known"),

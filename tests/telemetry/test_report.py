@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from closeranks.core.events import (
     HostChanged,
     NoiseSeen,
@@ -53,6 +55,30 @@ def test_the_figures_are_those_that_were_recorded(make_run: Callable[..., Path])
         assert row in text
     assert "torch 2.13.0, python 3.11.7" in text
     assert "![" not in text, "no picture was drawn, so none is shown"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"name": "llama", "preset": "tiny", "dim": None}, "llama tiny, 1.20M parameters"),
+        (
+            {"name": "llama", "preset": "tiny", "dim": 64, "num_layers": 2},
+            "llama with dim 64, num_layers 2, the rest as in tiny, 1.20M parameters",
+        ),
+        ({"name": "own:model"}, "own:model, 1.20M parameters"),
+    ],
+)
+def test_a_preset_with_another_shape_is_not_called_by_its_name(
+    make_run: Callable[..., Path], model: dict[str, object], said: str
+) -> None:
+    folder = make_run()
+    (folder / "config.json").write_text(json.dumps({"model": model}))
+    assert f"| model | {said} |" in write_report(folder).read_text()
+
+
+def test_the_batch_is_told_with_its_micro_batches(make_run: Callable[..., Path]) -> None:
+    text = write_report(make_run(replace(CPU, global_batch=32, micro_batch=4))).read_text()
+    assert "| batch | 32 = 8 micro-batches of 4 samples" in text
 
 
 def test_the_scaled_rate_and_the_last_noise_scale_are_told(make_run: Callable[..., Path]) -> None:

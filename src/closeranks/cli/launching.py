@@ -361,7 +361,8 @@ def _threads(wanted: int, num_workers: int) -> int:
 
 def modules_of(job: Job) -> tuple[str, ...]:
     """Modules of the user's that the job names: imported once, before the workers are forked."""
-    names = [job.model.name, getattr(job.model, "loss", ""), job.data.name, *job.run.hooks]
+    code = [getattr(job.model, "loss", ""), getattr(job.data, "collate", "")]
+    names = [job.model.name, job.data.name, *code, *job.run.hooks]
     return tuple(dict.fromkeys(name.partition(":")[0] for name in names if is_dotted(name)))
 
 

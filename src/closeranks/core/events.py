@@ -56,6 +56,10 @@ class RunStarted(Event):
     """How the learning rate was scaled to the batch, in words; empty where it was not."""
     apart: str = ""
     """How replicas train apart and meet, in words; empty where they do not."""
+    global_batch: int = 0
+    """Samples of a step, over all ranks,"""
+    micro_batch: int = 0
+    """and of one forward and backward. 0: recorded by a version that did not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,10 +159,13 @@ class UserDataConfig(_CommonData):
     """``package.module:factory`` of the evaluation set; empty: none."""
     eval_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the evaluation factory, over those in ``args``."""
+    collate: str = ""
+    """``package.module:function`` that makes a batch of a list of samples, as in torch's DataLoader, such as one that
+    pads samples of unequal length; empty: samples are stacked."""
     seq_len: int = Field(default=0, ge=0)
     """Tokens per sample, for models that must know; 0 where there are none."""
 
-    @field_validator("name", "eval")
+    @field_validator("name", "eval", "collate")
     @classmethod
     def _points_into_code(cls, value: str) -> str:
         if value and not is_dotted(value):

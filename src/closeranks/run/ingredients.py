@@ -44,7 +44,13 @@ def from_job(job: Job) -> Described:
 
 
 def from_python(
-    model: Any, data: Any, loss: Any, eval_data: Any, metrics: Sequence[str], tables: Mapping[str, Any]
+    model: Any,
+    data: Any,
+    loss: Any,
+    eval_data: Any,
+    metrics: Sequence[str],
+    collate: Any,
+    tables: Mapping[str, Any],
 ) -> Described:
     beside = {key: tables[key] for key in ("stages", "tensor") if key in tables}
     extra = {
@@ -60,6 +66,8 @@ def from_python(
 
     def ingredients() -> Ingredients:
         factory = (lambda: model) if isinstance(model, nn.Module) else model
+        named = getattr(job.data, "collate", "")
+        own = load_object(named, place="data.collate") if collate is None and named else collate
         return Ingredients(
             spec=UserSpec(
                 job.model.name,
@@ -69,8 +77,8 @@ def from_python(
                 stages=getattr(job.model, "stages", ()),
                 tensor=getattr(job.model, "tensor", ()),
             ),
-            source=as_source(data),
-            eval_source=None if eval_data is None else as_source(eval_data),
+            source=as_source(data, collate=own),
+            eval_source=None if eval_data is None else as_source(eval_data, collate=own),
         )
 
     return Described(job, ingredients)

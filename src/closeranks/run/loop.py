@@ -25,18 +25,21 @@ def train(
     eval_data: Any = None,
     hooks: Sequence[Hook] = (),
     metrics: Sequence[str] = (),
+    collate: Callable[[list[Any]], Any] | None = None,
     **tables: Any,
 ) -> Result:
     """Train ``model`` (a module, or a function that makes one) on ``data`` and return what it came to.
 
     ``loss(model, batch)`` returns the mean over the batch's samples, or a ``Loss``, whose extra sums ``metrics`` names.
+    ``collate(samples)`` makes the batch of a micro-batch's samples, which are stacked otherwise.
     Tables of the job are given by name: ``train={"steps": 200, "global_batch": 32}``; what the axes need to know of the
     model is ``stages=["embed", "blocks.*", "head"]`` for a pipeline and ``tensor=[{"pattern": "*.up.weight", "dim":
     0}, ...]`` for the tensor axis; how the data is read, the table ``[data]``, is ``loading={"workers": 2}``. Runs on
     the workers this script was started with: one under plain ``python``, more under ``closeranks run -n``,
     ``torchrun`` or ``srun``.
     """
-    return drive(Session(model, data, loss, eval_data=eval_data, hooks=hooks, metrics=metrics, **tables))
+    beside = {"eval_data": eval_data, "hooks": hooks, "metrics": metrics, "collate": collate}
+    return drive(Session(model, data, loss, **beside, **tables))
 
 
 def train_job(job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Result:

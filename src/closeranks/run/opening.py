@@ -89,4 +89,6 @@ def started_event(parts: Parts, first_step: int, folder: Path) -> RunStarted:
         sync=parts.sync_words,
         rate=rate_words(parts.job.optim, parts.job.train.global_batch, parts.schedule.num_steps),
         apart=words(parts.job.sync.local, parts.groups.home.count),
+        global_batch=parts.schedule.global_batch,
+        micro_batch=parts.schedule.micro_batch,
     )

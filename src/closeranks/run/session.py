@@ -44,9 +44,9 @@ from closeranks.telemetry.recorder import Recorder
 class Session:
     """One training run in this process; ``for step in session`` yields steps until the job is done.
 
-    ``model`` is a module or a function that makes one, ``data`` any dataset with a length and an index; ``metrics``
-    names the sums a ``Loss`` carries beside the loss. Tables of the job are given by name:
-    ``train={"steps": 200, "global_batch": 32}``, ``optim={"lr": 3e-4}``.
+    ``model`` is a module or a function that makes one, ``data`` any dataset with a length and an index; ``collate``
+    makes a batch of a list of samples; ``metrics`` names the sums a ``Loss`` carries beside the loss. Tables of the job
+    are given by name: ``train={"steps": 200, "global_batch": 32}``, ``optim={"lr": 3e-4}``.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class Session:
         eval_data: Any = None,
         hooks: Sequence[Hook] = (),
         metrics: Sequence[str] = (),
+        collate: Any = None,
         **tables: Any,
     ) -> None:
-        self._open(from_python(model, data, loss, eval_data, metrics, tables), hooks, None)
+        self._open(from_python(model, data, loss, eval_data, metrics, collate, tables), hooks, None)
 
     @classmethod
     def from_job(cls, job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Self:
@@ -235,9 +236,8 @@ class Session:
             self._emit(Warned(str(error)))  # what ended the run stays its cause
 
     def _emit_end(self) -> None:
-        seconds = time.monotonic() - self._opened_at
         if self._ending != REGROUPED:
-            self._emit(RunEnded(self.num_done, self._ending or "finished", seconds, self._detail))
+            self._emit(RunEnded(self.num_done, self.result.reason, time.monotonic() - self._opened_at, self._detail))
 
     def __enter__(self) -> Self:
         self._is_entered = True

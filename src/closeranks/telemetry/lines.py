@@ -121,8 +121,21 @@ def started_line(started: RunStarted) -> str:
     again = f"generation {started.generation}: " if started.generation else ""
     spread = f"{started.layout}, " if started.layout else ""
     text = f"{again}{parameters(started)} on {workers} ({spread}{started.device}, {started.precision}), {steps}"
-    why = "" if started.generation else _why_no_mfu(started)
-    return "; ".join(filter(None, (text, started.apart, why)))
+    if started.generation:
+        return "; ".join(filter(None, (text, started.apart)))
+    text += f", global batch {batch}" if (batch := batch_words(started)) else ""
+    return "; ".join(filter(None, (text, started.apart, _why_no_mfu(started))))
+
+
+def batch_words(started: RunStarted) -> str:
+    """``32 = 8 micro-batches of 4``; empty where it was not recorded."""
+    if not started.micro_batch:
+        return ""
+    num_full, rest = divmod(started.global_batch, started.micro_batch)
+    if num_full + bool(rest) == 1:
+        return f"{started.global_batch} = one micro-batch"
+    full = f"{num_full} micro-batch{'' if num_full == 1 else 'es'} of {started.micro_batch}"
+    return f"{started.global_batch} = {full}" + (f" and one of {rest}" if rest else "")
 
 
 def buckets_line(started: RunStarted) -> str:

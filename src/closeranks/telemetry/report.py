@@ -19,7 +19,7 @@ from closeranks.telemetry.fault_page import fault_section
 from closeranks.telemetry.feeding import feeding
 from closeranks.telemetry.folder import RunFolder, Settings
 from closeranks.telemetry.history import Caution, History, load_history
-from closeranks.telemetry.lines import is_cpu, noise_line, parameters
+from closeranks.telemetry.lines import batch_words, is_cpu, noise_line, parameters
 from closeranks.telemetry.meter import efficiency
 
 _WARNINGS_SHOWN = 10
@@ -158,7 +158,7 @@ def _figures(run: RunFolder, history: History, settings: Settings) -> tuple[Figu
         Figure("model", ", ".join(filter(None, (_model_name(settings), parameters(started)))).replace("|", "/")),
         Figure("workers", devices.replace("|", "/")),
         Figure("replicas", started.apart),
-        Figure("batch", _batch(settings)),
+        Figure("batch", _batch(started, settings)),
         Figure("learning rate", started.rate.removeprefix("learning rate ")),
         Figure("noise", noise_line(history.noise) if history.noise is not None else ""),
         Figure("steps", _steps(history, started)),
@@ -187,18 +187,22 @@ def _gradients(history: History, started: RunStarted) -> str:
     )
 
 
+_SHAPE = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "tied")
+
+
 def _model_name(settings: Settings) -> str:
-    return " ".join(str(part) for part in (settings.get("model.name"), settings.get("model.preset")) if part)
+    """A preset that keys of the job have changed is no longer that model: they are told with it."""
+    name, preset = settings.get("model.name"), settings.get("model.preset")
+    if not name or not preset:
+        return str(name or "")
+    changed = [f"{key} {value}" for key in _SHAPE if (value := settings.get(f"model.{key}")) is not None]
+    return f"{name} with {', '.join(changed)}, the rest as in {preset}" if changed else f"{name} {preset}"
 
 
-def _batch(settings: Settings) -> str:
-    whole, micro = settings.get("train.global_batch"), settings.get("train.micro_batch")
-    length = settings.get("data.seq_len")
-    parts = (
-        f"{whole} samples a step" if whole else "",
-        f"{micro} at a time" if micro else "",
-        f"{length} tokens each" if length else "",
-    )
+def _batch(started: RunStarted, settings: Settings) -> str:
+    whole, length = settings.get("train.global_batch"), settings.get("data.seq_len")
+    said = batch_words(started) or (str(whole) if whole else "")
+    parts = (f"{said} samples" if said else "", f"{length} tokens each" if length else "")
     return ", ".join(filter(None, parts))
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import UnidentifiedImageError
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from closeranks.core.errors import BadRecordError, DataError, UserError
 from closeranks.core.protocols import Source
 from closeranks.data.config import UserDataConfig
+from closeranks.data.rows import read_plain
+from closeranks.data.settings import ReadSettings
 from closeranks.data.sources.open import open_source
-from closeranks.data.sources.user import MapSource, as_source
+from closeranks.data.sources.user import MapSource, as_source, open_user
 from closeranks.data.timing import measure
 
 
@@ -232,3 +236,90 @@ def test_a_tensor_dataset_of_one_column_is_x() -> None:
     assert source is not None
     batch = source.read(np.array([0, 2]))
     assert {name: value.tolist() for name, value in batch.items()} == {"x": [5, 7]}
+
+
+class Words:
+    """Samples of unequal length."""
+
+    def __init__(self, lengths: Sequence[int], *, as_dict: bool = False) -> None:
+        self.lengths, self.as_dict = lengths, as_dict
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = torch.full((self.lengths[index],), index), torch.tensor(index)
+        return {"ids": x, "label": y} if self.as_dict else (x, y)
+
+
+def padded(samples: list[Any]) -> dict[str, Tensor]:
+    x = torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True, padding_value=-1)
+    return {"x": x, "y": torch.stack([y for _, y in samples])}
+
+
+def padded_pair(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    batch = padded(samples)
+    return batch["x"], batch["y"]
+
+
+def only_x(samples: list[Any]) -> Tensor:
+    return padded(samples)["x"]
+
+
+def test_samples_of_unequal_length_name_their_lengths_and_what_to_do() -> None:
+    said = (
+        "samples 0, 1, 2 of {} do not stack into one micro-batch of 3: {} has lengths 5, 7. Give collate=, a function "
+        "that pads a list of samples into one batch (data.collate in a job file), or make them equal in the dataset; "
+        "train.micro_batch = 1 takes them one by one."
+    )
+    for data, field in ((Words([5, 7, 5]), "'x'"), (Words([5, 7, 5], as_dict=True), "'ids'")):
+        source = as_source(data)
+        with pytest.raises(DataError) as caught:
+            source.read(np.array([0, 1, 2]))
+        assert str(caught.value) == said.format(source.identity, field)
+        assert not isinstance(caught.value, BadRecordError), "no sample is at fault"
+    with pytest.raises(DataError, match=r"'x' has shapes \(2, 3\), \(2, 4\)\."):
+        as_source([torch.zeros(2, 3), torch.zeros(2, 4)]).read(np.array([0, 1]))
+    with pytest.raises(DataError, match="'x' has lengths 2, 3"):
+        as_source([([1, 2], 0), ([1, 2, 3], 1)]).read(np.array([0, 1]))
+
+
+@pytest.mark.parametrize(("collate", "names"), [(padded, "xy"), (padded_pair, "xy"), (only_x, "x")])
+def test_a_collate_function_makes_the_batch(collate: Any, names: str) -> None:
+    batch = as_source(Words([2, 3]), collate=collate).read(np.array([0, 1]))
+    assert list(batch) == list(names)
+    assert batch["x"].tolist() == [[0, 0, -1], [1, 1, 1]]
+
+
+def test_a_collate_function_that_fails_is_told_as_such() -> None:
+    def failing(samples: list[Any]) -> Any:
+        if any(len(x) == 3 for x, _ in samples):
+            raise ValueError("three is too long")
+        return padded(samples)
+
+    source = as_source(Words([2, 3, 4]), collate=failing)
+    with pytest.raises(BadRecordError, match=r"collating samples 0, 1 of .* raised ValueError: three is too long"):
+        source.read(np.array([0, 1]))
+    # the sample that it cannot take is found, and skipped where the job says so
+    rows = read_plain(source, np.array([0, 1, 2]), ReadSettings(on_bad="skip"))
+    assert [bad.sample for bad in rows.skipped] == [1]
+    assert rows.batch["y"].tolist() == [0, 2]
+    with pytest.raises(DataError, match=r"what collate returned for .* is of type str"):
+        as_source(Words([2, 3]), collate=lambda samples: "no").read(np.array([0, 1]))
+
+
+def test_a_collate_function_that_does_not_serve() -> None:
+    with pytest.raises(DataError, match="collate is of type int, which cannot be called"):
+        as_source(Words([2]), collate=3)
+    with pytest.raises(DataError, match=r"collate is given, but .* reads whole batches itself"):
+        as_source(MapSource(Words([2])), collate=padded)
+
+
+def test_a_job_names_its_collate_function() -> None:
+    here = "tests.data.sources.test_user"
+    config = UserDataConfig(name=f"{here}:Words", args={"lengths": [2, 3]}, collate=f"{here}:padded")
+    source = open_user(config, "train", 0)
+    assert source is not None
+    assert source.read(np.array([0, 1]))["x"].shape == (2, 3)
+    with pytest.raises(ValueError, match="does not name an object"):
+        UserDataConfig(name="a:b", collate="padded")
