@@ -105,24 +105,19 @@ def prune_beside_a_save(run: Run, keep: int, every: int, step: int) -> Generator
 
 @kind("children", how=one_of("plain", "bare", "open"), rank=between(0, 1), step=step(1), faults=one_of("", "kill"))
 def child_in_a_session_of_its_own(run: Run, how: str, rank: int, step: int, faults: str) -> Generator[None]:
-    """It outlives the worker that started it; the end of the run is not held up, and the child holds nothing of it."""
+    """It outlives the worker that started it, holds none of the run's memory, and is named and ended with the run."""
     run.order(f"child-{rank}-{step}-{how}")
     run.faults += [f"kill(rank={rank}, step={min(STEPS, step + 3)})"] if faults else []
+    run.hold(step + 2)
     yield
+    with run.held(step + 2):
+        pid = int((run.lab.orders / "child-pid").read_text())
+        held = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").glob("*")]
+    if taken := [link for link in held if "memfd" in link or link.startswith("/dev/shm")]:
+        raise Problem(f"a child of user code holds the run's memory: {taken}")
     yield
-    pid = int((run.lab.orders / "child-pid").read_text())
-    held = [f"{path}: {os.readlink(path)}" for path in Path(f"/proc/{pid}/fd").glob("*")] if _lives(pid) else []
-    if how != "open" and (taken := [line for line in held if "memfd" in line or "socket:" in line]):
-        raise Problem(f"a child of user code holds what it never needed: {taken}")
-    if _lives(pid):
-        if str(pid) not in run.said:
-            raise Problem(f"process {pid} of user code outlives the run, and nobody says so")
-        os.kill(pid, signal.SIGKILL)
-
-
-def _lives(pid: int) -> bool:
-    path = Path(f"/proc/{pid}/stat")
-    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+    if run.process.returncode == 0 and str(pid) not in run.said:
+        raise Problem(f"process {pid}, which user code left running, is not named: {run.said[-300:]}")
 
 
 @kind(

@@ -44,6 +44,9 @@ timeout_s = 20.0
 snapshot_every = 1
 hang_floor_s = 30
 stragglers = "off"
+# As in a drill: a campaign is not to be taken for a job whose own code fails at a step.
+max_repeats = 20
+max_faults = 100
 """
 ORDERS, PACE = "HOSTILE_ORDERS", "HOSTILE_PACE_S"
 """Environment variables of the hook: the folder of orders, and how long it waits after each step."""
