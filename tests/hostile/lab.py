@@ -31,7 +31,7 @@ from tests.hostile.jobs import ORDERS, PACE, SHAPES, write_job
 
 TIMEOUT_S = 150.0
 _SETTLE_S = 15.0
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Ended(Exception):
@@ -62,8 +62,11 @@ class Lab:
         self.expected_children: set[int] = set()
 
     def isolate(self) -> SmallDisk | None:
-        """Adopt orphans; and where we may mount, put the run folder on a small file system, apart from everybody."""
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        """Adopt orphans, end with the campaign; and where we may mount, have a small file system for the run folder."""
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if cannot_mount():
             return None
         disk = SmallDisk(self.disk, "256m")
