@@ -16,6 +16,7 @@ from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import DataFile, Entry, Manifest
 from closeranks.checkpoint.soundness import FIX
 from closeranks.core.errors import CheckpointError
+from closeranks.core.regular_file import open_binary
 from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 
@@ -64,7 +65,7 @@ class Chunks:
             return
         self.check_room(entry)
         try:
-            with open(Path(self._storage.url) / self.place(entry.file), "rb", buffering=0) as file:
+            with open_binary(Path(self._storage.url) / self.place(entry.file), buffering=0) as file:
                 _fill(file.fileno(), memory, entry.offset)
         except OSError as error:
             raise self._unreadable(entry.file, error) from error

@@ -16,6 +16,7 @@ from math import isfinite
 from typing import Protocol
 
 from closeranks.checkpoint.manifest import LATEST, MANIFEST, decode_latest, decode_manifest, parse_folder
+from closeranks.checkpoint.soundness import check_head, read_document
 from closeranks.core.errors import CheckpointError
 from closeranks.core.faults import declare, point
 from closeranks.storage.protocol import DeniedError, MissingError, Storage
@@ -145,7 +146,8 @@ def _holding(storage: Storage, name: str, files: tuple[str, ...]) -> Holding | N
     if MANIFEST not in files:
         return None
     try:
-        manifest = decode_manifest(storage.read(path), path)
+        manifest = decode_manifest(read_document(storage, path), path)
+        check_head(manifest, name)
     except (CheckpointError, MissingError):
         return None
     own = frozenset(file.name for file in manifest.files)
@@ -154,7 +156,7 @@ def _holding(storage: Storage, name: str, files: tuple[str, ...]) -> Holding | N
 
 def named_by_latest(storage: Storage) -> tuple[str, ...]:
     try:
-        return (decode_latest(storage.read(LATEST), LATEST).name,)
+        return (decode_latest(read_document(storage, LATEST), LATEST).name,)
     except (MissingError, CheckpointError):
         return ()
 

@@ -267,7 +267,7 @@ class _refused:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError)):
+        if isinstance(error, (LookupError, TypeError, ValueError, AttributeError)):
             what = f"{self._name} is damaged: its parts do not fit together"
             raise CheckpointError(what, "Use an earlier checkpoint.") from error
 

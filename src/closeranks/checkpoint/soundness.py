@@ -9,9 +9,10 @@ made to allocate is bounded by the files that lie there. Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
-from math import isfinite, prod
+from math import inf, isfinite, prod
 from typing import Any, NoReturn
 
 from closeranks.checkpoint.digests import item_bytes
@@ -19,6 +20,7 @@ from closeranks.checkpoint.manifest import MANIFEST, DataFile, Entry, Manifest, 
 from closeranks.core.errors import CheckpointError
 from closeranks.core.overlaps import plan
 from closeranks.core.pieces import Piece
+from closeranks.core.printable import is_printable, printable
 from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 FIX = "Use an earlier checkpoint."
@@ -30,6 +32,10 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _DIMS = 64
 _LARGE = 2**63
+_DEPTH = 100
+_TEXT = 4096
+_LATEST = 253402300799.0
+"""The end of the year 9999, in Unix time: the calendar has no later day."""
 
 
 def read_document(storage: Storage, name: str) -> bytes:
@@ -56,11 +62,26 @@ def sound_manifest(data: bytes, path: str) -> Manifest:
     """``path``: of the checkpoint's folder. A folder that bears a checkpoint's name must be the one that was saved so;
     a copy under another name may be read."""
     manifest = decode_manifest(data, f"{path}/{MANIFEST}")
-    try:
+    with _refused(path):
         _check(manifest, path.rstrip("/").rpartition("/")[2])
+    return manifest
+
+
+def check_head(manifest: Manifest, folder: str) -> None:
+    """All but the chunks, of which only the files' names are looked at: enough to decide what retention lets go."""
+    with _refused(folder):
+        _check_head(manifest, folder)
+        _checked_files(manifest.files)
+        for entry in manifest.entries:
+            _text(entry.file, "file")
+
+
+@contextmanager
+def _refused(path: str) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged or foreign: {error}", FIX) from error
-    return manifest
 
 
 def uncovered(pieces: Iterable[Piece]) -> str:
@@ -76,6 +97,17 @@ def uncovered(pieces: Iterable[Piece]) -> str:
 
 
 def _check(manifest: Manifest, folder: str) -> None:
+    _check_head(manifest, folder)
+    files = _checked_files(manifest.files)
+    for entry in manifest.entries:
+        _check_entry(entry, manifest.name, files)
+    if manifest.is_full and manifest.referred():
+        raise ValueError("it is said to be full and refers to other checkpoints")
+    _check_tensors(manifest)
+    _check_ranges(manifest.entries)
+
+
+def _check_head(manifest: Manifest, folder: str) -> None:
     place = parse_folder(_text(manifest.name, "name"))
     if place is None or place[0] != _number(manifest.step, "step"):
         raise ValueError(f"'{manifest.name}' is no checkpoint of step {manifest.step}")
@@ -84,18 +116,12 @@ def _check(manifest: Manifest, folder: str) -> None:
     for name in ("save", "layout"):
         _text(getattr(manifest, name), name)
     _number(manifest.num_ranks, "num_ranks", 1)
-    for number in (manifest.created, 0.0 if manifest.metric is None else manifest.metric):
-        if type(number) not in (int, float) or not isfinite(number):
-            raise ValueError(f"{number!r} is no number")
+    _real(manifest.created, "created", 0.0, _LATEST)
+    if manifest.metric is not None:
+        _real(manifest.metric, "metric")
     if type(manifest.is_full) is not bool or type(manifest.tree) is not dict:
         raise ValueError("its parts do not fit together")
-    files = _checked_files(manifest.files)
-    for entry in manifest.entries:
-        _check_entry(entry, manifest.name, files)
-    if manifest.is_full and manifest.referred():
-        raise ValueError("it is said to be full and refers to other checkpoints")
-    _check_tensors(manifest)
-    _check_ranges(manifest.entries)
+    _check_plain(manifest.tree)
 
 
 def _checked_files(files: Iterable[DataFile]) -> dict[str, DataFile]:
@@ -177,11 +203,28 @@ def _number(value: Any, what: str, low: int = 0, high: int = _LARGE) -> int:
     return value
 
 
+def _real(value: Any, what: str, low: float = -inf, high: float = inf) -> None:
+    if type(value) not in (int, float) or not low <= value <= high or not isfinite(value):
+        _refuse(value, what)
+
+
 def _text(value: Any, what: str) -> str:
-    if type(value) is not str:
+    """One line that a terminal shows as it is: names are printed."""
+    if type(value) is not str or len(value) > _TEXT or not is_printable(value):
         _refuse(value, what)
     return value
 
 
+def _check_plain(tree: dict[str, Any]) -> None:
+    """Values of the state tree: what each means is for its reader to check, but none may break whoever walks it."""
+    left: list[tuple[Any, int]] = [(tree, 1)]
+    while left:
+        value, depth = left.pop()
+        if isinstance(value, dict | list):
+            if depth > _DEPTH:
+                raise ValueError(f"its tree is more than {_DEPTH} levels deep")
+            left += [(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
+
+
 def _refuse(value: Any, what: str) -> NoReturn:
-    raise ValueError(f"{str(value)[:80]!r} cannot be ({what})")
+    raise ValueError(f"{printable(str(value)[:80])!r} cannot be ({what})")

@@ -19,6 +19,7 @@ from closeranks.cli.compare import verb as compare
 from closeranks.cli.data import front as data
 from closeranks.core import streams
 from closeranks.core.errors import CloseranksError, Interrupted, SetupError
+from closeranks.core.printable import printable
 
 _TOUR = """Train PyTorch models on one process or on many.
 
@@ -104,7 +105,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(streams.READER_GONE)
     except CloseranksError as error:
-        typer.echo(f"closeranks: {error}", err=True)
+        typer.echo(printable(f"closeranks: {error}"), err=True)
         sys.exit(error.exit_code)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from closeranks.core.plain_fields import known_fields
+
 JsonValue = Any
 
 
@@ -312,9 +314,11 @@ def encode(event: Event) -> dict[str, JsonValue]:
 
 
 def decode(line: dict[str, JsonValue]) -> Event | None:
-    """The event of a JSON line, or None for a kind this version does not know."""
+    """The event of a JSON line, or None for a kind this version does not know or a line that no version wrote."""
     kind = _EVENTS.get(str(line.get("event")))
     if kind is None:
         return None
-    known = {f.name for f in fields(kind)}
-    return kind(**{key: value for key, value in line.items() if key in known})
+    try:
+        return kind(**known_fields(kind, line))
+    except TypeError:
+        return None

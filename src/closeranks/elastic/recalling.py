@@ -106,6 +106,11 @@ class Recalled:
         for slot in self.slots:
             for entry, crc in zip(slot.index.entries, slot.index.crcs, strict=True):
                 piece = Piece(entry.key, entry.shape, entry.start, entry.size, entry.flat)
+                dtype = getattr(torch, entry.dtype, None)
+                if not isinstance(dtype, torch.dtype) or piece.numel * dtype.itemsize != entry.num_bytes:
+                    raise SlotError(
+                        f"damaged: {entry.section}/{entry.key} has {entry.num_bytes} bytes as {entry.dtype}"
+                    )
                 self._stored.setdefault((entry.section, entry.key), []).append(_Stored(slot, entry, crc, piece))
 
     def __enter__(self) -> Self:

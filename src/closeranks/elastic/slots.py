@@ -33,6 +33,7 @@ from crc32c import crc32c
 
 from closeranks.core.descriptors import unshare_memory
 from closeranks.core.faults import declare, point
+from closeranks.core.regular_file import open_descriptor
 
 Octets = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -42,6 +43,7 @@ _BODY = struct.Struct("<IIQQIIQQII48s16s")
 _CRC = struct.Struct("<I")
 _LENGTHS = struct.Struct("<II")
 _SLICE_BYTES = 2 << 20
+_DIMS = 64
 _PORTION_BYTES = 256 << 20
 """Of pages, mapped by one thread at a time."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
@@ -249,7 +251,7 @@ def decode_header(header: bytes) -> tuple[About, Lengths] | str:
     run, generation, step, num_data, rank, num_images, at, num_index, crc, _, image, layout = _BODY.unpack_from(
         header, 8
     )
-    name, spread = image.rstrip(b"\0").decode(), layout.rstrip(b"\0").decode()
+    name, spread = (text.rstrip(b"\0").decode(errors="replace") for text in (image, layout))
     return About(generation, step, name, num_images, spread, rank, run), Lengths(num_data, at, num_index, crc)
 
 
@@ -258,7 +260,7 @@ class Sealed:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_descriptor(path)
         try:
             size = os.fstat(fd).st_size
             header = os.pread(fd, HEADER_BYTES, 0)
@@ -283,7 +285,11 @@ class Sealed:
     @property
     def index(self) -> Index:
         if self._index is None:
-            self._index = decode_index(self._index_bytes)
+            try:
+                self._index = decode_index(self._index_bytes)
+                _check_index(self._index, self.lengths.num_data)
+            except (ValueError, TypeError, struct.error, RecursionError, OverflowError) as error:
+                raise SlotError("damaged: the parts of its index do not fit together") from error
         return self._index
 
     def data(self, entry: Entry) -> Octets:
@@ -296,7 +302,7 @@ class Sealed:
     def read(self, entry: Entry, place: Octets) -> None:
         """The same bytes into memory that is there. Maps no page: for much that is read once by several threads, that
         takes a third of the time."""
-        fd, at = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC), 0
+        fd, at = open_descriptor(self.path), 0
         try:
             while at < entry.num_bytes:
                 num = os.preadv(fd, [place[at : entry.num_bytes].data], DATA_AT + entry.offset + at)
@@ -314,6 +320,23 @@ def void(path: str) -> None:
         os.pwrite(fd, _VOID, 0)
     finally:
         os.close(fd)
+
+
+def _check_index(index: Index, num_data: int) -> None:
+    """Whole numbers within the data, dims that fit: a file that was written down may have come from anywhere."""
+    if len(index.crcs) != len(index.entries) or type(index.tree) is not dict:
+        raise ValueError
+    for one in index.entries:
+        numbers = (*one.shape, *one.start, *one.size, *(one.flat or (0, 0)), one.offset, one.num_bytes)
+        is_typed = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        if not is_typed or any(type(text) is not str for text in (one.section, one.key, one.dtype)):
+            raise ValueError
+        if len(one.shape) > _DIMS or not len(one.shape) == len(one.start) == len(one.size):
+            raise ValueError
+        if any(first + size > whole for whole, first, size in zip(one.shape, one.start, one.size, strict=True)):
+            raise ValueError
+        if one.offset + one.num_bytes > num_data or (one.flat is not None and not one.flat[0] <= one.flat[1]):
+            raise ValueError
 
 
 class SlotError(Exception):

@@ -7,6 +7,7 @@ and a job that fits it, not a state to resume; a model that either side cannot h
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ from closeranks.facts.llama import LlamaShape, parameter_shapes
 from closeranks.models.config import LlamaConfig
 from closeranks.models.hub import Match, hf_config, llama_table, match, max_len_of
 from closeranks.run.job import Job
+from closeranks.run.saved_tree import sound_tree
 from closeranks.run.whole_folder import whole_folder
+from closeranks.telemetry.folder import Settings
 
 CONFIG = "config.json"
 NOBODY = Nobody()
@@ -59,7 +62,7 @@ class Moved:
 def export_hf(place: str, out: Path, *, dtype: str = "", shard_bytes: int, watcher: Watcher = NOBODY) -> Moved:
     """Write the newest sound checkpoint of a place as a folder that transformers loads. ``dtype`` empty: as saved."""
     weights = open_ours(place)
-    shape, max_len = _saved_llama(weights)
+    shape, max_len = _saved_llama(weights, place)
     found = match(parameter_shapes(shape), weights.names(), {}, weights.path)
     tensors = going(weights, found.names, getattr(torch, dtype) if dtype else None)
     total = sum(tensor.num_bytes for tensor in tensors)
@@ -73,17 +76,18 @@ def export_hf(place: str, out: Path, *, dtype: str = "", shard_bytes: int, watch
     return Moved(weights.path, out, len(tensors), total, tuple(files), (*weights.notes, *notes))
 
 
-def _saved_llama(weights: OurWeights) -> tuple[LlamaShape, int]:
-    config: Mapping[str, Any] = weights.tree.get("config") or {}
-    table = config.get("model") or {}
-    if table.get("name", "") != "llama":
-        what = f"{weights.path} holds the model '{table.get('name')}', and Hugging Face's folders are for a Llama alone"
-        raise ModelError(what, "Read its tensors with safetensors: a checkpoint's data files are such files.")
+def _saved_llama(weights: OurWeights, place: str) -> tuple[LlamaShape, int]:
+    config = Settings(sound_tree(weights.tree, weights.path).get("config") or {})
+    table, seq_len = config.get("model"), config.get("data.seq_len")
+    if not isinstance(table, dict) or table.get("name") != "llama":
+        what = f"{weights.path} holds the model '{config.get('model.name')}'; Hugging Face's folders are written for"
+        fix = f"Write its weights alone: closeranks ckpt convert {shlex.quote(place)} OUT.safetensors --to safetensors."
+        raise ModelError(f"{what} a Llama alone", fix)
     try:
         shape = LlamaConfig.model_validate(table).shape()
     except ValidationError as error:
         raise CheckpointError(f"{weights.path} describes its model in a way this version does not know") from error
-    return shape, int((config.get("data") or {}).get("seq_len") or 2048)
+    return shape, seq_len if type(seq_len) is int and seq_len > 0 else 2048
 
 
 def _main_dtype(tensors: list[Going]) -> str:

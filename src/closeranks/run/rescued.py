@@ -14,6 +14,7 @@ from closeranks.elastic.recalling import Recalled
 from closeranks.elastic.slots import Sealed, SlotError
 from closeranks.run.parts import Parts
 from closeranks.run.rescued_files import Rescued, find_rescued
+from closeranks.run.saved_tree import sound_tree
 from closeranks.run.state import check_fits, restore_state
 
 
@@ -41,6 +42,10 @@ def read_rescued(parts: Parts, rescued: Rescued, *, may_be_done: bool) -> Read:
     """Into the parts. Never raises for what it finds: some ranks may see more of a state than others."""
     try:
         with Recalled([Sealed(file) for file in rescued.files]) as recalled:
+            try:
+                sound_tree(recalled.tree, rescued.folder)
+            except CheckpointError as error:
+                return Read(problem=error.what)
             check_fits(parts, recalled, may_be_done=may_be_done)
             restore_state(parts, recalled)
     except CheckpointError as error:

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Event, Restored, Resumed, StepDone, Warned, decode
 from closeranks.core.faults import declare, point
+from closeranks.core.regular_file import read_text
 from closeranks.elastic.choosing import (
     OWN_FILES,
     PEER_FILES,
@@ -338,7 +339,7 @@ def _first_part(parts: Parts, folder: Path) -> int:
     number = 0
     if parts.world.is_lead:
         try:
-            number = int(json.loads((folder / _BEGINNING).read_text())["first_part"])
+            number = int(json.loads(read_text(folder / _BEGINNING))["first_part"])
         except (OSError, ValueError, KeyError):
             number = _NONE_OF_OURS
     return int(parts.groups.world.share_text(str(number)))

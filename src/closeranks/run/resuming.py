@@ -20,6 +20,7 @@ from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.run.parts import Parts
 from closeranks.run.rescued import Read, read_rescued, share_rescued
+from closeranks.run.saved_tree import sound_tree
 from closeranks.run.saving import AUTO, Origin, place_of
 from closeranks.run.state import check_fits, restore_state, unsaved
 from closeranks.run.weights import load_weights
@@ -130,6 +131,7 @@ def _try(parts: Parts, url: str, name: str, *, may_be_done: bool) -> _Attempt:
     """Never raises for what it finds: some ranks may see more of a state than others."""
     try:
         reader = CheckpointReader(open_storage(url), name)
+        sound_tree(reader.tree, reader.path)
     except (CheckpointError, StorageError) as error:
         return _Attempt(None, 0, _sentence(error))
     try:

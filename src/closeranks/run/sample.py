@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 import torch
 
 from closeranks.checkpoint.reader import open_newest
-from closeranks.core.errors import ModelError
+from closeranks.core.errors import CheckpointError, ModelError
+from closeranks.facts.llama import num_params
 from closeranks.models.build import spec_for
+from closeranks.models.config import LlamaConfig
 from closeranks.models.generate import generate
 from closeranks.parallel.materialise import materialise
-from closeranks.run.job import Job
+from closeranks.run.saved_tree import saved_job
 from closeranks.run.state import load_model
 
 
 def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[bytes]:
     """The continuation, byte by byte, as the model draws it."""
     saved = open_newest(str(folder))
-    job = Job.model_validate(saved.tree["config"])
+    job = saved_job(saved.tree, saved.path)
     if job.data.name != "text":
         raise ModelError(
             f"{folder} holds a model of '{job.data.name}' data, not of text", "Name a run trained on text."
         )
+    if not isinstance(job.model, LlamaConfig):
+        # A factory of the user's is code that a checkpoint from elsewhere must not choose.
+        what = f"{folder} holds the model '{job.model.name}', and this command runs a Llama alone"
+        raise ModelError(what, "Load its weights in Python: closeranks ckpt convert RUN OUT.pt --to torch.")
+    wanted, found = num_params(job.model.shape()), sum(map(prod, saved.shapes("model").values()))
+    if wanted != found:  # before a model of the size that the job claims is made
+        what = f"{saved.path} is damaged or foreign: its job describes {wanted:,} parameters, and it holds {found:,}"
+        raise CheckpointError(what, "Use an earlier checkpoint.")
     spec = spec_for(job.model, seq_len=job.data.seq_len)
     dtype = torch.float64 if job.train.precision == "float64" else torch.float32
     device = torch.device("cpu")

@@ -7,9 +7,13 @@ counts: a flipped bit anywhere, in the first line too, is refused, and so is a d
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from math import isfinite
+from typing import Any, NoReturn
 
 from blake3 import blake3
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class UnsoundDocument(Exception):
@@ -45,9 +49,36 @@ def unseal(kind: str, data: bytes, name: str, version: int) -> Any:
         newer.is_newer = True
         raise newer
     try:
-        return json.loads(text)
+        return parse_plain(text)
     except (ValueError, RecursionError) as error:  # sealed by a broken or hostile writer
         raise UnsoundDocument(f"{name} is damaged: it holds no JSON") from error
+
+
+def parse_plain(text: bytes) -> Any:
+    """JSON as ``seal`` writes it. ``ValueError``: a key that stands twice, a number that is not finite, a string that
+    is no Unicode text (a lone surrogate), or no JSON at all."""
+    found = json.loads(text.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite)
+    if _SURROGATE.search(text):  # looked at only where an escape of one stands: documents may have millions of values
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return value
 
 
 def _first_line(kind: str, version: int, digest: str) -> bytes:

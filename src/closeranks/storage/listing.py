@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from closeranks.core.regular_file import regular_stat
 from closeranks.storage.connection import Connection
 from closeranks.storage.failures import of_disk
 from closeranks.storage.names import checked, is_shown
@@ -116,11 +117,10 @@ def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]], entries: 
                 continue
             if child.is_dir():
                 _walk(child.path, f"{prefix}{child.name}/", above | {mark}, entries)
-            elif child.is_file():
-                stat = child.stat()
+            else:
+                # A link that leads nowhere, a pipe or a device raises: a shard that is not one must not go unnoticed.
+                stat = child.stat() if child.is_file() else regular_stat(child.path)
                 entries.append(Entry(prefix + child.name, stat.st_size, str(stat.st_mtime_ns)))
-            elif child.is_symlink():
-                os.stat(child.path)  # leads nowhere: raises, since a shard that is not there must not go unnoticed
 
 
 def _sorted(entries: Iterable[Entry]) -> list[Entry]:

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from closeranks.core.faults import declare, point
+from closeranks.core.regular_file import open_descriptor
 from closeranks.storage.disk import (
     WINDOW_BYTES,
     DiskSink,
@@ -76,7 +77,7 @@ class LocalStorage:
         path = self._path(folder) if folder else self._root
         try:
             with os.scandir(path) as found:
-                return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in found if _shows(entry))
+                return sorted(_listed(entry) for entry in found if is_shown(entry.name))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -186,7 +187,7 @@ class LocalStorage:
         path = self._root / LOCK
         try:
             make_folder(self._root)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            fd = open_descriptor(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise of_disk(error, "locking", path) from error
         try:
@@ -202,14 +203,17 @@ class LocalStorage:
         return owned(self._root, mine(owner), wait_s, Terms())
 
 
-def _shows(entry: os.DirEntry[str]) -> bool:
-    return is_shown(entry.name)
+def _listed(entry: os.DirEntry[str]) -> str:
+    try:
+        return f"{entry.name}/" if entry.is_dir() else entry.name
+    except OSError:  # a loop of links: whoever opens it is told
+        return entry.name
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_descriptor(path)
         try:
             yield fd
         finally:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from closeranks.core.regular_file import read_text
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -90,10 +92,14 @@ class RunFolder:
     def resolved(self) -> Settings:
         """The resolved job; empty where the run failed before it was written or was cut short in writing."""
         try:
-            values = json.loads(self.config.read_text())
-        except (OSError, ValueError):
+            values = json.loads(read_text(self.config, _MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
             values = {}
         return Settings(values if isinstance(values, dict) else {})
+
+
+_MOST_BYTES = 16 << 20
+"""No resolved job is larger."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from closeranks.core.events import (
 )
 from closeranks.telemetry.faults import Told, Troubles, fold_troubles
 from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.recorder import parse_line, read_events
+from closeranks.telemetry.recorder import lines_of, parse_line, read_events
 
 REGROUPED = "regrouped"
 """How a generation says that it ended by agreement, for another to take over: the run goes on."""
@@ -267,23 +267,20 @@ def load_history(folder: Path) -> History:
     """What a run folder tells; an empty history where rank 0 left no metrics."""
     run = RunFolder(folder)
     others = [fields for path in run.other_metrics()[: _RANKS_SEARCHED - 1] for fields in _warnings_in(path)]
-    path = run.metrics(0)
-    return fold(read_events(path) if path.exists() else (), others, told_by_agent(run))
+    return fold(read_events(run.metrics(0)), others, told_by_agent(run))
 
 
 def told_by_agent(run: RunFolder) -> Iterator[Told]:
     """What the agent recorded; nothing where there was no agent, or nothing to tell."""
-    if run.agent.exists():
-        for fields, event in read_events(run.agent):
-            yield Told(float(fields.get("at", 0.0)), event)
+    for fields, event in read_events(run.agent):
+        yield Told(float(fields.get("at", 0.0)), event)
 
 
 def _warnings_in(path: Path) -> Iterable[dict[str, Any]]:
     """Only lines that look like a warning are parsed: the rest are another account of the same steps."""
-    with path.open("rb") as lines:
-        for line in lines:
-            if any(kind in line for kind in _ALARMS) and (fields := parse_line(line)) is not None:
-                yield fields
+    for line in lines_of(path):
+        if any(kind in line for kind in _ALARMS) and (fields := parse_line(line)) is not None:
+            yield fields
 
 
 _ALARMS = (b'"event": "warning"', b'"event": "save_failed"')

@@ -21,6 +21,7 @@ from typing import Any
 from closeranks.core.appending import AppendFile
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Event, StepDone, Warned, decode
+from closeranks.core.regular_file import open_binary
 from closeranks.telemetry.folder import RunFolder
 
 Sink = Callable[[Event], None]
@@ -29,7 +30,12 @@ AGENT = -1
 
 _log = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 16
+_LINE_BYTES = 16 << 20
+"""No event is longer."""
 _STRICT = json.JSONEncoder(allow_nan=False).encode
+_COMMON: dict[str, tuple[type, ...]] = {"at": (int, float), "rank": (int,), "step": (int,)}
+_FAR = 10**11
+"""Beyond it no line has a number under these keys; as a time, it is in the year 5138."""
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -128,23 +134,43 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """The fields of a line; None where it is not whole (the process was killed in it, or is writing it now)."""
     try:
         values = json.loads(line)
-    except ValueError:
+        if b"\\ud" in line.lower():  # half of a character that takes two: nobody could write it down again
+            json.dumps(values, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         return None
-    return _with_nonfinite(values) if isinstance(values, dict) else None
+    return _sound(_with_nonfinite(values)) if isinstance(values, dict) else None
+
+
+def _sound(values: dict[str, Any]) -> dict[str, Any]:
+    """What every line has is of its type, or left out: a file may have come from anywhere."""
+    for key, kinds in _COMMON.items():
+        if key in values and (type(values[key]) not in kinds or not -_FAR <= values[key] <= _FAR):
+            del values[key]
+    return values
 
 
 def read_events(path: Path) -> Iterator[tuple[dict[str, Any], Event | None]]:
     """Each whole line as its fields and its event (None for a kind this version does not know)."""
-    with path.open("rb") as lines:
-        for line in lines:
-            if (values := parse_line(line)) is not None:
-                yield values, decode(values)
+    for line in lines_of(path):
+        if (values := parse_line(line)) is not None:
+            yield values, decode(values)
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Of a run's own file; none where there is no such file. A line without an end is handed out in parts."""
+    try:
+        with open_binary(path) as file:
+            yield from iter(lambda: file.readline(_LINE_BYTES), b"")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read: {error.strerror}", "Name another run folder.") from error
 
 
 def last_step(path: Path) -> int:
     """The highest step whose account stands among the last lines of a rank's file; 0 where there is none."""
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().splitlines()
     except OSError:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from closeranks.core.events import Evaluated, RunStarted, Saved, StepDone
+from closeranks.core.printable import printable
 from closeranks.telemetry import wording
 from closeranks.telemetry.fault_page import fault_section
 from closeranks.telemetry.feeding import feeding
@@ -45,7 +46,7 @@ def write_report(
     """
     run = RunFolder(folder)
     command = Command(job_file or str(run.job), tuple(overrides), is_script)
-    text = compose(run, load_history(folder), command, failure)
+    text = printable(compose(run, load_history(folder), command, failure))
     unfinished = run.report.with_name(".report.md")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from closeranks.telemetry.recorder import parse_line
+from closeranks.telemetry.recorder import lines_of, parse_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def read_samples(folder: Path) -> SampleLog:
     rows = (
         fields
         for path in sorted(folder.glob("metrics/samples-*.jsonl"))
-        for line in path.read_bytes().splitlines()
+        for line in lines_of(path)
         if (fields := parse_line(line)) is not None
     )
     return fold_samples(rows)

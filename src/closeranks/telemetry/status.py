@@ -18,9 +18,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from closeranks.core.plain_fields import known_fields
+from closeranks.core.regular_file import read_text
 from closeranks.telemetry.folder import RunFolder
 
 _EVERY_S = 0.5
+_MOST_BYTES = 64 << 20
+_LATEST = 1e11
+"""In Unix time: the year 5138."""
 _FRESH_S = 10.0
 """A status older than this was not written by an agent that is well."""
 ENDED = ("finished", "drained", "interrupted", "disconnected", "terminated", "stopped", "failed")
@@ -149,23 +154,22 @@ def encode_status(status: Status, **more: Any) -> str:
 
 
 def decode_status(values: Mapping[str, Any]) -> Status:
-    """A status of this version or of a newer one: what is not known is ignored, what is missing takes its default."""
+    """A status of this version or of a newer one: what is not known is ignored, what is missing takes its default.
+    ``TypeError``, ``ValueError`` or ``AttributeError`` where a value cannot be one of a status."""
     kinds: dict[str, type[Any]] = {"workers": WorkerStatus, "hosts": HostStatus, "happened": Happened}
-    own = _known(Status, values)
-    own |= {name: tuple(kind(**_known(kind, item)) for item in own.get(name, ())) for name, kind in kinds.items()}
-    return Status(**{**own, "writer": Writer(**_known(Writer, values.get("writer", {})))})
-
-
-def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in values.items() if name in names}
+    own = known_fields(Status, values)
+    own |= {name: tuple(kind(**known_fields(kind, item)) for item in own.get(name, ())) for name, kind in kinds.items()}
+    status = Status(**{**own, "writer": Writer(**known_fields(Writer, values.get("writer", {})))})
+    if not all(0 <= at <= _LATEST for at in (status.at, status.began_at, *(one.at for one in status.happened))):
+        raise ValueError("a time of the status is none")
+    return status
 
 
 def read_status(folder: Path) -> Status | None:
     """What the agent wrote last; None where there is no such file, or none that we can read."""
     try:
-        return decode_status(json.loads(RunFolder(folder).status.read_text()))
-    except (OSError, ValueError, TypeError, AttributeError):
+        return decode_status(json.loads(read_text(RunFolder(folder).status, _MOST_BYTES)))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -31,6 +31,8 @@ def brief(value: float) -> str:
 
 def compact(value: float) -> str:
     """Three digits and a unit: 41.2k, 1.24B; a small whole number stays as it is."""
+    if not math.isfinite(value):
+        return number(value)
     if value == int(value) and abs(value) < 1000:
         return str(int(value))
     for unit in ("", "k", "M", "B"):
@@ -77,6 +79,8 @@ def size(num_bytes: float) -> str:
 
 def clock(seconds: float) -> str:
     """Time to go, for a narrow place: 0:42, 12:03, 1:02:03, 2d 03:04."""
+    if not math.isfinite(seconds):
+        return number(seconds)
     whole = math.ceil(max(0.0, seconds))
     minutes, second = divmod(whole, 60)
     hours, minute = divmod(minutes, 60)
@@ -88,6 +92,8 @@ def clock(seconds: float) -> str:
 
 def span(seconds: float) -> str:
     """A duration, for prose: 80 ms, 3.2 s, 31 s, 2 min 5 s, 1 h 3 min."""
+    if not math.isfinite(seconds):
+        return number(seconds)
     if seconds < 0.0995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from closeranks.core.errors import SetupError
+from closeranks.core.regular_file import open_binary
 
 NUM_RANDOM_BYTES = 32
 _FEWEST_CHARACTERS = 32
@@ -58,7 +59,7 @@ def parse_token(text: str, source: str) -> Token:
 def read_token(path: Path, on_note: Callable[[str], None]) -> Token:
     """The token in a file; one that others may read or write is used, with a warning."""
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             data = file.read(_MOST_BYTES + 1)
     except OSError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from closeranks.checkpoint.dcp.names import Names, Path, Place
+from closeranks.checkpoint.dcp.values import decode
 from closeranks.checkpoint.manifest import Manifest
 from closeranks.core.errors import CheckpointError
 
@@ -30,7 +31,7 @@ class Listed:
 
 def listing(manifest: Manifest, names: Names | None) -> Listed:
     """``names``: None for those it was saved with."""
-    kept = manifest.tree.get(KEY, {})
+    kept = _checked(manifest)
     saved = Names.decode(kept["names"]) if kept else Names()
     wanted = names or saved
     tensors: dict[str, Place] = {}
@@ -47,6 +48,24 @@ def listing(manifest: Manifest, names: Names | None) -> Listed:
     same = wanted == saved
     known = {name: tuple(path) for name, path in kept.get("paths", {}).items()} if same else {}
     return Listed(tensors, kept.get("values", {}) if same else {}, {**paths, **known})
+
+
+def _checked(manifest: Manifest) -> Mapping[str, Any]:
+    kept = manifest.tree.get(KEY, {})
+    if kept == {}:
+        return {}
+    try:
+        names, values, paths = kept["names"], kept.get("values", {}), kept.get("paths", {})
+        parts = [part for path in paths.values() for part in path]
+        saved = Names.decode(names)
+        if any(type(part) not in (str, int) for part in parts) or not saved.model + saved.optimizer:
+            raise TypeError
+        for value in values.values():
+            decode(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{manifest.name} is damaged or foreign: what it keeps for torch DCP does not fit together"
+        raise CheckpointError(what, "Use an earlier checkpoint.") from error
+    return {"names": names, "values": values, "paths": paths}
 
 
 def kept(names: Names, values: Mapping[str, Any], paths: Mapping[str, Path] | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.core.errors import CheckpointError
+from closeranks.core.regular_file import read_bytes
 
 MAX_JSON_BYTES = 100 << 20
 """An index of a million tensors is smaller; a file that claims more is damaged or hostile."""
@@ -23,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large for what it should be", _AGAIN)
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_bytes(path, MAX_JSON_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"there is no {path.name} in {path.parent}", "Name a complete folder.") from None
     except OSError as error:

@@ -27,6 +27,7 @@ from closeranks.checkpoint.weights.protocol import BAND_BYTES
 from closeranks.core.errors import CheckpointError
 from closeranks.core.overlaps import Box, runs
 from closeranks.core.pieces import Piece
+from closeranks.core.regular_file import open_binary, open_descriptor
 
 FORMATS: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -71,7 +72,7 @@ class SafetensorsFile:
         out = torch.empty(piece.local_shape, dtype=dtype or stored.dtype)
         flat = out.view(-1)
         try:
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_descriptor(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}", "Check the file.") from error
         try:
@@ -131,7 +132,7 @@ class SafetensorsFile:
 
 def _read_header(path: Path) -> dict[str, Stored]:
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if num_bytes < 8 or not 2 <= length <= min(MAX_JSON_BYTES, num_bytes - 8):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from closeranks.checkpoint.weights.index import read_index
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece, cut_out
+from closeranks.core.regular_file import open_binary
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 NESTED = ("model", "state_dict", "module", "model_state_dict", "weights")
@@ -101,9 +102,10 @@ def check_records(path: Path) -> bool:
     """Compare every record of the zip with its checksum; reads the file once, in parts. False where its writer was told
     to leave them out (``torch.serialization.set_crc32_options``)."""
     try:
-        if not zipfile.is_zipfile(path):
-            raise CheckpointError(_no_zip(path), "Save the weights anew with torch.save of a current torch.")
-        with zipfile.ZipFile(path) as archive:
+        with open_binary(path) as whole:
+            if not zipfile.is_zipfile(whole):
+                raise CheckpointError(_no_zip(path), "Save the weights anew with torch.save of a current torch.")
+        with open_binary(path) as whole, zipfile.ZipFile(whole) as archive:
             records = archive.infolist()
             if not any(record.CRC for record in records):
                 return False
@@ -121,7 +123,7 @@ def check_records(path: Path) -> bool:
 
 
 def _no_zip(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         is_pickle = file.read(1) == b"\x80"
     if is_pickle:
         return f"{path} is in the format torch used before 1.6, or a plain pickle, which can only be read whole"

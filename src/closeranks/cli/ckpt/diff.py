@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from closeranks.cli.terminal import say
+
 if TYPE_CHECKING:
     from closeranks.checkpoint.catalogue import Found
     from closeranks.checkpoint.difference import Difference
@@ -60,7 +62,7 @@ def diff(
     else:
         _print(one, other, [row for row in found if show_all or row.verdict != "equal"], apart, trees)
         num_equal = sum(row.verdict == "equal" for row in found)
-        typer.echo(f"{num_equal} of {len(found)} tensors are equal")
+        say(f"{num_equal} of {len(found)} tensors are equal")
     if not is_equal:
         raise typer.Exit(1)
 

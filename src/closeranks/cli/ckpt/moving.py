@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from closeranks.cli.terminal import say
 from closeranks.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def in_words(num_bytes: int) -> str:
 def tell(moved: Moved, last: str) -> None:
     """What came of it: the notes, the place, and what to do with it."""
     for note in moved.notes:
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     files = f" in {len(moved.files)} files" if len(moved.files) > 1 else ""
     size = in_words(moved.num_bytes)
-    typer.echo(f"{moved.source} -> {moved.place}: {moved.num_tensors} tensors, {size}{files}.\n{last}")
+    say(f"{moved.source} -> {moved.place}: {moved.num_tensors} tensors, {size}{files}.\n{last}")

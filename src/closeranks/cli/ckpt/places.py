@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.text import Text
 from closeranks.checkpoint.catalogue import Catalogue, Found, find
 from closeranks.checkpoint.manifest import Manifest
 from closeranks.core.errors import CheckpointError
+from closeranks.core.printable import printable
 from closeranks.telemetry.folder import RunFolder
 
 _WIDE = 200
@@ -66,10 +68,17 @@ def in_order(name: tuple[str, str]) -> tuple[str, list[tuple[int, str]]]:
     return section, [(int(word or 0), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", key)]
 
 
+class SafeConsole(Console):
+    """A console whose plain strings are made safe to print; styles come from ``rich.text.Text`` objects."""
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        super().print(*(printable(one) if isinstance(one, str) else one for one in objects), **settings)
+
+
 def stdout() -> Console:
     """Names hold brackets and numbers: nothing in them is markup. A pipe gets whole lines."""
-    console = Console(markup=False, highlight=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=_WIDE)
+    console = SafeConsole(markup=False, highlight=False, emoji=False)
+    return console if console.is_terminal else SafeConsole(markup=False, highlight=False, emoji=False, width=_WIDE)
 
 
 def print_table(
@@ -81,6 +90,7 @@ def print_table(
 ) -> None:
     """No cell is ever cut. Where a terminal is too narrow, columns go in the order of ``spare``, and that is said."""
     console = stdout()
+    rows = [[printable(cell) for cell in row] for row in rows]
     lines, left_out = aligned(headings, rows, right, spare, console.width if console.is_terminal else None)
     for number, line in enumerate(lines):
         console.print(Text(line, style="" if number else "bold"), soft_wrap=True)

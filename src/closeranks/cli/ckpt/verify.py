@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from closeranks.cli.terminal import say
+
 if TYPE_CHECKING:
     from closeranks.checkpoint.verify import Finding
 
@@ -55,14 +57,14 @@ def verify(
         print(json.dumps({**told, "seconds": seconds, "is_sound": not damage, "findings": rows}, indent=1))
     else:
         for line in _lines(findings):
-            typer.echo(line)
+            say(line)
         what = f"{num_sealed} checkpoint{'' if num_sealed == 1 else 's'}, {seen.num_chunks:,} chunks"
         rate = f"{size(seen.num_bytes)} in {seconds:.1f} s, {seen.num_bytes / seconds / 1e9:.2f} GB/s"
         wrong = {finding.checkpoint or finding.what for finding in damage}
-        typer.echo(f"{what}: {f'{len(wrong)} damaged' if wrong else 'all sound'} ({rate})")
+        say(f"{what}: {f'{len(wrong)} damaged' if wrong else 'all sound'} ({rate})")
         sound = [found.name for found in catalogue if found.manifest is not None and found.name not in wrong]
         if wrong and sound:
-            typer.echo(f"The newest sound one is {sound[0]}: a run that resumes passes over the damaged.")
+            say(f"The newest sound one is {sound[0]}: a run that resumes passes over the damaged.")
     if damage:
         raise typer.Exit(1)
 

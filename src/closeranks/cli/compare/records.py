@@ -24,6 +24,7 @@ from typing import IO
 
 from closeranks.cli.compare.plan import Plan, Run
 from closeranks.core.errors import SetupError
+from closeranks.core.regular_file import read_text
 from closeranks.telemetry.wording import count
 
 
@@ -75,7 +76,7 @@ class Slot:
     def read(self) -> Record | None:
         """How the run went; None where it was not finished, or another version of ours wrote it down."""
         try:
-            told = json.loads(self._done.read_text())
+            told = json.loads(read_text(self._done))
             traffic = tuple((float(at), int(sent)) for at, sent in told["traffic"])
             return Record(**{**told, "traffic": traffic, "machine": Machine(**told["machine"])})
         except (OSError, ValueError, KeyError, TypeError):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from closeranks.cli.terminal import say
+
 if TYPE_CHECKING:
     from closeranks.data.building.build import Reporter, Summary
 
@@ -95,7 +97,7 @@ def build(
         print(json.dumps(summary.told(), indent=1))
     else:
         for line in _lines(summary, out):
-            typer.echo(line)
+            say(line)
 
 
 def _lines(summary: Summary, out: str) -> Iterator[str]:
@@ -140,5 +142,5 @@ def _reporter() -> Iterator[Reporter]:
         yield Reporter(
             on_total=lambda total, done: bar.update(task, total=total, completed=done),
             on_bytes=lambda num_bytes: bar.update(task, advance=num_bytes),
-            on_remark=lambda text: typer.echo(text, err=True),
+            on_remark=lambda text: say(text, err=True),
         )

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from closeranks.cli.terminal import say
+
 HELP = """Show the sample that a run reads at a position, or the n-th sample of stored data.
 
 \b
@@ -56,6 +58,6 @@ def show(
         print(json.dumps({**shown.told(decode), "files": [str(path) for path in written]}, indent=1))
         return
     for line in lines(shown, decode, length):
-        typer.echo(line)
+        say(line)
     for path in written:
-        typer.echo(f"wrote {path}")
+        say(f"wrote {path}")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from closeranks.cli.terminal import say
+
 if TYPE_CHECKING:
     from closeranks.cli.data.surveying import Surveyed
 
@@ -74,21 +76,21 @@ def stats(
 def _print_all(found: Sequence[Surveyed], picture: Path | None) -> None:
     for number, one in enumerate(found):
         if number:
-            typer.echo("")
+            say("")
         _print(one)
     if picture is not None:
-        typer.echo(f"\npicture: {picture}")
+        say(f"\npicture: {picture}")
 
 
 def _print(found: Surveyed) -> None:
     from closeranks.cli.ckpt.places import print_table
 
-    typer.echo(f"{found.name}: {found.headline()}")
+    say(f"{found.name}: {found.headline()}")
     for name, value in found.rows():
-        typer.echo(f"  {name:<12} {value}")
+        say(f"  {name:<12} {value}")
     bars = found.survey.lengths.bars()
     if bars:
-        typer.echo("")
+        say("")
         most = max(bar.count for bar in bars)
         rows = [
             (f"{bar.first:,}", f"{bar.last - 1:,}", f"{bar.count:,}", f"{bar.count / found.survey.lengths.count:.1%}",

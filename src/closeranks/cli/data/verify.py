@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from closeranks.cli.terminal import say
+
 HELP = """Read all of a data set and name what is damaged: file, block, offset, and the samples it hits.
 
 \b
@@ -47,11 +49,11 @@ def verify(
         print(json.dumps({**asdict(proof), "seconds": seconds, "is_sound": not proof.findings}, indent=1))
     else:
         for finding in proof.findings[:_LISTED]:
-            typer.echo(f"DAMAGED  {finding.text}")
+            say(f"DAMAGED  {finding.text}")
         if len(proof.findings) > _LISTED:
-            typer.echo(f"         and {len(proof.findings) - _LISTED:,} more: --json names them all")
+            say(f"         and {len(proof.findings) - _LISTED:,} more: --json names them all")
         verdict = f"{len(proof.findings):,} damaged" if proof.findings else "all sound"
-        typer.echo(f"{path}: {proof.what}: {verdict} ({proof.how}, {seconds:.1f} s)")
+        say(f"{path}: {proof.what}: {verdict} ({proof.how}, {seconds:.1f} s)")
     if proof.findings:
         raise typer.Exit(1)
 

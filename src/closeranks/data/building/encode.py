@@ -18,6 +18,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from closeranks.core.errors import DataError
+from closeranks.core.regular_file import read_bytes
 from closeranks.data.stores import Ints
 
 BYTES = "bytes"
@@ -174,7 +175,7 @@ def _file_of(tokenizer: str) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         what = f"the tokenizer file '{path}' cannot be read: {error.strerror}"
         raise DataError(what, "Check its permissions.") from error

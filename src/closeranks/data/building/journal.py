@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from closeranks.core.errors import DataError, SetupError
 from closeranks.core.faults import declare, point
+from closeranks.core.regular_file import read_bytes
 from closeranks.data.building.blueprint import Blueprint, PartDone, Tally
 from closeranks.data.building.inputs import fingerprint
 from closeranks.storage.documents import UnsoundDocument, seal, unseal
@@ -108,7 +109,7 @@ class Journal:
 
     def _document(self, name: str) -> Any:
         try:
-            return unseal("build", (self.folder / name).read_bytes(), name, _VERSION)
+            return unseal("build", read_bytes(self.folder / name), name, _VERSION)
         except (FileNotFoundError, NotADirectoryError, UnsoundDocument):
             return None
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from closeranks.core.errors import DataError
+from closeranks.core.regular_file import open_binary
 
 COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2", ".xz": "xz"}
 RATIO = 4
@@ -48,7 +49,7 @@ class Stream:
 def open_stream(path: Path, shown: str, compression: str) -> Iterator[Stream]:
     """Its content from the beginning. ``shown``: the name that a person knows it by."""
     try:
-        raw = open(path, "rb", buffering=_CHUNK)  # noqa: SIM115  closed below
+        raw = open_binary(path, buffering=_CHUNK)
     except OSError as error:
         raise DataError(f"'{shown}' cannot be read: {error.strerror}", "Check its permissions.") from error
     with raw:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from closeranks.core.errors import DataError
+from closeranks.core.regular_file import read_bytes, regular_stat
 from closeranks.data.files.protocol import FileInfo
 from closeranks.data.files.sentences import empty, of_storage
 from closeranks.storage.failures import of_disk
@@ -51,7 +52,7 @@ class LocalFiles:
     def hold(self, name: str) -> Iterator[Path]:
         path = self._path_of(name)
         try:
-            found = os.stat(path)
+            found = regular_stat(path)
         except OSError as error:
             raise of_storage(of_disk(error, "looking for", path)) from error
         listed = (self._listing or {}).get(name)
@@ -63,7 +64,7 @@ class LocalFiles:
     def read(self, name: str) -> bytes:
         path = self._path_of(name)
         try:
-            return path.read_bytes()
+            return read_bytes(path)
         except OSError as error:
             raise of_storage(of_disk(error, "reading", path)) from error
 

@@ -16,6 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from closeranks.core.errors import DataError
+from closeranks.core.regular_file import read_bytes
 from closeranks.data.files.protocol import FileInfo, Files
 from closeranks.data.formats.index import IndexPlace
 from closeranks.data.stores import Ints, Place, Record, Records
@@ -70,7 +71,7 @@ class ImageRecords:
         name = self._name(index)
         with self._files.hold(name) as path:
             try:
-                image = path.read_bytes()
+                image = read_bytes(path)
             except OSError as error:
                 full = self._files.full_name(name)
                 raise DataError(

@@ -24,6 +24,7 @@ from blake3 import blake3
 from crc32c import crc32c
 
 from closeranks.core.errors import DataError
+from closeranks.core.regular_file import open_binary
 from closeranks.data.files.protocol import FileInfo
 from closeranks.storage.disk import write_all
 from closeranks.storage.documents import UnsoundDocument, seal, unseal
@@ -153,7 +154,7 @@ def read_index(path: Path, subject: Subject, *, in_full: bool = False) -> Index:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise UnsoundIndex("it is empty")
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import DataError
+from closeranks.core.regular_file import open_descriptor
 from closeranks.data.files.protocol import Files
 
 _LIMIT_LOCAL = 128
@@ -64,7 +65,7 @@ class Maps:
 
 
 def _map(path: str) -> npt.NDArray[np.uint8]:
-    fd = os.open(path, os.O_RDONLY)
+    fd = open_descriptor(path)
     try:
         if os.fstat(fd).st_size == 0:
             return np.empty(0, np.uint8)  # which cannot be mapped

@@ -18,6 +18,7 @@ from crc32c import crc32c
 
 from closeranks.core.errors import DataError
 from closeranks.core.faults import declare, point
+from closeranks.core.regular_file import open_descriptor, read_bytes
 from closeranks.data.shards.encoding import Form, decode_forms
 from closeranks.data.shards.layout import Footer, Head, UnsoundShard, encode_footer, footer_digest
 from closeranks.data.shards.manifest import NAME, About, Manifest, ShardEntry, decode_manifest, encode_manifest
@@ -95,7 +96,7 @@ def joined(before: Manifest | None, new: Manifest, folder: Path) -> Manifest:
 def open_shard(path: Path) -> Finished:
     """``DataError`` for one that is not whole."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_descriptor(path)
         try:
             footer, checksums = read_ends(fd)
             notes = json.loads(_notes(fd, footer, checksums.tolist()))
@@ -121,7 +122,7 @@ def _notes(fd: int, footer: Footer, checksums: Sequence[int]) -> bytes:
 
 def _standing(folder: Path) -> Manifest | None:
     try:
-        return decode_manifest((folder / NAME).read_bytes(), str(folder / NAME))
+        return decode_manifest(read_bytes(folder / NAME), str(folder / NAME))
     except FileNotFoundError:
         return None
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from closeranks.core.errors import BadRecordError, DataError
+from closeranks.core.regular_file import open_descriptor
 from closeranks.data.files.protocol import Files
 from closeranks.data.shards.encoding import Decoder
 from closeranks.data.shards.layout import UnsoundShard
@@ -135,7 +136,7 @@ class MappedShards:
             path = hold.enter_context(self.files.hold(entry.name))
             full = self.files.full_name(entry.name)
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_descriptor(path)
                 try:
                     footer, checksums = read_ends(fd, entry, self.manifest.head)
                     file_map = FileMap(fd, footer.shape.num_bytes)

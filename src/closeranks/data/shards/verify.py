@@ -18,6 +18,7 @@ import numpy as np
 from crc32c import crc32c
 
 from closeranks.core.errors import DataError
+from closeranks.core.regular_file import open_descriptor
 from closeranks.data.files.protocol import Files
 from closeranks.data.shards.encoding import PREFIX, Decoder, decode_forms
 from closeranks.data.shards.layout import DATA_OFFSET, Footer, Shape, UnsoundShard
@@ -152,7 +153,7 @@ class _Check:
         self._fd = -1
 
     def run(self, path: Path) -> list[Finding]:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_descriptor(path)
         try:
             footer, checksums = read_ends(self._fd, self._shard.entry, self._manifest.head)
             bad, largest = self._bad_blocks(checksums.tolist())

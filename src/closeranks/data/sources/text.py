@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from closeranks.core.errors import DataError
 from closeranks.core.protocols import Batch
+from closeranks.core.regular_file import open_binary
 from closeranks.data.config import TextConfig
 from closeranks.data.order import Ints
 from closeranks.data.sources.registry import SOURCES, Split, num_held_out
@@ -117,7 +118,7 @@ def _read(files: tuple[_TextFile, ...], max_bytes: int | None) -> tuple[Bytes, s
         if room <= 0:
             break
         try:
-            with open(file.path, "rb") as stream:
+            with open_binary(file.path) as stream:
                 parts.append(stream.read(room))
         except OSError as error:
             raise DataError(

@@ -1,0 +1,15 @@
+"""Prints text that may hold names and values from files of somebody else.
+
+Invariant: no byte of such text reaches the terminal as a control sequence (``core.printable``).
+"""
+
+from __future__ import annotations
+
+import typer
+
+from closeranks.core.printable import printable
+
+
+def say(text: object, *, err: bool = False) -> None:
+    """``typer.echo``, made safe."""
+    typer.echo(printable(str(text)), err=err)
