@@ -127,6 +127,7 @@ def readers(run: Path, out: Path) -> list[tuple[str, Callable[[], Said]]]:
     ]
 
 
+@pytest.mark.timeout(600)
 def test_every_reader_of_a_forged_manifest_ends_with_a_sentence(
     run: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -134,7 +135,7 @@ def test_every_reader_of_a_forged_manifest_ends_with_a_sentence(
     body = body_of(path)
     (run / "checkpoints" / "latest").unlink()
     out = tmp_path / "out"
-    for what, forged in forgeries(body, 20):
+    for what, forged in forgeries(body, 10):
         path.write_bytes(seal_text("manifest", to_text(forged)))
         before = everything(tmp_path)
         for name, read in readers(run, out):
@@ -160,6 +161,7 @@ def test_resuming_from_a_forged_manifest_goes_on_from_the_one_before(run: Path) 
     assert 1 in steps
 
 
+@pytest.mark.timeout(600)
 def test_a_forged_run_folder_is_told(run: Path, tmp_path: Path) -> None:
     metrics = run / "metrics" / "rank-00000.jsonl"
     rows = [json.loads(line) for line in metrics.read_bytes().splitlines()]

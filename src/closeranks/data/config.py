@@ -103,7 +103,7 @@ class _StoredConfig(_CommonData):
     """A file or folder, or the URL of one (``s3://bucket/folder``)."""
     format: str = ""
     """Empty: found out from the files. Else ``shards``, ``webdataset``, ``parquet``, ``arrow``, ``jsonl``,
-    ``megatron``, ``mds``, ``images`` or ``numpy``."""
+    ``megatron``, ``mds``, ``images``, ``numpy`` or ``tfrecord``."""
     eval_path: str = ""
     """Data for evaluation. Empty: ``eval_fraction`` of the data itself."""
     eval_fraction: EvalFraction = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -163,3 +164,35 @@ def test_a_full_disk_is_told_and_the_build_goes_on_when_there_is_room(tmp_path: 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", "", "'{path}' holds nothing to build from"),
+        ("a.jsonl", "\n\n", "'{path}' holds nothing to build from"),
+        ("a.jsonl", '{"text": ""}\n', "'{path}' holds nothing to build from"),
+    ],
+)
+def test_inputs_that_hold_nothing_are_a_mistake(name: str, content: str, words: str, tmp_path: Path) -> None:
+    path, out = tmp_path / name, tmp_path / "out"
+    path.write_text(content)
+    said = data("build", path, "--out", out)
+    assert said.code == 2
+    assert said.err.startswith(f"closeranks: {words.format(path=path)}")
+    assert not (out / "dataset.json").exists()
+    path.write_text('{"text": "something"}\n')
+    assert data("build", path, "--out", out).code == 0
+
+
+@pytest.mark.parametrize("content", ['[\n  {"text": "a"},\n  {"text": "b"}\n]\n', '[{"text": "a"}, {"text": "b"}]'])
+def test_a_json_array_is_called_one_with_the_command_that_converts_it(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "it's.json"
+    path.write_text(content)
+    said = data("build", path, "--out", tmp_path / "out")
+    assert said.code == 2
+    assert f"'{path}' is one JSON array, not one object per line. Convert it: " in said.err
+    command = said.err.partition("Convert it: ")[2].strip().replace("python", shlex.quote(sys.executable), 1)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert (tmp_path / "converted.jsonl").read_text() == '{"text": "a"}\n{"text": "b"}\n'
+    assert data("build", tmp_path / "converted.jsonl", "--out", tmp_path / "out").code == 0

@@ -24,7 +24,7 @@ HELP = """Turn text, JSONL, Parquet, tar, or folders of them into shards that tr
   closeranks data build photos/ train.tar.gz --out shards --kind records
 
 INPUT is a file, a folder or a URL of those: text, JSONL (also .gz and .zst), Parquet, Arrow and Hugging Face data sets,
-tar (also .tar.gz), MDS, image folders. A folder is what most of its bytes are; what is left out is told.
+tar (also .tar.gz), MDS, TFRecord, image folders. A folder is what most of its bytes are; what is left out is told.
 
 Tokens: bytes (a vocabulary of 256) or the tokenizer.json of a Hugging Face model. --eos auto puts the file's
 end-of-document token behind every document, where it has one; bytes have none. Special tokens that the tokenizer would

@@ -16,8 +16,8 @@ HELP = """Make data ready for training, prove that it is sound, and see what a r
   closeranks data show 123 job.toml                           the sample at position 123 of the run
   closeranks data assign -n 8 -n 3 job.toml --step 40         who reads what at a step, before and after a resize
 
-Training reads shards, and WebDataset tars, Parquet, Arrow, JSONL, Megatron, MDS, image folders and NumPy files where
-they lie; `build` is for raw text, for tokenizing once instead of in every run, and for compressed files.
+Training reads shards, and WebDataset tars, Parquet, Arrow, JSONL, Megatron, MDS, TFRecord, image folders and NumPy
+files where they lie; `build` is for raw text, for tokenizing once instead of in every run, and for compressed files.
 """
 VERBS = ("build", "verify", "stats", "show", "assign")
 

@@ -32,6 +32,7 @@ _CARRIED = {
     "webdataset": "tar has no checksums of its content",
     "images": "most image files have no checksums",
     "numpy": "NumPy has no checksums",
+    "tfrecord": "every record compared with its checksums",
 }
 """What a format lets reading find out."""
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from closeranks.core.errors import Interrupted
+from closeranks.core.errors import DataError, Interrupted
 from closeranks.core.faults import point
 from closeranks.data.building.blueprint import Blueprint, PartDone, Settings, Skipped, Tally
 from closeranks.data.building.crew import build_parts
@@ -125,6 +125,10 @@ def _build(blueprint: Blueprint, request: Request, reporter: Reporter) -> tuple[
         done = {index: part for index, part in noted.items() if part is not None}
         num_resumed, read_bytes = len(done), _build_parts(blueprint, journal, done, request, reporter)
         point(PARTS_DONE)
+        if problem := _nothing(blueprint, done):
+            sweep(blueprint.out)
+            journal.forget(plan_too=True)
+            raise DataError(problem, "Name inputs that hold documents.")
         manifest = commit(blueprint.out, _shards(done), _about(blueprint, done))
         point(DESCRIBED)
         journal.forget(plan_too=False)
@@ -151,6 +155,18 @@ def _build_parts(
         what = f"interrupted: {len(done):,} of {len(blueprint.parts):,} parts are built"
         raise Interrupted(what, "The same command goes on from there.") from None
     return rest
+
+
+def _nothing(blueprint: Blueprint, done: dict[int, PartDone]) -> str:
+    """Why there is nothing to train on, though every part was built; empty where there is something."""
+    tally = sum((done[index].tally for index in sorted(done)), Tally())
+    if _shards(done) and (blueprint.settings.kind != "tokens" or tally.text_bytes):
+        return ""
+    given = ", ".join(f"'{text}'" for text in blueprint.given[:3]) + (", ..." if len(blueprint.given) > 3 else "")
+    if tally.num_skipped:
+        first = str(Skipped(*tally.skipped[0])) if tally.skipped else ""
+        return f"nothing of {given} could be used: {tally.num_skipped:,} records were left out, such as {first}"
+    return f"{given} holds nothing to build from: no text and no records"
 
 
 def num_cores() -> int:

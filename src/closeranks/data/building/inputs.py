@@ -6,6 +6,7 @@ is the same on every machine and at every start, sorted by name within each inpu
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from closeranks.data.building.streams import COMPRESSIONS, RATIO, compression_of
 from closeranks.data.files.protocol import FileInfo, Files
 
 TEXT, JSONL, TAR, PACKED_MDS, IMAGES = "text", "jsonl", "tar", "mds, compressed", "images"
-STORED = ("shards", "parquet", "arrow", "mds", "megatron", "webdataset", IMAGES, "numpy")
+STORED = ("shards", "parquet", "arrow", "mds", "megatron", "webdataset", IMAGES, "numpy", "tfrecord")
 """Formats that are read where they lie, by number of record."""
 KINDS = (TEXT, JSONL, TAR, PACKED_MDS, *STORED)
 
@@ -39,7 +40,10 @@ _ENDINGS = {
         IMAGES,
     ),
     ".crs": "shards",
+    **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrec"), "tfrecord"),
 }
+_PART = re.compile(r"-\d+-of-\d+$")
+"""``train.tfrecord-00000-of-00008`` is a ``train.tfrecord``."""
 _TARS = {
     **{f".tar{suffix}": compression for suffix, compression in COMPRESSIONS.items()},
     ".tgz": "gz",
@@ -105,11 +109,11 @@ def kind_of(name: str, siblings: frozenset[str] = frozenset()) -> str:
     lower = name.lower()
     if lower.endswith(tuple(_TARS)):
         return TAR
-    suffix = PurePosixPath(plain_name(lower)).suffix
+    suffix = PurePosixPath(_PART.sub("", plain_name(lower))).suffix
     if suffix == ".bin" and name[: -len(".bin")] + ".idx" in siblings:
         return "megatron"
     if compression_of(lower) and _ENDINGS.get(suffix, TEXT) not in (TEXT, JSONL):
-        return PACKED_MDS if suffix == ".mds" else ""
+        return {".mds": PACKED_MDS}.get(suffix, "tfrecord" if _ENDINGS[suffix] == "tfrecord" else "")
     if PurePosixPath(name).name == "index.json" and any(".mds" in sibling for sibling in siblings):
         return "mds"
     if suffix in _NEVER_TEXT:

@@ -6,6 +6,8 @@ says) is told now, in one sentence, and not after an hour.
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +15,17 @@ from pathlib import Path
 from closeranks.core.errors import DataError
 from closeranks.data.building.blueprint import Blueprint, Settings
 from closeranks.data.building.encode import Encoder, open_encoder
-from closeranks.data.building.inputs import STORED, TAR, TEXT, Found, Input, find_inputs
+from closeranks.data.building.inputs import JSONL, STORED, TAR, TEXT, Found, Input, find_inputs
 from closeranks.data.building.plan import Extent, Range, plan
 from closeranks.data.building.reading import Wish, read_range
 from closeranks.data.building.stored import open_store
+from closeranks.data.building.streams import open_stream
 from closeranks.data.files.open import open_files
 from closeranks.data.files.protocol import Files
 from closeranks.data.stores import Records
+
+_PEEK_BYTES = 4096
+_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 
 
 def blueprint_of(
@@ -89,9 +95,24 @@ class _Look:
         span = Range(0, 0, min(1, self._num_units(given, files)) if given.kind in STORED else given.num_bytes)
         items = read_range(given, files, span, wish, lambda: self._store(given, files), _quiet)
         item = next(items, None)
+        if given.kind == JSONL and (item is None or item.reason):
+            self._refuse_array(given, files)
         if item is not None and item.reason and settings.on_bad == "stop":
             where = f"'{item.file}', {item.unit} {item.offset}"
             raise DataError(f"{where}: {item.reason}", _advice(given, settings))
+
+    def _refuse_array(self, given: Input, files: Files) -> None:
+        """A list of objects that fills the file is no line of it, whatever stands on its first line."""
+        shown = files.full_name(given.name)
+        with files.hold(given.name) as path, open_stream(path, shown, given.compression) as stream:
+            if not _ARRAY.match(stream.content.read(_PEEK_BYTES)):
+                return
+        convert = "import json, sys; [print(json.dumps(one)) for one in json.load(sys.stdin)]"
+        read = {"": f"{shlex.quote(shown)} ", "gz": f"<(gunzip -c {shlex.quote(shown)}) "}.get(
+            given.compression, "FILE "
+        )
+        what = f"'{shown}' is one JSON array, not one object per line"
+        raise DataError(what, f"Convert it: python -c {shlex.quote(convert)} < {read}> converted.jsonl")
 
 
 def _quiet(num_bytes: int) -> None:

@@ -7,6 +7,7 @@ was found. A format's module is imported only when files of its kind are there.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,8 +53,15 @@ FORMATS = (
         ".jpg .png and the like",
     ),
     Format("numpy", "numpy_files", (".npy", ".npz"), ".npy"),
+    Format(
+        "tfrecord",
+        "tfrecord",
+        tuple(s + p for s in (".tfrecord", ".tfrecords", ".tfrec") for p in _PACKED),
+        ".tfrecord",
+    ),
 )
 _BY_NAME = {format.name: format for format in FORMATS}
+_PART = re.compile(r"-\d+-of-\d+$")
 _CONVERT = "Name another folder, or make shards of it with 'closeranks data build'."
 
 
@@ -120,11 +128,16 @@ def _module(name: str) -> Any:
 
 
 def _has_any(infos: Sequence[FileInfo], format: Format) -> bool:
-    return any(info.name.lower().endswith(format.suffixes) for info in infos)
+    return any(_plain_name(info).endswith(format.suffixes) for info in infos)
 
 
 def _count(infos: Sequence[FileInfo], format: Format) -> int:
-    return sum(info.name.lower().endswith(format.suffixes) for info in infos)
+    return sum(_plain_name(info).endswith(format.suffixes) for info in infos)
+
+
+def _plain_name(info: FileInfo) -> str:
+    """``train.tfrecord-00000-of-00008`` is a ``train.tfrecord``."""
+    return _PART.sub("", info.name.lower())
 
 
 def _seen(infos: Sequence[FileInfo]) -> str:

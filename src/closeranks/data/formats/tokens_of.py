@@ -167,6 +167,8 @@ def tokens_in(value: Any) -> npt.NDArray[Any]:
     """The ids that a field holds; ``ValueError`` completes "field 'x' ..."."""
     if isinstance(value, str):
         return np.frombuffer(value.encode("utf-8", "surrogatepass"), np.uint8)
+    if type(value) is int:  # of a format that has no lists of one
+        value = [value]
     if not isinstance(value, (list, tuple, np.ndarray)):
         raise ValueError(f"is of type {type(value).__name__}, neither text nor a list of ids")
     try:
