@@ -75,7 +75,9 @@ def test_weights_are_refused_by_name(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["a.jsonl", "a.tar", "a.parquet", "a.npy", "a.bin", "a.arrow", "a.tfrecord", "index.json"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.tar", "a.parquet", "a.npy", "a.bin", "a.arrow", "a.tfrecord", "index.json"]
+)
 def test_data_is_refused_by_name(kind: str, name: str, tmp_path: Path) -> None:
     np.save(tmp_path / "b.npy", np.zeros(4, np.int32))
     put(kind, tmp_path / name)

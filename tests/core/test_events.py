@@ -33,12 +33,12 @@ def test_an_event_survives_its_json_line(kind: type[Event], data: st.DataObject)
 def _values(annotation: str) -> st.SearchStrategy[Any]:
     number = st.floats(allow_nan=False, allow_infinity=False)
     plain: dict[str, st.SearchStrategy[Any]] = {
-        "int": st.integers(),
+        "int": st.integers(-(2**63), 2**63 - 1),
         "float": number,
         "bool": st.booleans(),
         "str": st.text(max_size=5),
         "float | None": st.none() | number,
-        "int | None": st.none() | st.integers(),
+        "int | None": st.none() | st.integers(-(2**63), 2**63 - 1),
         "list[str]": st.lists(st.text(max_size=3), max_size=3),
         "dict[str, float]": st.dictionaries(st.text(max_size=3), number, max_size=2),
         "dict[str, str]": st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
@@ -59,3 +59,12 @@ def test_a_missing_field_takes_its_default() -> None:
 
 def test_default_dicts_are_not_shared() -> None:
     assert StepDone().metrics is not StepDone().metrics
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"step": "3"}, {"step": None}, {"step": 2**63}, {"loss": "x"}, {"metrics": {"a": None}}, {"taken": 1}],
+    ids=str,
+)
+def test_a_line_with_a_value_of_another_type_is_none_of_ours(fields: dict[str, Any]) -> None:
+    assert decode({"event": "step", **fields}) is None
