@@ -16,7 +16,7 @@ from closeranks.core.registry import load_object
 from closeranks.data.sources.user import as_source
 from closeranks.models.build import spec_for
 from closeranks.models.user import UserSpec
-from closeranks.run import heirloom
+from closeranks.run import excepthook, heirloom
 from closeranks.run.hooks import Hook, TensorBoard
 from closeranks.run.job import Job, check_vocabulary, load_job
 from closeranks.run.parts import Ingredients
@@ -52,6 +52,7 @@ def from_python(
     collate: Any,
     tables: Mapping[str, Any],
 ) -> Described:
+    excepthook.install()
     beside = {key: tables[key] for key in ("stages", "tensor") if key in tables}
     extra = {
         **{name: table for name, table in tables.items() if name not in (*beside, "loading")},

@@ -6,6 +6,7 @@ what it needs. It decides nothing: choices stand in the job, arithmetic in the r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,7 +38,7 @@ from closeranks.parallel.group import Group, OpenedGroup, open_group
 from closeranks.parallel.mesh import Groups, open_groups
 from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.precision import Precision
-from closeranks.run import heirloom
+from closeranks.run import excepthook, heirloom
 from closeranks.run.accuracy import Accuracy
 from closeranks.run.apart import make_outer, make_vote, num_hosts, rounds_of
 from closeranks.run.bucketing import buckets_for
@@ -184,8 +185,10 @@ def assemble(
     is_new = not job.checkpoint.resume
     planned = _plan(job, world, ingredients, Past()) if is_new else None
     device = choose_device(job, world)
+    hook = sys.excepthook
     with own_sockets():
         opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
+    excepthook.settle(hook, world.size)
     try:
         planned = planned or _plan(job, world, ingredients, recall(opened.group))
         return _build(planned, world, ingredients, device, opened)
