@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,46 @@ def test_layout_words_and_overrides_are_told_apart() -> None:
 def test_the_text_is_the_whole_layout(text: str, num_workers: int, layout: str) -> None:
     job = load_job(Path(TINY), ["layout.tensor=2"]).value
     assert str(layout_for(with_layout(job, text, num_workers), num_workers or 1)) == layout
+
+
+def test_where_nothing_fits_it_says_so_and_how_many_workers_would(tmp_path: Path) -> None:
+    large = ["model.preset=13b", "train.precision=bf16", "train.global_batch=64", "train.micro_batch=1"]
+    done = closeranks("layout", "ls", TINY, "-n", 2, *large, "--fits", 40, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert re.search(
+        r"None of these \d+ layouts fits into 40 GiB a rank: .* needs the least, [\d.]+ GiB, which is", done.out
+    )
+    (command,) = re.findall(r"The fewest that fit are \d+ workers, with .*: (closeranks layout ls .*)", done.out)
+    again = closeranks(*shlex.split(command)[1:], cwd=tmp_path)
+    assert "None of these" not in again.out
+    (number,) = re.findall(r"-n (\d+) --fits 40", command)
+    fewer = closeranks("layout", "ls", TINY, "-n", int(number) - 1, *large, "--fits", 40, "--json", cwd=tmp_path)
+    read = json.loads(fewer.out)
+    assert read["layouts"] == []
+    assert read["fewest_workers"] == int(number)
+
+
+def test_memory_for_copies_and_tensor_ranks_on_several_hosts(tmp_path: Path) -> None:
+    def shown(*words: str) -> str:
+        return closeranks("layout", "show", TINY, *words, cwd=tmp_path).out
+
+    assert "MiB a host of 4 workers (two of what a rank holds)" in shown("data=4")
+    assert "(two of what a rank holds and two of a peer's)" in shown("data=4 zero=1")
+    assert "none (elastic.enabled = false)" in shown("data=4", "elastic.enabled=false")
+    crossing = shown("data=2 tensor=4", "--per-host", "2")
+    assert "warning: the tensor axis crosses hosts: 4 ranks" in crossing
+    assert "Use layout.tensor = 2 on hosts of 2 workers" in crossing
+    assert "warning" not in shown("data=2 tensor=4", "--per-host", "4")
+
+
+@pytest.mark.slow
+def test_copies_take_the_memory_that_is_shown(tmp_path: Path) -> None:
+    """Against what two workers reserve: each of up to four slots has a header and an index besides, in large pages."""
+    told = closeranks("layout", "show", TINY, "data=2 zero=1", "--json", cwd=tmp_path)
+    most = max(json.loads(told.out)["host_copies_bytes"])
+    small = ["layout=data=2 zero=1", "train.steps=4", "run.folder=run", "checkpoint.save=false"]
+    done = closeranks("train", TINY, "-n", 2, *small, cwd=tmp_path)
+    assert done.code == 0, done.err
+    lines = map(json.loads, (tmp_path / "run" / "metrics" / "rank-00000.jsonl").read_text().splitlines())
+    (kept, *_) = [line["bytes"] for line in lines if line["event"] == "snapshots"]
+    assert most <= kept <= 1.05 * most + 4 * 2**21

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import DataError
 from closeranks.core.events import RunEnded, StepDone
-from closeranks.run.ledger import Ledger
+from closeranks.run.ledger import Ledger, advice
 from closeranks.run.step import Step
 from tests.run.saved import tensors
 from tests.run.small import loss, of_kind, open_session, train
@@ -43,6 +43,15 @@ def test_a_streak_of_steps_that_are_not_finite_ends_the_run(tmp_path: Path, valu
         train(tmp_path, loss=Spoiled(3, 4, 5, 6, value=value), train={"steps": 9})
     assert taken(tmp_path) == [True, True, False, False, False], "each is on record, the last one too"
     assert of_kind(tmp_path, RunEnded)[0].reason == "failed"
+
+
+def test_the_advice_names_what_the_job_does_not_do_yet(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as told:
+        train(tmp_path, loss=Spoiled(1, 2, 3), train={"steps": 9})
+    assert "float32" not in str(told.value), "it is what this job trains in"
+    assert "optim.clip" not in str(told.value), "it clips by default"
+    assert "float32" in advice("bf16", 1.0)
+    assert "optim.clip = 1.0" in advice("float32", 0.0)
 
 
 def test_patience_is_the_jobs(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ SHOW_HELP = """Show a layout: the mesh of ranks, which rank holds what, who talk
   closeranks layout show job.toml -n 8
   closeranks layout show job.toml "data=2 tensor=2 pipeline=2"
   closeranks layout show job.toml "tensor=2 pipeline=4 schedule=zbv" -n 16 train.micro_batch=1
+  closeranks layout show job.toml "tensor=4 data=8" --per-host 8
   closeranks layout show job.toml "pipeline=4" --picture mesh.png
 
 A layout names the axes data, tensor and pipeline, and zero=0..3, shard and schedule. Axes that are left out are 1; with
@@ -100,6 +101,9 @@ def show(
         typer.Argument(help="A layout, then values to change.", metavar="[LAYOUT] [TABLE.KEY=VALUE]..."),
     ] = None,
     num_workers: Workers = 0,
+    per_host: Annotated[
+        int, typer.Option("--per-host", min=0, help="Workers of one host; 0: all on one, or 8 to a host.")
+    ] = 0,
     picture: Annotated[
         Path | None, typer.Option(help="Draw mesh and schedule into this PNG.", metavar="OUT.png")
     ] = None,
@@ -107,7 +111,7 @@ def show(
 ) -> None:
     from closeranks.cli import planning
 
-    planning.show_layout(job, words or [], num_workers, picture, as_json=as_json)
+    planning.show_layout(job, words or [], num_workers, picture, per_host=per_host, as_json=as_json)
 
 
 @layout.command("check", help=CHECK_HELP, short_help="Prove that a layout trains what one process trains.")

@@ -7,6 +7,7 @@ and nothing else, so that ``--json`` can be piped.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from closeranks.cli.copies import copies_line, hosts_of, rank_copies
 from closeranks.core.config.overrides import split_pairs
 from closeranks.core.environment import num_gpus
 from closeranks.core.errors import ConfigError, Problem, SetupError
 from closeranks.core.registry import did_you_mean, is_dotted
 from closeranks.facts.layout import SCHEDULES, Layout
+from closeranks.facts.mesh import tensor_crossing
 from closeranks.plan import listing, mesh_text
 from closeranks.plan.layouts import Cost, Costing, Subject, cost_of, layouts_of, sort_out
 from closeranks.run.describe import subject_of
@@ -52,10 +55,12 @@ def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: L
     costing = Costing(subject)
     costs = sorted((costing.of(layout) for layout in found.legal), key=lambda cost: _order(cost, wish.sort))
     fitting = [cost for cost in costs if not wish.fits_gib or cost.fullest.total_bytes <= wish.fits_gib * _GIB]
+    fewest = _fewest(job, subject, costing, wish) if wish.fits_gib else None
     if as_json:
         rows = [listing.as_json(cost, is_job=cost.layout == own) for cost in fitting]
         refused = [{"axis": entry.axis, "count": entry.count, "example": entry.example.what} for entry in found.refused]
-        print(json.dumps({"num_ranks": num_ranks, "layouts": rows, "refused": refused}, indent=1))
+        least = {"fewest_workers": fewest.layout.num_ranks if fewest else None} if wish.fits_gib else {}
+        print(json.dumps({"num_ranks": num_ranks, "layouts": rows, "refused": refused, **least}, indent=1))
         return
     console = _console()
     if not costs:
@@ -69,10 +74,29 @@ def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: L
     console.print(f"{path.name} on {num_ranks} rank{'' if num_ranks == 1 else 's'}: {count}; sizes in {scale.name}\n")
     console.print(_table(shown, scale, own, console.width, knows_activations=subject.llama is not None))
     is_brief = console.width < listing.NARROW
+    if not fitting:
+        console.print(f"\n{listing.misfit(costs, wish.fits_gib)}", soft_wrap=not console.is_terminal)
+    if wish.fits_gib:
+        again = shlex.join(["closeranks", "layout", "ls", str(path), *overrides])
+        console.print(f"\n{listing.fewest_words(fewest, wish.fits_gib, again)}", soft_wrap=not console.is_terminal)
     remarks = (_closing(costs, fitting, shown, own, wish), listing.refusals(found))
     meaning = listing.meaning(knows_activations=subject.llama is not None, is_brief=is_brief)
     for sentence in (*remarks, meaning):
         console.print(f"\n{sentence}", soft_wrap=not console.is_terminal)
+
+
+def _fewest(job: Job, subject: Subject, costing: Costing, wish: Listing) -> Cost | None:
+    """The least-byte layout of the fewest workers, of ``listing.WORKERS``, on which one fits."""
+    limit = wish.fits_gib * _GIB
+    state = costing.of(Layout()).fullest.state
+    for num_ranks in listing.WORKERS:
+        if (state.parameters + state.gradients + state.optimizer) / num_ranks > limit:
+            continue  # not even if all of it were split evenly
+        legal = sort_out(_enumerated(job, num_ranks, wish, Layout()), subject.demands).legal
+        costs = sorted((costing.of(layout) for layout in legal), key=lambda cost: _order(cost, "bytes"))
+        if costs and costs[0].fullest.total_bytes <= limit:
+            return costs[0]
+    return None
 
 
 def _load(path: Path, overrides: Sequence[str]) -> Job:
@@ -137,7 +161,9 @@ def _closing(costs: Sequence[Cost], fitting: Sequence[Cost], shown: Sequence[Cos
     return f"{'; '.join(counted)}. {mark}"
 
 
-def show_layout(path: Path, words: Sequence[str], num_workers: int, picture: Path | None, *, as_json: bool) -> None:
+def show_layout(
+    path: Path, words: Sequence[str], num_workers: int, picture: Path | None, *, per_host: int, as_json: bool
+) -> None:
     text, overrides = split_words(words)
     job = with_layout(_load(path, overrides), text, num_workers)
     num_ranks = num_workers or layout_for(job, 1).num_ranks
@@ -151,11 +177,14 @@ def show_layout(path: Path, words: Sequence[str], num_workers: int, picture: Pat
         _draw(cost, picture)
     if as_json:
         ranks = {"num_ranks": num_ranks, "ranks": listing.ranks_as_json(cost)}
-        print(json.dumps({**listing.as_json(cost, is_job=not text), **ranks}, indent=1))
+        copies = {"host_copies_bytes": rank_copies(job, cost, per_host)}
+        print(json.dumps({**listing.as_json(cost, is_job=not text), **ranks, **copies}, indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
-    for line in _description(cost, subject):
+    for line in _description(cost, subject, copies_line(job, cost, per_host)):
         console.print(line, markup=False)
+    if warning := tensor_crossing(cost.layout, hosts_of(num_ranks, per_host)):
+        console.print(f"\nwarning: {warning}", markup=False)
     if picture is not None:
         console.print(f"\npicture: {picture}", markup=False)
 
@@ -186,7 +215,7 @@ def with_layout(job: Job, text: str, num_workers: int = 0) -> Job:
     return job.model_copy(update={"layout": job.layout.model_copy(update=values)})
 
 
-def _description(cost: Cost, subject: Subject) -> list[str]:
+def _description(cost: Cost, subject: Subject, copies: str) -> list[str]:
     layout, knows = cost.layout, subject.llama is not None
     micro = f"{cost.num_micro} micro-batch{'' if cost.num_micro == 1 else 'es'} a step on each data rank"
     scale = listing.scale_of([cost])
@@ -194,7 +223,7 @@ def _description(cost: Cost, subject: Subject) -> list[str]:
         [f"{layout} on {layout.num_ranks} rank{'' if layout.num_ranks == 1 else 's'}, {micro}"],
         list(mesh_text.mesh_lines(cost)),
         list(mesh_text.group_lines(layout)),
-        list(mesh_text.byte_lines(cost, scale, knows_activations=knows)),
+        [*mesh_text.byte_lines(cost, scale, knows_activations=knows), copies],
         list(mesh_text.traffic_lines(cost)),
         _schedule_lines(cost),
         [_remark(knows)],

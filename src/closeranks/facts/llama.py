@@ -60,7 +60,9 @@ PRESETS: dict[str, LlamaShape] = {
     "1b": LlamaShape(2048, 16, 32, 8, 8192, 128_256, rope_factor=32.0, tied=True),
     "1b_untied": LlamaShape(2048, 16, 32, 8, 8192, 128_256, rope_factor=32.0),
     "3b": LlamaShape(3072, 28, 24, 8, 8192, 128_256, rope_factor=32.0, tied=True),
+    "7b": LlamaShape(4096, 32, 32, 32, 11_008, 32_000, rope_theta=10_000.0),
     "8b": LlamaShape(4096, 32, 32, 8, 14_336, 128_256, rope_factor=8.0),
+    "13b": LlamaShape(5120, 40, 40, 40, 13_824, 32_000, rope_theta=10_000.0),
     "70b": LlamaShape(8192, 80, 64, 8, 28_672, 128_256, rope_factor=8.0),
     "405b": LlamaShape(16_384, 126, 128, 8, 53_248, 128_256, rope_factor=8.0),
 }

@@ -62,6 +62,15 @@ class StateBytes:
         return self.params + self.gradients + self.optimizer
 
 
+COPIES_IN_TURN = 2
+"""Copies of a state in host memory, written in turn: whoever is killed while writing one leaves the other whole."""
+
+
+def copies_bytes(own: int, of_peer: int = 0) -> int:
+    """Host memory for one rank's copies of the state that it holds itself, and of that which it keeps for a peer."""
+    return COPIES_IN_TURN * (own + of_peer)
+
+
 def widths(precision: Precision) -> Widths:
     return _WIDTHS[precision]
 

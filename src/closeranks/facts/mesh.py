@@ -10,10 +10,11 @@ home is all ranks of one stretch, on every other axis: what there is of the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from closeranks.facts.layout import Layout
+from closeranks.facts.layout import Layout, divisors
 
 AXES = ("pipeline", "replica", "shard", "tensor")
 """Slowest first. ``data`` is replica and shard together."""
@@ -82,3 +83,17 @@ class Mesh:
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that ``rank`` shares ``axes`` with, itself included."""
         return next(group for group in self.groups(*axes) if rank in group)
+
+
+def tensor_crossing(layout: Layout, hosts: Sequence[int]) -> str:
+    """A warning where ranks of one tensor group are on several hosts, else nothing. ``hosts``: each rank's."""
+    groups = (hosts[first : first + layout.tensor] for first in range(0, len(hosts), layout.tensor))
+    if all(len(set(group)) == 1 for group in groups):
+        return ""
+    counts = Counter(hosts).values()
+    inside = max(size for size in divisors(layout.tensor) if all(count % size == 0 for count in counts))
+    return (
+        f"the tensor axis crosses hosts: {layout.tensor} ranks exchange activations in every layer, and are not all on "
+        f"one host. Use layout.tensor = {inside} on hosts of {min(counts)} worker{'s' * (min(counts) != 1)}, and "
+        "pipeline or zero for the rest."
+    )

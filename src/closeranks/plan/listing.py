@@ -89,6 +89,33 @@ def refusals(found: Sorted) -> str:
     return f"{count}{more} {'is' if count == 1 else 'are'} not legal for this model and batch: {why}."
 
 
+WORKERS = (*range(1, 9), 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Numbers of workers that are tried when the fewest that fit are asked for."""
+
+
+def misfit(costs: Sequence[Cost], fits_gib: float) -> str:
+    """``None of these 12 layouts fits into 80 GiB a rank: tensor=8 needs the least, 246 GiB, which is 166 GiB ...``"""
+    least = min(costs, key=lambda cost: cost.fullest.total_bytes)
+    needs = least.fullest.total_bytes / (1 << 30)
+    these = f"None of these {len(costs)} layouts fits" if len(costs) > 1 else "This layout does not fit"
+    return (
+        f"{these} into {fits_gib:g} GiB a rank: {least.layout} needs the least, {needs:,.1f} GiB, which is "
+        f"{needs - fits_gib:,.1f} GiB too much."
+    )
+
+
+def fewest_words(fewest: Cost | None, fits_gib: float, command: str) -> str:
+    """How many workers it takes at least; ``command`` lists layouts, less the number of workers."""
+    if fewest is None:
+        what = (
+            f"No number of workers up to {WORKERS[-1]:,} was found on which a layout fits into {fits_gib:g} GiB a rank"
+        )
+        return f'{what}. Try a smaller train.micro_batch, or train.recompute = "full".'
+    number = fewest.layout.num_ranks
+    workers = f"{number} worker{'' if number == 1 else 's'}"
+    return f"The fewest that fit are {workers}, with {fewest.layout}: {command} -n {number} --fits {fits_gib:g}"
+
+
 def meaning(*, knows_activations: bool, is_brief: bool = False) -> str:
     """What the columns count."""
     estimate = (

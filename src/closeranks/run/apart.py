@@ -6,6 +6,7 @@ Which state belongs to one replica alone, and how it is saved, stands in ``run.r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 
 def num_hosts(world: World) -> int:
     return len(set(world.hosts)) or max(1, world.size // max(1, world.local_size))
+
+
+def hosts_of(world: World) -> Sequence[int]:
+    """Of each rank, its host; where the launcher does not say, as many to a host as there are on this one."""
+    return world.hosts or [rank // max(1, world.local_size) for rank in range(world.size)]
 
 
 def rounds_of(job: Job, num_steps: int) -> Rounds:

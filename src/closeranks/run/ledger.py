@@ -138,6 +138,17 @@ class Ledger:
             first = index + 2 - self._num_bad
             raise DataError(
                 f"loss or gradients have not been finite for {self._num_bad} steps in a row, since step {first}",
-                "Lower optim.lr, check the data for extreme values, or train in float32.",
+                advice(self._parts.precision.name, self._parts.job.optim.clip),
                 step=index + 1,
             )
+
+
+def advice(precision: str, clip: float) -> str:
+    """What to change where loss or gradients stay not finite."""
+    ways = ["lower optim.lr", "check the loss and the data for extreme values and for divisions by zero"]
+    if clip == 0:
+        ways.insert(1, "set optim.clip = 1.0")
+    if precision in ("bf16", "fp16"):
+        ways.append(f"train in float32 to see whether {precision} is the cause")
+    text = ", ".join(ways[:-1]) + f", or {ways[-1]}"
+    return f"{text[0].upper()}{text[1:]}."

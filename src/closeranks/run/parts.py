@@ -29,6 +29,7 @@ from closeranks.data.settings import ReadSettings
 from closeranks.data.source import placed
 from closeranks.elastic.vote import Verdict, Vote
 from closeranks.facts.layout import Layout
+from closeranks.facts.mesh import tensor_crossing
 from closeranks.optim.optimizer import Optimizer
 from closeranks.optim.scaler import LossScale
 from closeranks.optim.scaling import rate_warning, scaled
@@ -40,7 +41,7 @@ from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.precision import Precision
 from closeranks.run import excepthook, heirloom
 from closeranks.run.accuracy import Accuracy
-from closeranks.run.apart import make_outer, make_vote, num_hosts, rounds_of
+from closeranks.run.apart import hosts_of, make_outer, make_vote, num_hosts, rounds_of
 from closeranks.run.bucketing import buckets_for
 from closeranks.run.config import TrainConfig
 from closeranks.run.distribute import Freezing, make_reducer, wishes_of
@@ -238,7 +239,9 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
     outer = outer_plan(job, groups.home.across, schedule.num_steps)
     accuracy = Accuracy(chosen.plan, outer, reducer, groups.world, device, tells=world.is_lead)
     optimizer = make_optimizer(job, layout, groups, reducer, frozen, schedule.num_steps)
-    warning = rate_warning(job.optim, job.train.global_batch, schedule.num_steps)
+    crossing = tensor_crossing(layout, hosts_of(world))
+    rate = rate_warning(job.optim, job.train.global_batch, schedule.num_steps)
+    warnings = (rate, crossing, profile_warning(job, schedule.num_steps))
     return Parts(
         job=job,
         world=world,
@@ -265,7 +268,7 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
         source=ingredients.source,
         supply=make_supply(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts),
         eval_source=ingredients.eval_source,
-        warnings=(*applied.warnings, *filter(None, [warning, profile_warning(job, schedule.num_steps)])),
+        warnings=(*applied.warnings, *filter(None, warnings)),
         measured_flops=measured_flops,
         buckets=buckets,
         watchers=[noise.watch, accuracy.watch],

@@ -1,0 +1,67 @@
+"""Host memory that copies of the state take under a layout, in words.
+
+The same two rules as in a run: each rank keeps two copies of what it holds (``facts.memory.copies_bytes``), and of what
+nobody else holds a peer keeps two as well (``elastic.images.partners``).
+"""
+
+from __future__ import annotations
+
+from closeranks.elastic.images import images_of, partners
+from closeranks.facts.memory import copies_bytes
+from closeranks.facts.mesh import Mesh
+from closeranks.plan.layouts import Cost
+from closeranks.plan.listing import Scale
+from closeranks.run.job import Job
+
+USUAL_HOST = 8
+"""Workers of a host, where nobody says how many there are."""
+_MOST_PAIRED = 1024
+"""Ranks for which it is worked out who keeps whose copy; with more, each is taken to keep one."""
+
+
+def workers_of_host(num_ranks: int, per_host: int) -> int:
+    return per_host or min(num_ranks, USUAL_HOST)
+
+
+def hosts_of(num_ranks: int, per_host: int) -> list[int]:
+    return [rank // workers_of_host(num_ranks, per_host) for rank in range(num_ranks)]
+
+
+def rank_copies(job: Job, cost: Cost, per_host: int) -> list[int]:
+    """Of each rank, the bytes of all its copies."""
+    mesh, num_ranks = Mesh(cost.layout), cost.layout.num_ranks
+    held = [rank.state.parameters + rank.state.optimizer for rank in cost.ranks]
+    own = [held[mesh.place(rank).pipeline] for rank in range(num_ranks)]
+    if not job.elastic.enabled:
+        return [0] * num_ranks
+    if job.elastic.second_copies == "off" or num_ranks == 1:
+        return [copies_bytes(size) for size in own]
+    hosts, images = hosts_of(num_ranks, per_host), images_of(mesh, are_own=job.sync.compress.name != "none")
+    if num_ranks > _MOST_PAIRED:
+        on_hosts: dict[str, set[int]] = {}
+        for host, image in zip(hosts, images, strict=True):
+            on_hosts.setdefault(image, set()).add(host)
+        most = 0 if all(len(places) > 1 for places in on_hosts.values()) else max(held)
+        return [copies_bytes(size, most) for size in own]
+    of_peer = [0] * num_ranks
+    for writer, keeper in enumerate(partners(hosts, images)):
+        if keeper is not None:
+            of_peer[keeper] = own[writer]
+    return [copies_bytes(mine, kept) for mine, kept in zip(own, of_peer, strict=True)]
+
+
+def copies_line(job: Job, cost: Cost, per_host: int) -> str:
+    """``copies in host memory: 9.54 MiB a rank, 38.2 MiB a host of 4 workers, ...``"""
+    if not job.elastic.enabled:
+        return "copies in host memory: none (elastic.enabled = false)"
+    copies, num_ranks = rank_copies(job, cost, per_host), cost.layout.num_ranks
+    num_local = workers_of_host(num_ranks, per_host)
+    hosts = [sum(copies[first : first + num_local]) for first in range(0, num_ranks, num_local)]
+    alone = sum(copies_bytes(rank.state.parameters + rank.state.optimizer) for rank in cost.ranks)
+    has_peers = sum(copies) > alone * num_ranks // len(cost.ranks)
+    scale = Scale.fitting(max(hosts))
+    what = "two of what a rank holds" + (" and two of a peer's" if has_peers else "")
+    workers = f"{num_local} worker{'' if num_local == 1 else 's'}"
+    said = "" if per_host or num_ranks <= num_local else "; --per-host says otherwise"
+    sizes = f"{scale.text(max(copies))} {scale.name} a rank, {scale.text(max(hosts))} {scale.name} a host of {workers}"
+    return f"copies in host memory: {sizes} ({what}{said})"
