@@ -112,3 +112,20 @@ def test_a_place_that_is_read_only_for_a_while(tmp_path: Path) -> None:
         file.close()
         file.write(LINE)
         assert (place / "sub" / "lines").read_bytes() == LINE * 2, "closed is closed"
+
+
+def test_a_file_moves_with_what_stands_in_it_to_the_end_of_another(tmp_path: Path) -> None:
+    told = Told()
+    for name in ("new", "old"):
+        file = told.open(tmp_path / "here" / name)
+        file.write(LINE)
+        if name == "old":
+            (tmp_path / "there").mkdir(exist_ok=True)
+            (tmp_path / "there" / name).write_bytes(LINE)
+        file.move(tmp_path / "there" / name)
+        file.write(LINE)
+        file.close()
+    assert (tmp_path / "there" / "new").read_bytes() == LINE * 2
+    assert (tmp_path / "there" / "old").read_bytes() == LINE * 3
+    assert list((tmp_path / "here").iterdir()) == []
+    assert told.lost == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from closeranks.core.errors import ConfigError, SetupError
 from closeranks.core.world import World
-from closeranks.run.folder import choose_folder, free_folder, prepare_folder
+from closeranks.run.folder import choose_folder, free_folder, make_free_folder, prepare_folder
 from closeranks.run.job import Job, load_job
 from closeranks.run.overseer import settle_in
 from closeranks.run.ownership import agree_on_folder
@@ -111,13 +112,21 @@ def test_rank_0_chooses_and_the_others_take_its_word(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "the others make nothing"
 
 
-def test_the_first_session_of_a_script_takes_the_folder_its_starter_made(tmp_path: Path) -> None:
-    settle_in(folder=tmp_path / "script")
-    with ExitStack() as held:
-        held.callback(settle_in)
-        assert agree_on_folder(job(folder=str(tmp_path / "own")), World(), str, held) == tmp_path / "own"
-        assert agree_on_folder(job(), World(), str, held) == tmp_path / "script"
-        assert agree_on_folder(job(folder=str(tmp_path / "next")), World(), str, held) == tmp_path / "next"
+def test_the_first_session_of_a_script_takes_the_folder_its_starter_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it names another; the logs that stand there already are its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    own = make_free_folder(Path("runs/script"))
+    for wanted, expected in [(job(), own), (job(folder="runs/script"), own), (job(folder="runs/next"), "runs/next")]:
+        settle_in(folder=own)
+        with ExitStack() as held:
+            held.callback(settle_in)
+            assert agree_on_folder(wanted, World(), str, held) == tmp_path / expected
+            assert agree_on_folder(job(), World(), str, held) == tmp_path / "runs" / "script-2", "the second session"
+        shutil.rmtree("runs")
+        make_free_folder(Path("runs/script"))
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "..", "a\nb", "x" * 201, "\\server"])

@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from closeranks.agent.ending import on_signal
@@ -47,6 +48,7 @@ class Agent:
         self._has_saved = False
         """Whether there is a checkpoint to go on from, as far as the workers have told."""
         self._lead: Lead | None = None
+        self._host: Host | None = None
 
     def run(self) -> Outcome:
         """The outcome of a run that finished or was asked to stop.
@@ -59,9 +61,15 @@ class Agent:
         with Loop() as loop, heard_by(loop, self._on_signal):
             lead = self._lead = Lead(plan, loop, self._listener, self._on_turn)
             with Host(plan, loop, lead.ears, name=socket.gethostname(), on_store=lead.announce) as host:
+                self._host = host
                 outcome = lead.run(host)
                 self._tell_of_killed(outcome, lead.killed)
                 return outcome
+
+    def move_logs(self, folder: Path) -> None:
+        """A script has said where it writes: its logs go there, too."""
+        if self._host is not None:
+            self._host.move_logs(folder)
 
     def _on_event(self, rank: int, event: dict[str, Any]) -> None:
         is_resumed = event.get("event") == Resumed.name and bool(event.get("step"))  # at step 0: weights alone

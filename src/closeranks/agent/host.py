@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -84,6 +85,12 @@ class Host:
             self.boxes.provide(len(worlds))
         berth = Berth(payload, self._plan.config.host, self.boxes.paths, self._on_store)
         self.crew = Crew(self._plan, worlds, self._nursery, self._loop, self._listener, berth)
+
+    def move_logs(self, folder: Path) -> None:
+        """What all processes of now have printed, and print from now on, stands in this folder."""
+        self._nursery.move_log(folder)
+        for member in self.members:
+            member.move_log(folder)
 
     def clear(self) -> None:
         """The workers of the last generation are gone, and none has taken their place."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from closeranks.agent.failure import FailureReport
@@ -73,6 +74,9 @@ class Member:
         self.send({**hello, "host": berth.address, "port": plan.config.port, "boxes": berth.boxes})
 
     # --- what the agent does to it
+
+    def move_log(self, folder: Path) -> None:
+        self._log.move(folder)
 
     def send(self, message: Message) -> None:
         """A worker that is gone is told nothing: another may still speak to all before the run is fenced."""

@@ -15,6 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -235,6 +236,9 @@ class Nursery:
                 " forked from. They will be missing in the workers, and a lock that one of them holds would hang a"
                 " worker: start threads in functions, not on import."
             )
+
+    def move_log(self, folder: Path) -> None:
+        self._log.move(folder)
 
     def _read_log(self) -> None:
         self._log.read()

@@ -147,6 +147,11 @@ class OutputLog:
         self.drain()
         self._show(self._lines.finish())
 
+    def move(self, folder: Path) -> None:
+        """From now on the log is in another folder, with all that was printed so far."""
+        self.path = folder / self.path.name
+        self._file.move(self.path)
+
     def close(self) -> None:
         """The descriptors are given back."""
         if self._writer >= 0:

@@ -32,7 +32,7 @@ from closeranks.core.interfaces import WILDCARDS, own_address
 from closeranks.core.process_title import set_title
 from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
-from closeranks.run.folder import free_folder, prepare_folder, withdraw_folder
+from closeranks.run.folder import make_free_folder, prepare_folder, unwritable, withdraw_folder
 from closeranks.run.job import Job, check_workers, layout_for, load_job
 from closeranks.run.ownership import Claim, check_owned, claimed
 from closeranks.run.past import Past
@@ -186,15 +186,23 @@ def run_script(script: Path, arguments: Sequence[str], num_workers: int) -> None
         raise UserError(f"there is no script at {script}", "Name a Python file; its own flags come after it.")
     if detect_world().launcher in _STARTED_ELSEWHERE:
         raise SetupError("`closeranks run` starts its own workers", f"Under torchrun or srun, start {script} itself.")
-    folder = free_folder(Path("runs") / script.stem)
+    folder = _folder_beside(script)
     work = _Work(
         entry="closeranks.run.worker:script_entry",
         payload={"script": str(script), "args": list(arguments), "folder": str(folder)},
         folder=folder,
-        is_new=not folder.exists(),
         must_finish=False,
     )
     _start(work, num_workers or num_gpus() or 1)
+
+
+def _folder_beside(script: Path) -> Path:
+    """Where the logs are kept until a session of the script says where it writes, and stay if none does."""
+    wanted = Path("runs") / script.stem
+    try:
+        return make_free_folder(wanted)
+    except OSError as error:
+        raise unwritable(wanted, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +311,13 @@ class _Screen:
         """Where the run writes; a script's session may say otherwise."""
         self.has_begun = False
         """Whether a run began, rather than being refused."""
+        self._agent: Agent | None = None
+        self._has_moved = False
         self._standing = Standing(folder, progress.note)
         self._agent_log: Recorder | None = None
 
     def watch(self, plan: LaunchPlan, on_turn: OnTurn | None) -> Outcome:
-        agent = Agent(
+        agent = self._agent = Agent(
             plan,
             on_event=self._on_event,
             on_output=self._on_output,
@@ -331,12 +341,24 @@ class _Screen:
         if rank == 0:
             self.has_begun = True
             if isinstance(event, RunStarted) and event.folder:
-                self.folder = Path(shown(event.folder))
-                self._standing.move(self.folder)
+                self._move(Path(shown(event.folder)))
         else:
             self._record(event)
         self._standing.hear(event)
         self._progress.handle(event)
+
+    def _move(self, folder: Path) -> None:
+        """A script's session has said where it writes: all that stands elsewhere so far goes there. A second session
+        of the script has a folder of its own; the logs stay with the first."""
+        first, self.folder = self.folder, folder
+        self._standing.move(folder)
+        if not self._has_moved and self._agent is not None and first.absolute() != folder.absolute():
+            self._agent.move_logs(folder / "logs")
+            if self._agent_log is not None:
+                self._agent_log.close()
+                self._agent_log = None
+            withdraw_folder(first)
+        self._has_moved = True
 
     def _record(self, event: Event) -> None:
         """What the agent itself saw: workers that were killed could not write it down."""

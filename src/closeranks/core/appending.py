@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable
@@ -62,6 +63,23 @@ class AppendFile:
         if self._retry_at is None or time.monotonic() >= self._retry_at:
             self._flush()
         self._drop_oldest()
+
+    def move(self, path: Path) -> None:
+        """Go on in another file, at its end; what stands in this one comes along."""
+        if self._is_closed or path == self.path:
+            return
+        old, self.path = self.path, path
+        self._close()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                with old.open("rb") as source, path.open("ab") as target:
+                    shutil.copyfileobj(source, target)
+                old.unlink()
+            elif old.exists():
+                shutil.move(old, path)
+        except OSError as error:
+            self._fail(error)
 
     def close(self) -> None:
         """What is held is tried once more."""

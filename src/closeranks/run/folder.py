@@ -20,13 +20,14 @@ from closeranks.run.job import Job
 from closeranks.storage.names import OWNER
 
 
-def choose_folder(job: Job, stem: str) -> Path:
-    """The job's folder, or the next free numbered one beside it; a resumed run stays where it was."""
+def choose_folder(job: Job, stem: str, own: Path | None = None) -> Path:
+    """The job's folder, or the next free numbered one beside it; a resumed run stays where it was. ``own``: one that
+    whoever started us has made for this run, if no other is asked for."""
     wanted = _wanted(job, stem)
     _refuse_if_shared(wanted)
     resumed = _resumed(job, wanted)
     if resumed is None:
-        return free_folder(wanted)
+        return free_folder(wanted, own)
     if not holds_run(resumed) and (foreign := _would_replace(resumed)):
         what = f"{resumed} holds no run, but {foreign}, which the run would write over"
         raise SetupError(what, "Set run.folder to a folder of its own.")
@@ -64,10 +65,14 @@ def _refuse_if_shared(folder: Path) -> None:
     raise SetupError(f"run.folder = {folder} is {what}, and a run needs one for itself", fix)
 
 
-def free_folder(wanted: Path) -> Path:
+def free_folder(wanted: Path, own: Path | None = None) -> Path:
     """``wanted`` itself while it holds nothing that a run writes, else the first free of ``wanted-2`` and so on."""
     is_taken = holds_run(wanted) or _would_replace(wanted) or _is_claimed(wanted)
-    return _numbered(wanted) if is_taken else wanted
+    return _numbered(wanted, own) if is_taken and not _is_same(wanted, own) else wanted
+
+
+def _is_same(folder: Path, own: Path | None) -> bool:
+    return own is not None and folder.absolute() == own.absolute()
 
 
 def holds_run(folder: Path) -> bool:
@@ -94,8 +99,22 @@ def unused(wanted: Path) -> Path:
     return _numbered(wanted) if wanted.exists() else wanted
 
 
-def _numbered(wanted: Path) -> Path:
-    return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
+def _numbered(wanted: Path, own: Path | None = None) -> Path:
+    beside = (wanted.with_name(f"{wanted.name}-{n}") for n in count(2))
+    return next(path for path in beside if not path.exists() or _is_same(path, own))
+
+
+def make_free_folder(wanted: Path) -> Path:
+    """A free folder, made with its logs folder: of several that start at the same moment each gets one of its own."""
+    while True:
+        folder = free_folder(wanted)
+        try:
+            (folder / "logs").mkdir(parents=True)
+        except FileExistsError:
+            if not holds_run(folder):
+                raise
+        else:
+            return folder
 
 
 def prepare_folder(job: Job, folder: Path) -> None:

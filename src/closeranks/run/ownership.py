@@ -49,9 +49,8 @@ def agree_on_folder(job: Job, world: World, share_text: Callable[[str], str], he
     rank takes its word, or raises what rank 0 met."""
     if not world.is_lead:
         return _told(share_text(""))
-    given = None if job.run.folder else take_folder()
     try:
-        claim = held.enter_context(claimed(job, Path(sys.argv[0]).stem or "run", given))
+        claim = held.enter_context(claimed(job, Path(sys.argv[0]).stem or "run", take_folder()))
         prepare_folder(job, claim.folder)
         # Absolute: a user's code may change the working folder.
         word: dict[str, Any] = {"folder": str(claim.folder.absolute())}
@@ -68,11 +67,12 @@ def _told(text: str) -> Path:
 
 
 @contextmanager
-def claimed(job: Job, stem: str, given: Path | None = None) -> Iterator[Claim]:
-    """The folder that this run writes to (``given``, or the job's choice), owned with its checkpoint places."""
+def claimed(job: Job, stem: str, own: Path | None = None) -> Iterator[Claim]:
+    """The folder that this run writes to, owned with its checkpoint places; ``own`` is one that whoever started us has
+    made for it."""
     until = time.monotonic() + job.run.wait_s
     with ExitStack() as held:
-        claim = _claim_folder(job, stem, given, until, held)
+        claim = _claim_folder(job, stem, own, until, held)
         try:
             for key, place in _places(job, claim.folder).items():
                 _claim_place(job, key, place, until, held)
@@ -106,12 +106,12 @@ def check_owned() -> None:
             raise SetupError(what, "This run ends without saving; the other goes on from the last checkpoint.")
 
 
-def _claim_folder(job: Job, stem: str, given: Path | None, until: float, held: ExitStack) -> Claim:
+def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: ExitStack) -> Claim:
     """Without a run to continue, a folder that somebody else has just taken is no reason to stop: the next one is."""
     for _ in range(_MAX_TRIES):
-        folder = given or choose_folder(job, stem)
+        folder = choose_folder(job, stem, own)
         is_new = not folder.exists()
-        must_have = given is not None or continues(job, stem)
+        must_have = continues(job, stem)
         with ExitStack() as tried:
             try:
                 _own(tried, LocalStorage(folder), until if must_have else 0.0)
@@ -119,10 +119,11 @@ def _claim_folder(job: Job, stem: str, given: Path | None, until: float, held: E
                 if must_have:
                     raise _refusal(f"the run folder {folder}", error.rival, "run.folder") from None
                 time.sleep(_RETRY_S)
+                own = None
                 continue
             except StorageError as error:
                 raise unwritable(folder, _cause(error)) from error
-            if must_have or not holds_run(folder):
+            if must_have or folder == own or not holds_run(folder):
                 held.push(tried.pop_all())
                 return Claim(folder, is_new)
     raise SetupError(f"no free folder was found for the run beside {choose_folder(job, stem)}", "Set run.folder.")
