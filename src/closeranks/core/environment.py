@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
@@ -20,6 +21,20 @@ def set_world(world: World | None) -> None:
     """The agent's workers are told their world by message; it stands for the life of the process."""
     global _WORLD
     _WORLD = world
+
+
+@contextmanager
+def temporarily_set(name: str, value: str) -> Iterator[None]:
+    """For a library that takes a setting from the environment alone."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def detect_world(environ: Mapping[str, str] = os.environ) -> World:

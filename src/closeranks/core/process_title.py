@@ -6,10 +6,10 @@ Invariant: the environment stays readable in /proc/PID/environ, by which tools f
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
+from closeranks.core.environment import temporarily_set
 from closeranks.core.linux import set_name
 
 _PREFIX = "closeranks: "
@@ -17,15 +17,11 @@ _PREFIX = "closeranks: "
 
 def set_title(role: str, run: str = "", *, short: str = "") -> None:
     """``closeranks: rank 3 of 8, runs/demo``; ``short``: at most 15 characters for ``top``."""
-    with suppress(ImportError):
-        # Without this it takes the place of the environment for long titles. Only it reads it, and only here.
-        os.environ["SPT_NOENV"] = "1"
-        try:
-            from setproctitle import setproctitle
+    # Without the variable setproctitle takes the place of the environment for long titles.
+    with suppress(ImportError), temporarily_set("SPT_NOENV", "1"):
+        from setproctitle import setproctitle
 
-            setproctitle(_PREFIX + ", ".join(filter(None, (role, run))))
-        finally:
-            del os.environ["SPT_NOENV"]
+        setproctitle(_PREFIX + ", ".join(filter(None, (role, run))))
     set_name(short or f"cr-{role}")  # after: the other sets it too, to a beginning that all have in common
 
 

@@ -49,7 +49,7 @@ def test_bad_input_is_one_sentence_and_exit_2(tmp_path: Path, text: str, words: 
     told = call("compare", write(tmp_path, text), f"folder={tmp_path / 'out'}", *words)
     assert told.code == 2
     assert said in told.err
-    assert "in setting" not in told.err or "command line" not in told.err
+    assert "in setting" not in told.err or "[command line]" not in told.err
     assert not (tmp_path / "out").exists()
 
 
