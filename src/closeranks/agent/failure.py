@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from closeranks.core.blame import message_of, own_frame, printable, shown
+from closeranks.core.blame import message_of, own_frame, shown
 from closeranks.core.errors import CloseranksError, UserError, encode
+from closeranks.core.printable import printable
 
 _MAX_TRACEBACK_CHARS = 20_000
 

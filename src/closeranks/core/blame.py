@@ -7,15 +7,15 @@ as long as the error passed through any such line.
 from __future__ import annotations
 
 import os
-import re
 import sysconfig
 import traceback
 from functools import cache
 from pathlib import Path
 from traceback import FrameSummary
 
+from closeranks.core.printable import printable
+
 MAX_MESSAGE_CHARS = 2_000
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def own_frame(error: BaseException) -> FrameSummary | None:
@@ -51,11 +51,6 @@ def message_of(error: BaseException) -> str:
     if len(text) > MAX_MESSAGE_CHARS:
         text = f"{text[:MAX_MESSAGE_CHARS]}... ({len(text):,} characters in all)"
     return printable(text)
-
-
-def printable(text: str) -> str:
-    """``text`` with lone surrogates and control characters (line breaks and tabs excepted) written as escapes."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def shown(path: str) -> str:
