@@ -30,6 +30,7 @@ from closeranks.core.pieces import Piece
 from closeranks.facts.llama import LlamaShape, parameter_shapes
 from closeranks.models.config import LlamaConfig
 from closeranks.models.hub import Match, hf_config, llama_table, match, max_len_of
+from closeranks.run.hub_files import published, sound_hub, write_files
 from closeranks.run.job import Job
 from closeranks.run.saved_tree import sound_tree
 from closeranks.run.whole_folder import whole_folder
@@ -67,13 +68,22 @@ def export_hf(place: str, out: Path, *, dtype: str = "", shard_bytes: int, watch
     tensors = going(weights, found.names, getattr(torch, dtype) if dtype else None)
     total = sum(tensor.num_bytes for tensor in tensors)
     config = hf_config(shape, max_len=max_len, dtype=_main_dtype(tensors))
-    config |= {key: value for key, value in (weights.tree.get("hub") or {}).items() if key in _PUBLISHED}
+    hub = sound_hub(weights.tree.get("hub"))
+    config |= {key: hub[key] for key in _PUBLISHED if key in hub}
+    config["max_position_embeddings"] = max(max_len, hub.get("max_position_embeddings", max_len))
     with whole_folder(out) as folder:
         watcher.begin("writing", total)
         files = write_shards(folder, weights, tensors, shard_bytes, watcher.advance)
         write_json(folder / CONFIG, config)
-    notes = ("No tokenizer is written: put the one that the data was read with beside it.",)
+        beside = write_files(hub, folder)
+    notes = _about_tokenizer(hub, beside)
     return Moved(weights.path, out, len(tensors), total, tuple(files), (*weights.notes, *notes))
+
+
+def _about_tokenizer(hub: Mapping[str, Any], written: tuple[str, ...]) -> tuple[str, ...]:
+    if any(name in written for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return (f"The tokenizer is the one of {hub['source']}: {', '.join(written)}.",)
+    return ("No tokenizer is written: put the one that the data was read with beside it.",)
 
 
 def _saved_llama(weights: OurWeights, place: str) -> tuple[LlamaShape, int]:
@@ -116,7 +126,7 @@ def import_hf(place: str, out: Path, *, watcher: Watcher = NOBODY) -> Moved:
     with whole_folder(out) as folder:
         tree = {
             "config": job.model_dump(mode="json"),
-            "hub": {key: config[key] for key in _PUBLISHED if key in config},
+            "hub": published(place),
             "versions": {"closeranks": __version__, "torch": torch.__version__},
         }
         save_weights(str(folder / FOLDER), weights, tensors, tree, watcher)

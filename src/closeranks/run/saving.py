@@ -26,6 +26,7 @@ from closeranks.checkpoint.saver import Saver
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.elastic.vote import Verdict
+from closeranks.run.hub_files import kept_hub
 from closeranks.run.ownership import check_owned
 from closeranks.run.parts import Parts
 from closeranks.run.rescued_files import forget_rescued
@@ -70,6 +71,7 @@ class Saving:
         self._settings = replace(settings, place=absolute(settings.place), remote=remote)
         mtbf_s = seconds_of(config.mtbf) if config.mtbf else None
         every = config.every if config.save else 0
+        self._hub = kept_hub(folder, origin.tree, config.weights) if parts.world.is_lead and config.save else {}
         history = origin.tree.get("rhythm") or {"is_ending": True}
         self._rhythm = Rhythm.from_state(every, mtbf_s, parts.world.size, history)
         self._is_asked = self._is_granted = self._is_pending = False
@@ -251,7 +253,8 @@ class Saving:
     def _tree(self, step: int, *, is_ending: bool) -> dict[str, Any] | None:
         if not self._parts.world.is_lead:
             return None
-        return {**tree_of(self._parts, step), "rhythm": self._rhythm.state(is_ending=is_ending)}
+        hub = {"hub": self._hub} if self._hub else {}
+        return {**tree_of(self._parts, step), **hub, "rhythm": self._rhythm.state(is_ending=is_ending)}
 
     def rhythm_state(self) -> dict[str, Any]:
         """For a generation that takes over: how saves went so far."""

@@ -1,0 +1,113 @@
+"""Keeps what a Hugging Face folder says of its weights through a fine-tune, so that an export can say it again.
+
+Ids of special tokens, the longest position, ``generation_config.json`` and the small files of the tokenizer travel in
+the state tree under ``hub``, since the folder may be gone by the time of the export; large tokenizer files are copied
+from the folder where it still is. Invariants: only the file names listed here are ever written, and a folder that lacks
+them, or cannot be read, costs nothing but what it would have told.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from closeranks.checkpoint.weights.open import OURS, kind_of
+from closeranks.checkpoint.weights.ours import open_ours
+from closeranks.core.errors import CheckpointError
+from closeranks.core.regular_file import open_binary, read_text
+from closeranks.storage.protocol import StorageError
+
+SMALL = (
+    *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "chat_template.jinja",
+)
+"""Travel as text in the tree, where they have at most ``_SMALL_BYTES``."""
+LARGE = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", *SMALL)
+"""Copied from the folder that the weights came from."""
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SMALL_BYTES = 256 << 10
+_KEPT = "hub.json"
+"""In the run's folder: a generation that takes over from memory has no tree of a checkpoint."""
+
+
+def published(place: str) -> dict[str, Any]:
+    """What a place of weights tells beside them: a Hugging Face folder, or a checkpoint whose weights came from one."""
+    with suppress(CheckpointError, StorageError, OSError, ValueError, RecursionError):
+        if kind_of(place) == OURS:
+            return sound_hub(open_ours(place).tree.get("hub"))
+        path = Path(place.removeprefix("file://")).absolute()
+        return of_folder(path if path.is_dir() else path.parent)
+    return {}
+
+
+def of_folder(folder: Path) -> dict[str, Any]:
+    config = json.loads(read_text(folder / "config.json", _SMALL_BYTES))
+    files = {}
+    for name in SMALL:
+        with suppress(OSError, ValueError):
+            files[name] = read_text(folder / name, _SMALL_BYTES)
+    return sound_hub({**config, "source": str(folder), "files": files}) if isinstance(config, dict) else {}
+
+
+def sound_hub(hub: Any) -> dict[str, Any]:
+    """Of what a tree or a file says, what is of the right type."""
+    if not isinstance(hub, Mapping):
+        return {}
+    found = {key: hub[key] for key in _IDS if key in hub and _is_id(hub[key])}
+    longest = hub.get("max_position_embeddings")
+    if type(longest) is int and 0 < longest < 2**31:
+        found["max_position_embeddings"] = longest
+    if isinstance(hub.get("source"), str):
+        found["source"] = hub["source"]
+    files = hub.get("files")
+    if isinstance(files, Mapping):
+        found["files"] = {name: files[name] for name in SMALL if isinstance(files.get(name), str)}
+    return found
+
+
+def kept_hub(folder: Path, tree: Mapping[str, Any], weights: str) -> dict[str, Any]:
+    """For the saves of a run: from the state it goes on from, else from its weights, else as its folder remembers."""
+    if hub := sound_hub(tree.get("hub")):
+        return hub
+    if not weights:
+        return {}
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        kept = json.loads(read_text(folder / _KEPT, 16 * _SMALL_BYTES))
+        if kept["weights"] == weights:
+            return sound_hub(kept["hub"])
+    if hub := published(weights):
+        with suppress(OSError):  # a full disk is told by what matters more
+            (folder / _KEPT).write_text(json.dumps({"weights": weights, "hub": hub}) + "\n")
+    return hub
+
+
+def write_files(hub: Mapping[str, Any], out: Path) -> tuple[str, ...]:
+    """Beside exported weights; the names of what was written. The tree's own copies win over the folder's."""
+    written: list[str] = []
+    source = Path(hub["source"]) if hub.get("source") else None
+    for name in LARGE:
+        text = (hub.get("files") or {}).get(name)
+        if text is not None:
+            (out / name).write_text(text, encoding="utf-8")
+        elif source is None or not _copied(source / name, out / name):
+            continue
+        written.append(name)
+    return tuple(written)
+
+
+def _copied(path: Path, target: Path) -> bool:
+    with suppress(OSError), open_binary(path) as file:
+        with target.open("wb") as out:
+            shutil.copyfileobj(file, out)
+        return True
+    return False
+
+
+def _is_id(value: Any) -> bool:
+    """A number, several (a model may end in more ways than one), or null, which says that there is none."""
+    ids = value if isinstance(value, list) else [value]
+    return value is None or (0 < len(ids) < 1000 and all(type(one) is int and 0 <= one < 2**31 for one in ids))
