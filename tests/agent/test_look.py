@@ -6,13 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from closeranks.agent.look import ask_for_stacks, kernel_state, observe, place_of
+import closeranks
+from closeranks.agent.look import (
+    ask_children_for_stacks,
+    ask_for_stacks,
+    is_of_stacks,
+    kernel_state,
+    observe,
+    place_of,
+    reading_place,
+)
 
 _SETUP = "import faulthandler, signal, time, ctypes, threading, re; faulthandler.register(signal.SIGUSR1);"
 
@@ -102,3 +113,40 @@ def test_a_process_that_is_gone_has_no_state_and_is_asked_for_nothing() -> None:
     ask_for_stacks([pidfd])
     assert observe({0: process.pid, 1: None}, 0.01)[0].state == ""
     os.close(pidfd)
+
+
+STACKS = """
+Thread 0x1 (most recent call first):
+  File "{lib}/threading.py", line 327 in wait
+  File "{job}/data.py", line 12 in __getitem__
+  File "{ours}/data/reader.py", line 50 in read
+
+Current thread 0x2 (most recent call first):
+  File "{lib}/queue.py", line 140 in get
+  File "{ours}/data/loading/ahead.py", line 40 in take
+  File "{ours}/run/loop.py", line 40 in drive
+  File "{job}/train.py", line 3 in <module>
+""".format(lib=sysconfig.get_path("stdlib"), job="/home/me", ours=Path(closeranks.__file__).parent).splitlines()
+
+
+def test_who_reads_a_sample_is_named_by_the_users_line_and_who_waits_for_it_is_not() -> None:
+    assert reading_place(STACKS) == "/home/me/data.py:12 in __getitem__"
+    assert reading_place(STACKS[6:]) == ""
+    assert reading_place(["it printed this", *STACKS[6:], *STACKS]) == "/home/me/data.py:12 in __getitem__"
+    assert all(is_of_stacks(line) for line in STACKS if line)
+    assert not is_of_stacks("step 3: File not found")
+
+
+def test_children_that_listen_are_asked_and_others_left_alone() -> None:
+    code = "import faulthandler, signal, subprocess, sys; {} print('up', flush=True); subprocess.run(sys.argv[1:])"
+    listens = code.format("faulthandler.register(signal.SIGUSR1, file=1);")
+    deaf = [sys.executable, "-c", "import sys; print('deaf', flush=True); sys.stdin.read()"]
+    command = [sys.executable, "-c", code.format(""), sys.executable, "-c", listens, *deaf]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(3)] == ["up\n", "up\n", "deaf\n"]
+        ask_children_for_stacks(process.pid)
+        assert process.stdout.readline().startswith("Current thread")
+        process.stdin.close()
+        assert process.wait(60) == 0, "nobody died of it"

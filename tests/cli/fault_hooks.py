@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -108,3 +110,56 @@ def odd_on_rank_1(sample: dict[str, Any]) -> str | None:
 def killed_in_reading(sample: Any) -> None:
     """A check that ends the process it is called in, as the kernel's out-of-memory killer would."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+TROUBLE = "CLOSERANKS_TEST_TROUBLE"
+
+
+class Troubled(Hook):
+    """Trouble comes over the run's folder, which lies in a disk of its own; then rank 0 is killed, so that new workers
+    go on in the middle of it; then it is over. Each after a step of its own, in its generation."""
+
+    BEGIN, KILL, END = 4, 6, 9
+
+    def on_step(self, session: Session, step: Any) -> None:
+        if not session.world.is_lead:
+            return
+        kind, place = os.environ[TROUBLE], session.folder.parent
+        match session.world.generation, step.step:
+            case 0, self.BEGIN:
+                _begin_trouble(kind, place, session.folder)
+            case 0, self.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case 1, self.END:
+                _end_trouble(kind, place)
+
+
+class FullForEver(Troubled):
+    """The disk of the run is full from then on."""
+
+    END = -1
+
+
+def _begin_trouble(kind: str, place: Path, run: Path) -> None:
+    match kind:
+        case "full":
+            room = os.statvfs(place)
+            used_bytes = (room.f_blocks - room.f_bfree) * room.f_frsize
+            _mount("-o", f"remount,size={used_bytes}", place)
+        case "removed":
+            shutil.rmtree(run)
+        case "read-only":
+            _mount("--bind", place, place)
+            _mount("-o", "remount,bind,ro", place)
+
+
+def _end_trouble(kind: str, place: Path) -> None:
+    match kind:
+        case "full":
+            _mount("-o", "remount,size=64m", place)
+        case "read-only":
+            subprocess.run(["umount", str(place)], check=True)
+
+
+def _mount(*words: object) -> None:
+    subprocess.run(["mount", *map(str, words)], check=True)

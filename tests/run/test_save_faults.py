@@ -19,6 +19,8 @@ import torch.distributed as dist
 from closeranks import Hook, Session
 from closeranks.checkpoint import courier
 from closeranks.checkpoint.reader import open_newest
+from closeranks.core import refuges
+from closeranks.core.errors import SetupError
 from closeranks.core.events import Saved, SaveFailed, StepDone
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
@@ -188,3 +190,54 @@ def test_a_disk_that_is_full_for_one_rank_alone(tmp_path: Path, full: str, word:
     assert (failed.step, failed.rank) == (4, 1)
     assert word in failed.what
     assert not (place / "step-00000004").exists(), "nothing of the failed one is left"
+
+
+@pytest.fixture
+def spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only other place for a state."""
+    (tmp_path / "spare").mkdir()
+    monkeypatch.setattr(refuges, "bases", lambda: (str(tmp_path / "spare"),))
+    return tmp_path / "spare"
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_last_state_of_a_run_is_saved_elsewhere_and_said_where(tmp_path: Path, spare: Path) -> None:
+    even = {"schedule": {"name": "constant", "warmup": 0}}
+    train(tmp_path / "calm", train={"steps": 8}, optim=even)
+    with tmpfs(tmp_path / "disk", "8m") as place:
+        acts: Acts = {2: lambda: command("mount", "-o", "remount,ro", place)}
+        how = {"every": 0, "folder": str(place / "saved")}
+        with pytest.raises(SetupError, match="read-only") as caught:
+            train(tmp_path / "run", hooks=[At(acts)], train={"steps": 4}, optim=even, checkpoint=how)
+    (refuge,) = spare.iterdir()
+    assert f"The state of step 4 lies in {refuge}/step-00000004 instead. Go on with checkpoint.resume={refuge}." in str(
+        caught.value
+    )
+    (saved,) = of_kind(tmp_path / "run", Saved)
+    assert saved.path == f"{refuge}/step-00000004"
+    train(tmp_path / "again", train={"steps": 8}, optim=even, checkpoint={"resume": str(refuge)})
+    states = [open_newest(str(tmp_path / name)).manifest for name in ("calm", "again")]
+    assert states[0].digests() == states[1].digests()
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_no_place_has_room_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tmpfs(tmp_path / "disk", "8m") as place, tmpfs(tmp_path / "small", "4k") as small:
+        monkeypatch.setattr(refuges, "bases", lambda: (str(small),))
+        acts: Acts = {2: lambda: command("mount", "-o", "remount,ro", place)}
+        with pytest.raises(SetupError, match="the checkpoint before this one still counts"):
+            train(tmp_path / "run", hooks=[At(acts)], checkpoint={"every": 0, "folder": str(place / "saved")})
+        assert list(small.iterdir()) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_the_second_place_holds_is_saved(tmp_path: Path, spare: Path) -> None:
+    """The first one cannot be written: that was told, and is no reason to fail."""
+    with tmpfs(tmp_path / "disk", "8m") as place:
+        acts: Acts = {2: lambda: command("mount", "-o", "remount,ro", place)}
+        how = {"every": 0, "folder": str(place / "saved"), "remote": str(tmp_path / "far")}
+        train(tmp_path / "run", hooks=[At(acts)], train={"steps": 4}, checkpoint=how)
+    assert open_newest(str(tmp_path / "far")).manifest.step == 4
+    assert [event.tier for event in of_kind(tmp_path / "run", Saved)] == ["remote"]
+    assert [(event.step, event.tier) for event in of_kind(tmp_path / "run", SaveFailed)] == [(4, "primary")]
+    assert list(spare.iterdir()) == []

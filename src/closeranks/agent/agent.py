@@ -12,20 +12,23 @@ the zygote ends with its line.
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from closeranks.agent.ending import on_signal
+from closeranks.agent.ending import Stop, on_signal
 from closeranks.agent.host import Host
 from closeranks.agent.launch import LaunchPlan, Listener, Outcome
 from closeranks.agent.lead import Lead, OnTurn
 from closeranks.agent.loop import Loop
+from closeranks.agent.rescue import rescue
 from closeranks.agent.stops import heard_by
-from closeranks.core.errors import SetupError
+from closeranks.core.errors import CloseranksError, RunFailed, SetupError
 from closeranks.core.events import Resumed, Saved
 
 
@@ -45,8 +48,8 @@ class Agent:
         self._listener = Listener(self._on_event, on_output, on_note)
         self._tell_event = on_event
         self._on_turn = on_turn
-        self._has_saved = False
-        """Whether there is a checkpoint to go on from, as far as the workers have told."""
+        self._saved_step = -1
+        """Of the newest checkpoint to go on from, as far as the workers have told; -1: there is none."""
         self._lead: Lead | None = None
         self._host: Host | None = None
 
@@ -62,9 +65,13 @@ class Agent:
             lead = self._lead = Lead(plan, loop, self._listener, self._on_turn)
             with Host(plan, loop, lead.ears, name=socket.gethostname(), on_store=lead.announce) as host:
                 self._host = host
-                outcome = lead.run(host)
+                try:
+                    outcome = lead.run(host)
+                except CloseranksError as error:
+                    raise self._rescued(host, error) from error.__cause__
                 self._tell_of_killed(outcome, lead.killed)
-                return outcome
+                is_cut = bool(lead.killed) and lead.stop is not None and not self._is_at_once(lead.stop)
+                return replace(outcome, rescued=self._rescue(host, plan.config.interrupt_s)) if is_cut else outcome
 
     def move_logs(self, folder: Path) -> None:
         """A script has said where it writes: its logs go there, too."""
@@ -73,8 +80,33 @@ class Agent:
 
     def _on_event(self, rank: int, event: dict[str, Any]) -> None:
         is_resumed = event.get("event") == Resumed.name and bool(event.get("step"))  # at step 0: weights alone
-        self._has_saved = self._has_saved or is_resumed or event.get("event") == Saved.name
+        if rank == 0 and (is_resumed or event.get("event") == Saved.name):
+            self._saved_step = max(self._saved_step, int(event.get("step", 0)))
         self._tell_event(rank, event)
+
+    def _rescued(self, host: Host, error: CloseranksError) -> CloseranksError:
+        """The run has failed: the error says where its state lies."""
+        told = self._rescue(host)
+        if isinstance(error, RunFailed):  # its account is all that is shown of it
+            error.what = f"{error.what}\n{told}".rstrip()
+        else:
+            error.fix = f"{error.fix} {told}".strip()
+        return error
+
+    def _rescue(self, host: Host, patience_s: float = math.inf) -> str:
+        """What memory holds beyond the newest checkpoint is written down; where, in a sentence. Every worker is gone by
+        now, so that nothing of it changes any more."""
+        kept = max((word.kept for word in (member.progress for member in host.members) if word.kept), default=-1)
+        if not self._plan.rescues or kept <= self._saved_step or host.condition.num_left:
+            return ""
+        return rescue(
+            host.boxes, self._plan.log_folder.parent, host.name, patience_s, is_part=self._plan.most_hosts > 1
+        )
+
+    def _is_at_once(self, stop: Stop) -> bool:
+        """Whether somebody has asked again, and wants to wait for nothing."""
+        config = self._plan.config
+        return stop.deadline < stop.since + min(config.grace_s, config.interrupt_s)
 
     def _on_signal(self, signum: int) -> None:
         lead = self._lead
@@ -106,7 +138,7 @@ class Agent:
 
     def _tell_of_killed(self, outcome: Outcome, killed: Sequence[int]) -> None:
         if killed and outcome.reason != "finished":
-            last = " The last save stands." if self._has_saved else ""
+            last = " The last save stands." if self._saved_step >= 0 else ""
             self._listener.on_note(f"Killed before they were done: rank {', '.join(map(str, killed))}.{last}")
 
 

@@ -10,14 +10,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from closeranks.agent.hang import Deadlines, Still, Watch, blame, odd_ones
+from closeranks.agent.hang import Deadlines, Still, Watch, blame, odd_ones, reading
 from closeranks.agent.limits import Limits
-from closeranks.agent.look import kernel_state, observe, place_of
+from closeranks.agent.look import kernel_state, observe, place_of, reading_place
 from closeranks.agent.loop import Loop
 from closeranks.agent.member import Member
+from closeranks.agent.progress import Phase
 
 _STACKS_S = 0.15
 """How long workers have to write down where they stand."""
+_LOG_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +59,28 @@ class Attention:
         if still.is_stopped:
             return still
         still = blame(still, observe({rank: member.pid for rank, member in alive.items()}))
-        places = self._ask_where(alive)
+        logs = self._ask_where(alive, still)
+        if still.phase is Phase.DATA:
+            return reading(still, {rank: reading_place(logs[rank]) for rank in still.suspects if rank in logs})
+        places = {rank: place_of(log) for rank, log in logs.items()}
         return odd_ones(still, places) if still.culprit is None and not still.is_stopped else still
 
-    def _ask_where(self, alive: dict[int, Member]) -> dict[int, str]:
+    def _ask_where(self, alive: dict[int, Member], still: Still) -> dict[int, tuple[str, ...]]:
+        """The ends of all logs, with the stacks of every thread in them. Whoever waits for data may have it read by
+        other processes, which are asked first: two that write at once would spoil each other's lines."""
+        if still.phase is Phase.DATA:
+            for rank in still.suspects:
+                alive[rank].ask_children_for_stacks()
+            self._wait()
         for member in alive.values():
             member.ask_for_stacks()
+        self._wait()
+        return {rank: member.log_tail(_LOG_LINES) for rank, member in alive.items()}
+
+    def _wait(self) -> None:
         deadline = time.monotonic() + _STACKS_S
         while time.monotonic() < deadline:
             self._loop.turn(deadline)
-        return {rank: place_of(member.log_tail(200)) for rank, member in alive.items()}
 
 
 def _alive(members: Sequence[Member]) -> dict[int, Member]:

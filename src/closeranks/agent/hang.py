@@ -168,6 +168,16 @@ def odd_ones(still: Still, places: Mapping[int, str]) -> Still:
     return replace(still, suspects=odd, why=f"at {found[odd[0]]}, most others at {usual}")
 
 
+def reading(still: Still, places: Mapping[int, str]) -> Still:
+    """The same for ranks that wait for data, by where in the user's code their samples are read: who is there is the
+    one that the others wait for."""
+    found = {rank: place for rank, place in places.items() if place}
+    if not found:
+        return still
+    place = found[min(found)]
+    return replace(still, suspects=tuple(sorted(found)), why=f"a sample is read at {place} and does not come")
+
+
 def join(claims: Mapping[str, Still], host_of: Mapping[int, str], words: Mapping[int, Progress]) -> Still | None:
     """The verdict over several hosts: each sees its own workers alone, and finds that they stand still when they only
     wait for one elsewhere. So a claim counts when it is that of every host with a rank that is furthest behind of all;

@@ -68,6 +68,8 @@ class LaunchPlan:
     """None: the first fault ends the run."""
     is_elastic: bool = False
     """Whether workers keep copies of their state in memory of the agent's: so where faults are survived."""
+    rescues: bool = False
+    """Whether what workers kept in memory is written down when the run fails: so where it saves its state at all."""
     must_finish: bool = True
     """Whether a worker is done only when its entry has returned. A user's script may also leave by any exit with 0."""
     threads: int = 0
@@ -101,6 +103,8 @@ class Outcome:
     reason: Reason
     statuses: Mapping[int, int] = field(default_factory=dict)
     """Exit status by rank: the code, or the negative number of a signal. Empty when no worker had started."""
+    rescued: str = ""
+    """Where the state lies that nobody had the time to save, in a sentence."""
 
     @property
     def is_clean(self) -> bool:

@@ -15,12 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from closeranks.agent.hang import Sight
+from closeranks.core.blame import is_ours, is_own, shown
 
 OBSERVED_S = 0.2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NUM_LOOKS = 5
 _LOCK_CALLS = ("futex", "202", "98", "449")
 """Sleeping on a lock, by the name of the kernel's function or by the number of the call (x86, ARM, futex_waitv)."""
+_HEADS = ("Current thread 0x", "Thread 0x")
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>\S+)')
 
 
@@ -57,6 +59,38 @@ def ask_for_stacks(pidfds: Iterable[int]) -> None:
             signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
 
 
+def ask_children_for_stacks(pid: int) -> None:
+    """The same of the processes that a worker has started, as far as they listen: those of its loader do. Others would
+    die of the signal, and are left alone."""
+    for child in _descendants(pid):
+        with suppress(OSError):
+            pidfd = os.pidfd_open(child)
+            try:
+                if _catches(child, signal.SIGUSR1):
+                    signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
+            finally:
+                os.close(pidfd)
+
+
+def is_of_stacks(line: str) -> bool:
+    return line.startswith(_HEADS) or _FRAME.match(line) is not None
+
+
+def reading_place(lines: Sequence[str]) -> str:
+    """Where a sample is being read, in the user's code, by the stacks of a log: ``data.py:12 in __getitem__``. Empty
+    where no thread is in such code; who only waits for another to read has no frame of the user's above our own."""
+    is_above = False
+    for line in lines:
+        found = _FRAME.match(line)
+        if found is None:
+            is_above = line.startswith(_HEADS)
+        elif is_above and is_ours(found["file"]):
+            is_above = False
+        elif is_above and is_own(found["file"]):
+            return f"{shown(found['file'])}:{found['line']} in {found['name']}"
+    return ""
+
+
 def place_of(lines: Sequence[str]) -> str:
     """Where a main thread is, by the last stacks of its log: ``model.py:57 in forward``; empty when there are none.
 
@@ -68,6 +102,22 @@ def place_of(lines: Sequence[str]) -> str:
         return ""
     found = frames[0]
     return f"{Path(found['file']).name}:{found['line']} in {found['name']}"
+
+
+def _descendants(pid: int) -> list[int]:
+    """Children first, then theirs."""
+    found = [pid]
+    for parent in found:
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, path.read_text().split())
+    return found[1:]
+
+
+def _catches(pid: int, signum: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (signum - 1) & 1)
 
 
 def _stat(pid: int) -> tuple[str, float]:

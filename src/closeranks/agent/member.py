@@ -18,7 +18,7 @@ from typing import Any
 
 from closeranks.agent.failure import FailureReport
 from closeranks.agent.launch import LaunchPlan, Listener
-from closeranks.agent.look import ask_for_stacks
+from closeranks.agent.look import ask_children_for_stacks, ask_for_stacks, is_of_stacks
 from closeranks.agent.loop import Loop
 from closeranks.agent.output import OutputLog
 from closeranks.agent.progress import PHASE_WORDS, Progress, ProgressWord, create_progress
@@ -55,7 +55,7 @@ class Member:
         self.has_regrouped = False
         self.is_told = False
         """Whether somebody has sent it SIGTERM, and it asks what becomes of it."""
-        self.is_fenced = False
+        self.is_fenced = self._is_asked = False
         self.listener = listener
         self._loop = loop
         self._on_store = berth.on_store
@@ -158,9 +158,16 @@ class Member:
         """Whether it died without a word: nobody need be asked who began."""
         return self.died_at is not None and self.failure is None and not self.is_finished
 
+    def ask_children_for_stacks(self) -> None:
+        """Its log shows where the processes of its loader are."""
+        if self.pid is not None and not self.is_dead:
+            self._is_asked = True
+            ask_children_for_stacks(self.pid)
+
     def ask_for_stacks(self) -> None:
         """Its log shows where its threads are; one that is stopped or gone says nothing."""
         if self._pidfd is not None and not self.is_dead:
+            self._is_asked = True
             ask_for_stacks([self._pidfd])
 
     def end_output(self) -> None:
@@ -215,7 +222,12 @@ class Member:
                 self._on_note(f"Rank {self.world.rank} dropped {message['count']} events: the agent was too slow.")
 
     def _on_text(self, text: str) -> None:
-        if self.world.is_lead:
+        """Stacks that it was asked for stay in its log."""
+        if self._is_asked:
+            text = "
+".join(line for line in text.split("
+") if not is_of_stacks(line))
+        if self.world.is_lead and (text or not self._is_asked):
             self.listener.on_output(self.world.rank, text)
 
     def _on_note(self, text: str) -> None:

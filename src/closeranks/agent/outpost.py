@@ -259,7 +259,7 @@ class Outpost:
     def _conclude(self, end: End) -> str:
         if not end.is_lost:
             return end.reason
-        saved = rescue(self._host.boxes, self._run, self._name) if self._host else ""
+        saved = rescue(self._host.boxes, self._run, self._name, is_part=True) if self._host else ""
         raise RunFailed(f"the lead at {self._address} was lost, and the job with it: {end.reason}. {saved}".rstrip())
 
 

@@ -1,34 +1,69 @@
 """What becomes of the memory of a host whose job is over before its state was saved?
 
-It is written beside the run's checkpoints, slot by slot as it is, where a run that resumes finds it. Invariant: what is
-found under its name is whole: it is written aside, made durable, and renamed.
+It is written beside the run's checkpoints, slot by slot as it is, where a run that resumes finds it; where that cannot
+be written, into memory or among temporary files. Invariant: what is found under its name is whole: it is written aside,
+made durable, and renamed.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import shutil
+import time
 from pathlib import Path
+from typing import BinaryIO
 
 from closeranks.agent.boxes import Boxes
+from closeranks.core.refuges import advice, refuges
 
 FOLDER = "rescued"
+_CHUNK_BYTES = 1 << 22
 
 
-def rescue(boxes: Boxes, run: Path, host: str) -> str:
-    """Where it lies, in a sentence; empty where there was nothing to rescue."""
-    target = run / FOLDER / host
-    aside = target.with_name(f".{host}.{os.getpid()}")
+def rescue(boxes: Boxes, run: Path, host: str, patience_s: float = math.inf, *, is_part: bool = False) -> str:
+    """Where it lies, in a sentence; empty where there was nothing to rescue. ``patience_s``: what takes longer is given
+    up. ``is_part``: other hosts held some of the state, too."""
+    until = time.monotonic() + patience_s
     try:
-        num_bytes = _write(boxes, aside)
-        if not num_bytes:
-            shutil.rmtree(aside, ignore_errors=True)
-            return ""
-        _put(aside, target)
+        num_bytes = _keep(boxes, run / FOLDER / host, until)
     except OSError as error:
+        return _rescue_elsewhere(boxes, run, host, until, error.strerror or str(error), is_part)
+    return (
+        f"The state in memory was written to {_words(run / FOLDER / host, num_bytes)}. {advice(run)}"
+        if num_bytes
+        else ""
+    )
+
+
+def _rescue_elsewhere(boxes: Boxes, run: Path, host: str, until: float, why: str, is_part: bool) -> str:
+    for place in refuges(run, boxes.num_bytes):
+        try:
+            num_bytes = _keep(boxes, place / FOLDER / host, until)
+        except OSError:
+            shutil.rmtree(place, ignore_errors=True)
+            continue
+        others = f" What other hosts held belongs beside it, in {place / FOLDER}." if is_part else ""
+        where = _words(place / FOLDER / host, num_bytes)
+        return f"{run} cannot be written ({why}): the state in memory was written to {where}. {advice(place)}{others}"
+    return f"The state in memory is lost: it could not be written to {run / FOLDER / host} ({why}), nor anywhere else."
+
+
+def _words(folder: Path, num_bytes: int) -> str:
+    return f"{folder} ({num_bytes / 2**20:.0f} MiB)"
+
+
+def _keep(boxes: Boxes, target: Path, until: float) -> int:
+    """Bytes that lie there now; 0 where there was nothing to keep."""
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        num_bytes = _write(boxes, aside, until)
+        if num_bytes:
+            _put(aside, target)
+        return num_bytes
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        return f"What this host held in memory could not be written to {target} ({error.strerror})."
-    return f"What this host held in memory lies in {target} ({num_bytes / 2**20:.0f} MiB): resume from the run folder."
 
 
 def _put(aside: Path, target: Path) -> None:
@@ -42,7 +77,7 @@ def _put(aside: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(boxes: Boxes, folder: Path) -> int:
+def _write(boxes: Boxes, folder: Path, until: float) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     num_bytes = 0
     for number, box in enumerate(boxes.paths):
@@ -51,12 +86,19 @@ def _write(boxes: Boxes, folder: Path) -> int:
             if not size:
                 continue
             with open(path, "rb") as source, (folder / f"box-{number:05d}-{slot}").open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 22)
+                _copy(source, target, until)
                 target.flush()
                 os.fsync(target.fileno())
             num_bytes += size
     _sync(folder)
     return num_bytes
+
+
+def _copy(source: BinaryIO, target: BinaryIO, until: float) -> None:
+    while data := source.read(_CHUNK_BYTES):
+        if time.monotonic() > until:
+            raise TimeoutError(errno.ETIMEDOUT, "it would take too long")
+        target.write(data)
 
 
 def _sync(folder: Path) -> None:

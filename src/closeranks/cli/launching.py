@@ -27,7 +27,7 @@ from closeranks.cli.standing import Standing
 from closeranks.core.blame import shown
 from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
 from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
-from closeranks.core.events import Event, RunStarted, Warned, decode
+from closeranks.core.events import Event, RunStarted, Saved, Warned, decode
 from closeranks.core.interfaces import WILDCARDS, own_address
 from closeranks.core.process_title import set_title
 from closeranks.core.registry import is_dotted
@@ -102,6 +102,7 @@ def _training(job: Job, claim: Claim, past: Past, party: Party, command: tuple[s
         command=command,
         party=party,
         survival=_survival(job, claim.folder, past) if job.elastic.enabled else None,
+        saves=job.checkpoint.save,
     )
 
 
@@ -222,6 +223,8 @@ class _Work:
     command: tuple[str, tuple[str, ...]] = ("", ())
     must_finish: bool = True
     survival: Survival | None = None
+    saves: bool = False
+    """Whether the job wants its state saved."""
     on_turn: OnTurn | None = None
     party: Party = field(default_factory=Party)
 
@@ -234,6 +237,7 @@ def _start(work: _Work, num_workers: int) -> None:
         plan,
         survival=work.survival,
         is_elastic=work.survival is not None,
+        rescues=work.saves,
         threads=work.threads,
         must_finish=work.must_finish,
         num_hosts=work.party.num_hosts,
@@ -256,7 +260,8 @@ def _start(work: _Work, num_workers: int) -> None:
             if screen.has_begun:
                 _write_down(work, screen.folder, failure)
     if outcome.reason != "finished":
-        raise ENDINGS[outcome.reason](outcome.reason, f"Everything is stopped; {_whereabouts(screen.folder)}")
+        where = f". {outcome.rescued}" if outcome.rescued else f"; {_whereabouts(screen.folder, screen.saved)}"
+        raise ENDINGS[outcome.reason](outcome.reason, f"Everything is stopped{where}")
 
 
 def _door(work: _Work, on_note: Callable[[str], None]) -> Door | None:
@@ -309,6 +314,8 @@ class _Screen:
         self._progress = progress
         self.folder = folder
         """Where the run writes; a script's session may say otherwise."""
+        self.saved = ""
+        """Where the newest checkpoint lies, as far as rank 0 has told."""
         self.has_begun = False
         """Whether a run began, rather than being refused."""
         self._agent: Agent | None = None
@@ -342,6 +349,8 @@ class _Screen:
             self.has_begun = True
             if isinstance(event, RunStarted) and event.folder:
                 self._move(Path(shown(event.folder)))
+            elif isinstance(event, Saved):
+                self.saved = event.path
         else:
             self._record(event)
         self._standing.hear(event)
@@ -371,7 +380,10 @@ class _Screen:
         self._progress.note(text.rstrip("\n"))
 
 
-def _whereabouts(folder: Path) -> str:
+def _whereabouts(folder: Path, saved: str) -> str:
+    """``saved``: the checkpoint that was told of last, wherever it lies."""
+    if saved and not Path(saved).is_relative_to(folder.absolute()):
+        return f"continue with checkpoint.resume={saved}"
     if (folder / "checkpoints" / "latest").exists():
         return f"continue with checkpoint.resume={folder}"
     return f"the run folder is {folder}, but there was no time to save the state."

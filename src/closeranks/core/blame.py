@@ -21,9 +21,18 @@ MAX_MESSAGE_CHARS = 2_000
 def own_frame(error: BaseException) -> FrameSummary | None:
     """The innermost frame of the user's code that the error passed through."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(_foreign_folders()):
+        if is_own(frame.filename):
             return frame
     return None
+
+
+def is_own(filename: str) -> bool:
+    """Whether a file is the user's: not ours, not an installed package's, not Python's."""
+    return not filename.startswith(_foreign_folders())
+
+
+def is_ours(filename: str) -> bool:
+    return filename.startswith(_package())
 
 
 def describe(error: BaseException) -> str:
@@ -65,7 +74,12 @@ def shown(path: str) -> str:
 
 
 @cache
+def _package() -> str:
+    return str(Path(__file__).resolve().parents[1])
+
+
+@cache
 def _foreign_folders() -> tuple[str, ...]:
-    package = str(Path(__file__).resolve().parents[1])
+    package = _package()
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return (package, *sorted(installed), "<")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,8 +24,10 @@ from closeranks.checkpoint.manifest import parse_folder
 from closeranks.checkpoint.order import Report, Settings
 from closeranks.checkpoint.rhythm import Rhythm
 from closeranks.checkpoint.saver import Saver
+from closeranks.checkpoint.sources import plan
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
+from closeranks.core.refuges import advice, refuges
 from closeranks.elastic.vote import Verdict
 from closeranks.run.hub_files import kept_hub
 from closeranks.run.ownership import check_owned
@@ -177,8 +180,11 @@ class Saving:
         ``is_hurried``: somebody will kill us soon, and an older save under way is not worth waiting for.
         """
         if place is None:
-            self._own = self._own or self._open(self._settings)
-            return self._save_here(self._own, step, is_hurried)
+            try:
+                self._own = self._own or self._open(self._settings)
+                return self._save_here(self._own, step, is_hurried)
+            except SetupError as error:  # on all ranks alike
+                raise self._saved_elsewhere(step, error) from error
         saver = self._open(replace(self._settings, place=str(place), remote="", keep_last=1 << 30))
         try:
             return self._write(saver, step, self._settings.timeout_s, lambda report: None)
@@ -192,24 +198,54 @@ class Saving:
             self._hear(report)
         tiers = ("primary", "remote") if self._settings.remote else ("primary",)
         if not self._everywhere(all((step, tier) in self._good for tier in tiers)):
-            self._write(saver, step, patience_s, self._hear)
+            return self._write(saver, step, patience_s, self._hear)
         self._saved_step = step
         return saver.path_of(step)
 
-    def _write(self, saver: Saver, step: int, patience_s: float, hear: Callable[[Report], None]) -> str:
-        failure = ""
-        for _ in range(_TRIES):
+    def _saved_elsewhere(self, step: int, error: SetupError) -> SetupError:
+        """All ranks: nothing follows this save, so that its state is put wherever there is room; the error says where.
+        Memory and temporary files are this host's alone: where there are several, their agents see to it."""
+        parts = self._parts
+        looks = parts.world.is_lead and parts.world.local_size == parts.world.size
+        here = refuges(self._folder, plan(items(parts)).num_bytes * parts.world.size) if looks else iter(())
+        while place := parts.groups.world.share_text(str(next(here, ""))):
+            saver = self._open(replace(self._settings, place=place, remote="", keep_last=1 << 30))
+            reports: list[Report] = []
+            try:
+                path = self._write(saver, step, self._settings.timeout_s, reports.append, num_tries=1)
+            except SetupError:
+                if parts.world.is_lead:
+                    shutil.rmtree(place, ignore_errors=True)
+                continue
+            finally:
+                saver.close()
+            if parts.world.is_lead:
+                written = next(report for report in reports if report.kind == "committed")
+                self._emit(Saved(step, path, written.num_bytes, written.seconds))
+            return SetupError(error.what, f"The state of step {step} lies in {path} instead. {advice(Path(place))}")
+        return error
+
+    def _write(
+        self, saver: Saver, step: int, patience_s: float, hear: Callable[[Report], None], num_tries: int = _TRIES
+    ) -> str:
+        failed: dict[str, str] = {}
+        told: set[tuple[str, str]] = set()
+        for number in range(num_tries):
+            is_last = number == num_tries - 1
             tree = self._tree(step, is_ending=True)
             reports = saver.save_now(step, items(self._parts), tree, self._metric(step), patience_s=patience_s)
             failed = {r.tier: r.what for r in reports if r.kind == "failed" and r.save == reports[-1].save}
-            for report in reports:
-                hear(report)
-            failure = failed.get("primary", "")
+            for report in reports:  # once: a place that counts already says so again at every try
+                if (report.kind, report.tier) not in told and (is_last or report.kind != "failed"):
+                    hear(report)
+            told |= {(report.kind, report.tier) for report in reports if report.kind == "committed"}
             if self._everywhere(not failed):
                 return saver.path_of(step)
-        if self._everywhere(not failure):  # the second place alone could not be reached, which was told
+        if self._everywhere("primary" not in failed):  # the second place alone could not be reached, which was told
             return saver.path_of(step)
-        what = failure or "another worker could not save its part of the state"
+        if saver.went_remote(step) and self._everywhere("remote" not in failed):  # and here it alone could be
+            return f"{self._settings.remote.rstrip('/')}/{saver.path_of(step).rpartition('/')[2]}"
+        what = failed.get("primary") or "another worker could not save its part of the state"
         raise SetupError(what, "Mend that, and resume: the checkpoint before this one still counts.")
 
     def close(self) -> None:
