@@ -24,6 +24,8 @@ IMPATIENT = "elastic.hang_floor_s=3"
 SLOW = ("elastic.slow_steps=3", "elastic.slow_ratio=2.0")
 IN_RECOVERY = ("restore.agreed", "restore.before_verify", "restore.after_verify")
 """Points that a generation passes on its way back, on one host."""
+AROUND_RECOVERY = ("restore.forked", "restore.opened", "restore.first_step")
+"""Points before and after those."""
 IN_COPYING = (
     *("slot.before_data", "slot.in_data", "slot.after_data"),
     *("slot.after_index", "slot.before_header", "slot.after_header"),

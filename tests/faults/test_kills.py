@@ -12,7 +12,7 @@ import pytest
 from closeranks.core.events import Restored
 from closeranks.core.faults import POINTS
 from closeranks.telemetry.recorder import read_events
-from tests.faults.cases import IN_COPYING, IN_RECOVERY, deadly, sweep
+from tests.faults.cases import AROUND_RECOVERY, IN_COPYING, IN_RECOVERY, deadly, sweep
 from tests.faults.conftest import Calm
 from tests.faults.harness import assert_clean, assert_same, assert_struck, bits, go, wait_for_step
 from tests.faults.strikes import Newborn
@@ -56,12 +56,13 @@ def test_whoever_comes_in_their_place(tmp_path: Path, calm: Calm) -> None:
 
 
 def test_points_are_all_swept() -> None:
+    import closeranks.agent.forked
     import closeranks.elastic.keeper
     import closeranks.run.restoring  # noqa: F401
 
     here = {label for label in POINTS if label.startswith(("restore.", "slot."))}
     # What comes from another host is struck where there are several.
-    assert here == {*IN_RECOVERY, *IN_COPYING, "restore.fetching"}
+    assert here == {*AROUND_RECOVERY, *IN_RECOVERY, *IN_COPYING, "restore.fetching"}
 
 
 def test_at_every_point_of_a_recovery(tmp_path: Path, calm: Calm) -> None:
@@ -71,6 +72,16 @@ def test_at_every_point_of_a_recovery(tmp_path: Path, calm: Calm) -> None:
     ran = go(tmp_path, "pipeline", faults=faults, specials=orders, env=deadly(tmp_path))
     assert_same(calm("pipeline"), ran)
     assert_struck(ran, *["killed"] * (2 * len(IN_RECOVERY)))
+    assert os.listdir(tmp_path / "orders") == []
+
+
+def test_from_the_fork_to_the_first_step_after_a_recovery(tmp_path: Path, calm: Calm) -> None:
+    """A second kill as soon as a worker is forked, when the group has formed, and in the step that is done again."""
+    orders = sweep(tmp_path, AROUND_RECOVERY, first=3, every=4, rank=0)
+    faults = ", ".join(f"kill(rank={n}, step={4 + 4 * n})" for n in range(len(AROUND_RECOVERY)))
+    ran = go(tmp_path, "zero3", faults=faults, specials=orders, env=deadly(tmp_path))
+    assert_same(calm("zero3"), ran)
+    assert_struck(ran, *["killed"] * (2 * len(AROUND_RECOVERY)))
     assert os.listdir(tmp_path / "orders") == []
 
 

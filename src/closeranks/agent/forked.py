@@ -22,9 +22,12 @@ from closeranks.agent.progress import ProgressWord
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.environment import set_world
 from closeranks.core.errors import CloseranksError
+from closeranks.core.faults import declare, point
 from closeranks.core.linux import die_with_parent
 from closeranks.core.process_title import set_title
 from closeranks.core.registry import load_object
+
+FORKED = declare("restore.forked", "a worker is forked, and has done nothing yet")
 
 
 def live(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoReturn:
@@ -36,6 +39,7 @@ def live(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoRet
     status = 1
     try:
         die_with_parent(zygote)
+        point(FORKED)
         _take_place(fds, foreign)
         status = _work(fds, run)
     except BaseException:

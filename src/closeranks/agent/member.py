@@ -224,9 +224,7 @@ class Member:
     def _on_text(self, text: str) -> None:
         """Stacks that it was asked for stay in its log."""
         if self._is_asked:
-            text = "
-".join(line for line in text.split("
-") if not is_of_stacks(line))
+            text = "\n".join(line for line in text.split("\n") if not is_of_stacks(line))
         if self.world.is_lead and (text or not self._is_asked):
             self.listener.on_output(self.world.rank, text)
 

@@ -52,10 +52,12 @@ from closeranks.run.state import restore_state
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.recorder import last_step, parse_line
 
+OPENED = declare("restore.opened", "the group of a later generation has formed; nobody knows what is held")
 AGREED = declare("restore.agreed", "all ranks know from which copies they go on, and have read none")
 FETCHING = declare("restore.fetching", "a copy from another host has arrived, others may be on their way")
 BEFORE_VERIFY = declare("restore.before_verify", "everything is at hand, and nothing of it is checked")
 AFTER_VERIFY = declare("restore.after_verify", "this rank has its state back, and does not know of the others")
+FIRST_STEP = declare("restore.first_step", "the first step of a later generation is computed, and not voted on")
 _BEGINNING = "beginning.json"
 """In the run's folder: what a later generation cannot know of the first."""
 _NONE_OF_OURS = 1 << 30
@@ -100,6 +102,8 @@ def take_over(parts: Parts, folder: Path, shelf: Shelf) -> TakenOver:
         _note_beginning(parts, folder)  # only now: what is refused leaves the folder as it was
         return begun
     began_at = time.monotonic()
+    point(OPENED)
+    _mark_first_step(parts)
     memory = _Memory(parts, shelf)
     choice, tree = memory.recall()
     if choice is not None:
@@ -116,6 +120,18 @@ def take_over(parts: Parts, folder: Path, shelf: Shelf) -> TakenOver:
     keepers = kept_by(parts, [seat.image for seat in memory.seats])
     is_there = is_in_place(choice, memory.sound(), memory.seats, keepers)
     return TakenOver(found, shelf, folder, event, memory.copies, choice.state, is_there)
+
+
+def _mark_first_step(parts: Parts) -> None:
+    label = FIRST_STEP
+
+    def once() -> None:
+        nonlocal label
+        if label:
+            point(label)
+            label = ""
+
+    parts.before_vote.append(once)
 
 
 def _untold(folder: Path, origin: Origin) -> Iterator[Event]:
