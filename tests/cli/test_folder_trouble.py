@@ -59,6 +59,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
         ("removed", "", Troubled.BEGIN + 1),
         ("read-only", "cannot be written (Read-only file system)", 1),
     ],
+    ids=["full", "removed", "read-only"],
 )
 def test_training_goes_on(tmp_path: Path, calm: Course, place: Path, trouble: str, words: str, first: int) -> None:
     run = place / "run"

@@ -42,7 +42,7 @@ class Machine:
     def found(self, folder: Path) -> tuple[str, ...]:
         processes = [f"process: {line}" for line in marked_processes(self.mark)]
         ports = [f"listening socket {inode}" for inode in self.ports & _listening()]
-        shm = [f"/dev/shm/{path.name}" for path in (folder / "shm").iterdir()]
+        shm = [f"/dev/shm/{path.name}" for path in (folder / "shm").iterdir() if not _holds_state(path)]
         groups = [f"control group {path}" for path in Path("/sys/fs/cgroup").glob(f"**/closeranks-{self.pid}-*")]
         mounts = [line for line in _mounts() - self.mounts if str(folder) in line]
         return (*processes, *ports, *shm, *groups, *mounts)
@@ -94,3 +94,8 @@ def _sockets_of(name: str) -> set[str]:
             continue
         found |= {link[8:-1] for link in links if link.startswith("socket:[")}
     return found
+
+
+def _holds_state(path: Path) -> bool:
+    """What a run put there because its own folder could not be written is meant to stay, and was told of."""
+    return path.name.startswith("closeranks-") and any(path.glob("step-*/manifest.json")) | any(path.glob("rescued/*"))
