@@ -28,6 +28,7 @@ PUBLIC = [
     "Session",
     "Step",
     "TensorBoard",
+    "Tracker",
     "UserError",
     "__version__",
     "load_job",

@@ -14,6 +14,7 @@ _HOMES = {
     "Hook": "closeranks.run.hooks",
     "EarlyStop": "closeranks.run.hooks",
     "TensorBoard": "closeranks.run.hooks",
+    "Tracker": "closeranks.run.tracker",
     "Job": "closeranks.run.job",
     "load_job": "closeranks.run.job",
     "Loss": "closeranks.core.protocols",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from closeranks.run.result import Result as Result
     from closeranks.run.session import Session as Session
     from closeranks.run.step import Step as Step
+    from closeranks.run.tracker import Tracker as Tracker
 
 
 def __getattr__(name: str) -> Any:
