@@ -103,7 +103,7 @@ class _Batches:
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._source = open_source(job.data, "train", job.run.seed)
-        self._schedule = schedule_of(job.train, len(self._source))
+        self._schedule = schedule_of(job, len(self._source))
         self._seed, self._device = job.run.seed, device
 
     def take(self, step: int) -> Tensor:

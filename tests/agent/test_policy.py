@@ -173,6 +173,7 @@ def test_a_fault_before_the_first_step_is_named_as_such() -> None:
     assert what.startswith(
         "the start of a generation, before its first step, failed 2 times in the same way: it broke."
     )
+    assert gave_up(decided(faults)).fix == "Mend the code, then go on with checkpoint.resume."  # no sample was read
 
 
 @pytest.mark.parametrize(

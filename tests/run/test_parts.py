@@ -10,7 +10,6 @@ from closeranks.core.world import World
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig
 from closeranks.parallel.config import LayoutConfig
-from closeranks.run.config import TrainConfig
 from closeranks.run.job import Job, check_workers, layout_for, load_job, micro_batch_size
 from closeranks.run.parts import check_last_step, choose_device, device_index, loss_divisor, schedule_of
 
@@ -20,14 +19,31 @@ def job(**tables: Any) -> Job:
 
 
 def test_a_length_in_steps_or_in_epochs() -> None:
-    assert schedule_of(TrainConfig(steps=7, global_batch=8), 20).num_steps == 7
-    by_epochs = schedule_of(TrainConfig(epochs=1.5, global_batch=8), 20)
+    assert schedule_of(job(train={"steps": 7, "global_batch": 8}), 20).num_steps == 7
+    by_epochs = schedule_of(job(train={"epochs": 1.5, "global_batch": 8}), 20)
     assert (by_epochs.num_steps, by_epochs.total_samples) == (4, 30)
 
 
-@pytest.mark.parametrize(("table", "size"), [((32, 0), 4), ((7, 0), 1), ((100, 0), 12), ((32, 5), 5)])
-def test_a_micro_batch_never_depends_on_the_workers(table: tuple[int, int], size: int) -> None:
-    assert micro_batch_size(TrainConfig(steps=1, global_batch=table[0], micro_batch=table[1])) == size
+@pytest.mark.parametrize(
+    ("batch", "named", "of_samples", "of_tokens"),
+    [(32, 0, 8, 4), (3, 0, 1, 1), (7, 0, 1, 1), (64, 0, 16, 8), (100, 0, 16, 12), (256, 0, 32, 32), (32, 5, 5, 5)],
+)
+def test_a_micro_batch_follows_from_the_batch_and_the_kind_of_data_alone(
+    batch: int, named: int, of_samples: int, of_tokens: int
+) -> None:
+    """A step has at least four, whatever the layout: a job that is compared under two layouts must not change."""
+    train = {"steps": 1, "global_batch": batch, "micro_batch": named}
+    for layout in ({}, {"data": 2, "zero": 1}, {"tensor": 2, "pipeline": 2}):
+        assert micro_batch_size(job(train=train, layout=layout, **DIGITS)) == of_samples
+        assert micro_batch_size(job(train=train, layout=layout)) == of_tokens
+
+
+def test_more_workers_than_micro_batches_are_told_what_would_do() -> None:
+    (problem,) = check_workers(job(train={"steps": 1, "global_batch": 32}, **DIGITS), 8)
+    assert problem.what.startswith("8 data ranks share 4 micro-batches a step (global_batch 32 / micro_batch 8)")
+    assert problem.fix.startswith("Use data=4 or fewer, train.micro_batch = 4, or a larger train.global_batch.")
+    (problem,) = check_workers(job(train={"steps": 1, "global_batch": 8, "micro_batch": 1}, **DIGITS), 9)
+    assert problem.fix.startswith("Use data=8 or fewer, or train.global_batch = 9 or more.")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +56,7 @@ def test_a_micro_batch_never_depends_on_the_workers(table: tuple[int, int], size
     ],
 )
 def test_losses_are_divided_by_a_power_of_two_that_covers_a_micro_batch(spec: Any, micro: int, divisor: float) -> None:
-    assert loss_divisor(spec, TrainConfig(steps=1, global_batch=64, micro_batch=micro)) == divisor
+    assert loss_divisor(spec, micro) == divisor
 
 
 def test_a_job_that_asks_for_cuda_where_there_is_none() -> None:
@@ -70,11 +86,11 @@ def test_synchronised_batch_norm_and_a_short_last_step() -> None:
     by_epochs = job(train=table, layout=SYNC, **DIGITS)
     assert check_workers(by_epochs, 2) == [], "it takes the data to know"
     for num_samples in (80, 86, 88):  # full, two and three short ones left: 0, 2 and 2 micro-batches
-        check_last_step(by_epochs, schedule_of(by_epochs.train, num_samples), 2)
+        check_last_step(by_epochs, schedule_of(by_epochs, num_samples), 2)
     with pytest.raises(ConfigError, match=r"layout\.batch_norm: .*1 micro-batches.*2 data ranks\. Give train\.steps"):
-        check_last_step(by_epochs, schedule_of(by_epochs.train, 84), 2)
-    check_last_step(by_epochs, schedule_of(by_epochs.train, 84), 1)
-    check_last_step(job(train=table, **DIGITS), schedule_of(by_epochs.train, 84), 2)
+        check_last_step(by_epochs, schedule_of(by_epochs, 84), 2)
+    check_last_step(by_epochs, schedule_of(by_epochs, 84), 1)
+    check_last_step(job(train=table, **DIGITS), schedule_of(by_epochs, 84), 2)
 
 
 @pytest.mark.parametrize("axis", ["context", "expert"])

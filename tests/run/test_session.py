@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from closeranks import Hook, Session, Step, UserError
 from closeranks.core.errors import CheckpointError, ConfigError, DataError, ModelError
-from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, StepDone
+from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, StepDone, Warned
 from closeranks.core.protocols import Batch
+from closeranks.run.supply import check_lengths
 from closeranks.telemetry.profiler import StepProfiler
 from tests.run.saved import tensors, tree
 from tests.run.small import counted, dataset, events, loss, net, of_kind, open_session, train
@@ -169,6 +170,57 @@ def test_steps_go_on_past_the_end_of_the_data(tmp_path: Path) -> None:
 def test_a_length_is_given_once(tmp_path: Path, table: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="steps"):
         open_session(tmp_path, train=table)
+
+
+class Growing:
+    """A dataset whose length is another one each time it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        self.asked += 1
+        return 20 + self.asked
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(4)
+
+
+def test_a_length_that_changes_is_told_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the length of .*Growing .* has changed while .*: 2\d samples"):
+        open_session(tmp_path, data=Growing())
+
+
+def test_a_dataset_of_another_length_is_not_resumed_with(tmp_path: Path) -> None:
+    class Named(Growing):
+        identity = "mine"
+
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def __len__(self) -> int:
+            return self.size
+
+        def read(self, indices: Any) -> Batch:
+            return {"x": torch.zeros(len(indices), 4), "y": torch.zeros(len(indices), dtype=torch.long)}
+
+    train(tmp_path, data=Named(20))
+    with pytest.raises(CheckpointError, match="saved with a dataset of 20 samples, and it has 24 now"):
+        open_session(tmp_path, data=Named(24), train={"steps": 9}, checkpoint={"resume": str(tmp_path)})
+
+
+def test_lengths_that_differ_between_ranks_are_named() -> None:
+    check_lengths(["8", "8"], "mine")
+    with pytest.raises(DataError, match="mine has 8 samples on rank 0 and 9 on rank 2"):
+        check_lengths(["8", "8", "9"], "mine")
+
+
+def test_zero_over_one_data_rank_is_told_to_have_no_effect(tmp_path: Path) -> None:
+    train(tmp_path / "zero", layout={"zero": 3}, train={"steps": 1})
+    (warned,) = of_kind(tmp_path / "zero", Warned)
+    assert warned.what.startswith("layout.zero = 3 shards state over data ranks; with one data rank it has no effect")
+    train(tmp_path / "plain", train={"steps": 1})
+    assert not of_kind(tmp_path / "plain", Warned)
 
 
 # Mistakes in the loop

@@ -14,7 +14,7 @@ LAYOUTS = [layout for size in range(1, 9) for layout in enumerate_layouts(size)]
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tiny_is_legal_under(layout: Layout) -> None:
     job = load_job(TINY).value
-    assert legal_problems(layout, demands(job, micro_batch_size(job.train))) == ()
+    assert legal_problems(layout, demands(job, micro_batch_size(job))) == ()
 
 
 def test_every_axis_is_among_them() -> None:

@@ -83,7 +83,7 @@ def by_hand(job: Job, num_replicas: int, num_ranks: int) -> tuple[list[float], d
     spec = spec_for(job.model, seq_len=job.data.seq_len)
     source = open_source(job.data, "train", job.run.seed)
     assert source is not None
-    order, schedule = order_of(job.data, placed(source), job.run.seed), schedule_of(job.train, len(source))
+    order, schedule = order_of(job.data, placed(source), job.run.seed), schedule_of(job, len(source))
     local, optim = job.sync.local, job.optim
     replicas = []
     for _ in range(num_replicas):

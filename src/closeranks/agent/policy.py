@@ -157,6 +157,8 @@ def _advice(fault: Fault) -> str:
         return f"Its log shows where each thread stood; mend what it waits for there, {resume}"
     if fault.is_silent:
         return f"Find out who kills it (dmesg, the scheduler, the code of this step), {resume}"
+    if fault.step is None:  # no sample was read yet
+        return f"Mend the code, {resume}"
     return f"Mend the code, or look at those samples and leave out what is bad in them, {resume}"
 
 

@@ -24,7 +24,9 @@ from closeranks.data.loading.placing import Placing
 from closeranks.data.order import MicroBatch, Order, Schedule
 from closeranks.data.quarantine import Quarantine
 from closeranks.data.reader import Loaded, Reader, ReadPlan
+from closeranks.data.rows import length_changed
 from closeranks.data.settings import ReadSettings
+from closeranks.data.source import placed
 from closeranks.data.timing import StageTimes
 
 
@@ -47,7 +49,7 @@ class Loader:
         """What stands in ``quarantine`` when ``start`` is called is not read; what is found bad is told by ``take``
         and added by the loop."""
         if order.num_samples != schedule.num_samples:
-            raise ValueError(f"a schedule for {schedule.num_samples} samples over an order of {order.num_samples}")
+            raise length_changed(schedule.num_samples, order.num_samples, placed(source).identity)
         self._plan = ReadPlan(source, order, schedule, data_rank, data_size, settings or ReadSettings(), even)
         self._quarantine = quarantine
         self._placing = Placing(device)

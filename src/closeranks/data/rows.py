@@ -150,6 +150,12 @@ def read_batch(source: PlacedSource, ids: Ints) -> Batch:
     return batch
 
 
+def length_changed(before: int, now: int, identity: str) -> DataError:
+    what = f"the length of {identity} has changed while the run was opened: {before} samples first, then {now}"
+    fix = "Let __len__ give the same number every time: what has no fixed length must be stored first."
+    return DataError(what, fix)
+
+
 def check_shape(batch: Any, ids: Ints, identity: str) -> None:
     """A batch is a dict of tensors with one row for each sample asked for."""
     if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):

@@ -139,7 +139,10 @@ def _data_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
             f"{counted(layout.data, 'data rank')} share {counted(demands.num_micro, 'micro-batch', 'es')} a step "
             f"(global_batch {demands.global_batch} / micro_batch {demands.micro_batch}), so some would have none"
         )
-        fix = f"Use data={demands.num_micro} or fewer, a smaller train.micro_batch, or a larger train.global_batch."
+        smaller = demands.global_batch // layout.data
+        less = f", train.micro_batch = {smaller}" if smaller else ""
+        more = f"train.global_batch = {layout.data} or more" if not smaller else "a larger train.global_batch"
+        fix = f"Use data={demands.num_micro} or fewer{less}, or {more}."
         yield Problem("layout.data", what, fix)
 
 

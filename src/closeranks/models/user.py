@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from closeranks.core.blame import own_frame, sentence, shown
 from closeranks.core.errors import CloseranksError, ModelError
@@ -80,6 +81,7 @@ class UserSpec:
                 f"the factory {self.name} ({defined_at(self._factory)}) returned {kind_of(module)}, not a torch module"
             )
             raise ModelError(what, "Return a torch.nn.Module.")
+        _refuse_lazy(self.name, module)
         self.blocks = self.compile_units = find_blocks(module)
         if self._chain is not None:
             self._chain.resolve(module)
@@ -123,6 +125,19 @@ class UserSpec:
             return partial(own)
         # Called, but blamed on forward: that is the code the user wrote.
         return partial(_Called(module))
+
+
+def _refuse_lazy(name: str, module: nn.Module) -> None:
+    """Parameters that get their shape from the first batch cannot be counted, split, reduced or saved before it."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    lazy = [key for key, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        owner = type(module.get_submodule(lazy[0].rpartition(".")[0])).__name__
+        more = f" and {len(lazy) - 1} more have" if len(lazy) > 1 else " has"
+        what = f"in the model {name}, '{lazy[0]}' ({owner}){more} no shape yet: a lazy module takes it from its "
+        what += "first input"
+        fix = "Name the size (nn.Linear(in_features, ...)), or run one dummy batch through the model where it is made."
+        raise ModelError(what, fix)
 
 
 class _Called:

@@ -33,7 +33,7 @@ def buckets_for(
         return Tuned(job.sync.bucket_mib)
     if handed_on := heirloom.bucket_mib():
         return Tuned(handed_on)
-    items = micro_batch_size(job.train) * spec.items_per_sample
+    items = micro_batch_size(job) * spec.items_per_sample
     flops = spec.flops_per_item * items / (layout.tensor * layout.pipeline)
     behind_s = backward_s(flops, measured_flops) if job.sync.overlap else 0.0
     return tune(groups.data, groups.world, device, Work(gradient_bytes(held), behind_s))

@@ -54,7 +54,8 @@ class TrainConfig(Table):
     global_batch: int = Field(default=32, ge=1)
     """Samples per optimizer step, over all workers; never changed by the number of workers."""
     micro_batch: int = Field(default=0, ge=0)
-    """Samples per forward and backward, whatever the number of workers; 0: an eighth of the global batch."""
+    """Samples per forward and backward, whatever the number of workers; 0: an eighth of the global batch, or up to a
+    quarter of it where that is fewer than 16 samples without a sequence length."""
     precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
     """bf16 and fp16 are mixed: weights stay float32. fp16 scales the loss. float64 is for proofs."""
     compile: bool = False

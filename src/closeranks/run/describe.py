@@ -40,7 +40,7 @@ def subject_of(job: Job) -> Subject:
 
 
 def _described(job: Job) -> Subject:
-    needs = demands(job, micro_batch_size(job.train))
+    needs = demands(job, micro_batch_size(job))
     if is_dotted(job.model.name):
         spec, module = _built_on_meta(job)
         if spec.chain is not None:  # the table may name them by patterns: how many they are is known only now

@@ -53,7 +53,7 @@ def wishes_of(job: Job, layout: Layout) -> Wishes:
         overlap=job.sync.overlap,
         precision=Precision(job.train.precision),
         seed=job.run.seed,
-        micro_batch=micro_batch_size(job.train),
+        micro_batch=micro_batch_size(job),
         compiled=job.train.compile,
         recompute=job.train.recompute,
         recompute_keep=job.train.recompute_keep,

@@ -108,7 +108,7 @@ def wave_size(num_stages: int) -> int:
 def _share(parts: Parts, num_samples: int) -> Iterator[MicroBatch]:
     """Every so many-th micro-batch. Where each forward is a collective, ranks with one less repeat the last."""
     limit = min(num_samples, parts.job.train.eval_samples or num_samples)
-    size, data = micro_batch_size(parts.job.train), parts.groups.data
+    size, data = micro_batch_size(parts.job), parts.groups.data
     count = -(-limit // size)
     for first in range(0, count, data.size):
         number = first + data.rank

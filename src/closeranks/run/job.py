@@ -142,7 +142,7 @@ def check_noise(job: Job) -> Iterable[Problem]:
         axis = "zero = 3" if layout.zero == 3 else "the tensor axis" if layout.tensor > 1 else "the pipeline axis"
         what = f"the noise scale needs gradients that a rank has whole before they are summed, and with {axis} none has"
         yield Problem("train.noise_every", what, f"Use data ranks with layout.zero = 0, 1 or 2, {off}.")
-    if micro_batch_size(train) >= train.global_batch:
+    if micro_batch_size(job) >= train.global_batch:
         what = f"a step of {train.global_batch} samples is one micro-batch: there is no smaller one to compare it with"
         yield Problem("train.noise_every", what, f"Set train.micro_batch below {train.global_batch}, {off}.")
     if job.sync.local.is_on:
@@ -211,7 +211,7 @@ def check_workers(job: Job, num_workers: int, needs: Demands | None = None) -> l
         verb = "was" if num_workers == 1 else "were"
         what = f"the layout takes {counted(layout.num_ranks, 'worker')}, but {num_workers} {verb} asked for"
         problems.append(Problem("layout", what, f"Start with -n {layout.num_ranks}, or change the layout."))
-    micro = micro_batch_size(job.train)
+    micro = micro_batch_size(job)
     needs = needs or demands(job, micro)
     problems += legal_problems(layout, needs)
     if problems:
@@ -234,9 +234,17 @@ def _home_problems(job: Job, layout: Layout) -> Iterable[Problem]:
         yield Problem("sync.local.replicas", what, f"Use one of {divisors(num_replicas)}.")
 
 
-def micro_batch_size(train: TrainConfig) -> int:
-    """Never a function of the workers: dropout, batch norm and rounding must not change with their number."""
-    return train.micro_batch or max(1, train.global_batch // 8)
+_SMALL, _LEAST_MICRO, _USUAL_MICRO = 16, 4, 8
+
+
+def micro_batch_size(job: Job) -> int:
+    """Never a function of the workers, the layout or the machine: dropout, batch norm and rounding must not change with
+    them. An eighth of the global batch; where that is few samples without a sequence length, up to a quarter of it."""
+    whole = job.train.global_batch
+    if job.train.micro_batch:
+        return job.train.micro_batch
+    usual = whole // _USUAL_MICRO
+    return max(1, usual, 0 if job.data.seq_len else min(_SMALL, whole // _LEAST_MICRO))
 
 
 def demands(job: Job, micro_batch: int) -> Demands:

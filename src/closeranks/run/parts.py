@@ -43,7 +43,6 @@ from closeranks.run import excepthook, heirloom
 from closeranks.run.accuracy import Accuracy
 from closeranks.run.apart import hosts_of, make_outer, make_vote, num_hosts, rounds_of
 from closeranks.run.bucketing import buckets_for
-from closeranks.run.config import TrainConfig
 from closeranks.run.distribute import Freezing, make_reducer, wishes_of
 from closeranks.run.job import (
     Job,
@@ -212,7 +211,7 @@ def _plan(job: Job, world: World, ingredients: Ingredients, past: Past) -> _Plan
     problems = check_workers(job, world.size)
     if problems:
         raise ConfigError(problems)
-    schedule = schedule_of(job.train, len(ingredients.source), past.ends)
+    schedule = schedule_of(job, len(ingredients.source), past.ends)
     layout = layout_for(job, world.size)
     num_homes = homes_of(job, layout, num_hosts(world))
     layout = within_homes(layout, num_homes)
@@ -241,7 +240,7 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
     optimizer = make_optimizer(job, layout, groups, reducer, frozen, schedule.num_steps)
     crossing = tensor_crossing(layout, hosts_of(world))
     rate = rate_warning(job.optim, job.train.global_batch, schedule.num_steps)
-    warnings = (rate, crossing, profile_warning(job, schedule.num_steps))
+    warnings = (rate, crossing, profile_warning(job, schedule.num_steps), zero_note(job, layout))
     return Parts(
         job=job,
         world=world,
@@ -263,7 +262,7 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
         vote=make_vote(job, groups, spec),
         optimizer=optimizer,
         loss_scale=LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device),
-        loss_divisor=loss_divisor(spec, job.train) if precision.scales_loss else 1.0,
+        loss_divisor=loss_divisor(spec, schedule.micro_batch) if precision.scales_loss else 1.0,
         schedule=schedule,
         source=ingredients.source,
         supply=make_supply(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts),
@@ -345,12 +344,21 @@ def make_supply(
     )
 
 
-def schedule_of(train: TrainConfig, num_samples: int, ends: tuple[Cursor, ...] = ()) -> Schedule:
+def schedule_of(job: Job, num_samples: int, ends: tuple[Cursor, ...] = ()) -> Schedule:
     """How the run's positions fall into steps, from either way of giving its length. ``ends``: of earlier parts."""
-    micro = micro_batch_size(train)
+    train, micro = job.train, micro_batch_size(job)
     if train.epochs is not None:
         return Schedule.for_epochs(num_samples, train.global_batch, micro, train.epochs, ends)
     return Schedule.for_steps(num_samples, train.global_batch, micro, train.steps or 1, ends)
+
+
+def zero_note(job: Job, layout: Layout) -> str:
+    if not job.layout.zero or layout.data > 1:
+        return ""
+    return (
+        f"layout.zero = {job.layout.zero} shards state over data ranks; with one data rank it has no effect: "
+        "use zero = 0, or more workers"
+    )
 
 
 def check_last_step(job: Job, schedule: Schedule, num_ranks: int) -> None:
@@ -364,6 +372,6 @@ def check_last_step(job: Job, schedule: Schedule, num_ranks: int) -> None:
         )
 
 
-def loss_divisor(spec: ModelSpec, train: TrainConfig) -> float:
+def loss_divisor(spec: ModelSpec, micro_batch: int) -> float:
     """The next power of two above a micro-batch's items: dividing by it rounds nothing."""
-    return float(1 << (micro_batch_size(train) * spec.items_per_sample - 1).bit_length())
+    return float(1 << (micro_batch * spec.items_per_sample - 1).bit_length())

@@ -69,7 +69,7 @@ def _layouts(job: Job, full: Layout, most: int) -> Iterator[Layout]:
 
 def _near(job: Job, full: Layout, most: int) -> Iterator[Layout]:
     """All legal layouts of at most so many ranks, the largest first; made one by one, for a thousand take a second."""
-    needs = demands(job, micro_batch_size(job.train))
+    needs = demands(job, micro_batch_size(job))
     for size in range(most, 0, -1):
         yield from (layout for layout in nearest_first(full, needs, size) if _is_sure(layout, full, needs, job))
 

@@ -402,6 +402,10 @@ def _refuse_foreign(parts: Parts, saved: Mapping[str, Any]) -> None:
     for key, value in _identity(parts).items():
         found = saved.get(key, "")
         if found != value:
+            if key == "num_samples":
+                what = f"the state was saved with a dataset of {found} samples, and it has {value} now"
+                fix = "Give it the same samples again, or start a new run with this one as checkpoint.weights."
+                raise CheckpointError(what, fix)
             place = _KEYS.get(key, "data")
             plain = Change(place, place, repr(found), repr(value))
             change = change_between(str(found), str(value)) if key == "order" else plain

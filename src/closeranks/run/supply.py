@@ -66,7 +66,8 @@ class Supply:
 
     def start(self, step: int, folder: Path, emit: Callable[[Event], None], *, must_log: bool = True) -> None:
         """Begin to read for ``step`` and those after it. ``must_log``: a log of samples that cannot be opened is the
-        person's mistake; else it is a warning, and tried again."""
+        person's mistake; else it is a warning, and tried again. All ranks."""
+        check_lengths(self.groups.world.gather_text(str(self.order.num_samples)), self.sources[0].identity)
         self.loader.start(step)
         if self.logs_samples and self.speaks:
             self._open_log(RunFolder(folder).samples(self.rank), emit, must_log)
@@ -180,6 +181,14 @@ class Supply:
             for one in loaded
         ]
         self._log.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+
+
+def check_lengths(told: Sequence[str], identity: str) -> None:
+    """All ranks have opened the same data, or each would read another part of it."""
+    others = [rank for rank, length in enumerate(told) if length != told[0]]
+    if others:
+        what = f"{identity} has {told[0]} samples on rank 0 and {told[others[0]]} on rank {others[0]}"
+        raise DataError(what, "Give every rank the same data: the same files, and a length that does not change.")
 
 
 def skipped_in_words(fresh: Sequence[BadSample]) -> list[str]:

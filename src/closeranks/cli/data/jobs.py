@@ -79,7 +79,7 @@ def open_reading(words: Words) -> Reading:
     source = placed(open_source(job.data, "train", job.run.seed))
     order = order_of(job.data, source, job.run.seed)
     past = look_back(job, choose_folder(job, path.stem))
-    return Reading(words.place, job, source, order, schedule_of(past.applied_to(job).train, len(source), past.ends))
+    return Reading(words.place, job, source, order, schedule_of(past.applied_to(job), len(source), past.ends))
 
 
 def turn_at(reading: Reading, position: int) -> Turn | None:
