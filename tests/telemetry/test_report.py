@@ -241,3 +241,11 @@ def test_many_faults_do_not_flood_the_page(make_run: Callable[..., Path]) -> Non
     assert text.count("rank 1 lost") == 40
     assert "And 20 more, in `metrics/agent.jsonl`." in text
     assert "60 faults: 1 min 0 s" in text
+
+
+def test_the_number_behind_a_checkpoint_is_explained(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_run(num_steps=40)
+    (tmp_path / "step-00000040-2").mkdir()
+    add(folder, Saved(step=40, path=str(tmp_path / "step-00000040-2"), bytes=1))
+    page = write_report(folder).read_text()
+    assert "`step-00000040-2` (-2: saved after the run was opened again; a higher number is always newer), 1 B" in page

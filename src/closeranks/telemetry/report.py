@@ -6,6 +6,7 @@ it was recorded; what is missing is said to be missing.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -290,7 +291,10 @@ def _checkpoint(run: RunFolder, history: History) -> str:
     saved = latest_save(run, history)
     if saved is None:
         return "none was written"
-    return f"`{saved.path.rstrip('/').rpartition('/')[2]}`, {wording.size(saved.bytes)}"
+    name = saved.path.rstrip("/").rpartition("/")[2]
+    part = re.fullmatch(r"step-\d+-(\d+)", name)
+    about = f" (-{part[1]}: saved after the run was opened again; a higher number is always newer)" if part else ""
+    return f"`{name}`{about}, {wording.size(saved.bytes)}"
 
 
 def latest_save(run: RunFolder, history: History) -> Saved | None:

@@ -103,3 +103,18 @@ print(codes, "torch" in sys.modules)
         timeout=60,
     )
     assert done.stdout.strip() == "[0, 0, 1, 0] False", done.stderr
+
+
+def test_the_number_behind_a_step_is_explained(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    making.write(root, 120, a_state(), part=2)
+    said = ckpt("ls", tmp_path)
+    assert (
+        "step-00000120-2: saved after the run was opened for the 2nd time; a higher number is always newer" in said.out
+    )
+    making.write(root, 140, a_state())
+    (root / "step-00000120-2" / "manifest.json").unlink()
+    assert "2nd time" in ckpt("ls", tmp_path).out
+    plain = tmp_path / "plain"
+    making.write(plain / "checkpoints", 120, a_state())
+    assert "time;" not in ckpt("ls", plain).out

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,56 @@ def test_other_places_are_refused(pruning: Prune, tmp_path: Path, place: str, wo
 
 def test_fewer_than_two_cannot_be_asked_for(pruning: Prune) -> None:
     assert pruning("--keep-last", 1).code == 2
+
+
+SAVES = """
+import select, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from tests.checkpoint.saving import kinds, order, save, settings
+
+step = 0
+with ThreadPoolExecutor(2) as ranks:
+    while not select.select([sys.stdin], [], [], 0.02)[0] or step < 12:  # a little training between two saves
+        step += 1
+        orders = [order(step, rank, 2) for rank in range(2)]
+        told = list(ranks.map(lambda one: save(one, settings(sys.argv[1], keep_last=4)), orders))
+        assert "committed" in kinds(told[0]), told[0]
+        assert not any("failed" in kinds(one) for one in told), told
+        print(step, flush=True)
+"""
+
+
+def test_beside_live_saves_it_takes_nothing_that_is_needed(tmp_path: Path) -> None:
+    """Another process saves, each checkpoint referring to the first one for what never changes, while this one and a
+    third prune as fast as they can; until three of this one's came between two saves, and twelve were saved."""
+    root = tmp_path / "checkpoints"
+    num_done = 0
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVES, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    ) as saver:
+        assert saver.stdin is not None
+        assert saver.stdout is not None
+        assert saver.stdout.readline().strip() == "1"
+        pruner = f"while kill -0 {saver.pid} 2>/dev/null; do {sys.executable} -m closeranks ckpt prune {root}; done"
+        third = subprocess.Popen(["bash", "-c", pruner], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while saver.poll() is None:
+            said = ckpt("prune", tmp_path, "--keep-last", 2)
+            assert said.code == 0 or "cannot be pruned now" in said.err, said
+            num_done += said.code == 0
+            assert saving.committed_names(LocalStorage(root))
+            if num_done == 3 and not saver.stdin.closed:
+                saver.stdin.close()
+        last = int(saver.stdout.read().split()[-1])
+    assert saver.returncode == 0
+    _, complaints = third.communicate()
+    assert "Traceback" not in complaints
+    assert ckpt("prune", tmp_path, "--keep-last", 2).code == 0
+    assert ckpt("verify", tmp_path).code == 0
+    names = saving.committed_names(LocalStorage(root))
+    assert folder_name(last) in names
+    for name in names:
+        saving.assert_loads(root, int(name.removeprefix("step-")))

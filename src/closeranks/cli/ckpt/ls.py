@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from closeranks.checkpoint.catalogue import Found
 
 HELP = """List the checkpoints of a run, newest first; a star marks the one that a resumed run takes first.
@@ -25,6 +27,9 @@ says that the rest lies in earlier ones. States:
   unfinished   it has no manifest: the save was cut short, or still goes on
   suspect      sealed, but not the one that `latest` was written for; tried last
   serving      removed, but others need its files
+
+A name such as step-00000120-2 was saved after the run was opened for the second time (resumed, or restarted in its
+folder); a higher number is always newer.
 """
 
 
@@ -55,9 +60,19 @@ def ls(
     print_table(headings, lines, right=("step", "size", "own", "ranks", "metric"), spare=spare)
     remarks = [f"{found.name}: {found.problem}" for found in catalogue if found.problem]
     remarks += [odd.what for odd in catalogue.problems if not odd.name]
+    remarks += _about_parts(catalogue.found)
     console = stdout()
     for text in ("", *remarks) if remarks else ():
         console.print(text, soft_wrap=not console.is_terminal)
+
+
+def _about_parts(found: Sequence[Found]) -> list[str]:
+    """What the number behind a step means, where there is one."""
+    later = next((one for one in found if one.part > 1), None)
+    if later is None:
+        return []
+    ordinal = {2: "2nd", 3: "3rd"}.get(later.part, f"{later.part}th")
+    return [f"{later.name}: saved after the run was opened for the {ordinal} time; a higher number is always newer"]
 
 
 def _cells(found: Found) -> list[str]:
