@@ -88,49 +88,49 @@ def _target(run: Path, name: str) -> Path:
     }[name]
 
 
-def _replace(path: Path, make: Callable[[Path], None]) -> None:
+def replace(path: Path, make: Callable[[Path], None]) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     make(path)
 
 
-def _is_root() -> str:
+def is_root() -> str:
     return "" if os.geteuid() == 0 else "device nodes are made by root alone"
 
 
 @kind(
     "forged files",
     is_live=False,
-    needs=_is_root,
+    needs=is_root,
     target=one_of(*_TARGETS),
     what=one_of(*SPECIAL),
     reader=one_of(*OFTEN),
 )
 def special_file_in_a_checkpoint(lab: Lab, target: str, what: str, reader: str) -> None:
     run = lab.copy_of_calm()
-    _replace(_target(run, target), SPECIAL[what])
+    replace(_target(run, target), SPECIAL[what])
     look(lab, reader, run)
 
 
 @kind(
     "forged files",
     is_live=False,
-    needs=_is_root,
+    needs=is_root,
     what=one_of(*SPECIAL),
     target=one_of("status.json", "metrics/rank-00000.jsonl", "metrics/agent.jsonl", "job.toml", "config.json"),
     reader=one_of("status", "report", "ls", "sample"),
 )
 def special_file_in_a_run_folder(lab: Lab, what: str, target: str, reader: str) -> None:
     run = lab.copy_of_calm()
-    _replace(run / target, SPECIAL[what])
+    replace(run / target, SPECIAL[what])
     look(lab, reader, run)
 
 
 # --- damage
 
 
-def _damage(path: Path, how: str, rng: random.Random) -> None:
+def damage(path: Path, how: str, rng: random.Random) -> None:
     data = bytearray(path.read_bytes())
     if how == "truncated":
         path.write_bytes(data[: rng.randrange(len(data))])
@@ -144,14 +144,14 @@ def _damage(path: Path, how: str, rng: random.Random) -> None:
         path.write_bytes(data)
 
 
-_DAMAGES = ("truncated", "longer", "swapped", "one bit", "many bits")
+DAMAGES = ("truncated", "longer", "swapped", "one bit", "many bits")
 
 
 @kind(
     "forged files",
     is_live=False,
     target=one_of("latest", "manifest", "data"),
-    how=one_of(*_DAMAGES),
+    how=one_of(*DAMAGES),
     reader=one_of(*OFTEN),
     salt=between(0, 10**6),
 )
@@ -160,7 +160,7 @@ def damaged_file(lab: Lab, target: str, how: str, reader: str, salt: int) -> Non
     run = lab.copy_of_calm()
     path = _target(run, target)
     before = path.read_bytes()
-    _damage(path, how, random.Random(salt))
+    damage(path, how, random.Random(salt))
     done = look(lab, reader, run)
     if reader == "verify" and target != "latest" and path.read_bytes() != before and done.code == 0:
         raise Problem(f"verify finds nothing wrong with {path.name} ({how}): {done.out[-300:]}")
@@ -170,7 +170,7 @@ def damaged_file(lab: Lab, target: str, how: str, reader: str, salt: int) -> Non
     "forged files",
     is_live=False,
     target=one_of("manifest", "data", "latest"),
-    how=one_of(*_DAMAGES, "FIFO", "device", "folder"),
+    how=one_of(*DAMAGES, "FIFO", "device", "folder"),
     num=between(1, 2),
     salt=between(0, 10**6),
 )
@@ -180,9 +180,9 @@ def resume_from_a_damaged_checkpoint(lab: Lab, target: str, how: str, num: int, 
     for checkpoint in sorted((run / "checkpoints").glob("step-*"))[-num:]:
         path = checkpoint / _target(run, target).name if target != "latest" else run / "checkpoints" / "latest"
         if how in SPECIAL:
-            _replace(path, SPECIAL[how])
+            replace(path, SPECIAL[how])
         else:
-            _damage(path, how, random.Random(salt))
+            damage(path, how, random.Random(salt))
     expected = checks.read_state(checks.last_states(lab.calm)[-1])
     done = lab.train("checkpoint.resume=auto")
     checks.check_words(done.out, done.err, done.code)

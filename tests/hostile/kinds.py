@@ -1,5 +1,5 @@
 """Every family of hostile kinds: importing this registers them all."""
 
-from tests.hostile import disks, doubles, floods, forged, job_files, kills, terminals
+from tests.hostile import disks, doubles, floods, forged, job_files, kills, shards, terminals
 
-FAMILIES = (disks, doubles, floods, forged, job_files, kills, terminals)
+FAMILIES = (disks, doubles, floods, forged, job_files, kills, shards, terminals)

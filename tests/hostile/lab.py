@@ -145,6 +145,8 @@ class Run:
     specials: list[Special] = field(default_factory=list)
     stdout: int | None = None
     stderr: int | None = None
+    prefix: tuple[str, ...] = ()
+    """A command that ends by becoming the run: ``nohup``, or a shell that closes something first."""
     terminal: int | None = None
     """The slave of a pty that becomes its controlling terminal."""
     allowed: set[int] = field(default_factory=lambda: {0})
@@ -177,7 +179,7 @@ class Run:
         terminal = self.terminal
         with (self.lab.folder / "out").open("w") as out, (self.lab.folder / "err").open("w") as err:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *map(str, words)],
+                [*self.prefix, sys.executable, "-m", *map(str, words)],
                 cwd=self.lab.folder,
                 env=self.lab.env(**({PACE: "0.02", self._machine.mark: "1"} | self.environment)),
                 stdin=subprocess.DEVNULL,

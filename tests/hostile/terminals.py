@@ -73,9 +73,17 @@ def _drain(master: int) -> None:
             pass
 
 
-@kind("terminals", step=step(1), to=one_of("agent", "group"))
-def hangup(run: Run, step: int, to: str) -> Generator[None]:
-    run.allowed |= HUNG_UP
+@kind("terminals", which=one_of(">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"))
+def output_that_is_closed_from_the_start(run: Run, which: str) -> Generator[None]:
+    run.prefix = ("sh", "-c", f'exec "$@" {which}', "sh")
+    yield
+
+
+@kind("terminals", step=step(1), to=one_of("agent", "group"), nohup=one_of(True, False))
+def hangup(run: Run, step: int, to: str, nohup: bool) -> Generator[None]:
+    """Saved and stopped; under nohup the run goes on."""
+    run.prefix = ("nohup",) if nohup else run.prefix
+    run.allowed |= set() if nohup else HUNG_UP
     run.hold(step)
     yield
     with run.held(step):
