@@ -13,6 +13,7 @@ from pathlib import Path
 
 from closeranks.agent.view import View
 from closeranks.cli import launching
+from closeranks.core import streams
 from closeranks.core.errors import CloseranksError
 from closeranks.elastic.faults.grammar import parse_faults
 from closeranks.elastic.faults.inject import Injector
@@ -50,5 +51,6 @@ def _write_down(path: Path, injector: Injector, strikes: Strikes) -> None:
 
 
 if __name__ == "__main__":
+    streams.outlast_readers(5.0)  # as the command line does
     job, num_workers, faults, specials, *settings = sys.argv[1:]
     sys.exit(drive(Path(job), int(num_workers), faults, specials, settings))
