@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Generator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from closeranks.elastic.faults.disk import SmallDisk, cannot_mount
 from tests.hostile.cases import STEPS, kind, one_of, step
-from tests.hostile.checks import check_code, check_words
+from tests.hostile.checks import Problem, check_code, check_words, difference, last_states, read_state
 from tests.hostile.lab import Lab, Run
 
 LAST = STEPS - 4
@@ -33,11 +34,19 @@ def full_disk(run: Run, first: int, last: int, faults: str, log: int) -> Generat
         disk.free()
 
 
-@kind("disks", needs=cannot_mount, first=step(1, LAST), report=one_of("true", "false"), faults=one_of("", "kill"))
+@kind(
+    "disks",
+    needs=cannot_mount,
+    combines=False,
+    first=step(1, LAST),
+    report=one_of("true", "false"),
+    faults=one_of("", "kill"),
+)
 def disk_full_to_the_end(run: Run, first: int, report: str, faults: str) -> Generator[None]:
-    """The last save fails, which is told with status 2; the next start goes on from the last checkpoint."""
+    """The last save fails, which is told with status 2 and where the state lies instead; the next start goes on from
+    the last checkpoint."""
     disk = _small(run)
-    run.allowed |= {2}
+    run.allowed = {2}
     run.settings.append(f"telemetry.report={report}")
     run.faults += [f"kill(rank=0, step={first + 2})"] if faults else []
     run.hold(first)
@@ -46,6 +55,18 @@ def disk_full_to_the_end(run: Run, first: int, report: str, faults: str) -> Gene
         disk.fill()
     yield
     disk.free()
+    if run.process.returncode == 2:
+        _check_state_elsewhere(run)
+
+
+def _check_state_elsewhere(run: Run) -> None:
+    """The state of the last step, where the last words say."""
+    told = re.search(rf"lies in (\S+/step-{STEPS:08d}\S*) instead", run.said)
+    if told is None:
+        raise Problem(f"nothing says where the last state lies: {run.said[-500:]}")
+    expected = read_state(last_states(run.lab.calm)[-1])
+    if other := difference(expected, read_state(Path(told[1]))):
+        raise Problem(f"{told[1]} is not the undisturbed state: {other}")
 
 
 @kind(

@@ -103,7 +103,8 @@ class Lab:
 
     def train(self, *settings: str, timeout_s: float = TIMEOUT_S) -> Done:
         how = SHAPES[self.shape]
-        return self.command("train", self.job, "-n", how.num_workers, f"layout={how.layout}", *settings)
+        words = ["train", self.job, "-n", how.num_workers, f"layout={how.layout}", *settings]
+        return self.command(*words, timeout_s=timeout_s)
 
     def check_nothing_left(self, machine: Machine | None = None) -> None:
         deadline = time.monotonic() + _SETTLE_S
