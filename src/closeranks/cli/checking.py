@@ -21,6 +21,7 @@ from closeranks.cli.planning import split_words, with_layout
 from closeranks.core.errors import ConfigError, RunFailed
 from closeranks.facts.layout import Layout
 from closeranks.run.job import Job, check_axes, check_workers, layout_for, load_job
+from closeranks.run.paths import beside
 
 if TYPE_CHECKING:
     from closeranks.run.proof import Comparison, Difference
@@ -44,7 +45,7 @@ class Result:
 
 def check(path: Path, words: Sequence[str], precisions: Sequence[str], steps: int) -> None:
     text, overrides = split_words(words)
-    tried = with_layout(load_job(path, overrides).value, text)
+    tried = with_layout(beside(load_job(path, overrides).value, path), text)
     look_beside(path)
     layout = layout_for(tried, 1)
     if problems := [*check_axes(tried), *check_workers(tried, layout.num_ranks)]:

@@ -36,6 +36,7 @@ from closeranks.run.folder import make_free_folder, prepare_folder, unwritable, 
 from closeranks.run.job import Job, check_workers, layout_for, load_job
 from closeranks.run.ownership import Claim, check_owned, claimed
 from closeranks.run.past import Past
+from closeranks.run.paths import found
 from closeranks.run.resizing import fit, limits_of, samples_of
 from closeranks.run.voice import speak, turn_of
 from closeranks.telemetry.progress import Progress
@@ -75,7 +76,7 @@ def train(
     if world.launcher in _STARTED_ELSEWHERE:
         _train_here(path, overrides, num_workers, world)
         return
-    job = load_job(path, overrides).value
+    job = found(load_job(path, overrides).value, path)
     look_beside(path)
     num_workers = workers_of(job, num_workers)
     with claimed(job, path.stem) as claim:
@@ -164,7 +165,7 @@ def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: W
         if num_workers not in (0, world.size):
             what = f"{num_workers} were asked for, but {world.launcher} has started {world.size} workers"
             raise ConfigError([Problem("-n", what, "Leave it away.")])
-        job = load_job(path, overrides).value
+        job = found(load_job(path, overrides).value, path)
         # A job that is resumed may have a micro-batch that it does not name: the session looks and checks.
         if not job.checkpoint.resume and (problems := check_workers(job, world.size)):
             raise ConfigError(problems)

@@ -94,9 +94,17 @@ def _is_claimed(folder: Path) -> bool:
 
 
 def unused(wanted: Path) -> Path:
-    """``wanted`` itself where there is nothing, else the next free one beside it."""
+    """``wanted`` itself where there is nothing, else the next free one beside it; made, so that no other gets it."""
     wanted = wanted.expanduser()
-    return _numbered(wanted) if wanted.exists() else wanted
+    while True:
+        folder = _numbered(wanted) if wanted.exists() else wanted
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        return folder
 
 
 def _numbered(wanted: Path, own: Path | None = None) -> Path:

@@ -23,6 +23,7 @@ from closeranks.data.sources.open import open_source
 from closeranks.run.folder import choose_folder
 from closeranks.run.job import Job, load_job
 from closeranks.run.parts import schedule_of
+from closeranks.run.paths import beside
 from closeranks.run.recall import look_back
 
 DEFAULT = "job.toml"
@@ -74,7 +75,7 @@ def sort_words(words: Sequence[str], folder: Path) -> Words:
 
 def open_reading(words: Words) -> Reading:
     path = Path(words.place)
-    job = load_job(path, words.overrides).value
+    job = beside(load_job(path, words.overrides).value, path)
     look_beside(path)
     source = placed(open_source(job.data, "train", job.run.seed))
     order = order_of(job.data, source, job.run.seed)

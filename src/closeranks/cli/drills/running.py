@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,9 +60,17 @@ def all_kinds(num_workers: int) -> tuple[Asked, dict[str, str]]:
 
 def drill(orders: Orders) -> bool:
     """Whether every fault was survived, and the run is equal to the one that never failed."""
-    started_at = time.monotonic()
     job, num_workers = _prepare(orders)
     folder = unused(Path(orders.folder or Path("runs") / f"drill-{orders.path.stem}"))
+    try:
+        return _drill_in(folder, orders, job, num_workers)
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # nothing came of it
+
+
+def _drill_in(folder: Path, orders: Orders, job: Job, num_workers: int) -> bool:
+    started_at = time.monotonic()
     quiet = _settings(orders, folder / "undisturbed")
     typer.echo(f"1/2 undisturbed: {folder / 'undisturbed'}")
     launching.train(orders.path, quiet, num_workers)
