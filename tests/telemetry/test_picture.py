@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.core.events import RankLost, RanksClosed, RunEnded
+from closeranks.core.events import Evaluated, RankLost, RanksClosed, RunEnded
 from closeranks.telemetry.history import load_history
 from closeranks.telemetry.picture import _figure, draw
 from closeranks.telemetry.recorder import AGENT, Recorder
@@ -113,3 +113,24 @@ def test_faults_of_a_run_that_took_no_step_are_no_hindrance(tmp_path: Path) -> N
     recorder.close()
     agent.close()
     assert draw(tmp_path) is not None
+
+
+def test_metrics_of_evaluations_have_a_panel_of_their_own(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    recorder.emit(CPU)
+    for number in range(1, 31):
+        recorder.emit(step(number))
+        if number % 10 == 0:
+            metrics = {"accuracy": number / 100, "recall": math.nan if number == 20 else 0.5}
+            recorder.emit(Evaluated(step=number, loss=1.0, metrics=metrics))
+    recorder.close()
+    history = load_history(tmp_path)
+    panels = {axes.get_title(loc="left"): axes for axes in _figure(history, "demo").axes}
+    lines = {line.get_label(): line for line in panels["evaluated"].get_lines()}
+    assert list(lines["accuracy"].get_ydata()) == [0.1, 0.2, 0.3]
+    assert list(lines["recall"].get_xdata()) == [10, 30], "what is not finite is left out"
+    alone = replace(history, evals=tuple(replace(done, metrics={"accuracy": 0.25}) for done in history.evals))
+    (panel,) = [axes for axes in _figure(alone, "demo").axes if axes.get_title(loc="left") == "evaluated accuracy"]
+    assert panel.get_title(loc="right")
+    bare = replace(history, evals=tuple(replace(done, metrics={}) for done in history.evals))
+    assert "evaluated" not in {axes.get_title(loc="left") for axes in _figure(bare, "demo").axes}

@@ -1,4 +1,4 @@
-"""What did a run look like? One picture: the loss, the throughput, the learning rate and the gradient norm.
+"""What did a run look like? One picture: loss, throughput, evaluated metrics, learning rate and gradient norm.
 
 Drawn from the run folder alone, in any process. Invariant: matplotlib is imported when a picture is drawn and not
 before (it takes a good part of a second), and without pyplot, which would keep global state.
@@ -27,6 +27,7 @@ _ORANGE = "#e07b28"
 _GREEN = "#2f855a"
 _PURPLE = "#7c4d9e"
 _RED = "#c53030"
+_METRIC_COLORS = (_ORANGE, _BLUE, _PURPLE, _GREEN)
 _LABEL_SHARE = 0.06
 """Of the axis: what the name of a generation takes, with the room around it."""
 
@@ -56,15 +57,24 @@ def _figure(history: History, name: str) -> Any:
 
     figure = Figure(figsize=(9.6, 6.0))
     FigureCanvasAgg(figure)
+    metrics = evaluated_metrics(history)
+    num_below = 3 if metrics else 2
     grid = figure.add_gridspec(
-        2, 2, height_ratios=(1.9, 1), left=0.07, right=0.93, top=0.83, bottom=0.085, hspace=0.46, wspace=0.2
-    )
-    panels = Panels(figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1]))
-    for axes in (panels.loss, panels.throughput, panels.rate):
+        2, num_below, height_ratios=(1.9, 1), left=0.07, right=0.93, top=0.83, bottom=0.085, hspace=0.46,
+        wspace=0.32 if metrics else 0.2,
+    )  # fmt: skip
+    above = figure.add_subplot(grid[0, :])
+    below = [figure.add_subplot(grid[1, place]) for place in range(num_below)]
+    panels = Panels(above, below[0], below[-1])
+    for axes in (panels.loss, *below):
         _tidy(axes, history)
+    if metrics:
+        _draw_metrics(below[1], metrics)
+        for axes in below:  # narrow ones
+            axes.locator_params(axis="x", nbins=5)
     _draw_loss(panels.loss, history)
-    _draw_throughput(panels.throughput, history)
-    _draw_learning(panels.rate, history.steps)
+    _draw_throughput(panels.throughput, history, is_narrow=bool(metrics))
+    _draw_learning(panels.rate, history.steps, is_narrow=bool(metrics))
     _mark_restarts(panels.loss, history)
     figure.text(0.07, 0.95, name, fontsize=15, fontweight="bold", color=_INK, va="center")
     figure.text(0.07, 0.905, _subtitle(history), fontsize=9.5, color=_QUIET, va="center")
@@ -205,7 +215,33 @@ def _value_at(curve: Curve, step: int) -> float:
     return min((point for point in known if math.isfinite(point[1])), key=lambda point: point[0])[1]
 
 
-def _draw_throughput(axes: Any, history: History) -> None:
+def evaluated_metrics(history: History) -> dict[str, Curve]:
+    """The first few metrics of evaluations, by name; values that are not finite are left out."""
+    names = list(dict.fromkeys(name for done in history.evals for name in done.metrics))[: len(_METRIC_COLORS)]
+    found = {}
+    for name in names:
+        points = [(done.step, done.metrics[name]) for done in history.evals if name in done.metrics]
+        known = [(step, value) for step, value in points if math.isfinite(value)]
+        if known:
+            found[name] = Curve(tuple(step for step, _ in known), tuple(value for _, value in known))
+    return found
+
+
+def _draw_metrics(axes: Any, metrics: dict[str, Curve]) -> None:
+    """What evaluations measured beside the loss: a line each, named in a legend where there are several."""
+    for color, (name, curve) in zip(_METRIC_COLORS, metrics.items(), strict=False):
+        axes.plot(
+            curve.steps, curve.values, color=color, marker="o", markersize=4, linewidth=1.6, label=name, clip_on=False
+        )
+    axes.margins(y=0.15)
+    (first, curve), is_one = next(iter(metrics.items())), len(metrics) == 1
+    if not is_one:
+        axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
+    value = wording.metric(curve.values[-1]) if is_one else ""
+    _title(axes, f"evaluated {first}" if is_one else "evaluated", value, color=_ORANGE)
+
+
+def _draw_throughput(axes: Any, history: History, *, is_narrow: bool) -> None:
     started = history.started
     item = started.item if started is not None else "item"
     counted = [step for step in history.steps if step.step not in history.first_steps]
@@ -220,7 +256,7 @@ def _draw_throughput(axes: Any, history: History) -> None:
     axes.set_ylim(0, 1.3 * max(steady.finite()))
     axes.yaxis.set_major_formatter(lambda value, _: wording.tick(value))
     value = wording.rate(average, item)
-    if started is not None:
+    if started is not None and not is_narrow:
         shares = efficiency(started, average)
         if shares.mfu is not None:
             value += f",  MFU {wording.share(shares.mfu)}"
@@ -229,7 +265,7 @@ def _draw_throughput(axes: Any, history: History) -> None:
     _title(axes, "throughput", value, color=_GREEN)
 
 
-def _draw_learning(axes: Any, steps: tuple[StepDone, ...]) -> None:
+def _draw_learning(axes: Any, steps: tuple[StepDone, ...], *, is_narrow: bool) -> None:
     """Gradient norm on the left axis, learning rate on the right; each title in its line's colour."""
     numbers = tuple(step.step for step in steps)
     norm = Curve(numbers, tuple(step.grad_norm for step in steps))
@@ -250,5 +286,5 @@ def _draw_learning(axes: Any, steps: tuple[StepDone, ...]) -> None:
     right.plot(numbers, [step.lr for step in steps], color=_INK, linewidth=1.6)
     right.set_ylim(0, 1.12 * (max((step.lr for step in steps), default=0.0) or 1.0))
     right.yaxis.set_major_formatter(lambda value, _: wording.tick(value))
-    _title(axes, "gradient norm" + (" (log scale)" if is_log else ""), color=_PURPLE)
+    _title(axes, "gradient norm" + (" (log scale)" if is_log and not is_narrow else ""), color=_PURPLE)
     right.set_title("learning rate", loc="right", fontsize=10, color=_INK, fontweight="bold", pad=7)
