@@ -174,6 +174,10 @@ def wanted_death(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | N
     return label, int(count or 1)
 
 
+def temporary_folder() -> str:
+    return os.environ.get("TMPDIR") or "/tmp"
+
+
 def deaths_folder(environ: Mapping[str, str] = os.environ) -> str:
     """``CLOSERANKS_KILL_IN=folder``: a test puts orders to die there while processes run; empty: it does not."""
     return environ.get("CLOSERANKS_KILL_IN", "")

@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from closeranks.core.environment import temporary_folder
+
 _MEMORY = "/dev/shm"
 
 
 def bases() -> tuple[str, ...]:
     """Where to look, in this order: memory, and the folder for temporary files (``TMPDIR``)."""
-    return tuple(dict.fromkeys((_MEMORY, os.environ.get("TMPDIR") or "/tmp")))
+    return tuple(dict.fromkeys((_MEMORY, temporary_folder())))
 
 
 def refuges(run: Path, num_bytes: int) -> Iterator[Path]:
