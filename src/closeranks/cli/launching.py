@@ -408,5 +408,5 @@ def _write_down(work: _Work, folder: Path, failure: str) -> None:
     from closeranks.telemetry.pages import write_pages
 
     job_file, overrides = work.command
-    told = write_pages(folder, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)
-    Console(soft_wrap=True, highlight=False).print(told)
+    tell = Console(soft_wrap=True, highlight=False).print
+    write_pages(folder, tell, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)

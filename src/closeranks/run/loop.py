@@ -1,20 +1,25 @@
 """What does training a job look like? The same few lines a user writes around a session.
 
 ``train`` is the ten-line way from Python; the command line takes the job's way. Both iterate the same session.
+Invariant: what takes seconds to import is imported when a function is called, and the person is told before.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from closeranks.core.environment import detect_world
 from closeranks.core.errors import SetupError
-from closeranks.run.hooks import Hook
-from closeranks.run.job import Job
-from closeranks.run.result import Result
-from closeranks.run.session import Session
-from closeranks.telemetry.device import explain_out_of_memory, is_out_of_memory
+from closeranks.core.streams import outlast_readers
+
+if TYPE_CHECKING:
+    from closeranks.run.hooks import Hook
+    from closeranks.run.job import Job
+    from closeranks.run.result import Result
+    from closeranks.run.session import Session
 
 
 def train(
@@ -38,16 +43,32 @@ def train(
     the workers this script was started with: one under plain ``python``, more under ``closeranks run -n``,
     ``torchrun`` or ``srun``.
     """
+    _say_what_takes_long()
+    from closeranks.run.session import Session
+
     beside = {"eval_data": eval_data, "hooks": hooks, "metrics": metrics, "collate": collate}
     return drive(Session(model, data, loss, **beside, **tables))
 
 
 def train_job(job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Result:
     """Train what a job file names."""
+    _say_what_takes_long()
+    from closeranks.run.session import Session
+
     return drive(Session.from_job(job, folder, hooks))
 
 
+def _say_what_takes_long() -> None:
+    """Where the session's parts are not loaded yet, as in any script that no command of ours started."""
+    world = detect_world()
+    if "closeranks.run.session" not in sys.modules and world.is_lead and world.launcher != "testing":
+        outlast_readers()
+        print("closeranks: loading PyTorch's distributed parts ...", flush=True)
+
+
 def drive(session: Session) -> Result:
+    from closeranks.telemetry.device import is_out_of_memory
+
     with session:
         try:
             for step in session:
@@ -61,6 +82,8 @@ def drive(session: Session) -> Result:
 
 def out_of_memory(session: Session, error: BaseException) -> SetupError:
     """The allocator's complaint in words: what took the memory, and what to change."""
+    from closeranks.telemetry.device import explain_out_of_memory
+
     parts = session.parts
     text = explain_out_of_memory(
         parts.module, parts.optimizer.state(), parts.device, error, is_mixed=parts.precision.compute.itemsize == 2

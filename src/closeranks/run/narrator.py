@@ -43,4 +43,4 @@ class _Narrator:
             return
         self._progress.close()
         if self._telemetry.report:
-            self._progress.note(write_pages(self._folder, is_script=True))
+            write_pages(self._folder, self._progress.note, is_script=True, draws_beside=True)

@@ -6,6 +6,8 @@ run changes them.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import platform
 from functools import cache
 from pathlib import Path
@@ -32,6 +34,7 @@ from closeranks.telemetry.device import device_name
 def prepare_process(job: Job, world: World) -> None:
     if world.launcher in ("single", "torchrun", "slurm"):  # the agent's workers print into a pipe of the agent's
         outlast_readers()
+        atexit.register(gc.freeze)  # a script ends a second sooner: nothing is searched for cycles any more
     if world.launcher != "testing":
         keep_from_children()
     _bind_gloo(world)
@@ -84,7 +87,7 @@ def started_event(parts: Parts, first_step: int, folder: Path) -> RunStarted:
         bucket_mib=parts.buckets.bucket_mib,
         link_latency_s=parts.buckets.link.latency_s if parts.buckets.link else None,
         link_bytes_per_s=parts.buckets.link.bytes_per_s if parts.buckets.link else None,
-        versions={"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions={"closeranks": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         folder=str(folder),
         sync=parts.sync_words,
         rate=rate_words(parts.job.optim, parts.job.train.global_batch, parts.schedule.num_steps),

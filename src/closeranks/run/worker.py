@@ -96,7 +96,7 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
             return account.exit_code
         finally:
             if session and world.is_lead and job.telemetry.report:
-                progress.note(write_pages(session.folder, job_file=job_file, overrides=overrides, failure=failure))
+                write_pages(session.folder, progress.note, job_file=job_file, overrides=overrides, failure=failure)
     if not world.is_lead or result.reason != "drained":
         return 0
     ending = ENDINGS[overseer.ending](
