@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Generator
 
-from tests.faults.cases import IN_COPYING, IN_RECOVERY, deadly
+from tests.faults.cases import AROUND_RECOVERY, IN_COPYING, IN_RECOVERY, deadly
 from tests.faults.strikes import Late, Touch
 from tests.hostile.cases import STEPS, between, kind, one_of, seconds, step
 from tests.hostile.lab import Run, kill
@@ -44,7 +44,7 @@ def second_kill_in_recovery(run: Run, rank: int, step: int, victim: int, after_s
     yield
 
 
-@kind("kills", label=one_of(*IN_RECOVERY), rank=between(0, 1), step=step())
+@kind("kills", label=one_of(*IN_RECOVERY, *AROUND_RECOVERY), rank=between(0, 1), step=step())
 def kill_at_a_point_of_recovery(run: Run, label: str, rank: int, step: int) -> Generator[None]:
     run.environment |= deadly(run.lab.folder)
     run.faults.append(f"kill(rank={rank}, step={step})")
