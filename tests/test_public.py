@@ -192,7 +192,7 @@ def isinstance_classes(tree: ast.Module) -> Iterator[str]:
 def is_allowed(name: str, homes: dict[str, str]) -> bool:
     root = name.partition(".")[0]
     home = homes.get(root, root)
-    return name == "Hook" or hasattr(builtins, name) or home.startswith(("torch", "closeranks.core"))
+    return name == "Hook" or hasattr(builtins, name) or home.startswith(("torch", "collections", "closeranks.core"))
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "run").glob("*.py")), ids=named)

@@ -361,7 +361,7 @@ def test_a_resumed_run_leaves_out_the_same_samples() -> None:
 
 
 def test_a_schedule_for_other_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="10 samples over an order of 20"):
+    with pytest.raises(DataError, match="has changed while the run was opened: 10 samples first, then 20"):
         Loader(CountingSource(20), FullOrder(20, 5), Schedule.for_steps(10, 8, 2, 1))
 
 

@@ -81,7 +81,7 @@ def test_patterns_are_counted_once_the_model_is_built(beside: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"5 layers do not fill 6 stages.*The nearest legal layout is data=2 pipeline=3"
     ):
-        show_layout(job, ["pipeline=6", stages, "model.loss=own_planned:data"], 0, None, as_json=False)
+        show_layout(job, ["pipeline=6", stages, "model.loss=own_planned:data"], 0, None, per_host=0, as_json=False)
 
 
 def test_what_cannot_be_built_without_memory_is_told_in_one_sentence(beside: Path) -> None:

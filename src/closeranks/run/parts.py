@@ -58,7 +58,7 @@ from closeranks.run.overseer import current_link, current_overseer
 from closeranks.run.pace import Pace, stopwatch
 from closeranks.run.past import Past
 from closeranks.run.store import make_store
-from closeranks.run.supply import Supply
+from closeranks.run.supply import Supply, check_lengths
 from closeranks.run.usage import Usage
 from closeranks.run.ways import choose_ways, frozen_from, outer_plan
 from closeranks.sync.outer import Outer
@@ -332,12 +332,14 @@ def make_supply(
         even=even,
         quarantine=quarantine,
     )
+    opened = tuple(placed(each) for each in sources if each is not None)
+    check_lengths(groups.world.gather_text(str(order.num_samples)), opened[0].identity)
     return Supply(
         loader,
         quarantine,
         order,
         groups,
-        sources=tuple(placed(each) for each in sources if each is not None),
+        sources=opened,
         logs_samples=job.data.log_samples,
         must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
         is_balanced=job.sync.local.is_on and job.sync.local.balance and groups.home.count > 1,

@@ -66,8 +66,7 @@ class Supply:
 
     def start(self, step: int, folder: Path, emit: Callable[[Event], None], *, must_log: bool = True) -> None:
         """Begin to read for ``step`` and those after it. ``must_log``: a log of samples that cannot be opened is the
-        person's mistake; else it is a warning, and tried again. All ranks."""
-        check_lengths(self.groups.world.gather_text(str(self.order.num_samples)), self.sources[0].identity)
+        person's mistake; else it is a warning, and tried again."""
         self.loader.start(step)
         if self.logs_samples and self.speaks:
             self._open_log(RunFolder(folder).samples(self.rank), emit, must_log)
