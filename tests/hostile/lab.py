@@ -29,7 +29,7 @@ from tests.hostile.cases import KINDS, Case
 from tests.hostile.checks import Problem
 from tests.hostile.jobs import ORDERS, PACE, SHAPES, write_job
 
-TIMEOUT_S = 150.0
+TIMEOUT_S = 240.0
 _SETTLE_S = 15.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
