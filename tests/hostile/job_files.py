@@ -33,8 +33,8 @@ FILES: dict[str, Callable[[Path], object]] = {
 }
 
 VALUES = (
-    *(r'run.folder="a\u0000b"', "run.folder=/", "run.name=../../x", "run.folder=", "run.seed=-1", "run.seed=1e400"),
-    *("train.steps=99999999999999999999", "train.steps=nan", "train.global_batch=0", "train.micro_batch=7"),
+    *(r'run.folder="a\u0000b"', "run.folder=/", "run.name=../../x", "run.seed=-1", "run.seed=1e400"),
+    *("train.steps=nan", "train.global_batch=0", "train.micro_batch=7"),
     *("optim.lr=-1", "optim.lr=nan", "optim.lr=inf", "model.dim=0", "model.dim=-16", "model.num_heads=3"),
     *("data.path=/dev/zero", "data.seq_len=0", "checkpoint.every=-5", "checkpoint.every=10parsecs"),
     *("layout=data=0.5", "layout=data=1000000", "no.such.key=1", "run.=1", "=", "run.hooks=[1]", 'run.hooks=["x:y"]'),
