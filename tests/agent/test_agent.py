@@ -362,12 +362,13 @@ def test_an_entry_that_is_not_there(host: Host) -> None:
 
 
 def test_threads_started_by_an_import_are_told(host: Host, tmp_path: Path) -> None:
-    text = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
-    (tmp_path / "threaded.py").write_text(text)
-    plan = host.plan("finish", preload=("threaded",))
-    plan = host.plan("finish", preload=("threaded",), sys_path=(*plan.sys_path, str(tmp_path)))
+    start = "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    (tmp_path / "threaded.py").write_text(f"import threading\nhelp = 1\n{start}{start}")
+    (tmp_path / "mine.py").write_text(f"import json, threading\nfrom threaded import help\n{start}")
+    plan = host.plan("finish", preload=("mine",))
+    plan = host.plan("finish", preload=("mine",), sys_path=(*plan.sys_path, str(tmp_path)))
     assert host.run(plan).reason == "finished"
-    assert "started 1 thread(s)" in host.notes[0]
+    assert "Importing threaded started 2 threads and mine started 1 thread in the process" in host.notes[0]
 
 
 def test_a_lost_zygote_is_the_culprit_not_its_workers(host: Host) -> None:

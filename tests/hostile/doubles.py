@@ -103,7 +103,14 @@ def prune_beside_a_save(run: Run, keep: int, every: int, step: int) -> Generator
     checks.check_code(done.code, {0}, f"verify after prunes: {done.said}")
 
 
-@kind("children", how=one_of("plain", "bare", "open"), rank=between(0, 1), step=step(1), faults=one_of("", "kill"))
+@kind(
+    "children",
+    combines=False,
+    how=one_of("plain", "bare", "open"),
+    rank=between(0, 1),
+    step=step(1),
+    faults=one_of("", "kill"),
+)
 def child_in_a_session_of_its_own(run: Run, how: str, rank: int, step: int, faults: str) -> Generator[None]:
     """It outlives the worker that started it, holds none of the run's memory, and is named and ended with the run."""
     run.order(f"child-{rank}-{step}-{how}")

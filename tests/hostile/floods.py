@@ -11,7 +11,7 @@ from tests.hostile.jobs import FLOODS
 from tests.hostile.lab import Run
 
 
-@kind("floods", rank=between(0, 1), step=step(1), what=one_of(*FLOODS), mib=one_of(1, 4, 16, 32))
+@kind("floods", rank=between(0, 1), step=step(1), what=one_of(*FLOODS), mib=one_of(1, 4, 16, 64))
 def flood_of_output(run: Run, rank: int, step: int, what: str, mib: int) -> Generator[None]:
     run.settings.append("elastic.hang_floor_s=8")
     run.order(f"flood-{rank}-{step}-{what}-{mib}")

@@ -90,6 +90,7 @@ def asked_to_stop(run: Run, signal_name: str, step: int, again_s: float | None) 
     with run.held(step):
         kill(run.process.pid, number)
     if again_s is not None:
+        run.allowed |= {-number}  # where it comes when all is done and the process only has to leave: a shell shows 143
         time.sleep(again_s)
         if run.process.poll() is None:
             os.kill(run.process.pid, number)

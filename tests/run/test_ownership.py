@@ -150,6 +150,14 @@ def test_a_run_whose_place_was_taken_over_ends(tmp_path: Path, monkeypatch: pyte
     check_owned()
 
 
+def test_a_folder_for_checkpoints_that_cannot_exist_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    wrong = job(tmp_path / "run", folder=str(tmp_path / "file" / "x"))
+    with pytest.raises(SetupError, match=r"checkpoint\.folder = .*/file/x cannot be written: Not a directory"):  # noqa: SIM117
+        with claimed(wrong, "x"):
+            pass
+
+
 def test_a_place_for_checkpoints_that_cannot_be_locked_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

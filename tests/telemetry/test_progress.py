@@ -243,3 +243,12 @@ def test_on_a_terminal_closing_ranks_is_a_live_line_and_then_the_steps_are_again
     assert words.count("closed ranks in") == 1
     assert "/40  loss" in words[told:].split("\n")[1], "the step's line stands under it at once"
     assert out.getvalue().count("\x1b[?25h") == 1
+
+
+def test_what_a_worker_printed_is_passed_on_as_it_is_and_in_its_place() -> None:
+    out = io.StringIO()
+    with Progress(Console(file=out, width=40)) as progress:
+        progress.note("before")
+        progress.pass_on(f"[bold]{'x' * 100}\nsecond � line")
+        progress.note("after")
+    assert out.getvalue() == f"before\n[bold]{'x' * 100}\nsecond � line\nafter\n"

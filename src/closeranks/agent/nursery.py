@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -209,7 +209,7 @@ class Nursery:
         match message["op"]:
             case "ready":
                 self.is_ready = self.was_ready = True
-                self._warn_of_threads(message["num_threads"])
+                self._warn_of_threads(message["threads"])
             case "failed":
                 self.error = decode(message["error"])
             case "forked":
@@ -229,13 +229,16 @@ class Nursery:
                 fix = "Start fewer workers, or raise the limit (ulimit -u) or the memory of this host."
                 self.error = SetupError(f"a worker could not be forked ({message['why']})", fix)
 
-    def _warn_of_threads(self, num_threads: int) -> None:
-        if num_threads > 1:
-            self._listener.on_note(
-                f"Importing the job's modules started {num_threads - 1} thread(s) in the process that workers are"
-                " forked from. They will be missing in the workers, and a lock that one of them holds would hang a"
-                " worker: start threads in functions, not on import."
-            )
+    def _warn_of_threads(self, threads: Mapping[str, int]) -> None:
+        """``threads``: how many were started by the import of which package."""
+        if not threads:
+            return
+        told = " and ".join(f"{name} started {count} thread{'s' * (count > 1)}" for name, count in threads.items())
+        self._listener.on_note(
+            f"Importing {told} in the process that workers are forked from, and workers do not have them. Thread pools"
+            " of numeric libraries (OpenBLAS, OpenMP) start again by themselves. For others, import the package, or"
+            " start the thread, inside a function."
+        )
 
     def move_log(self, folder: Path) -> None:
         self._log.move(folder)

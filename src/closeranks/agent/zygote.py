@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from closeranks.agent.exits import status_of
 from closeranks.agent.failure import own_place, plain_message
 from closeranks.agent.forked import live
+from closeranks.agent.import_threads import ImportThreads
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.errors import UserError, encode
 from closeranks.core.linux import die_with_parent, num_threads
@@ -137,17 +138,21 @@ class Zygote:
         socket.send_fds(self._control, [json.dumps(message).encode()], fds or [])
 
 
-def preload(names: list[str]) -> None:
-    """Import each; the first that cannot be imported, or that touches CUDA, is the user's to mend."""
+def preload(names: list[str]) -> dict[str, int]:
+    """Import each; the first that cannot be imported, or that touches CUDA, is the user's to mend. How many threads
+    were started by which of the user's modules, or by which package that they import."""
+    threads = ImportThreads()
     for name in names:
         try:
-            importlib.import_module(name)
+            with threads.watching(), threads.counted_for(name):
+                importlib.import_module(name)
         except BaseException as error:
             raise import_error(name, error) from error
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             fix = "Move what it does there into a function: workers are forked after the import, and CUDA forbids that."
             raise UserError(f"importing '{name}' uses CUDA", fix)
+    return dict(threads.started)
 
 
 def warm_up(call: str, payload: dict[str, Any]) -> None:
@@ -198,14 +203,14 @@ def main() -> None:
     started_at = time.monotonic()
     gc.disable()  # what is imported stays: looking through it again and again took a sixth of the time
     try:
-        preload(setup["preload"])
+        threads = preload(setup["preload"])
     except UserError as error:
         control.send(json.dumps({"op": "failed", "error": encode(error)}).encode())
         os._exit(error.exit_code)
     freeze()
     gc.enable()
     seconds = time.monotonic() - started_at
-    control.send(json.dumps({"op": "ready", "num_threads": num_threads(), "seconds": seconds}).encode())
+    control.send(json.dumps({"op": "ready", "threads": threads, "seconds": seconds}).encode())
     Zygote(control, setup["run"]).serve()
     os._exit(0)
 

@@ -378,7 +378,7 @@ class _Screen:
         self._agent_log.emit(event)
 
     def _on_output(self, rank: int, text: str) -> None:
-        self._progress.note(text.rstrip("\n"))
+        self._progress.pass_on(text.rstrip("\n"))
 
 
 def _whereabouts(folder: Path, saved: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import codecs
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from closeranks.core.printable import printable
 
 HELP = """Let the model of a run continue a text.
 
@@ -31,8 +33,8 @@ def sample(
     from closeranks.run.sample import sample as draw
 
     drawn = draw(run, prompt, num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    sys.stdout.buffer.write(prompt.encode())
+    typer.echo(prompt, nl=False)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a byte is drawn at a time, and may fit no other
     for piece in drawn:
-        sys.stdout.buffer.write(piece)
-        sys.stdout.buffer.flush()
-    sys.stdout.buffer.write(b"\n")
+        typer.echo(printable(decoder.decode(piece)), nl=False)
+    typer.echo(printable(decoder.decode(b"", final=True)))

@@ -47,7 +47,7 @@ class RunConfig(Table):
 class TrainConfig(Table):
     """How long and in what portions the model learns."""
 
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=10**12)
     """Optimizer steps in all; give this or epochs."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data instead of steps; the last step may then be smaller, and is weighted exactly."""

@@ -8,7 +8,9 @@ Imports no torch.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +32,8 @@ from closeranks.telemetry.folder import RunFolder
 
 _RETRY_S = 0.05
 _MAX_TRIES = 200
+_MISTAKES = (errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+"""What is wrong with a place from the start, rather than for a while."""
 _OTHER = "Set folder, or make it yours."
 _OWNED: list[tuple[str, Owned]] = []
 """What this process owns, for ``check_owned``."""
@@ -182,6 +186,10 @@ def _claim_place(job: Job, key: str, place: str, until: float, held: ExitStack) 
             raise SetupError(f"checkpoint.resume=auto is not safe here: {error}", fix) from error
         _say(f"{key}: {error}")
     except StorageError as error:
+        cause = _cause(error)
+        if key == "checkpoint.folder" and cause.errno in _MISTAKES:  # no save could ever succeed there
+            what = f"{key} = {place} cannot be written: {os.strerror(cause.errno)}"
+            raise SetupError(what, "Name a folder that you can write to.") from error
         _say(f"{key} could not be locked against other runs: {error}")
 
 

@@ -128,6 +128,15 @@ class Progress:
         """A line that stays, above the live one."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
+    def pass_on(self, text: str) -> None:
+        """What a worker printed. Without a live line above which it must stand it is written as it is: laying it out
+        takes a second for each MiB, during which the workers are not heard."""
+        if self._live is not None:
+            self.note(text)
+            return
+        self._console.file.write(f"{text}\n")
+        self._console.file.flush()
+
     def close(self) -> None:
         """Leave the last step's line standing and hand the terminal back. May be called again."""
         self._show_latest()

@@ -233,3 +233,9 @@ def test_a_union_keeps_its_kind(load_text: Load) -> None:
     assert load_text(MINIMAL).value.model == LlamaConfig()
     assert load_text(MINIMAL, "model.name=digits").value.model == DigitsConfig()
     assert load_text(MINIMAL, "model.name=mine.py:make").value.model == UserModelConfig(name="mine.py:make")
+
+
+@pytest.mark.parametrize("text", [f"[{'.'.join('a' * 5000)}]\nx = 1\n", "[run]\nhooks = " + "[" * 5000 + "]" * 5000])
+def test_a_file_that_nests_too_deeply_is_refused_in_one_sentence(load_text: Load, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"1 problem in the job:\n.*(nests|nested)"):
+        load_text(text)

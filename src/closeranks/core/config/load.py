@@ -47,10 +47,20 @@ def load(
     checks: Sequence[Check[T]] = (),
 ) -> Loaded[T]:
     """Read, merge and validate a job; ``checks`` look across tables and run on whatever tables are sound."""
+    try:
+        return _load(model, path, overrides, extra or {}, checks)
+    except RecursionError:
+        what, fix = "it nests tables or arrays too deeply", "No key of a job needs more than a few levels."
+        raise ConfigError([Problem(str(path or "job"), what, fix)]) from None
+
+
+def _load(
+    model: type[T], path: Path | None, overrides: Sequence[str], extra: Mapping[str, Any], checks: Sequence[Check[T]]
+) -> Loaded[T]:
     job = read_job(path) if path is not None else JobText("")
     settings, bad_overrides = parse_overrides(model, overrides)
     problems = [*job.problems, *bad_overrides]
-    tree = _tree(job, extra or {})
+    tree = _tree(job, extra)
     problems += _apply(tree, settings)
     if not job.is_whole:
         raise ConfigError(_in_order(problems))
