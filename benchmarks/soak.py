@@ -99,7 +99,7 @@ def _all_kinds() -> tuple[tuple[str, ...], dict[str, str]]:
 
 def storm(folder: Path, plan: Plan, args: argparse.Namespace) -> tuple[list[Sample], list[str]]:
     """The struck run, looked at from outside while it lasts; what it left behind."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     hooks = ['run.hooks=["soak_wait:Wait"]'] if args.waiting else []
     saves = [f"checkpoint.every={_SAVES}"] if any(fault.kind == "diskfull" for fault in plan.faults) else []
     most = 4 * len(plan.faults) + 10
