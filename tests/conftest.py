@@ -20,6 +20,9 @@ settings.load_profile("no deadline")
 # A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests of Ctrl-C would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Under nohup a lost terminal is ignored, and children inherit that too.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 SLOW = [line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if not line.startswith("#")]

@@ -94,8 +94,9 @@ def test_an_exception_ends_the_run_with_one_report(host: Host) -> None:
         ([["hang", 0], ["sys.exit", 3]], "rank 1 of 2 failed before its first step: sys.exit(3) was called ("),
         ([["os._exit", 4], ["hang", 0]], "rank 0 of 2 failed before its first step (starting): exited with code 4"),
         ([["return", 5], ["hang", 0]], "rank 0 of 2 failed before its first step (starting): exited with code 5"),
-        ([["sys.exit", 0], ["sys.exit", None]], "rank 0 of 2 failed before its first step: sys.exit(0) was called ("),
-        ([["os._exit", 0], ["os._exit", 0]], "rank 0 of 2 failed before its first step (starting): exited with code 0"),
+        ([["sys.exit", 0], ["hang", 0]], "rank 0 of 2 failed before its first step: sys.exit(0) was called ("),
+        ([["hang", 0], ["sys.exit", None]], "rank 1 of 2 failed before its first step: sys.exit() was called ("),
+        ([["hang", 0], ["os._exit", 0]], "rank 1 of 2 failed before its first step (starting): exited with code 0"),
     ],
 )
 def test_a_way_out_that_is_no_success(host: Host, ways: list[Any], words: str) -> None:
