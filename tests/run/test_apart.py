@@ -331,7 +331,8 @@ class Slow(Hook):
 
     def on_start(self, session: Session) -> None:
         if session.world.rank == 1:
-            session.model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+            # Long beside what a busy machine makes of the other's forward.
+            session.model.register_forward_pre_hook(lambda *_: time.sleep(0.25))
 
 
 def taken(folder: Path) -> list[int]:
