@@ -194,6 +194,9 @@ def test_links_on_a_disk_are_followed_and_none_leads_in_a_circle_or_nowhere(tmp_
     (tmp_path / "set" / "one").symlink_to(tmp_path / "far" / "file")
     (tmp_path / "set" / "sub" / "up").symlink_to(tmp_path / "set")
     os.mkfifo(tmp_path / "set" / "pipe")
+    with pytest.raises(StorageError, match="pipe failed: it is a named pipe, not a regular file"):
+        on_disk(tmp_path / "set")
+    (tmp_path / "set" / "pipe").unlink()
     assert [(entry.name, entry.num_bytes) for entry in on_disk(tmp_path / "set")] == [("linked/file", 3), ("one", 3)]
     (tmp_path / "set" / "shard-3").symlink_to(tmp_path / "gone")
     with pytest.raises(MissingError, match="shard-3"):

@@ -161,7 +161,8 @@ def test_emitting_is_cheap(tmp_path: Path) -> None:
             recorder.emit(event)
         best_s = min(best_s, (time.perf_counter() - began_at) / 20)
     recorder.close()
-    assert best_s < 30e-6
+    # 16 to 20 us where nobody else is at work, twice that on a shared machine; an fsync takes a hundred times as long.
+    assert best_s < 100e-6
 
 
 def test_a_value_that_is_not_finite_is_read_back_as_one(tmp_path: Path) -> None:
