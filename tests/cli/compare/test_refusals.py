@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     told = call("compare", write(tmp_path), f"folder={tmp_path / 'out'}", "isolate=false")
     assert told.code == 2
-    assert "out cannot be written: File exists. Set folder, or make it yours." in told.err
+    assert "out cannot be written: Not a directory. Set folder, or make it yours." in told.err
 
 
 def test_two_comparisons_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
