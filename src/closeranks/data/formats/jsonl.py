@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
+from closeranks.data.formats.index import Arrays, IndexPlace, Progress
+from closeranks.data.formats.indexed import IndexedRecords
 from closeranks.data.formats.json_fault import json_fault
 from closeranks.data.formats.maps import Maps
-from closeranks.data.formats.rows import FileRows
 from closeranks.data.stores import Ints, Place, Record, Records
 
 NAME = "jsonl"
@@ -40,62 +39,31 @@ def open_records(files: Files, index: IndexPlace) -> Records:
     return JsonlRecords(files, index)
 
 
-class JsonlRecords:
+class JsonlRecords(IndexedRecords):
     """Lines as records."""
 
     def __init__(self, files: Files, place: IndexPlace) -> None:
-        self._files, self._place = files, place
-        infos = _lines_of(files)
-        index = saved_index(place, files, infos, NAME, lambda progress: _build(files, infos, progress), {"version": 1})
-        self._rows = FileRows([info.name for info in infos], index["firsts"])
-        self._starts, self._sizes = index["starts"], index["sizes"]
-        self._maps = Maps(files)
-        self.indexes, self.identity = (index,), index.identity
-        self.block = self._rows.block
+        super().__init__(files, place, NAME, _lines_of(files), _build)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return JsonlRecords, (self._files, self._place)
-
-    def __len__(self) -> int:
-        return self._rows.num_rows
-
-    def read(self, indices: Ints) -> list[Record]:
-        rows = self._rows.checked(indices)
-        numbers = self._rows.files_at(rows).tolist()
-        starts, sizes = self._starts[rows].tolist(), self._sizes[rows].tolist()
-        return [self._record(*at) for at in zip(numbers, starts, sizes, strict=True)]
-
-    def _record(self, number: int, start: int, size: int) -> Record:
-        name = self._rows.names[number]
-        view = self._maps.view(name)
+    def _record(self, name: str, view: npt.NDArray[np.uint8], start: int, size: int) -> Record:
         end = start + size
         is_line = end <= len(view) and (start in (0, 3) or view[start - 1] == _NEWLINE)
         if not is_line or (end < len(view) and view[end] != _NEWLINE):
-            where = Place(self._files.full_name(name), start)
-            raise DataError(f"there is no line at {where}: the index is damaged", "Remove '.closeranks-index'.")
+            place = self._place_of(name, start)
+            raise DataError(f"there is no line at {place}: the index is damaged", "Remove '.closeranks-index'.")
         try:
             record = json.loads(str(view[start:end].data, "utf-8"))
         except UnicodeDecodeError as error:
-            self._refuse(name, start, f"byte {error.start} of the line is not UTF-8")
+            raise _refusal(self._place_of(name, start), f"byte {error.start} of the line is not UTF-8") from None
         except (ValueError, RecursionError) as error:
-            self._refuse(name, start, f"not JSON: {json_fault(error)}")
+            raise _refusal(self._place_of(name, start), f"not JSON: {json_fault(error)}") from None
         if not isinstance(record, dict):
-            self._refuse(name, start, f"a JSON {type(record).__name__} where an object is needed")
+            raise _refusal(self._place_of(name, start), f"a JSON {type(record).__name__} where an object is needed")
         return record
 
-    def _refuse(self, name: str, start: int, reason: str) -> NoReturn:
-        raise BadRecordError(f"bad record at {Place(self._files.full_name(name), start)}: {reason}") from None
 
-    def where(self, index: int) -> Place:
-        row = self._rows.checked(np.array([index]))
-        name = self._rows.names[int(self._rows.files_at(row)[0])]
-        return Place(self._files.full_name(name), int(self._starts[index]))
-
-    def files_of(self, indices: Ints) -> Sequence[str]:
-        return self._rows.names_of(indices)
-
-    def close(self) -> None:
-        self._maps.close()
+def _refusal(place: Place, reason: str) -> BadRecordError:
+    return BadRecordError(f"bad record at {place}: {reason}")
 
 
 def _lines_of(files: Files) -> list[FileInfo]:

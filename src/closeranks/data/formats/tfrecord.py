@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +21,11 @@ from crc32c import crc32c
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
+from closeranks.data.formats.index import Arrays, IndexPlace, Progress
+from closeranks.data.formats.indexed import IndexedRecords
 from closeranks.data.formats.maps import Maps
-from closeranks.data.formats.rows import FileRows
 from closeranks.data.formats.tf_example import NoExample, parse_example
-from closeranks.data.stores import Ints, Place, Record, Records
+from closeranks.data.stores import Record, Records
 
 NAME = "tfrecord"
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
@@ -60,53 +59,23 @@ def masked_crc32c(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
 
 
-class TfRecords:
+class TfRecords(IndexedRecords):
     """Examples as records."""
 
+    lead = _HEADER
+
     def __init__(self, files: Files, place: IndexPlace) -> None:
-        self._files, self._place = files, place
-        infos = _files_of(files)
-        index = saved_index(place, files, infos, NAME, lambda progress: _build(files, infos, progress), {"version": 1})
-        self._rows = FileRows([info.name for info in infos], index["firsts"])
-        self._starts, self._sizes = index["starts"], index["sizes"]
-        self._maps = Maps(files)
-        self.indexes, self.identity = (index,), index.identity
-        self.block = self._rows.block
+        super().__init__(files, place, NAME, _files_of(files), _build)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TfRecords, (self._files, self._place)
-
-    def __len__(self) -> int:
-        return self._rows.num_rows
-
-    def read(self, indices: Ints) -> list[Record]:
-        rows = self._rows.checked(indices)
-        numbers = self._rows.files_at(rows).tolist()
-        starts, sizes = self._starts[rows].tolist(), self._sizes[rows].tolist()
-        return [self._record(*at) for at in zip(numbers, starts, sizes, strict=True)]
-
-    def _record(self, number: int, start: int, size: int) -> Record:
-        name = self._rows.names[number]
-        view = self._maps.view(name)
+    def _record(self, name: str, view: npt.NDArray[np.uint8], start: int, size: int) -> Record:
         try:
             return parse_example(_checked(view, start, size))
         except NoExample as error:
-            place = Place(self._files.full_name(name), start - _HEADER)
-            raise BadRecordError(f"bad record at {place}: not a tf.train.Example: {error}") from None
+            raise BadRecordError(
+                f"bad record at {self._place_of(name, start)}: not a tf.train.Example: {error}"
+            ) from None
         except _Damaged as error:
-            place = Place(self._files.full_name(name), start - _HEADER)
-            raise BadRecordError(f"bad record at {place}: {error}") from None
-
-    def where(self, index: int) -> Place:
-        row = self._rows.checked(np.array([index]))
-        name = self._rows.names[int(self._rows.files_at(row)[0])]
-        return Place(self._files.full_name(name), int(self._starts[index]) - _HEADER)
-
-    def files_of(self, indices: Ints) -> Sequence[str]:
-        return self._rows.names_of(indices)
-
-    def close(self) -> None:
-        self._maps.close()
+            raise BadRecordError(f"bad record at {self._place_of(name, start)}: {error}") from None
 
 
 class _Damaged(Exception):
