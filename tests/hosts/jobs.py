@@ -66,6 +66,14 @@ class Holds(Hook):
             time.sleep(0.01)
 
 
+class Fails(Hook):
+    """An error of the user's code in one step, however often it is tried."""
+
+    def on_step(self, session: Session, step: Any) -> None:
+        if step.step == 6:
+            raise RuntimeError("this hook fails at step 6")
+
+
 @dataclass(frozen=True)
 class Site:
     """Where a job is run, and what became of it."""

@@ -62,7 +62,7 @@ class Agent:
         plan = self._plan
         _make_folder(plan)
         with Loop() as loop, heard_by(loop, self._on_signal):
-            lead = self._lead = Lead(plan, loop, self._listener, self._on_turn)
+            lead = self._lead = Lead(plan, loop, self._listener, self._on_turn, self._has_unsaved)
             with Host(plan, loop, lead.ears, name=socket.gethostname(), on_store=lead.announce) as host:
                 self._host = host
                 try:
@@ -96,12 +96,16 @@ class Agent:
     def _rescue(self, host: Host, patience_s: float = math.inf) -> str:
         """What memory holds beyond the newest checkpoint is written down; where, in a sentence. Every worker is gone by
         now, so that nothing of it changes any more."""
-        kept = max((word.kept for word in (member.progress for member in host.members) if word.kept), default=-1)
-        if not self._plan.rescues or kept <= self._saved_step or host.condition.num_left:
+        if not self._has_unsaved(host) or host.condition.num_left:
             return ""
         return rescue(
             host.boxes, self._plan.log_folder.parent, host.name, patience_s, is_part=self._plan.most_hosts > 1
         )
+
+    def _has_unsaved(self, host: Host) -> bool:
+        """Whether memory holds a newer state than the newest checkpoint."""
+        kept = max((word.kept for word in (member.progress for member in host.members) if word.kept), default=-1)
+        return self._plan.rescues and kept > self._saved_step
 
     def _is_at_once(self, stop: Stop) -> bool:
         """Whether somebody has asked again, and wants to wait for nothing."""

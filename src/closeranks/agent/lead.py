@@ -69,8 +69,17 @@ _TERM = 1
 class Lead:
     """Runs the generations of a job. All callbacks come from ``run``, in its thread."""
 
-    def __init__(self, plan: LaunchPlan, loop: Loop, listener: Listener, on_turn: OnTurn | None = None) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        loop: Loop,
+        listener: Listener,
+        on_turn: OnTurn | None = None,
+        has_unsaved: Callable[[Host], bool] = lambda host: False,
+    ) -> None:
+        """``has_unsaved``: whether the memory of this host holds what no checkpoint does."""
         self._plan = plan
+        self._has_unsaved = has_unsaved
         self._loop = loop
         self._listener = listener
         self._on_turn = on_turn
@@ -171,7 +180,11 @@ class Lead:
         if self._gate is None:
             return
         machine, now = self._machine, time.monotonic()
-        farewell = machine.dismiss(self._outcome.reason if self._outcome else "the job has failed", now)
+        if self._outcome is not None:
+            farewell = machine.dismiss(self._outcome.reason, now)
+        else:
+            rescues = self._host is not None and self._has_unsaved(self._host)
+            farewell = machine.dismiss("the job has failed", now, rescues=rescues)
         self._gate.see_off(_letters(farewell), lambda letter: _letters(machine.handle(letter, now)), now + _FAREWELL_S)
 
     def _open_station(self, host: Host, now: float) -> None:

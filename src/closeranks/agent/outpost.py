@@ -257,9 +257,10 @@ class Outpost:
             self._station.leave("it was asked to go")
 
     def _conclude(self, end: End) -> str:
+        must_rescue = end.is_lost or end.rescues
+        saved = rescue(self._host.boxes, self._run, self._name, is_part=True) if self._host and must_rescue else ""
         if not end.is_lost:
-            return end.reason
-        saved = rescue(self._host.boxes, self._run, self._name, is_part=True) if self._host else ""
+            return f"{end.reason}. {saved.rstrip('.')}" if saved else end.reason
         raise RunFailed(f"the lead at {self._address} was lost, and the job with it: {end.reason}. {saved}".rstrip())
 
 

@@ -142,11 +142,12 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """It is over for this host, and no worker of it lives. ``is_lost``: no lead is left; what memory holds belongs on
-    disk first."""
+    """It is over for this host, and no worker of it lives. ``is_lost``: no lead is left. ``rescues``, and then too:
+    what memory holds belongs on disk first."""
 
     reason: str
     is_lost: bool = False
+    rescues: bool = False
 
 
 FollowerEffect = Send | Joined | Start | TakeStore | TakeAsk | Kill | End

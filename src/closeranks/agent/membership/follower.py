@@ -114,7 +114,7 @@ class Follower:
             case Welcome() as welcome:
                 return self._on_welcome(letter.term, welcome, now)
             case Dismiss() as dismiss:
-                return self._finish(End(dismiss.reason))
+                return self._finish(End(dismiss.reason, rescues=dismiss.rescues))
             case body:
                 return self._on_order(body, now) if self.is_joined and now < self.lease_until else []
 

@@ -85,7 +85,7 @@ class Lead:
         self._newest = generation
         self._peers = Peers()
         self._is_over = False
-        self._farewell: str | None = None
+        self._farewell: Dismiss | None = None
 
     # --- what is known
 
@@ -147,7 +147,7 @@ class Lead:
         if peer is None or letter.term != self.term:
             return []
         if self._farewell is not None:
-            return [self._send(peer, Dismiss(self._farewell))]
+            return [self._send(peer, self._farewell)]
         match body:
             case Beat():
                 return [] if peer.is_lost else self._on_beat(peer, body, now)
@@ -235,12 +235,13 @@ class Lead:
         self.quarantined.discard(name)
         return [Changed(name, "pardoned")]
 
-    def dismiss(self, reason: str, now: float) -> Effects:
-        """The job is over: every host is sent home, and so is whoever is heard from now on."""
+    def dismiss(self, reason: str, now: float, *, rescues: bool = False) -> Effects:
+        """The job is over: every host is sent home, and so is whoever is heard from now on. ``rescues``: with what its
+        memory holds on disk."""
         if self._is_silent(now):
             return []
-        self._farewell = reason
-        return [self._send(peer, Dismiss(reason)) for peer in self._peers.here()]
+        self._farewell = Dismiss(reason, rescues)
+        return [self._send(peer, self._farewell) for peer in self._peers.here()]
 
     # --- letters
 
@@ -253,7 +254,7 @@ class Lead:
             return []
         peer = Peer(letter.host, *identity, join.num_workers, now, join.facts)
         if self._farewell is not None:
-            return [self._send(peer, Dismiss(self._farewell))]
+            return [self._send(peer, self._farewell)]
         self._newest = max(self._newest, join.generation)
         effects = self._replace(known, letter, now) if known is not None else []
         welcome = self._welcome(peer, now)

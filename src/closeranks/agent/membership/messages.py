@@ -276,6 +276,8 @@ class Dismiss(Body):
 
     kind: ClassVar[str] = "dismiss"
     reason: Words = ""
+    rescues: YesNo = False
+    """The job failed with a state that is in memory alone: write down what you hold of it."""
 
 
 _TO_LEAD = (Join, Beat, Store, Broken, Fenced, Done, Leaving, Event, Output, Note)
