@@ -54,9 +54,17 @@ LINES, FIRST = inspect.getsourcelines(deadlocked.Locked)
 PLACE = f"deadlocked.py:{FIRST + max(n for n, line in enumerate(LINES) if '.acquire()' in line)} in __getitem__"
 
 
-def test_it_is_named_and_not_tried_for_ever(tmp_path: Path) -> None:
+IN_PROCESSES = ("data.workers=1", "elastic.hang_floor_s=2", "elastic.hang_factor=3")
+"""The first wait for data starts those processes, and a multiple of it is what later waits have."""
+
+
+@pytest.mark.parametrize(
+    "settings", [(), pytest.param(IN_PROCESSES, marks=pytest.mark.slow)], ids=["in a thread", "in processes"]
+)
+@pytest.mark.timeout(600)
+def test_it_is_named_and_not_tried_for_ever(tmp_path: Path, settings: tuple[str, ...]) -> None:
     (tmp_path / "job.toml").write_text(JOB)
-    done = closeranks("train", "job.toml", "-n", 2, cwd=tmp_path, env=IMPORTABLE, timeout_s=200)
+    done = closeranks("train", "job.toml", "-n", 2, *settings, cwd=tmp_path, env=IMPORTABLE, timeout_s=500)
     assert done.code == 1, done.out + done.err
     first, *_ = done.err.splitlines()
     assert "failed 2 times in the same way" in first
