@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 # Where a machine forbids it, every process of every test would compile all modules anew: a third of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo test test-slow matrix drills hostile soak lint format bench bench-data servers clean
+.PHONY: help install demo test test-slow matrix drills hostile house soak lint format bench bench-data servers clean
 
 help:
 	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (under a minute)"
@@ -63,6 +63,9 @@ drills: install servers
 
 hostile: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
+
+house: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.house $(if $(JUNIT),--junit $(JUNIT))
 
 soak: install servers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --mix light --minutes 30 --waiting

@@ -1,0 +1,25 @@
+"""The figures of the source tree are counted, and stay within what they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import house
+
+
+def test_a_step_a_save_and_a_resume_are_counted(tmp_path: Path) -> None:
+    found = house.entered_by_actions(tmp_path)
+    assert list(found) == ["step", "save", "resume"]
+    for one in found.values():
+        assert one.calls > one.changes >= one.files - 1 > 0
+    assert found["step"].files <= 60
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    assert max(len(path.read_text().splitlines()) for path in house.sources()) <= 500
+    assert house.longest_functions()[0][0] <= 58
+
+
+def test_names_that_occur_more_than_once_are_found() -> None:
+    assert all(count > 1 for count in house.repeated_classes().values())
+    assert "Session" not in house.repeated_classes()
