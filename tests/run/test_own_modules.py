@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from closeranks import Session
-from closeranks.core.environment import set_world
+from closeranks.core.environment import detect_world, set_world
 from closeranks.core.errors import ConfigError, ModelError
+from closeranks.core.events import Warned
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job import check_workers, load_job
@@ -19,6 +20,7 @@ from closeranks.run.loop import drive
 from closeranks.run.proof import Record, compare
 from closeranks.testing import run_world
 from closeranks.testing.world import WorldError
+from tests.run.small import of_kind
 
 STAGES = ["embed", "blocks.*", "head"]
 TABLE = [
@@ -137,3 +139,18 @@ def train_in_python(folder: Path, tensor: int = 2, pipeline: int = 2) -> float:
         run={"folder": str(folder / "python")},
     )
     return result.loss
+
+
+def warned_on_two_hosts(folder: Path, hosts: tuple[int, ...]) -> list[str]:
+    world = replace(detect_world(), hosts=hosts)
+    set_world(world)
+    record(folder, "tensor=2", {"tensor": TABLE})
+    return [event.what for event in of_kind(folder / "run", Warned)] if world.is_lead else []
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0)])
+def test_a_tensor_axis_across_hosts_is_warned_of_as_a_run_starts(tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    told, _ = run_world(warned_on_two_hosts, 2, tmp_path, hosts)
+    crossing = [what for what in told if "the tensor axis crosses hosts: 2 ranks" in what]
+    assert len(crossing) == len(set(hosts)) - 1
