@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from closeranks.core.environment import detect_world
 from closeranks.testing import Failure, WorldError, run_world
+from tests.core.test_linux import huge_pages_can_be_asked_for
 
 pytestmark = pytest.mark.world
 
@@ -86,6 +88,11 @@ def return_a_function() -> Any:
 
 def own_pid() -> int:
     return os.getpid()
+
+
+def huge_pages_of_the_server() -> int:
+    found = re.search(r"AnonHugePages: +(\d+)", Path(f"/proc/{os.getppid()}/smaps_rollup").read_text())
+    return int(found[1]) if found else 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -161,6 +168,11 @@ def test_no_rank_outlives_the_call() -> None:
     pids = run_world(own_pid, 3)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ranks_are_forked_from_huge_pages() -> None:
+    """Most of the processor time of a rank that does little is the kernel's, for its pages."""
+    assert (run_world(huge_pages_of_the_server, 1)[0] > 0) == huge_pages_can_be_asked_for()
 
 
 def test_failures_sort_by_cause() -> None:

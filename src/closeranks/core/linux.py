@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Collection
@@ -15,6 +16,8 @@ from collections.abc import Collection
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_MADV_COLLAPSE = 25
+_HUGE_PAGE_BYTES = 2 << 20
 # Loaded once in the zygote: a forked child must not open libraries before it has tied itself to its parent.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -56,6 +59,26 @@ def reap_orphans(known: Collection[int]) -> None:
         if found is None or found.si_pid in known:
             return
         os.waitpid(found.si_pid, 0)
+
+
+def use_huge_pages() -> int:
+    """Move this process's heap to huge pages, so that forking it and ending a fork cost less; returns the bytes moved.
+
+    A fork copies one entry of the page table for each page, and its end frees them: for a process that has imported
+    torch (250 MB) that was two thirds of the cost of a fork that does nothing. A kernel before 6.1, or one without huge
+    pages, moves nothing.
+    """
+    with open("/proc/self/maps") as maps:
+        # Private, writable and of no file: the heap, and what allocators asked for.
+        found = re.findall(r"(?m)^([0-9a-f]+)-([0-9a-f]+) rw.p \S+ \S+ 0(?: +\[heap\])? *$", maps.read())
+    moved = 0
+    for first, last in ((int(first, 16), int(last, 16)) for first, last in found):
+        for start in range(
+            -(-first // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, last - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES
+        ):
+            place, size = ctypes.c_void_p(start), ctypes.c_size_t(_HUGE_PAGE_BYTES)
+            moved += _HUGE_PAGE_BYTES if _LIBC.madvise(place, size, _MADV_COLLAPSE) == 0 else 0
+    return moved
 
 
 def num_threads() -> int:
