@@ -6,12 +6,13 @@ PYTEST := $(BIN)/python -m pytest
 # Where a machine forbids it, every process of every test would compile all modules anew: a third of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo test test-slow matrix drills hostile house soak lint format bench bench-data servers clean
+.PHONY: help install demo test test-part test-slow matrix drills hostile house soak lint format bench bench-data servers clean
 
 help:
 	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (under a minute)"
 	@echo "make test       lint, types, import contract and all tests but the slow ones"
-	@echo "make test-slow  the tests that take minutes (torch.compile, long runs)"
+	@echo "make test-part  one of five parts of the slow tests, by the number of commits (PART=3 picks one)"
+	@echo "make test-slow  all slow tests (torch.compile, long runs)"
 	@echo "make matrix     resume every layout from every other: 64 pairs on up to 8 processes (about 10 minutes)"
 	@echo "make drills     every fault under every kind of layout; writes docs/drills-table.md (about half an hour)"
 	@echo "make hostile    220 hostile cases, drawn anew each time (SEED=7 repeats them, CASE=42 one; about half an hour)"
@@ -51,9 +52,13 @@ servers:
 # The soak mostly waits: it runs beside the others, and says what it has to say after them.
 test: lint servers
 	@mkdir -p .pytest_cache
-	@$(PYTEST) -m soak -p no:cacheprovider > .pytest_cache/soak.log 2>&1 & soak=$$!; \
+	@$(PYTEST) -m soak tests/faults/test_soak.py -p no:cacheprovider > .pytest_cache/soak.log 2>&1 & soak=$$!; \
 	$(PYTEST) -m "not slow and not gpu and not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations=60; \
 	status=$$?; wait $$soak || status=1; cat .pytest_cache/soak.log; exit $$status
+
+# With make test on every commit, five commits run every test; tests/parts.py balances the parts by measured seconds.
+test-part: install servers
+	@$(PYTEST) --part $(or $(PART),auto) -m "slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from closeranks.core.environment import set_world
+from tests import parts
 from tests.storage import servers
 from tests.storage.proxy import Standing
 
@@ -30,6 +32,28 @@ SLOW = [line for line in Path(__file__).with_name("slow.txt").read_text().splitl
 
 UNMATCHED = pytest.StashKey[list[str]]()
 """What the list says of files that were collected, and no test there is called."""
+MARKS = pytest.StashKey[dict[str, set[str]]]()
+"""The marks of every test that was collected, whether it is selected or not."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        metavar="K",
+        help=f"run one of {parts.NUM_PARTS} parts of the selected tests (0 to 4), or auto: by commit",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Resolved once, before other processes inherit the option."""
+    if (asked := config.getoption("--part")) is None or hasattr(config, "workerinput"):
+        return
+    try:
+        choice = parts.choose(asked)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    print(choice)
+    config.option.part = str(choice.part)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,6 +65,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
     files, known = {item.nodeid.partition("::")[0] for item in items}, set[str]().union(*names)
     config.stash[UNMATCHED] = [line for line in SLOW if line.partition("::")[0] in files and line not in known]
+    config.stash[MARKS] = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
+    if (part := config.getoption("--part")) is not None:
+        _select_part(int(part), config, items)
+
+
+def _select_part(part: int, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that take longest begin first, so that no process is left with one at the end."""
+    durations = parts.read_durations()
+    assigned = parts.assign([item.nodeid for item in items], durations)
+    others = [item for item in items if assigned[item.nodeid] != part]
+    seconds = Counter[str]()
+    for node in durations:
+        seconds[parts.file_of(node)] += durations[node] if assigned.get(node) == part else 0.0
+    items[:] = [item for item in items if assigned[item.nodeid] == part]
+    items.sort(key=lambda item: -seconds[parts.file_of(item.nodeid)])
+    config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish() -> None:
