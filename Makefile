@@ -90,6 +90,7 @@ bench: install
 	$(BIN)/python benchmarks/straggler.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/convergence.py
 	$(BIN)/python benchmarks/large_batch.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/micro_batch.py
 	$(BIN)/python benchmarks/checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recovery.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/steady.py
