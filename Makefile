@@ -6,13 +6,14 @@ PYTEST := $(BIN)/python -m pytest
 # Where a machine forbids it, every process of every test would compile all modules anew: a third of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo test test-part test-slow matrix drills hostile house soak lint format bench bench-data servers clean
+.PHONY: help install demo test test-part test-slow golden matrix drills hostile house soak lint format bench bench-data servers clean
 
 help:
 	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (under a minute)"
 	@echo "make test       lint, types, import contract and all tests but the slow ones"
 	@echo "make test-part  one of five parts of the slow tests, by the number of commits (PART=3 picks one)"
 	@echo "make test-slow  all slow tests (torch.compile, long runs)"
+	@echo "make golden     train the jobs of the golden record and compare every bit (AGAINST=main: with another commit)"
 	@echo "make matrix     resume every layout from every other: 64 pairs on up to 8 processes (about 10 minutes)"
 	@echo "make drills     every fault under every kind of layout; writes docs/drills-table.md (about half an hour)"
 	@echo "make hostile    220 hostile cases, drawn anew each time (SEED=7 repeats them, CASE=42 one; about half an hour)"
@@ -62,6 +63,9 @@ test-part: install servers
 
 test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"
+
+golden: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.golden $(if $(AGAINST),--against $(AGAINST))
 
 drills: install servers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drills --page docs/drills-table.md

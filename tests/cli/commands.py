@@ -61,13 +61,15 @@ def closeranks(*arguments: object, cwd: Path, timeout_s: float = 90.0, env: dict
 
 
 @contextmanager
-def started(*arguments: object, cwd: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(
+    *arguments: object, cwd: Path, env: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A command that runs on while the test does something to it."""
     name = mark()
     process = subprocess.Popen(
         [sys.executable, "-m", "closeranks", *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", name: "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", name: "1", **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
