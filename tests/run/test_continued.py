@@ -16,7 +16,7 @@ from closeranks.run.past import Past, past_of
 from closeranks.run.recall import look_back
 from closeranks.telemetry.samples import read_samples
 from closeranks.testing import run_world
-from tests.run.saved import SECTIONS, tensors, tree, write
+from tests.run.saved import SECTIONS, tensors, tree
 from tests.run.small import dataset, of_kind, open_session, train
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -108,28 +108,6 @@ def test_a_fallback_to_an_older_checkpoint_repeats_the_short_step_as_it_was(tmp_
     assert sizes(run)[-5:] == [3, 8, 8, 8, 3]
     assert set(taken(run).values()) == {2}
     assert_same_bits(run, other)
-
-
-def test_a_state_of_an_earlier_version_is_continued_too(tmp_path: Path) -> None:
-    """It says where it stands, and names a micro-batch only where its job did; an eighth of the batch otherwise."""
-    go(tmp_path / "run", epochs=1, global_batch=16, micro_batch=2)
-    found = {section: tensors(tmp_path / "run", section) for section in SECTIONS}
-    values = dict(tree(tmp_path / "run"))
-    values["schedule"] = {key: values["schedule"][key] for key in ("lr", "num_steps")}
-    values["config"] = {**values["config"], "train": {**values["config"]["train"], "micro_batch": 0}}
-    write(tmp_path / "old" / "checkpoints", found, values, 2)
-    session = open_session(
-        tmp_path / "new",
-        model=dropping,
-        data=dataset(27),
-        train={"steps": None, "epochs": 2, "global_batch": 16, "micro_batch": 0},
-        checkpoint={"resume": str(tmp_path / "old")},
-    )
-    with session:
-        assert session.job.train.micro_batch == session.parts.schedule.micro_batch == 2
-        for step in session:
-            step.run()
-    assert sizes(tmp_path / "new") == [16, 11]
 
 
 def test_a_micro_batch_that_the_job_names_counts(tmp_path: Path) -> None:
