@@ -83,7 +83,10 @@ def entered_by_actions(folder: Path) -> dict[str, Entered]:
     found = {"step": entered(step), "save": entered(session.save)}
     while taken is not None:
         step()
-    found["resume"] = entered(lambda: _session(folder / "second", 12, checkpoint={"resume": str(folder / "first")}))
+    opened: list[Session] = []
+    resume = {"resume": str(folder / "first")}
+    found["resume"] = entered(lambda: opened.append(_session(folder / "second", 12, checkpoint=resume)))
+    opened[0].close()
     return found
 
 

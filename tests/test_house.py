@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch.distributed as dist
+
 from tests import house
 
 
@@ -13,6 +15,7 @@ def test_a_step_a_save_and_a_resume_are_counted(tmp_path: Path) -> None:
     for one in found.values():
         assert one.calls > one.changes >= one.files - 1 > 0
     assert found["step"].files <= 60
+    assert not dist.is_initialized(), "the next tests would find a group"
 
 
 def test_no_file_and_no_function_is_too_long() -> None:
