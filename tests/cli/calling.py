@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from unittest.mock import patch
 
 from closeranks.cli.main import main
@@ -19,10 +20,11 @@ class Said:
     err: str
 
 
-def call(group: str, *words: object) -> Said:
+def call(*words: object, cwd: Path | None = None) -> Said:
+    """``cwd``: the working folder meanwhile."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    called = ["closeranks", group, *map(str, words)]
-    with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", called):
+    called = ["closeranks", *map(str, words)]
+    with chdir(cwd or "."), redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", called):
         try:
             main()
         except SystemExit as leave:

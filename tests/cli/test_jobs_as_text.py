@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from closeranks.run.job import load_job
-from tests.cli.commands import ROOT, TINY, closeranks
+from tests.cli.calling import call
+from tests.cli.commands import ROOT, TINY
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.parent.name != "compare")
 Node = dict[str, Any]
@@ -21,7 +22,7 @@ Node = dict[str, Any]
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_what_config_prints_is_the_same_job(path: Path, tmp_path: Path) -> None:
     changes = ["optim.lr=0.25", "telemetry.profile=2:4", 'run.name=it\'s "mine"']
-    printed = closeranks("config", path, *changes, cwd=tmp_path).out
+    printed = call("config", path, *changes, cwd=tmp_path).out
     (tmp_path / "again.toml").write_text(printed)
     assert load_job(tmp_path / "again.toml").value == load_job(path, changes).value
 
@@ -36,7 +37,7 @@ def leaves(table: Node, place: str = "") -> set[str]:
 
 
 def test_every_value_is_explained_with_one_origin(tmp_path: Path) -> None:
-    done = closeranks("config", TINY, "--explain", "optim.lr=0.25", "train.precision=bf16", cwd=tmp_path)
+    done = call("config", TINY, "--explain", "optim.lr=0.25", "train.precision=bf16", cwd=tmp_path)
     origins = {}
     for line in done.out.splitlines():
         key, _, rest = line.partition(" = ")
@@ -121,7 +122,7 @@ def _holds(word: str, limit: Any, value: Any, root: Node) -> bool:
 
 @cache
 def schema() -> Node:
-    return json.loads(closeranks("config", "--schema", cwd=ROOT).out)  # type: ignore[no-any-return]
+    return json.loads(call("config", "--schema", cwd=ROOT).out)  # type: ignore[no-any-return]
 
 
 def test_an_editor_understands_every_word_of_the_schema() -> None:
@@ -136,7 +137,7 @@ def test_the_schema_lets_the_examples_pass(path: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_schema_lets_whole_jobs_pass(path: Path, tmp_path: Path) -> None:
     """With every default written out."""
-    whole = tomllib.loads(closeranks("config", path, cwd=tmp_path).out)
+    whole = tomllib.loads(call("config", path, cwd=tmp_path).out)
     assert problems(schema(), whole, schema()) == []
 
 

@@ -11,10 +11,11 @@ import pytest
 
 from closeranks.cli.planning import split_words, with_layout
 from closeranks.run.job import layout_for, load_job
-from tests.cli.commands import TINY, Done, closeranks
+from tests.cli.calling import Said, call
+from tests.cli.commands import TINY, closeranks
 
 
-def refused(done: Done, *words: str) -> None:
+def refused(done: Said, *words: str) -> None:
     assert done.code == 2, done
     assert "Traceback" not in done.err + done.out, done.err
     assert done.err.startswith("closeranks: ")
@@ -24,13 +25,13 @@ def refused(done: Done, *words: str) -> None:
 
 @pytest.mark.parametrize("verb", ["ls", "show"])
 def test_help_shows_examples(tmp_path: Path, verb: str) -> None:
-    done = closeranks("layout", verb, "--help", cwd=tmp_path)
+    done = call("layout", verb, "--help", cwd=tmp_path)
     assert done.code == 0
     assert done.out.count(f"    closeranks layout {verb} ") >= 4
 
 
 def test_the_listing_marks_the_job_and_says_what_columns_mean(tmp_path: Path) -> None:
-    done = closeranks("layout", "ls", TINY, "-n", 8, "layout.tensor=2", cwd=tmp_path)
+    done = call("layout", "ls", TINY, "-n", 8, "layout.tensor=2", cwd=tmp_path)
     assert done.code == 0, done.err
     rows = [line for line in done.out.splitlines() if "=" in line and not line.startswith(("tiny", "Held"))]
     starred = [line for line in rows if line.startswith("*  ")]
@@ -43,7 +44,7 @@ def test_the_listing_marks_the_job_and_says_what_columns_mean(tmp_path: Path) ->
 
 
 def test_refused_layouts_are_counted(tmp_path: Path) -> None:
-    done = closeranks("layout", "ls", TINY, "-n", 16, "model.num_kv_heads=2", "--all", cwd=tmp_path)
+    done = call("layout", "ls", TINY, "-n", 16, "model.num_kv_heads=2", "--all", cwd=tmp_path)
     assert "more are not legal for this model and batch" in done.out
     assert "by tensor (4 does not divide the model's 2 key-value heads)" in done.out
 
@@ -56,7 +57,7 @@ def test_a_job_that_no_layout_suits(tmp_path: Path) -> None:
 
 
 def test_the_listing_as_json(tmp_path: Path) -> None:
-    done = closeranks("layout", "ls", TINY, "-n", 4, "--json", "--hsdp", "--schedule", "zbv", cwd=tmp_path)
+    done = call("layout", "ls", TINY, "-n", 4, "--json", "--hsdp", "--schedule", "zbv", cwd=tmp_path)
     read = json.loads(done.out)
     layouts = [row["layout"] for row in read["layouts"]]
     assert read["num_ranks"] == 4
@@ -68,19 +69,19 @@ def test_the_listing_as_json(tmp_path: Path) -> None:
 
 def test_only_what_fits_and_the_least_traffic_first(tmp_path: Path) -> None:
     sizes = ["model.preset=8b", "train.precision=bf16", "train.global_batch=64", "train.micro_batch=1"]
-    done = closeranks("layout", "ls", TINY, "-n", 64, *sizes, "--fits", 40, "--sort", "traffic", "--json", cwd=tmp_path)
+    done = call("layout", "ls", TINY, "-n", 64, *sizes, "--fits", 40, "--sort", "traffic", "--json", cwd=tmp_path)
     rows = json.loads(done.out)["layouts"]
     assert rows
     assert all(row["fullest"]["total_bytes"] <= 40 * 2**30 for row in rows)
     sent = [sum(entry["sent_bytes"] for entry in row["busiest"]["traffic"]) for row in rows]
     assert sent == sorted(sent)
-    told = closeranks("layout", "ls", TINY, "-n", 64, *sizes, "--fits", 40, cwd=tmp_path).out
+    told = call("layout", "ls", TINY, "-n", 64, *sizes, "--fits", 40, cwd=tmp_path).out
     assert "need more than 40 GiB a rank" in told
     assert "* is the job's own layout." in told
 
 
 def test_a_layout_is_shown(tmp_path: Path) -> None:
-    done = closeranks("layout", "show", TINY, "tensor=2 pipeline=2", "-n", 8, "--picture", "mesh.png", cwd=tmp_path)
+    done = call("layout", "show", TINY, "tensor=2 pipeline=2", "-n", 8, "--picture", "mesh.png", cwd=tmp_path)
     assert done.code == 0, done.err
     for words in (
         "data=2 tensor=2 pipeline=2 on 8 ranks, 4 micro-batches a step on each data rank",
@@ -96,7 +97,7 @@ def test_a_layout_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_layout_is_shown_as_json(tmp_path: Path) -> None:
-    done = closeranks("layout", "show", TINY, "data=2 zero=3", "--json", cwd=tmp_path)
+    done = call("layout", "show", TINY, "data=2 zero=3", "--json", cwd=tmp_path)
     read = json.loads(done.out)
     assert (read["layout"], read["num_ranks"], len(read["ranks"])) == ("data=2 zero=3", 2, 1)
     assert read["ranks"][0]["stages"]["0"][0] == "model.embed_tokens"
@@ -117,14 +118,14 @@ def test_a_layout_is_shown_as_json(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_gets_one_answer(tmp_path: Path, arguments: list[object], words: tuple[str, ...]) -> None:
-    refused(closeranks("layout", "show", TINY, *arguments, cwd=tmp_path), *words)
+    refused(call("layout", "show", TINY, *arguments, cwd=tmp_path), *words)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mistake_in_ls_too(tmp_path: Path) -> None:
-    refused(closeranks("layout", "ls", TINY, "-n", 8, "--schedule", "zbw", cwd=tmp_path), "--schedule", "'zbv'")
-    refused(closeranks("layout", "ls", "none.toml", "-n", 8, cwd=tmp_path), "none.toml")
-    negative = closeranks("layout", "ls", TINY, "-n", 8, "--fits", -1, cwd=tmp_path)
+    refused(call("layout", "ls", TINY, "-n", 8, "--schedule", "zbw", cwd=tmp_path), "--schedule", "'zbv'")
+    refused(call("layout", "ls", "none.toml", "-n", 8, cwd=tmp_path), "none.toml")
+    negative = call("layout", "ls", TINY, "-n", 8, "--fits", -1, cwd=tmp_path)
     assert (negative.code, negative.out) == (2, "")
     assert "'--fits'" in negative.err
 
@@ -153,16 +154,16 @@ def test_the_text_is_the_whole_layout(text: str, num_workers: int, layout: str) 
 
 def test_where_nothing_fits_it_says_so_and_how_many_workers_would(tmp_path: Path) -> None:
     large = ["model.preset=13b", "train.precision=bf16", "train.global_batch=64", "train.micro_batch=1"]
-    done = closeranks("layout", "ls", TINY, "-n", 2, *large, "--fits", 40, cwd=tmp_path)
+    done = call("layout", "ls", TINY, "-n", 2, *large, "--fits", 40, cwd=tmp_path)
     assert done.code == 0, done.err
     assert re.search(
         r"None of these \d+ layouts fits into 40 GiB a rank: .* needs the least, [\d.]+ GiB, which is", done.out
     )
     (command,) = re.findall(r"The fewest that fit are \d+ workers, with .*: (closeranks layout ls .*)", done.out)
-    again = closeranks(*shlex.split(command)[1:], cwd=tmp_path)
+    again = call(*shlex.split(command)[1:], cwd=tmp_path)
     assert "None of these" not in again.out
     (number,) = re.findall(r"-n (\d+) --fits 40", command)
-    fewer = closeranks("layout", "ls", TINY, "-n", int(number) - 1, *large, "--fits", 40, "--json", cwd=tmp_path)
+    fewer = call("layout", "ls", TINY, "-n", int(number) - 1, *large, "--fits", 40, "--json", cwd=tmp_path)
     read = json.loads(fewer.out)
     assert read["layouts"] == []
     assert read["fewest_workers"] == int(number)
@@ -170,7 +171,7 @@ def test_where_nothing_fits_it_says_so_and_how_many_workers_would(tmp_path: Path
 
 def test_memory_for_copies_and_tensor_ranks_on_several_hosts(tmp_path: Path) -> None:
     def shown(*words: str) -> str:
-        return closeranks("layout", "show", TINY, *words, cwd=tmp_path).out
+        return call("layout", "show", TINY, *words, cwd=tmp_path).out
 
     assert "MiB a host of 4 workers (two of what a rank holds)" in shown("data=4")
     assert "(two of what a rank holds and two of a peer's)" in shown("data=4 zero=1")
@@ -184,7 +185,7 @@ def test_memory_for_copies_and_tensor_ranks_on_several_hosts(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_copies_take_the_memory_that_is_shown(tmp_path: Path) -> None:
     """Against what two workers reserve: each of up to four slots has a header and an index besides, in large pages."""
-    told = closeranks("layout", "show", TINY, "data=2 zero=1", "--json", cwd=tmp_path)
+    told = call("layout", "show", TINY, "data=2 zero=1", "--json", cwd=tmp_path)
     most = max(json.loads(told.out)["host_copies_bytes"])
     small = ["layout=data=2 zero=1", "train.steps=4", "run.folder=run", "checkpoint.save=false"]
     done = closeranks("train", TINY, "-n", 2, *small, cwd=tmp_path)
