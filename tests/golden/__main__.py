@@ -29,7 +29,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         found = made(Path(folder), told.jobs)
     if told.write:
-        return _write(found, told.to, told.because)
+        return write_runs(found, told.to, told.because)
     try:
         baseline = _against(told.against, told.jobs) if told.against else baseline_for(told.jobs)
     except NoBaseline as error:
@@ -57,7 +57,7 @@ def _compare(baseline: Baseline, found: dict[str, Record]) -> int:
     return 1 if other else 0
 
 
-def _write(found: dict[str, Record], folder: Path, because: str | None) -> int:
+def write_runs(found: dict[str, Record], folder: Path, because: str | None) -> int:
     """Runs that were not made now stay as they are recorded, which only holds on the machine of the record."""
     for group in GROUPS:
         runs = {name: run for name, run in found.items() if group_of(name) == group}

@@ -16,9 +16,10 @@ from closeranks.facts.layout import SCHEDULES
 from closeranks.run.job import load_job
 from closeranks.sync.config import CompressConfig
 from tests.golden import baseline
+from tests.golden.__main__ import write_runs
 from tests.golden.baseline import ROOT, NoBaseline, baseline_for, extract, has_history, made_in, unexplained
 from tests.golden.jobs import DISTURBED, GROUPS, JOBS, RESIZED, group_of, write_data
-from tests.golden.record import FOLDER, differences, digest, environment, load
+from tests.golden.record import FOLDER, differences, digest, environment, load, write
 from tests.hostile.checks import Tensor
 from tests.run.test_layouts import ALONE, EIGHT, PAIRS
 
@@ -144,6 +145,29 @@ def test_a_changed_record_needs_a_reason_or_another_torch() -> None:
     assert unexplained(old, {**other, "environment": {"torch": "1", "cpu": "another"}}) == ["a"]
     assert unexplained(old, {**other, "environment": {"torch": "2"}}) == []
     assert unexplained(old, {**other, "reasons": ["the loss was wrong"]}) == []
+
+
+def test_writing_keeps_other_runs_and_refuses_other_bits_without_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = {"losses": ["0x1p+0"]}, {"losses": ["0x1p+1"]}
+    assert write_runs({"data=1": run}, tmp_path, None) == write_runs({"data=2": run}, tmp_path, None) == 0
+    assert write_runs({"data=1": other}, tmp_path, None) == 1
+    assert "records other bits of data=1. Later commits do not edit the record." in capsys.readouterr().err
+    assert load("layouts", tmp_path)["runs"] == {"data=1": run, "data=2": run}
+    assert write_runs({"data=1": other}, tmp_path, "the loss was wrong") == 0
+    assert load("layouts", tmp_path)["runs"] == {"data=1": other, "data=2": run}
+    assert load("layouts", tmp_path)["reasons"] == ["the loss was wrong"]
+
+
+def test_runs_of_two_machines_are_not_mixed_in_one_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = {"environment": {**environment(), "torch": "1.0"}, "reasons": [], "runs": {"data=1": {}, "data=2": {}}}
+    write(tmp_path / "layouts.json", told)
+    assert write_runs({"data=1": {"losses": []}}, tmp_path, None) == 1
+    assert "was made on another CPU or torch: write all of its jobs, or none." in capsys.readouterr().err
+    assert load("layouts", tmp_path) == told
+    assert write_runs({"data=1": {}, "data=2": {"losses": []}}, tmp_path, None) == 0
+    assert load("layouts", tmp_path)["environment"] == environment()
 
 
 @pytest.mark.parametrize("group", GROUPS)
