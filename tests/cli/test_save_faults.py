@@ -25,6 +25,7 @@ from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.checkpoint.test_write_faults import _FIFREEZE, _FITHAW, disk
 from tests.cli.commands import ROOT, started, wait_for_line
+from tests.cli.fault_hooks import DIE_AT
 from tests.cli.fault_jobs import ALONE, IMPORTABLE, STEPS, Course, course, failed, go, hook, saved, write_job
 from tests.cli.test_endings import gone_within, last_step
 from tests.storage import servers
@@ -354,7 +355,7 @@ def test_a_connection_lost_in_the_middle_of_a_part(
 def test_a_writer_killed_while_it_uploads(tmp_path: Path, large: Course, moto: servers.Server, label: str) -> None:
     url, run, env = far(tmp_path), tmp_path / "run", access(moto.endpoint)
     settings = (*LARGE, f"checkpoint.folder={url}", "checkpoint.timeout_s=15")
-    done = go(tmp_path, hook("OneWriterDies"), *settings, env={**env, "CLOSERANKS_KILL_AT": label}, timeout_s=200)
+    done = go(tmp_path, hook("OneWriterDies"), *settings, env={**env, DIE_AT: label}, timeout_s=200)
     assert done.code == 0, done.err
     assert "the writer was killed by SIGKILL" in (run / "deaths-1").read_text()
     assert saved(run)[-2:] == [8, 9]
