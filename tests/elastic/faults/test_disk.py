@@ -82,3 +82,14 @@ def test_a_killed_one_leaves_no_mount_either(tmp_path: Path) -> None:
     assert in_child(code + "sys.stdout.flush()\nos._exit(0)", folder) == "True\n"
     assert not os.path.ismount(folder)
     assert str(folder) not in Path("/proc/mounts").read_text()
+
+
+def test_a_folder_that_a_run_owns_stays_owned(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    code = "from closeranks.run.ownership import owned_folder\n"
+    code += "with owned_folder(folder, 'a run'):\n"
+    code += "    before = (folder / '.owner').stat().st_ino\n"
+    code += "".join(f"    {line}\n" for line in FULL.strip().splitlines())
+    code += "    print((folder / '.owner').stat().st_ino == before)\n"
+    assert in_child(code, folder).splitlines()[-2:] == ["1", "True"]
+    assert (folder / "step-1" / "data").stat().st_size == 300_000

@@ -16,6 +16,8 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
+from closeranks.storage.names import OWNER
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS = 0x20000
 _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 32, 0x4000, 0x40000
@@ -48,7 +50,7 @@ class SmallDisk:
 
     def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if any(self._folder.iterdir()):
+        if any(path.name != OWNER for path in self._folder.iterdir()):
             raise OSError(errno.ENOTEMPTY, "there are checkpoints already, which would be hidden", str(self._folder))
         _mount("tmpfs", str(self._folder), "tmpfs", 0, f"size={self._size}")
         self._is_mounted = True
@@ -83,12 +85,13 @@ class SmallDisk:
             return
         kept = self._folder.with_name(f".{self._folder.name}-{os.getpid()}")
         try:
-            shutil.copytree(self._folder, kept, symlinks=True)
+            shutil.copytree(self._folder, kept, symlinks=True, ignore=shutil.ignore_patterns(OWNER))
         finally:
             self._is_mounted = False
             _check(_LIBC.umount2(os.fsencode(self._folder), _MNT_DETACH), str(self._folder))
-        self._folder.rmdir()
-        kept.rename(self._folder)
+        for path in kept.iterdir():
+            path.rename(self._folder / path.name)
+        kept.rmdir()
 
     def __enter__(self) -> SmallDisk:
         return self
