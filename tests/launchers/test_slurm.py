@@ -136,15 +136,15 @@ def test_a_first_host_that_nobody_knows_is_told_at_once(cluster: Cluster, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_requeued_job_goes_on_where_it_stopped(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm lets a requeued job wait until its old credential has expired: seconds here, two minutes by default."""
     script, log = ROOT / "examples" / "launchers" / "slurm.sbatch", tmp_path / "log"
     named = ["--job-name=again", f"--chdir={tmp_path}", f"--output={log}"]
     number = cluster.sbatch(*named, script, TINY, *SMALL, "train.steps=400", "telemetry.report=false")
-    wait_for(lambda: log.exists() and "step    20/" in log.read_text(), lambda: log.read_text(), 60)
+    wait_for(lambda: log.exists() and "step    20/" in log.read_text(), lambda: log.read_text(), 300)
     cluster.command("scontrol", "requeue", number)
-    wait_for(lambda: cluster.state(number) == "COMPLETED", lambda: log.read_text(), 100)
+    wait_for(lambda: cluster.state(number) == "COMPLETED", lambda: log.read_text(), 300)
     assert "resumed at step" in log.read_text()
     folder = tmp_path / "runs" / f"again-{number}"
     assert losses(folder, 1) == trained(tmp_path / "uninterrupted", 400)
