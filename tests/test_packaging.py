@@ -20,7 +20,7 @@ ROOT = SOURCE.parents[1]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--target", str(folder), str(wheel)], check=True, timeout=60)
+    subprocess.run([*pip, "--target", str(folder), str(wheel)], check=True, timeout=300)
     return folder
 
 
@@ -37,7 +37,7 @@ def python(installed: Path, *arguments: str, cwd: Path) -> subprocess.CompletedP
     """An interpreter that finds the installed wheel before this folder, and everything else where it is."""
     env = {**os.environ, "PYTHONPATH": str(installed)}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=True, timeout=300
     )
 
 

@@ -48,7 +48,7 @@ def module_of(path: Path) -> str:
 def loaded_by(*modules: str) -> set[str]:
     """The top-level packages in ``sys.modules`` of a fresh interpreter that has imported these modules."""
     code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     return set(done.stdout.split())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tests.benchmarks.conftest import BENCHMARKS
 
 
-def run_script(name: str, *arguments: str, timeout_s: float = 110) -> dict[str, Any]:
+def run_script(name: str, *arguments: str, timeout_s: float = 300) -> dict[str, Any]:
     """The closing line of a benchmark that ended well; a failing one shows what it printed."""
     command = [sys.executable, str(BENCHMARKS / name), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -211,7 +211,7 @@ def test_page_and_picture(tmp_path: Path) -> None:
 
 @pytest.mark.world
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_half_a_minute_of_it_with_shards(tmp_path: Path) -> None:
     options = ["--mix", "light", "--minutes", "0.5", "--faults", "3", "--batch", "8", "--waiting", "--layout", "zero=3"]
     closing = run_script("soak.py", *options, "--out", str(tmp_path / "soak"), timeout_s=230)

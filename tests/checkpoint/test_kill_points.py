@@ -125,7 +125,7 @@ def assert_goes_on(folder: Path) -> None:
 
 def test_a_save_killed_at_any_passing_of_any_point(fast: Path, good: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", OF_A_SAVE, str(good), str(fast)], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", OF_A_SAVE, str(good), str(fast)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -46,7 +46,7 @@ def marked_processes(name: str) -> list[str]:
     return found
 
 
-def closeranks(*arguments: object, cwd: Path, timeout_s: float = 90.0, env: dict[str, str] | None = None) -> Done:
+def closeranks(*arguments: object, cwd: Path, timeout_s: float = 300.0, env: dict[str, str] | None = None) -> Done:
     name, started_at = mark(), time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "closeranks", *map(str, arguments)],

@@ -63,7 +63,7 @@ def write_job(folder: Path) -> str:
 
 
 def go(
-    folder: Path, *settings: object, num_workers: int = 2, env: dict[str, str] | None = None, timeout_s: float = 90.0
+    folder: Path, *settings: object, num_workers: int = 2, env: dict[str, str] | None = None, timeout_s: float = 300.0
 ) -> Done:
     """``closeranks train`` of the job in a folder."""
     job = write_job(folder)

@@ -65,7 +65,7 @@ def test_another_version_is_refused_by_name(tmp_path: Path, token: Path) -> None
         line = wait_for_line(lead, "closeranks agent --join")
         address = line.partition("--join ")[2].split()[0]
         command = [sys.executable, "-c", OTHER_VERSION, "agent", "--join", address, "--token-file", str(token)]
-        joined = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        joined = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert joined.returncode == 2, joined.stderr
         assert "this host 99.0.0" in joined.stderr
         assert "Install the same version on all hosts" in joined.stderr

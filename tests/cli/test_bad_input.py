@@ -168,6 +168,6 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 def test_a_working_folder_that_was_removed(tmp_path: Path) -> None:
     command = f"mkdir gone && cd gone && rmdir ../gone && exec {sys.executable} -m closeranks config {TINY}"
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr == "closeranks: the working folder no longer exists. Change to one that does.\n"

@@ -40,7 +40,7 @@ def test_a_daemon_of_a_hook_holds_nothing_and_is_ended(tmp_path: Path) -> None:
     small = ["model.num_layers=2", "model.dim=32", "train.global_batch=6", "train.micro_batch=3", "train.eval_every=0"]
     rest = ["train.steps=6", "telemetry.report=false", "run.folder=run", "checkpoint.every=2"]
     hook = 'run.hooks=["own_daemon:Daemon"]'
-    done = closeranks("train", TINY, "-n", 2, *small, *rest, hook, cwd=tmp_path, timeout_s=110.0)
+    done = closeranks("train", TINY, "-n", 2, *small, *rest, hook, cwd=tmp_path, timeout_s=300.0)
     assert done.code == 0, done.err
     assert done.left_behind == []
     for rank in range(2):

@@ -44,7 +44,7 @@ def go(folder: Path, path: str, *settings: str, env: dict[str, str] | None = Non
         *("train", job(folder, data), "-n", num_workers, "checkpoint.save=false", *settings),
         cwd=folder,
         env=env,
-        timeout_s=90,
+        timeout_s=300,
     )
 
 

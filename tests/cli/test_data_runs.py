@@ -116,12 +116,12 @@ def test_killed_and_resumed_at_other_sizes_a_run_takes_the_same_samples(tmp_path
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    undisturbed = closeranks("train", job(whole, mixture(whole)), "-n", 1, cwd=whole, timeout_s=90)
+    undisturbed = closeranks("train", job(whole, mixture(whole)), "-n", 1, cwd=whole, timeout_s=300)
     assert undisturbed.code == 0, undisturbed.err
     path = job(broken, mixture(broken))
     killed_after(path, 4, 3)
     killed_after(path, 2, 7, "checkpoint.resume=auto")
-    done = closeranks("train", path, "-n", 3, "checkpoint.resume=auto", cwd=broken, timeout_s=90)
+    done = closeranks("train", path, "-n", 3, "checkpoint.resume=auto", cwd=broken, timeout_s=300)
     assert done.code == 0, done.err
     wanted, found = samples_of(whole / "run"), samples_of(broken / "run")
     assert list(wanted) == list(range(1, STEPS + 1))
@@ -150,11 +150,11 @@ def test_bad_records_are_skipped_alike_whoever_reads_them(tmp_path: Path) -> Non
     folders = [tmp_path / name for name in ("whole", "resumed")]
     for folder in folders:
         folder.mkdir()
-    first = closeranks("train", job(folders[0], text), "-n", 2, cwd=folders[0], timeout_s=90)
+    first = closeranks("train", job(folders[0], text), "-n", 2, cwd=folders[0], timeout_s=300)
     assert first.code == 0, first.err
     resumed = job(folders[1], text)
     killed_after(resumed, 2, 5)
-    second = closeranks("train", resumed, "-n", 2, "checkpoint.resume=auto", cwd=folders[1], timeout_s=90)
+    second = closeranks("train", resumed, "-n", 2, "checkpoint.resume=auto", cwd=folders[1], timeout_s=300)
     assert second.code == 0, second.err
     assert course(folders[0] / "run") == course(folders[1] / "run")
     events = [event for _, event in read_events(folders[0] / "run" / "metrics" / "rank-00000.jsonl")]
@@ -171,7 +171,7 @@ def test_bad_records_are_skipped_alike_whoever_reads_them(tmp_path: Path) -> Non
 @pytest.mark.world
 def test_too_many_bad_records_end_the_run_on_every_rank(tmp_path: Path) -> None:
     path = write_records(tmp_path, "records", 40, bad=(3, 17, 38))
-    done = closeranks("train", job(tmp_path, SKIPPING.format(path=path, most=2)), "-n", 2, cwd=tmp_path, timeout_s=90)
+    done = closeranks("train", job(tmp_path, SKIPPING.format(path=path, most=2)), "-n", 2, cwd=tmp_path, timeout_s=300)
     assert done.code == 2
     assert "data.max_bad = 2" in done.err
     assert done.left_behind == []
@@ -180,7 +180,7 @@ def test_too_many_bad_records_end_the_run_on_every_rank(tmp_path: Path) -> None:
 def test_a_bad_record_stops_the_run_and_is_named(tmp_path: Path) -> None:
     path = write_records(tmp_path, "records", 40, bad=(17,))
     text = f'[data]\nname = "records"\npath = "{path}"\nseq_len = 16'
-    done = closeranks("train", job(tmp_path, text), "-n", 1, cwd=tmp_path, timeout_s=90)
+    done = closeranks("train", job(tmp_path, text), "-n", 1, cwd=tmp_path, timeout_s=300)
     assert done.code == 2
     for word in ("sample 17", "records.jsonl", "byte", "data.on_bad = 'skip'"):
         assert word in done.err
@@ -198,7 +198,7 @@ def test_whole_steps_of_bad_records_are_passed_over(tmp_path: Path) -> None:
     bad = tuple(range(BATCH, 6 * BATCH))
     path = write_records(tmp_path, "records", 10 * BATCH, bad=bad)
     text = SKIPPING.format(path=path, most=len(bad)) + '\nshuffle = "none"\neval_fraction = 0.1'
-    done = closeranks("train", job(tmp_path, text), "-n", 2, "train.steps=8", cwd=tmp_path, timeout_s=90)
+    done = closeranks("train", job(tmp_path, text), "-n", 2, "train.steps=8", cwd=tmp_path, timeout_s=300)
     assert done.code == 0, done.err
     events = [event for _, event in read_events(tmp_path / "run" / "metrics" / "rank-00000.jsonl")]
     taken = [event.taken for event in events if isinstance(event, StepDone)]
@@ -211,9 +211,9 @@ def test_ranks_that_work_on_the_same_samples_skip_the_same(tmp_path: Path, layou
     path = write_records(tmp_path, "records", 40, bad=(3, 17))
     text = SKIPPING.format(path=path, most=2)
     split = [f"layout={layout}", "train.steps=4", "checkpoint.save=false"]
-    alone = closeranks("train", job(tmp_path, text), "-n", 1, *split[1:], cwd=tmp_path, timeout_s=90)
+    alone = closeranks("train", job(tmp_path, text), "-n", 1, *split[1:], cwd=tmp_path, timeout_s=300)
     assert alone.code == 0, alone.err
-    both = closeranks("train", job(tmp_path, text), "-n", 2, *split, "run.folder=both", cwd=tmp_path, timeout_s=90)
+    both = closeranks("train", job(tmp_path, text), "-n", 2, *split, "run.folder=both", cwd=tmp_path, timeout_s=300)
     assert both.code == 0, both.err
     found = [
         [event for _, event in read_events(tmp_path / run / "metrics" / "rank-00000.jsonl")] for run in ("run", "both")
@@ -229,7 +229,7 @@ def test_ranks_of_a_replica_that_read_different_data_are_told(tmp_path: Path) ->
     path = write_records(tmp_path, "records", 40)
     text = SKIPPING.format(path=path, most=5) + '\nchecks = {hooks = ["tests.cli.fault_hooks:odd_on_rank_1"]}'
     split = ["layout=tensor=2", "checkpoint.save=false"]
-    done = closeranks("train", job(tmp_path, text), "-n", 2, *split, cwd=tmp_path, timeout_s=90, env=IMPORTABLE)
+    done = closeranks("train", job(tmp_path, text), "-n", 2, *split, cwd=tmp_path, timeout_s=300, env=IMPORTABLE)
     assert done.code == 2, done.err
     assert "can be read by some ranks of a replica and not by others" in done.err
 
@@ -239,10 +239,10 @@ def test_ranks_of_a_replica_that_read_different_data_are_told(tmp_path: Path) ->
 def test_bad_records_of_the_evaluation_are_left_out_and_counted(tmp_path: Path) -> None:
     path = write_records(tmp_path, "records", 40, bad=(36, 39))
     text = SKIPPING.format(path=path, most=2) + "\neval_fraction = 0.2"
-    done = closeranks("train", job(tmp_path, text), "-n", 2, "train.steps=2", cwd=tmp_path, timeout_s=90)
+    done = closeranks("train", job(tmp_path, text), "-n", 2, "train.steps=2", cwd=tmp_path, timeout_s=300)
     assert done.code == 0, done.err
     assert "2 bad samples left out" in done.out + done.err
-    few = closeranks("train", job(tmp_path, text), "-n", 2, "data.max_bad=1", cwd=tmp_path, timeout_s=90)
+    few = closeranks("train", job(tmp_path, text), "-n", 2, "data.max_bad=1", cwd=tmp_path, timeout_s=300)
     assert few.code == 2
     assert "bad samples in the evaluation data" in few.err
 
@@ -251,7 +251,7 @@ def test_a_reading_process_that_is_killed_is_no_mistake_of_the_users(tmp_path: P
     path = write_records(tmp_path, "records", 40)
     text = f'[data]\nname = "records"\npath = "{path}"\nseq_len = 16\nworkers = 2'
     text += '\nchecks = {hooks = ["tests.cli.fault_hooks:killed_in_reading"]}'
-    done = closeranks("train", job(tmp_path, text), "-n", 1, cwd=tmp_path, timeout_s=90, env=IMPORTABLE)
+    done = closeranks("train", job(tmp_path, text), "-n", 1, cwd=tmp_path, timeout_s=300, env=IMPORTABLE)
     assert done.code == 1, done.err
     assert "of 2 that read records 'records.jsonl'" in done.err
     assert "was killed by SIGKILL" in done.err
@@ -262,7 +262,7 @@ def test_a_reading_process_that_is_killed_is_no_mistake_of_the_users(tmp_path: P
 def test_bad_evaluation_data_costs_no_state(tmp_path: Path) -> None:
     path = write_records(tmp_path, "records", 40, bad=(39,))
     text = f'[data]\nname = "records"\npath = "{path}"\nseq_len = 16\neval_fraction = 0.2'
-    done = closeranks("train", job(tmp_path, text), "-n", 2, "train.steps=3", cwd=tmp_path, timeout_s=90)
+    done = closeranks("train", job(tmp_path, text), "-n", 2, "train.steps=3", cwd=tmp_path, timeout_s=300)
     assert done.code == 2
     assert "records.jsonl" in done.err
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()

@@ -217,7 +217,7 @@ def test_whatever_is_wrong_fails_the_drill(summary: Summary, said: str, tmp_path
 
 
 def _drilled(
-    tmp_path: Path, *words: object, timeout_s: float = 110.0, env: dict[str, str] | None = None
+    tmp_path: Path, *words: object, timeout_s: float = 300.0, env: dict[str, str] | None = None
 ) -> tuple[Path, dict[str, object], str]:
     words = ("-n", 3, "--folder", tmp_path / "drill", *words, "data.log_samples=true")
     done = closeranks("drill", write_job(tmp_path), *words, cwd=tmp_path, timeout_s=timeout_s, env=env)

@@ -69,7 +69,7 @@ def test_ctrl_c_saves_and_ends_everything(tmp_path: Path) -> None:
     ):
         wait_for_line(process, "step     5/")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode == 130
         assert not marked_processes(name)
     run = tmp_path / "run"
@@ -85,7 +85,7 @@ def test_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
     with started("run", "-n", 2, "hangs.py", cwd=tmp_path) as (process, name):
         wait_for_line(process, "hanging now")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode == 130
         assert not marked_processes(name)
 

@@ -40,7 +40,7 @@ def in_shell(command: str, cwd: Path, *words: object) -> subprocess.CompletedPro
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -95,7 +95,7 @@ def test_a_reader_may_leave_in_the_middle(tmp_path: Path) -> None:
             if line.startswith("step    10/"):
                 break
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=300) == 0
     assert is_whole(tmp_path / "run")
 
 
@@ -127,7 +127,7 @@ def test_a_terminal_that_vanishes(tmp_path: Path, handling: str) -> None:
         shown += os.read(ours, 1 << 16)
     os.close(ours)
     try:
-        assert process.wait(timeout=60) == (0 if handling == "nohup" else 129)
+        assert process.wait(timeout=300) == (0 if handling == "nohup" else 129)
     finally:
         process.kill()
     assert not marked_processes(marker)
@@ -147,7 +147,7 @@ def test_verbs_that_only_tell_end_quietly_as_by_sigpipe(tmp_path: Path, words: l
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "closeranks", *words], cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=60
+        [sys.executable, "-m", "closeranks", *words], cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=300
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (code, b"")
@@ -156,7 +156,7 @@ def test_verbs_that_only_tell_end_quietly_as_by_sigpipe(tmp_path: Path, words: l
 def test_a_listing_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "closeranks", "config", TINY]
-        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.startswith("closeranks: stdout cannot be written (No space left on device).")
     assert len(done.stderr.splitlines()) == 1

@@ -378,7 +378,7 @@ def test_a_store_that_is_killed_and_started_again_between_saves(
             wait_for_line(process, "saved step 4")
             rclone.kill()
             rclone.start()
-            _, err = process.communicate(timeout=120)
+            _, err = process.communicate(timeout=300)
             assert process.returncode == 0, err
     assert saved(run)[-1] == STEPS
     assert set(saved(run)) | set(failed(run)) == set(range(2, STEPS + 1, 2))
@@ -432,7 +432,7 @@ def test_sigterm_while_an_upload_is_under_way(tmp_path: Path, moto: servers.Serv
             until(lambda: is_uploading(proxy), "no upload began")
             asked_at = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=300)
             assert process.returncode == 143, err
             assert time.monotonic() - asked_at < 30.0, "within the grace"
     assert_saved_at_the_end(run, saving.latest_manifest(opened(moto, url)).step)

@@ -54,7 +54,7 @@ class Terminal:
         self._theirs = theirs  # kept, so that its settings can be read when the command is gone
         self.text = ""
 
-    def read(self, until: str = "", timeout_s: float = 60.0) -> str:
+    def read(self, until: str = "", timeout_s: float = 300.0) -> str:
         """Up to the first ``until``; without it, up to the command's end."""
         deadline = time.monotonic() + timeout_s
         while not until or until not in self.text:

@@ -75,7 +75,7 @@ def test_scripts_and_torchrun_are_refused_too(tmp_path: Path) -> None:
             ],
         ]
         for command in commands:
-            done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+            done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
             assert done.returncode != 0
             assert done.stderr.count(f"in use by a run, process {first.pid} on ") == 1, done.stderr
             assert "another exception occurred" not in done.stderr

@@ -117,4 +117,4 @@ def test_closed_standard_descriptors_are_opened_before_files_take_their_place() 
         "print('to nobody'); sys.stdout.flush(); sys.stderr.flush(); os.system('echo also to nobody')\n"
     )
     shell = f'exec {sys.executable} -c "$0" /dev/null <&- >&- 2>&-'
-    assert subprocess.run(["bash", "-c", shell, script], timeout=60).returncode == 0
+    assert subprocess.run(["bash", "-c", shell, script], timeout=300).returncode == 0

@@ -70,7 +70,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("docs")
     programs = json.dumps({name_of(page): program_of(page) for page in RUNNABLE})
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, "failures.json"], input=programs, cwd=folder, text=True, timeout=90, check=False
+        [sys.executable, "-c", DRIVER, "failures.json"], input=programs, cwd=folder, text=True, timeout=300, check=False
     )
     assert done.returncode == 0
     told: dict[str, str] = json.loads((folder / "failures.json").read_text())

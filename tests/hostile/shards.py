@@ -50,6 +50,6 @@ def _read(lab: Lab, reader: str) -> Done:
     if reader == "train":
         workers = SHAPES[lab.shape].num_workers
         data = ["data.name=tokens", "data.path=corpus", "~data.max_bytes", "train.steps=6", "run.hooks=[]"]
-        return lab.command("train", lab.job, "-n", workers, *data, "checkpoint.save=false", timeout_s=120.0)
+        return lab.command("train", lab.job, "-n", workers, *data, "checkpoint.save=false", timeout_s=300.0)
     words = ["data", "show", "3", "corpus"] if reader == "show" else ["data", reader, "corpus"]
     return lab.command(*words, timeout_s=_PATIENCE_S)

@@ -140,7 +140,7 @@ class Cluster:
     def srun(self, *arguments: object, **variables: str) -> Done:
         process = self.start(*arguments, **variables)
         try:
-            text, _ = process.communicate(timeout=90)
+            text, _ = process.communicate(timeout=300)
         finally:
             end(process)
         return Done(process.returncode, text)
@@ -265,7 +265,7 @@ def end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 def _free_ports(number: int) -> list[int]:

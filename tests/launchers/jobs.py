@@ -44,7 +44,7 @@ def trained(folder: Path, steps: int) -> list[float]:
     """The losses of the run that all others are compared with: two workers of our own agent."""
     overrides = [*SMALL, f"train.steps={steps}", "telemetry.report=false", f"run.folder={folder}"]
     command = [sys.executable, *TRAIN, "-n", "2", *overrides]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return losses(folder, 0)
 

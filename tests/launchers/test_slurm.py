@@ -70,7 +70,7 @@ def test_after_sigterm_all_ranks_stop_together_and_the_run_goes_on_as_if_nothing
     with training(cluster, folder) as process:
         assert all(ipaddress.ip_address(address).is_loopback for address in listening(cluster))
         cluster.command("scancel", "--signal=TERM", cluster.command("squeue", "-h", "-o", "%i"))
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=300)
     (stopped_at, reason), other = endings(folder)
     assert other == (stopped_at, reason) == (stopped_at, "drained")
     assert said(text) == [f"closeranks: stopped at step {stopped_at}. Go on with checkpoint.resume={folder}."]
@@ -95,7 +95,7 @@ def listening(cluster: Cluster) -> list[str]:
 def test_a_killed_rank_ends_the_step(cluster: Cluster, tmp_path: Path) -> None:
     with training(cluster, tmp_path / "run") as process:
         cluster.task(1).kill()
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=300)
     assert "task 1: Killed" in text
     assert process.returncode != 0
     assert [line.startswith("closeranks: rank 0 lost another rank after step") for line in said(text)] == [True]

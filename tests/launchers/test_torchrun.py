@@ -15,7 +15,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def launched(*command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=90
+        list(map(str, command)), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
     )
 
 

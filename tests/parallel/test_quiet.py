@@ -113,7 +113,7 @@ def test_held_for_a_step_units_are_gathered_and_reduced_once_in_it(schedule: str
 @pytest.mark.world
 @pytest.mark.parametrize("hold", ["step", "shards"])
 def test_sharded_stages_give_the_gradients_of_one_process(hold: str) -> None:
-    told = run_world(train_all, 4, hold, timeout_s=110.0)
+    told = run_world(train_all, 4, hold, timeout_s=300.0)
     for schedule in SCHEDULES:
         for num_micro in MICROS:
             whole = toy()

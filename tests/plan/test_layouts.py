@@ -98,6 +98,6 @@ assert len(costs) > 100
 assert not {{"torch", "numpy", "matplotlib"}} & set(sys.modules)
 print(time.process_time())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 2.0

@@ -161,7 +161,7 @@ def buffered(case: Case, rank: int) -> Session:
 
 
 def run(case: Case) -> list[dict[str, Any]]:
-    return run_world(live, case.size, case, timeout_s=100)
+    return run_world(live, case.size, case, timeout_s=300)
 
 
 def run_and_die(case: Case) -> None:

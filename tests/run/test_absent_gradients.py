@@ -41,7 +41,7 @@ def go_alone(folder: Path, rule: dict[str, Any], steps: int = STEPS, resume: str
 
 
 def spread(folder: Path, text: str, *args: Any) -> None:
-    run_world(go, Layout.parse(text).num_ranks, folder, text, *args, timeout_s=100)
+    run_world(go, Layout.parse(text).num_ranks, folder, text, *args, timeout_s=300)
 
 
 def saved(folder: Path) -> tuple[Values, Values]:
@@ -114,7 +114,7 @@ def test_several_ranks_agree_on_what_to_leave(
     tmp_path: Path, text: str, rule: dict[str, Any], more: dict[str, Any]
 ) -> None:
     """A parameter that one rank had no gradient for, and another had, is updated on all of them."""
-    run_world(go_with, Layout.parse(text).num_ranks, tmp_path, text, rule, {"layout": more}, timeout_s=100)
+    run_world(go_with, Layout.parse(text).num_ranks, tmp_path, text, rule, {"layout": more}, timeout_s=300)
     assert_like_torch(tmp_path, rule["name"])
 
 
@@ -161,7 +161,7 @@ def test_step_counts_of_their_own_survive_another_layout(
 @pytest.mark.slow
 def test_replicas_that_train_apart_leave_what_none_of_them_used(tmp_path: Path) -> None:
     more = {"sync": {"local": {"every": 3}}}
-    run_world(go_with, 2, tmp_path, "data=2", ADAMW, more, timeout_s=100)
+    run_world(go_with, 2, tmp_path, "data=2", ADAMW, more, timeout_s=300)
     weights, start = saved(tmp_path)[0], dict(Branching().double().named_parameters())
     assert torch.equal(weights["blocks.0.never"], start["blocks.0.never"].detach())
     assert not torch.equal(weights["blocks.0.up.weight"], start["blocks.0.up.weight"].detach())

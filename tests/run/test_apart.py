@@ -82,7 +82,7 @@ def crossings(layout: str, tables: dict[str, Any], folder: Path) -> list[set[tup
 @world
 @pytest.mark.parametrize("layout", ["data=4", pytest.param("data=4 zero=3", marks=slow)])
 def test_between_meetings_replicas_hear_nothing_of_each_other(tmp_path: Path, layout: str) -> None:
-    heard = run_world(crossings, 4, layout, local(3, replicas=2), tmp_path, timeout_s=100)
+    heard = run_world(crossings, 4, layout, local(3, replicas=2), tmp_path, timeout_s=300)
     for rank, steps in enumerate(heard):
         home = {0, 1} if rank < 2 else {2, 3}
         for number, groups in enumerate(steps, start=1):
@@ -244,7 +244,7 @@ def scales(folder: Path) -> list[float]:
 @world
 def test_a_weight_without_dims_comes_to_the_same_on_every_rank_of_a_sharded_replica(tmp_path: Path) -> None:
     """Shard ranks would code it together with other neighbours each."""
-    found = run_world(scales, 4, tmp_path / "run", timeout_s=100)
+    found = run_world(scales, 4, tmp_path / "run", timeout_s=300)
     assert len({tuple(one) for one in found}) == 1
     assert found[0] != [0.5], "it learns"
     assert list((tmp_path / "run").rglob("manifest.json")), "it was saved"
@@ -347,14 +347,14 @@ def taken(folder: Path) -> list[int]:
 
 @world
 def test_a_slow_replica_is_given_less_to_do(tmp_path: Path) -> None:
-    fast, slow = run_world(taken, 2, tmp_path, timeout_s=100)
+    fast, slow = run_world(taken, 2, tmp_path, timeout_s=300)
     assert fast[:2] == slow[:2] == [4, 4]  # the first round measures
     assert [one + other for one, other in zip(fast, slow, strict=True)] == [8] * 8
     assert slow[-1] < 4 < fast[-1]
     assert tree(tmp_path)["data"]["shares"] == [fast[-1], slow[-1]]  # a resumed run goes on with them
     said = [event.what for event in of_kind(tmp_path, Warned)]
     assert any("replicas share the micro-batches of a step as" in text for text in said)
-    again = run_world(resumed, 2, tmp_path, timeout_s=100)
+    again = run_world(resumed, 2, tmp_path, timeout_s=300)
     assert again == [fast[-1], slow[-1]]
 
 

@@ -54,7 +54,7 @@ def test_dropout_is_keyed_by_micro_batch_not_by_process(tmp_path: Path) -> None:
         "train": {"precision": "float64", "global_batch": 8, "micro_batch": 1, "steps": 3},
     }
     expected = alone(tmp_path / "one", changes)
-    results = run_world(trajectory, 8, tmp_path / "eight", changes, timeout_s=100)
+    results = run_world(trajectory, 8, tmp_path / "eight", changes, timeout_s=300)
     compare(results, expected, 1e-9, 1e-9)
     other = alone(tmp_path / "control", {**changes, "model": {"dropout": 0.4}})
     assert relative(other.losses, expected.losses) > 1e-4

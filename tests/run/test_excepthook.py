@@ -38,7 +38,7 @@ def script(folder: Path, kind: str) -> subprocess.CompletedProcess[str]:
     (folder / "own.py").write_text(SCRIPT)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "own.py", kind]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_a_mistake_in_a_table_is_one_sentence(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_something_is_said_before_anything_heavy_and_the_result_after_the_report
     (tmp_path / "own.py").write_text(SCRIPT)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "own.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110
+        [sys.executable, "own.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

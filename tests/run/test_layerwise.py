@@ -69,7 +69,7 @@ def go(folder: Path, text: str, rule: str, steps: int, resume: str = "") -> None
 )
 def test_a_resumed_run_is_bit_identical(tmp_path: Path, rule: str, layout: str) -> None:
     def world(name: str, steps: int, resume: str = "") -> None:
-        run_world(go, 2, tmp_path / name, layout, rule, steps, resume, timeout_s=100)
+        run_world(go, 2, tmp_path / name, layout, rule, steps, resume, timeout_s=300)
 
     world("through", 4)
     world("first", 2)

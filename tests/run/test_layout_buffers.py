@@ -61,7 +61,7 @@ def go(folder: Path, text: str, steps: int, resume: str = "") -> list[str]:
 
 
 def world(folder: Path, text: str, steps: int, resume: str = "") -> list[list[str]]:
-    return run_world(go, Layout.parse(text).num_ranks, folder, text, steps, resume, timeout_s=100)
+    return run_world(go, Layout.parse(text).num_ranks, folder, text, steps, resume, timeout_s=300)
 
 
 SELDOM = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("pipeline=2", "pipeline=2 schedule=zbv")]

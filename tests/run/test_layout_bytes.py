@@ -100,7 +100,7 @@ SELDOM = {
 def test_calls_and_bytes_on_the_wire_are_what_facts_says(tmp_path: Path, case: str) -> None:
     text, changes = TRAFFIC[case]
     job, layout = job_of(text, changes), Layout.parse(text)
-    measured = run_world(second_step, layout.num_ranks, tmp_path, job, timeout_s=110)
+    measured = run_world(second_step, layout.num_ranks, tmp_path, job, timeout_s=300)
     cost = cost_of(subject_of(job), layout)
     for rank, (calls, payload) in enumerate(measured):
         told = {kind: count for kind, count in calls.items() if kind.operation != "receive"}

@@ -56,7 +56,7 @@ def go(folder: Path, text: str, steps: int, resume: str = "", precision: str = "
 
 
 def world(folder: Path, text: str, steps: int, resume: str = "", precision: str = "float64") -> None:
-    run_world(go, Layout.parse(text).num_ranks, folder, text, steps, resume, precision, timeout_s=100)
+    run_world(go, Layout.parse(text).num_ranks, folder, text, steps, resume, precision, timeout_s=300)
 
 
 class Channels(nn.Module):

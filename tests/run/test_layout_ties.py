@@ -48,7 +48,7 @@ def record(folder: Path, name: str, text: str, train: dict[str, Any], *hooks: Ho
 def prove(folder: Path, name: str, text: str, train: dict[str, Any]) -> None:
     set_world(World(launcher="testing"))
     record(folder / "alone", name, "data=1", {})
-    run_world(record, Layout.parse(text).num_ranks, folder / "spread", name, text, train, timeout_s=60)
+    run_world(record, Layout.parse(text).num_ranks, folder / "spread", name, text, train, timeout_s=300)
     assert compare(folder / "spread", folder / "alone").first_beyond(TIGHT) is None
 
 

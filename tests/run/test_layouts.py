@@ -97,7 +97,7 @@ def prove(
     """Record the layout, and compare with one process; evaluations must agree too."""
     reference, alone = alone_with(folder.parent, precisions, changes or {})
     size = Layout.parse(text).num_ranks
-    spread = run_world(record, size, folder / "spread", text, precisions, changes or {}, timeout_s=110)
+    spread = run_world(record, size, folder / "spread", text, precisions, changes or {}, timeout_s=300)
     assert spread == pytest.approx([alone] * size, rel=1e-5)
     found = {name: compare(folder / "spread" / name, reference / name) for name in precisions}
     for name, comparison in found.items():  # with -s, the rows of docs/layouts.md
@@ -239,7 +239,7 @@ def test_half_precision_stays_close_to_one_process(tmp_path: Path, layout: str, 
 def prove_roughly(folder: Path, layout: str, precision: str) -> Comparison:
     set_world(World(launcher="testing"))
     record(folder / "alone", "data=1", (precision,), {})
-    run_world(record, Layout.parse(layout).num_ranks, folder / "spread", layout, (precision,), {}, timeout_s=110)
+    run_world(record, Layout.parse(layout).num_ranks, folder / "spread", layout, (precision,), {}, timeout_s=300)
     return compare(folder / "spread" / precision, folder / "alone" / precision)
 
 
@@ -253,7 +253,7 @@ def prove_roughly(folder: Path, layout: str, precision: str) -> Comparison:
 )
 def test_an_overflow_is_skipped_by_all_ranks_together(tmp_path: Path, layout: str) -> None:
     """A loss scale far too large for fp16: whichever stage or share sees it first, nobody takes the step."""
-    ranks = run_world(overflow, Layout.parse(layout).num_ranks, tmp_path, layout, timeout_s=100)
+    ranks = run_world(overflow, Layout.parse(layout).num_ranks, tmp_path, layout, timeout_s=300)
     assert all(rank == ranks[0] for rank in ranks)
     taken = [was_taken for was_taken, _ in ranks[0]]
     scales = [scale for _, scale in ranks[0]]

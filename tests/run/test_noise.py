@@ -106,7 +106,7 @@ def test_one_process_compares_its_first_micro_batch_with_the_step(tmp_path: Path
 )
 def test_data_ranks_compare_the_first_of_each(tmp_path: Path, zero: int, size: int) -> None:
     """Also where gradients leave in the very backward that is measured: with four ranks each has one micro-batch."""
-    ranks = run_world(go, size, tmp_path / "run", {"layout": {"zero": zero}}, timeout_s=60)
+    ranks = run_world(go, size, tmp_path / "run", {"layout": {"zero": zero}}, timeout_s=300)
     assert_as_by_hand(ranks[0], by_hand(tmp_path / "hand", (0, 2) if size == 2 else (0, 1, 2, 3)))
     assert all(rank == ranks[0] for rank in ranks), "all ranks hold the same bits"
 

@@ -40,7 +40,7 @@ def prepared(tables: dict[str, Any], world: dict[str, Any] | None = None, times:
     set_by_us = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")  # by sessions of other tests
     plain = {key: value for key, value in os.environ.items() if key not in set_by_us}
     code = LOOK.format(given=(tables, world or {}, times))
-    done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 

@@ -71,7 +71,7 @@ def test_trains_the_same_model_as_one_process(tmp_path: Path, case: str) -> None
     text, model = CASES[case]
     set_world(World(launcher="testing"))
     record(tmp_path / "alone", "data=1", model)
-    run_world(record, Layout.parse(text).num_ranks, tmp_path / "spread", text, model, timeout_s=100)
+    run_world(record, Layout.parse(text).num_ranks, tmp_path / "spread", text, model, timeout_s=300)
     assert compare(tmp_path / "spread", tmp_path / "alone").first_beyond(TIGHT) is None
 
 

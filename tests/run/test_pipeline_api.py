@@ -107,7 +107,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, type[CloseranksError], str]] = 
 def test_what_does_not_fit_is_told_in_one_sentence(tmp_path: Path, case: str) -> None:
     text, model, action, kind, words = CASES[case]
     with pytest.raises(WorldError, match=rf"{kind.__name__}: .*{re.escape(words)}"):
-        run_world(train, 2, tmp_path, text, model, action, timeout_s=60)
+        run_world(train, 2, tmp_path, text, model, action, timeout_s=300)
 
 
 def test_waves_of_an_evaluation_grow_with_the_pipeline() -> None:

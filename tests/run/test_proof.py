@@ -43,7 +43,7 @@ def record(folder: Path, tensor: int, table: list[dict[str, Any]], precisions: t
 def prove(folder: Path, table: list[dict[str, Any]], precisions: tuple[str, ...]) -> dict[str, Any]:
     set_world(World(launcher="testing"))
     record(folder / "alone", 1, table, precisions)
-    run_world(record, 2, folder / "spread", 2, table, precisions, timeout_s=100)
+    run_world(record, 2, folder / "spread", 2, table, precisions, timeout_s=300)
     sides = {name: (folder / "spread" / name, folder / "alone" / name) for name in precisions}
     return {name: compare(*both).first_beyond(TOLERANCES[name]) for name, both in sides.items()}
 

@@ -56,7 +56,7 @@ def test_all_three_give_the_same_losses(tmp_path: Path) -> None:
 def test_plain_python_is_a_world_of_one(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "own_model", tmp_path, dirs_exist_ok=True)
     (tmp_path / "train.py").write_text(TRAIN)
-    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, timeout=300)
     alone = losses(tmp_path / "train")
     by_job = closeranks("train", "job.toml", "-n", 1, "run.folder=job", "telemetry.report=false", cwd=tmp_path)
     assert by_job.code == 0, by_job.err

@@ -231,7 +231,7 @@ def test_a_server_that_dies_and_returns(tmp_path: Path, prefix: str, proxied: St
 
 def child(script: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-c", script]
-    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=300)
 
 
 USE = """

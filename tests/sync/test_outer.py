@@ -28,7 +28,7 @@ def assert_as_by_hand(layout: str, num_replicas: int, local: dict[str, Any], fol
     local = {"replicas": num_replicas, **local}
     job = job_of(layout, local)
     size = job.layout.data * job.layout.tensor * job.layout.pipeline
-    told = run_world(run, size, layout, local, folder, timeout_s=120)
+    told = run_world(run, size, layout, local, folder, timeout_s=300)
     assert all(one == told[0] for one in told)  # every rank hears of all replicas
     losses, weights = by_hand(job, num_replicas, job.layout.data)
     assert [step for step, _ in told[0]] == list(range(1, 7))
@@ -80,6 +80,6 @@ def tied_copies(layout: str, folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layout", ["data=3 pipeline=2", "data=3 zero=1 shard=1 pipeline=2"])
 def test_both_ends_of_a_pipeline_keep_the_same_bits_of_a_tied_weight(tmp_path: Path, layout: str) -> None:
     """Three replicas: the order in which they are added up matters, and it depends on where a weight lies."""
-    found = run_world(tied_copies, 6, layout, tmp_path, timeout_s=120)
+    found = run_world(tied_copies, 6, layout, tmp_path, timeout_s=300)
     (name,) = found[0]
     assert all(torch.equal(found[0][name], one[name]) for one in found)

@@ -34,7 +34,7 @@ def piped(home: Path) -> subprocess.CompletedProcess[str]:
     train = [sys.executable, "-m", "closeranks", "train", TINY, "-n", "2", f"train.steps={STEPS}", *SMALL]
     line = f"{shlex.join(train)} telemetry.log_every=1 | head -2; exit ${{PIPESTATUS[0]}}"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(["bash", "-c", line], cwd=home, env=env, capture_output=True, text=True, timeout=110)
+    return subprocess.run(["bash", "-c", line], cwd=home, env=env, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_ctrl_c_and_go_on(tmp_path: Path) -> None:
     with started(*LONG, "train.steps=2000", "agent.interrupt_s=30", cwd=tmp_path) as (process, _):
         wait_for_line(process, "step     5/2000")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "checkpoint.resume=" in out + err
     step = int(re.findall(r"saved step (\d+)", out)[-1])
@@ -72,7 +72,7 @@ def test_two_scripts_in_one_folder(tmp_path: Path) -> None:
         for name in ("first", "second")
     ]  # fmt: skip
     for process in pair:
-        _, err = process.communicate(timeout=110)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "second"]
     for name in ("first", "second"):
@@ -85,7 +85,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     line = [*torchrun, "-m", "closeranks", "train", TINY, *QUICK, "train.steps=3", "run.folder=run"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "on 2 workers" in done.stdout
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()

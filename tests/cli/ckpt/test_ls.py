@@ -100,7 +100,7 @@ print(codes, "torch" in sys.modules)
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout.strip() == "[0, 0, 1, 0] False", done.stderr
 

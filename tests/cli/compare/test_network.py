@@ -42,7 +42,7 @@ def python(host: Host, folder: Path, text: str, *words: object) -> tuple[subproc
 
 
 def number(process: subprocess.Popen[str], path: Path) -> float:
-    assert process.wait(timeout=60) == 0, path.read_text()
+    assert process.wait(timeout=300) == 0, path.read_text()
     return float(path.read_text())
 
 

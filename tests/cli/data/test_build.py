@@ -71,7 +71,7 @@ def test_what_was_killed_goes_on_by_the_same_command(tmp_path: Path) -> None:
     words = ["data", "build", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--shard-size", "40kB"]
     command = [sys.executable, "-m", "closeranks", *words]
     env = {**os.environ, "CLOSERANKS_KILL_AT": "build.part_noted:2"}
-    killed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    killed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert killed.returncode == -9
     said = data(*words[1:])
     assert said.code == 0
@@ -156,12 +156,12 @@ def test_a_full_disk_is_told_and_the_build_goes_on_when_there_is_room(tmp_path: 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
-    done = subprocess.run(command, cwd=tmp_path, preexec_fn=limit, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, preexec_fn=limit, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert "no room is left" in done.stderr
     assert "goes on from the shards that are finished" in done.stderr
     assert data("build", tmp_path / "in.txt", "--out", tmp_path / "again").code == 0
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 

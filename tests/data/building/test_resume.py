@@ -57,7 +57,7 @@ def killed_at(label: str, inputs: tuple[str, ...], out: Path, on_bad: str = "sto
     """A build whose processes die at a point; it must not end well."""
     command = [sys.executable, "-c", BUILD, str(out), on_bad, *inputs]
     env = {**os.environ, "CLOSERANKS_KILL_AT": label}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0, done.stdout
 
 

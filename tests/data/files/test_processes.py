@@ -75,13 +75,13 @@ class Readers:
             process.stdin.flush()
 
     def results(self) -> list[list[list[str]]]:
-        found = [process.communicate(timeout=60)[0] for process in self._processes]
+        found = [process.communicate(timeout=300)[0] for process in self._processes]
         assert [process.returncode for process in self._processes] == [0] * len(found)
         return [sorted(json.loads(text)) for text in found]
 
     def died(self) -> bool:
         for process in self._processes:
-            process.communicate(timeout=60)
+            process.communicate(timeout=300)
         return all(process.returncode == -9 for process in self._processes)
 
 

@@ -62,7 +62,7 @@ LABELS = [
 def build(folder: Path, kind: str, death: str = "") -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CLOSERANKS_KILL_AT": death}
     return subprocess.run(
-        [sys.executable, "-c", BUILD, folder, kind], env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", BUILD, folder, kind], env=environ, capture_output=True, text=True, timeout=300
     )
 
 

@@ -23,7 +23,7 @@ def in_child(code: str, folder: Path) -> str:
         [sys.executable, "-c", f"import os, sys\nfrom pathlib import Path\nfolder = Path(sys.argv[1])\n{code}", folder],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
