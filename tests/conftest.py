@@ -45,14 +45,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Resolved once, before other processes inherit the option."""
-    if (asked := config.getoption("--part")) is None or hasattr(config, "workerinput"):
+    """In every process: those of xdist are given the command line as it was typed."""
+    if (asked := config.getoption("--part")) is None:
         return
     try:
         choice = parts.choose(asked)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
-    print(choice)
+    if not hasattr(config, "workerinput"):
+        print(choice)
     config.option.part = str(choice.part)
 
 
