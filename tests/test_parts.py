@@ -108,3 +108,12 @@ def test_pytest_runs_the_part_that_was_asked_for_and_its_times_are_read_back(tmp
     durations = measure([junit])
     assert {file_of(node) for node in durations} == {file}
     assert format_durations(durations).count(f" {file}::test_") == 2
+
+
+def test_processes_of_xdist_choose_the_same_part() -> None:
+    """They are given the command line as it was typed."""
+    words = ["-m", "slow", "-n", "1", "--part", "auto", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
+    assert "INTERNALERROR" not in done.stdout
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
+    assert done.stdout.startswith("part ")
