@@ -226,5 +226,5 @@ def test_the_pages_speak_plainly() -> None:
     for page in PAGES:
         text = page.read_text()
         assert text.isascii() or not re.search("[\U0001f000-\U0001faff\u2600-\u27bf]", text), name_of(page)
-        assert "/work/" not in text
+        assert str(ROOT) not in text
         assert "/tmp/" not in text
