@@ -19,6 +19,7 @@ from closeranks.agent.membership.follower import Follower
 from closeranks.agent.membership.generation import Phase
 from closeranks.agent.membership.lead import Lead
 from closeranks.agent.membership.messages import Letter
+from closeranks.core.requests import REGROUP
 
 HOP_S = 0.001
 """What every message takes: the time of an episode over this is its number of rounds."""
@@ -133,7 +134,7 @@ class Fleet:
         self._led(self.lead.begin(members, {}, self.now))
 
     def regroup(self) -> None:
-        self._led(self.lead.ask(self.now, regroup=True))
+        self._led(self.lead.ask(REGROUP, self.now))
 
     def _set_lead_alarm(self) -> None:
         due = self.lead.deadline(self.now)
@@ -158,7 +159,7 @@ class Fleet:
                     self._send(letter, self._to_lead)
                 case Kill():
                     self._follow(follower, follower.fenced({}, self.now))
-                case TakeAsk(ask) if ask.regroup:
+                case TakeAsk(ask) if ask.request == REGROUP:
                     self._follow(follower, follower.done({"regrouped": True}))
         name = follower.host
         self._alarms[name] = alarm = self._alarms.get(name, 0) + 1

@@ -17,6 +17,7 @@ from closeranks.agent.progress import Phase
 from closeranks.agent.store import address_of
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import DataError
+from closeranks.core.requests import DRAIN
 
 Payload = dict[str, Any]
 
@@ -160,16 +161,16 @@ def drain(payload: Payload, link: WorkerLink) -> None:
     """Trains until it is asked to stop, then saves."""
     announce(link)
     step = 0
-    while not (requests := link.poll()).drain:
+    while DRAIN not in link.poll():
         step += 1
         link.progress(step, Phase.COMPUTE)
         threading.Event().wait(0.001)
-    link.send_event({"event": "saved", "asked_to_save": requests.save})
+    link.send_event({"event": "saved"})
 
 
 def fail_to_save(payload: Payload, link: WorkerLink) -> None:
     announce(link)
-    while not link.poll().drain:
+    while DRAIN not in link.poll():
         threading.Event().wait(0.001)
     raise OSError(28, "No space left on device")
 
@@ -206,7 +207,7 @@ def fork_child(payload: Payload, link: WorkerLink) -> None:
         wait_forever()
     os.kill(pid, signal.SIGTERM)
     _, status = os.waitpid(pid, 0)
-    link.send_event({"ended_by": os.WTERMSIG(status), "drain": link.poll().drain})
+    link.send_event({"ended_by": os.WTERMSIG(status), "drain": DRAIN in link.poll()})
 
 
 def announce_after_a_death(payload: Payload, link: WorkerLink) -> None:

@@ -219,7 +219,7 @@ def test_a_drained_run_saves_and_leaves_by_itself(host: Host, number: int, reaso
 
     outcome = host.run(host.plan("drain", config=AgentConfig(interrupt_s=30.0)), ask)
     assert (outcome.reason, outcome.statuses) == (reason, {0: 0, 1: 0})
-    assert host.named("saved") == {rank: {"event": "saved", "asked_to_save": True} for rank in range(2)}
+    assert host.named("saved") == {rank: {"event": "saved"} for rank in range(2)}
 
 
 @pytest.mark.parametrize(

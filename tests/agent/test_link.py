@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from closeranks.agent.link import Requests, WorkerLink
+from closeranks.agent.link import WorkerLink
 from closeranks.agent.progress import Phase, ProgressWord, create_progress
 from closeranks.agent.wire import LineBuffer, encode
 from closeranks.core.errors import CloseranksError, DataError, decode
+from closeranks.core.requests import DRAIN, SAVE
 from closeranks.core.world import World
 
 
@@ -71,29 +72,29 @@ def test_the_world_is_the_agents_word(ends: Ends) -> None:
 
 
 def test_a_drain_stays_and_a_save_is_told_once(ends: Ends) -> None:
-    assert ends.link.poll() == Requests()
-    ends.tell(type="request", drain=False, save=True)
-    assert [ends.link.poll().save for _ in range(3)] == [True, False, False]
-    ends.tell(type="request", drain=True, save=True)
-    assert [ends.link.poll() for _ in range(2)] == [Requests(drain=True, save=True)] * 2
-    ends.tell(type="request", drain=False, save=True)
-    assert ends.link.poll().drain
+    assert ends.link.poll() == set()
+    ends.tell(type="request", request="save")
+    assert [ends.link.poll() for _ in range(3)] == [{SAVE}, set(), set()]
+    ends.tell(type="request", request="drain")
+    assert [ends.link.poll() for _ in range(2)] == [{DRAIN}] * 2
+    ends.tell(type="request", request="save")
+    assert [ends.link.poll() for _ in range(2)] == [{DRAIN, SAVE}, {DRAIN}]
 
 
 def test_a_request_cut_in_two_is_heard_when_whole(ends: Ends) -> None:
-    line = encode({"type": "request", "drain": True, "save": False})
+    line = encode({"type": "request", "request": "drain"})
     ends.agent.sendall(line[:9])
-    assert not ends.link.poll().drain
+    assert ends.link.poll() == set()
     ends.agent.sendall(line[9:])
-    assert ends.link.poll().drain
+    assert ends.link.poll() == {DRAIN}
 
 
 def test_the_store_is_waited_for_and_requests_on_the_way_are_kept(ends: Ends) -> None:
-    ends.tell(type="request", drain=True, save=True)
+    ends.tell(type="request", request="drain")
     answer = threading.Timer(0.05, lambda: ends.tell(type="store", address="127.0.0.1:7"))
     answer.start()
     assert ends.link.store(timeout_s=10.0) == "127.0.0.1:7"
-    assert ends.link.poll().drain
+    assert ends.link.poll() == {DRAIN}
     answer.join()
 
 

@@ -15,6 +15,7 @@ from closeranks.agent.limits import Limits
 from closeranks.agent.policy import GiveUp, Go, Wait, Wish, at_boundary, decide
 from closeranks.agent.verdict import without_facts
 from closeranks.core.errors import DataError, RunFailed
+from closeranks.core.requests import DRAIN, REGROUP
 from tests.agent.faults import fault, raised
 
 LEAD, B, C = HostState("lead", 2, is_lead=True), HostState("b", 2), HostState("c", 2)
@@ -318,33 +319,33 @@ def boundary(here: list[Place], hosts: list[HostState], faults: tuple[Fault, ...
 
 
 def test_a_run_that_is_whole_stays() -> None:
-    assert boundary([Place("lead", 2), Place("b", 2)], [LEAD, B, C]) == "stay"
+    assert boundary([Place("lead", 2), Place("b", 2)], [LEAD, B, C]) is None
 
 
 def test_a_run_that_shrank_grows_when_a_host_joins() -> None:
-    assert boundary([Place("lead", 2)], [LEAD]) == "stay"
-    assert boundary([Place("lead", 2)], [LEAD, B]) == "regroup"
-    assert boundary([Place("lead", 2)], [LEAD, HostState("b", 0)]) == "stay", "it has no room"
+    assert boundary([Place("lead", 2)], [LEAD]) is None
+    assert boundary([Place("lead", 2)], [LEAD, B]) == REGROUP
+    assert boundary([Place("lead", 2)], [LEAD, HostState("b", 0)]) is None, "it has no room"
 
 
 def test_a_host_that_leaves_is_let_go() -> None:
     leaving = HostState("b", 2, state="leaving", since=1.0)
     both = [Place("lead", 2), Place("b", 2)]
-    assert boundary(both, [LEAD, leaving]) == "regroup"
-    assert boundary(both, [LEAD, leaving, C]) == "regroup"
-    assert boundary(both, [LEAD, leaving], wait_s=5) == "regroup"
-    assert boundary(both, [LEAD, leaving], min_workers=3) == "drain", "the others cannot go on alone"
-    assert boundary([Place("lead", 2), Place("c", 2)], [LEAD, leaving, C]) == "stay", "it had no workers"
+    assert boundary(both, [LEAD, leaving]) == REGROUP
+    assert boundary(both, [LEAD, leaving, C]) == REGROUP
+    assert boundary(both, [LEAD, leaving], wait_s=5) == REGROUP
+    assert boundary(both, [LEAD, leaving], min_workers=3) == DRAIN, "the others cannot go on alone"
+    assert boundary([Place("lead", 2), Place("c", 2)], [LEAD, leaving, C]) is None, "it had no workers"
 
 
 def test_a_run_gets_off_a_bad_host_when_there_is_room_elsewhere() -> None:
     faults = tuple(fault(at=n / 10, step=n, host="b") for n in range(2))
     both = [Place("lead", 2), Place("b", 2)]
-    assert boundary(both, [LEAD, B], faults, max_host_faults=2) == "stay"
-    assert boundary(both, [LEAD, B, C], faults, max_host_faults=2) == "regroup"
-    assert boundary([Place("lead", 2), Place("c", 2)], [LEAD, B, C], faults, max_host_faults=2) == "stay"
+    assert boundary(both, [LEAD, B], faults, max_host_faults=2) is None
+    assert boundary(both, [LEAD, B, C], faults, max_host_faults=2) == REGROUP
+    assert boundary([Place("lead", 2), Place("c", 2)], [LEAD, B, C], faults, max_host_faults=2) is None
 
 
 def test_a_run_too_small_for_its_limits_stays_as_it_is() -> None:
     """Nobody leaves: what runs is left alone."""
-    assert boundary([Place("lead", 2)], [HostState("lead", 0, is_lead=True)]) == "stay"
+    assert boundary([Place("lead", 2)], [HostState("lead", 0, is_lead=True)]) is None

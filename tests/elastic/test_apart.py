@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from closeranks.core.requests import DRAIN
 from closeranks.elastic.apart import ApartVote
 from closeranks.elastic.vote import Ballot
 from closeranks.facts.layout import Layout
@@ -37,7 +38,7 @@ def two_rounds() -> list[dict[str, Any]]:
     for step, is_meeting in enumerate((False, True, True)):
         loss = math.inf if step == 0 and rank == 3 else float(rank + 1)
         sums = (number(loss), number(1.0 + rank), number(float(rank)))
-        ballot = Ballot(*sums, {"hits": number(10.0 * rank)}, drain=step == 1 and rank == 3)
+        ballot = Ballot(*sums, {"hits": number(10.0 * rank)}, frozenset({DRAIN} if step == 1 and rank == 3 else ()))
         verdicts.append(vote.cast(ballot, torch.tensor(1.0), is_meeting=is_meeting))
         told.append({"closed": [verdict.is_closed for verdict in verdicts], "factor": verdicts[-1].factor.item()})
     for verdict, one in zip(verdicts, told, strict=True):
@@ -56,7 +57,7 @@ def test_a_round_is_read_when_it_is_closed() -> None:
         assert second["factor"] == pytest.approx(1 / 3 if rank < 2 else 1 / 7)
         assert not first["outcome"].taken, "a step is taken where all took it"
         assert (second["outcome"].taken, third["outcome"].taken) == (True, True)
-        assert [one["outcome"].drain for one in (first, second, third)] == [False, True, False]
+        assert [one["outcome"].requests for one in (first, second, third)] == [set(), {DRAIN}, set()]
         assert second["outcome"].loss == pytest.approx(10.0 / 10.0)
         assert second["outcome"].metrics == {"hits": pytest.approx(60.0 / 10.0)}
         # each replica's own norm over its own weight, and the mean of both

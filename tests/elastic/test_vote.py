@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from closeranks.core.requests import DRAIN, REGROUP, REQUESTS, SAVE
 from closeranks.elastic.vote import Ballot, Outcome, Vote, settle, settle_on_device
 from closeranks.parallel.group import Group
 from closeranks.testing import run_world
@@ -70,7 +71,9 @@ def one_rank_is_bad() -> tuple[Outcome, float]:
     rank, size = dist.get_rank(), dist.get_world_size()
     vote = Vote(Group(rank, size), (), clip=0.0)
     loss = math.nan if rank == 1 else 2.0
-    verdict = vote.cast(Ballot(number(loss), number(1.0), number(9.0), {}, drain=rank == 2), torch.tensor(1.0))
+    verdict = vote.cast(
+        Ballot(number(loss), number(1.0), number(9.0), {}, frozenset({DRAIN} if rank == 2 else ())), torch.tensor(1.0)
+    )
     return verdict.read(), verdict.factor.item()
 
 
@@ -78,35 +81,36 @@ def one_rank_is_bad() -> tuple[Outcome, float]:
 def test_all_ranks_skip_together_and_hear_of_the_drain() -> None:
     for outcome, factor in run_world(one_rank_is_bad, 3):
         assert not outcome.taken
-        assert outcome.drain
-        assert not outcome.save
+        assert outcome.requests == {DRAIN}
         assert factor == 1.0
 
 
-def each_rank_wishes_for_something() -> Outcome:
+def each_rank_asks_for_something() -> Outcome:
     rank, size = dist.get_rank(), dist.get_world_size()
     vote = Vote(Group(rank, size), ("hits",), clip=0.0)
     metrics = {"hits": number(5.0)}
-    wish = {0: {}, 1: {"regroup": True}, 2: {"save": True}}[rank]
-    return vote.cast(Ballot(number(2.0), number(1.0), number(9.0), metrics, **wish), torch.tensor(1.0)).read()
+    asked = (frozenset(), frozenset({REGROUP}), frozenset({SAVE, REGROUP}))[rank]
+    return vote.cast(Ballot(number(2.0), number(1.0), number(9.0), metrics, asked), torch.tensor(1.0)).read()
 
 
 @pytest.mark.world
 def test_all_ranks_hear_that_one_wants_to_regroup() -> None:
-    for outcome in run_world(each_rank_wishes_for_something, 3):
-        assert (outcome.regroup, outcome.save) == (True, True)
-        assert (outcome.drain, outcome.is_told, outcome.num_bad) == (False, False, 0)
+    for outcome in run_world(each_rank_asks_for_something, 3):
+        assert outcome.requests == {REGROUP, SAVE}
+        assert outcome.num_bad == 0
         assert outcome.taken, "a step that is regrouped after is a step like any other"
         assert outcome.metrics == {"hits": 5.0}
 
 
-@pytest.mark.parametrize("wish", ["drain", "save", "is_told", "num_bad", "regroup"])
-def test_each_wish_has_a_place_of_its_own(wish: str) -> None:
-    """One number of the vector for each: none is read as another, and the metrics come after them."""
+@pytest.mark.parametrize("kind", ["drain", "save", "stop", "regroup"])
+def test_each_request_has_a_place_of_its_own(kind: str) -> None:
+    """None is read as another or as a sample that was left out, and the metrics come after them."""
     vote = Vote(Group(0, 1), ("hits",), clip=0.0)
-    ballot = Ballot(number(2.0), number(1.0), number(9.0), {"hits": number(5.0)}, **{wish: True})
+    ballot = Ballot(
+        number(2.0), number(1.0), number(9.0), {"hits": number(5.0)}, frozenset({REQUESTS[kind]}), num_bad=7
+    )
     outcome = vote.cast(ballot, torch.tensor(1.0)).read()
-    assert [name for name in ("drain", "save", "is_told", "num_bad", "regroup") if getattr(outcome, name)] == [wish]
+    assert (outcome.requests, outcome.num_bad) == ({REQUESTS[kind]}, 7)
     assert outcome.metrics == {"hits": 5.0}
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from closeranks import Hook, Session
-from closeranks.agent.link import Requests
 from closeranks.core import faults
 from closeranks.core.environment import detect_world, set_world
 from closeranks.core.events import Event, StepDone
+from closeranks.core.requests import DRAIN, REGROUP, Request
 from closeranks.elastic.shelf import Shelf
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
@@ -87,10 +87,10 @@ class Asking(Alone):
         self._case, self._num_polls = case, 0
         self.kept_steps: list[int] = []
 
-    def poll(self) -> Requests:
+    def poll(self) -> frozenset[Request]:
         self._num_polls += 1
-        is_time = self._num_polls == self._case.regroup_at
-        return Requests(drain=self._num_polls == self._case.drain_at, regroup=is_time)
+        at = {DRAIN: self._case.drain_at, REGROUP: self._case.regroup_at}
+        return frozenset(request for request, step in at.items() if step == self._num_polls)
 
     def kept(self, step: int) -> None:
         self.kept_steps.append(step)

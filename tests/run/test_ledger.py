@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import DataError
 from closeranks.core.events import RunEnded, StepDone
+from closeranks.core.requests import REQUESTS
 from closeranks.run.ledger import Ledger, advice
 from closeranks.run.step import Step
 from tests.run.saved import tensors
@@ -116,15 +117,15 @@ def test_the_account_of_a_step_is_whole(tmp_path: Path) -> None:
     assert [done.lr for done in of_kind(tmp_path, StepDone)] != [1e-2] * 3, "the schedule's, step by step"
 
 
-@pytest.mark.parametrize("wish", ["drain", "save", "is_told", "regroup"])
-def test_what_is_asked_for_with_a_step_is_settled_with_it(tmp_path: Path, wish: str) -> None:
+@pytest.mark.parametrize("kind", ["drain", "save", "stop", "regroup"])
+def test_what_is_asked_for_with_a_step_is_settled_with_it(tmp_path: Path, kind: str) -> None:
     """And with no other: a generation ends after the very step that was agreed on."""
     with open_session(tmp_path) as session:
         ledger, said = Ledger(session.parts), []
         session.parts.supply.start(0, session.folder, session.recorder.emit)
-        for asked in ({}, {wish: True}, {}):
+        for asked in ((), {REQUESTS[kind]}, ()):
             step = Step(session.parts, len(said))
             step.run()
-            (settled,) = ledger.push(step.index, step.commit(**asked))
-            said.append({name for name in ("drain", "save", "is_told", "regroup") if getattr(settled, name)})
-    assert said == [set(), {wish}, set()]
+            (settled,) = ledger.push(step.index, step.commit(asked))
+            said.append(settled.requests)
+    assert said == [set(), {REQUESTS[kind]}, set()]

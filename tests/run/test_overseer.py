@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from closeranks.agent.link import Requests
 from closeranks.core.events import Event, Warned, encode
+from closeranks.core.requests import DRAIN, SAVE
 from closeranks.run.overseer import Alone
 
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -27,17 +27,16 @@ def overseer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alone]:
 
 
 def test_nobody_asks_for_anything_at_first(overseer: Alone) -> None:
-    assert not overseer.poll().drain
+    assert overseer.poll() == set()
 
 
 @pytest.mark.parametrize(
     ("number", "ending"),
     [(signal.SIGTERM, "drained"), (signal.SIGINT, "interrupted"), (signal.SIGHUP, "disconnected")],
 )
-def test_a_signal_asks_for_a_drain_and_a_save(overseer: Alone, number: signal.Signals, ending: str) -> None:
+def test_a_signal_asks_for_a_drain(overseer: Alone, number: signal.Signals, ending: str) -> None:
     signal.raise_signal(number)
-    asked = overseer.poll()
-    assert (asked.drain, asked.save) == (True, True)
+    assert [overseer.poll() for _ in range(2)] == [{DRAIN}] * 2
     assert overseer.ending == ending
 
 
@@ -48,7 +47,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
         overseer = Alone()
         overseer.listen()
         signal.raise_signal(signal.SIGHUP)
-        assert not overseer.poll().drain
+        assert overseer.poll() == set()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         for number, handler in before.items():
@@ -57,15 +56,14 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 
 def test_sigusr1_asks_for_a_save_once_and_for_nothing_else(overseer: Alone) -> None:
     signal.raise_signal(signal.SIGUSR1)
-    assert overseer.poll() == Requests(drain=False, save=True)
-    assert overseer.poll() == Requests()
+    assert [overseer.poll() for _ in range(2)] == [{SAVE}, set()]
 
 
 def test_sigterm_may_come_twice(overseer: Alone) -> None:
     """Slurm sends it to a step and to what started it, which passes it on."""
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)
-    assert overseer.poll().drain
+    assert overseer.poll() == {DRAIN}
 
 
 def test_a_second_interrupt_means_it(overseer: Alone) -> None:

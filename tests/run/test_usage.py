@@ -120,7 +120,7 @@ def test_where_all_have_gradients_a_step_takes_the_same_operations(tmp_path: Pat
             step.run()
             with seen:
                 verdict = step.commit()
-            step.commit = lambda **wishes: verdict  # type: ignore[method-assign]  # noqa: B023
+            step.commit = lambda requests: verdict  # type: ignore[method-assign]  # noqa: B023
         return seen.names
 
     asked = operations("asked", asks=True)

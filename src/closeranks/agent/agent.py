@@ -30,6 +30,7 @@ from closeranks.agent.rescue import rescue
 from closeranks.agent.stops import heard_by
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError
 from closeranks.core.events import Resumed, Saved
+from closeranks.core.requests import DRAIN, SAVE
 
 
 class Agent:
@@ -120,7 +121,7 @@ class Agent:
             self._listener.on_note("SIGUSR1: there is nothing to save now.")
         else:
             self._listener.on_note("SIGUSR1: all ranks save after the same step, and go on.")
-            lead.request(save=True)
+            lead.request(SAVE)
 
     def _on_stop(self, signum: int) -> None:
         """Each signal is answered with a note; the first also reaches the workers."""
@@ -138,7 +139,7 @@ class Agent:
         patience = f"{lead.stop.deadline - now:.3g} s"
         self._listener.on_note(f"{name}: finishing the step and saving, for at most {patience}.{again}")
         if last is None:
-            lead.request(drain=True, save=True)
+            lead.request(DRAIN)
 
     def _tell_of_killed(self, outcome: Outcome, killed: Sequence[int]) -> None:
         if killed and outcome.reason != "finished":

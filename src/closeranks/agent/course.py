@@ -24,6 +24,7 @@ from closeranks.agent.statement import Statement
 from closeranks.agent.verdict import Verdict, without_facts
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Event, HostChanged, RankLost, RunStarted, StepDone, decode
+from closeranks.core.requests import REGROUP, Request
 
 _HEIRLOOM = "measured_flops"
 """What a generation need not measure again: the one before did, with as many workers on each host."""
@@ -91,12 +92,12 @@ class Course:
         if self._account is not None:
             self._account.mark("fork", now)
 
-    def at_boundary(self, host: str, change: str, roster: Roster, now: float) -> Verdict | str:
-        """A host has joined or wants to leave: why to regroup for it, or what else to do."""
+    def at_boundary(self, host: str, change: str, roster: Roster, now: float) -> Verdict | Request | None:
+        """A host has joined or wants to leave: why to regroup for it, or what else to ask for."""
         if not self.can_survive or self.leaving is not None or not self.places:
-            return "stay"
+            return None
         what = at_boundary(self.places, self._log.faults, roster.hosts, self.limits, now, self._wish)
-        if what != "regroup":
+        if what != REGROUP:
             return what
         is_new = change == "joined"
         cause = f"{host} has {'joined' if is_new else 'to leave'}"

@@ -48,11 +48,6 @@ class Crew:
         for member in self.members:
             member.send({"type": "store", "address": address})
 
-    def request(self, *, drain: bool = False, save: bool = False, regroup: bool = False) -> None:
-        """Ask every worker; each hears it at its next ``poll``."""
-        for member in self.members:
-            member.send({"type": "request", "drain": drain, "save": save, "regroup": regroup})
-
     def fence(self) -> None:
         """SIGKILL to all that live, and no more births."""
         self.fenced_at = time.monotonic()

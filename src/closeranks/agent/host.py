@@ -100,10 +100,6 @@ class Host:
         if self.crew is not None:
             self.crew.pass_store_on(address)
 
-    def request(self, *, drain: bool = False, save: bool = False, regroup: bool = False) -> None:
-        if self.crew is not None:
-            self.crew.request(drain=drain, save=save, regroup=regroup)
-
     def fence(self) -> None:
         if self.crew is not None:
             self.crew.fence()

@@ -50,6 +50,7 @@ from closeranks.agent.verdict import Verdict, without_facts
 from closeranks.agent.view import Seen, View
 from closeranks.core.errors import RunFailed
 from closeranks.core.events import Event, HostChanged, SlowRank, encode
+from closeranks.core.requests import DRAIN, REGROUP, Request
 
 OnTurn = Callable[[View], float | None]
 """Looks on in every turn of the loop; answers when (``time.monotonic()``) it wants to look again at the latest."""
@@ -118,8 +119,9 @@ class Lead:
     def generation(self) -> int:
         return self._machine.generation.number if self._machine.generation else 0
 
-    def request(self, *, drain: bool = False, save: bool = False) -> None:
-        self._act(self._machine.ask(time.monotonic(), drain=drain, save=save))
+    def request(self, request: Request) -> None:
+        """Every worker is asked, and brings it to the vote of its next step."""
+        self._act(self._machine.ask(request, time.monotonic()))
 
     def announce(self, address: str) -> None:
         """Rank 0 is on this host and has opened its store."""
@@ -307,8 +309,8 @@ class Lead:
         match self._course.at_boundary(changed.host, changed.change, self._roster, now):
             case Verdict() as why:
                 self._leave(why, now)
-            case "drain":
-                self._act(self._machine.ask(now, drain=True, save=True))
+            case Request() as request:
+                self.request(request)
 
     def _on_told(self, host: str, body: Told_ | Output | Note, now: float) -> None:
         match body:
@@ -362,7 +364,7 @@ class Lead:
     def _leave(self, why: Verdict, now: float) -> None:
         """Ask this generation to end by agreement: no step is lost."""
         self._course.leaving = why
-        self._act(self._machine.ask(now, regroup=True))
+        self.request(REGROUP)
 
     # --- from one generation to the next
 
@@ -381,7 +383,7 @@ class Lead:
         members = [(place.host, place.num_workers) for place in places]
         self._act(self._machine.begin(members, payload, now))
         if self.stop is not None:
-            self._act(self._machine.ask(now, drain=True, save=True))
+            self.request(DRAIN)
 
     def _on_settled(self, settled: Settled, now: float) -> None:
         """Everybody of a generation is gone."""

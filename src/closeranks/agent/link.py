@@ -13,7 +13,6 @@ import select
 import socket
 import threading
 import time
-from dataclasses import dataclass, replace
 from typing import Any
 
 from closeranks.agent.failure import NO_STORE, FailureReport, describe
@@ -21,6 +20,7 @@ from closeranks.agent.progress import ProgressWord
 from closeranks.agent.store import bind_store
 from closeranks.agent.wire import LineBuffer, Message, encode
 from closeranks.core.errors import CloseranksError
+from closeranks.core.requests import DRAIN, REQUESTS, Pending, Request
 from closeranks.core.world import World
 
 _OUTBOX_BYTES = 1 << 20
@@ -29,16 +29,6 @@ _LAST_WORDS_S = 2.0
 _FINISH_WAIT_S = 60.0
 """A worker whose last word is lost counts as lost itself: it waits for an agent that is busy."""
 _CHUNK_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """What the agent has asked for. ``drain`` and ``regroup`` stay once asked; ``save`` alone is told once."""
-
-    drain: bool = False
-    save: bool = False
-    regroup: bool = False
-    """End this generation after a step, with the state in memory: the next one takes over from there."""
 
 
 class WorkerLink:
@@ -51,7 +41,7 @@ class WorkerLink:
         self._outbox = bytearray()
         self._num_dropped = 0
         self._lock = threading.Lock()
-        self._requests = Requests()
+        self._asked = Pending()
         self._is_told = self._is_passed_on = False
         self._store = ""
         self._hello: Message = {}
@@ -111,7 +101,7 @@ class WorkerLink:
         """A copy of this step's state is sealed in memory."""
         self._word.note_kept(step)
 
-    def poll(self) -> Requests:
+    def poll(self) -> frozenset[Request]:
         """What the agent has asked for, without waiting; costs about a microsecond when there is nothing new."""
         try:
             data = self._endpoint.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
@@ -122,19 +112,17 @@ class WorkerLink:
         if self._outbox:
             with self._lock:
                 self._flush(0.0)
-        current = self._requests
-        if current.save and not current.drain:
-            self._requests = replace(current, save=False)
-        return self._told(current) if self._is_told else current
+        asked = self._asked.take()
+        return self._told(asked) if self._is_told else asked
 
-    def _told(self, current: Requests) -> Requests:
+    def _told(self, asked: frozenset[Request]) -> frozenset[Request]:
         """After a SIGTERM to this worker alone: where faults are survived the agent is asked what becomes of it."""
         if not self.boxes:
-            return Requests(drain=True, save=True)
+            return asked | {DRAIN}
         if not self._is_passed_on:
             self._is_passed_on = True
             self._send({"type": "told"})
-        return current
+        return asked
 
     def request_drain(self) -> None:
         """What a SIGTERM to this worker alone comes to: the next ``poll`` tells it, the vote carries it to all."""
@@ -164,7 +152,7 @@ class WorkerLink:
 
     def finish(self) -> None:
         """The entry has returned; whatever is still to be told leaves now."""
-        drained = self._requests.drain or (self._is_told and not self.boxes)
+        drained = DRAIN in self._asked or (self._is_told and not self.boxes)
         self._send({"type": "finished", "drained": drained, "regrouped": self.has_regrouped}, _FINISH_WAIT_S)
 
     def abandon(self) -> None:
@@ -209,12 +197,7 @@ class WorkerLink:
                 case "store":
                     self._store = message["address"]
                 case "request":
-                    last = self._requests
-                    self._requests = Requests(
-                        drain=last.drain or message["drain"],
-                        save=last.save or message["save"],
-                        regroup=last.regroup or message.get("regroup", False),
-                    )
+                    self._asked.add(REQUESTS[message["request"]])
 
 
 def _wait(endpoint: socket.socket, event: int, timeout_s: float | None) -> bool:

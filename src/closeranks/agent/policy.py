@@ -17,6 +17,7 @@ from closeranks.agent.faultlog import Fault, num_repeats, tally, within
 from closeranks.agent.launch import Fitted
 from closeranks.agent.limits import Limits
 from closeranks.core.errors import CloseranksError, RunFailed
+from closeranks.core.requests import DRAIN, REGROUP, Request
 
 __all__ = ["Fault", "GiveUp", "Go", "HostState", "Place", "Wait", "Wish", "at_boundary", "decide"]
 
@@ -103,23 +104,23 @@ def at_boundary(
     limits: Limits,
     now: float,
     wish: Wish,
-) -> Literal["stay", "regroup", "drain"]:
-    """What a healthy generation on these places does after its step: grow, let a host go, or get off a bad one.
+) -> Request | None:
+    """What a healthy generation on these places is asked for: to grow, let a host go, or get off a bad one.
 
-    ``drain``: a host leaves and the others cannot go on without it, so the state belongs on disk.
+    ``DRAIN``: a host leaves and the others cannot go on without it, so the state belongs on disk.
     """
     leaving = {host.name for host in hosts if host.state == "leaving"}
     is_left = any(one.host in leaving for one in here)
     go = _go(faults, hosts, limits, now, wish)
     match go:
         case GiveUp():
-            return "drain" if is_left else "stay"
+            return DRAIN if is_left else None
         case Wait():
-            return "regroup" if is_left else "stay"
+            return REGROUP if is_left else None
     num_here = sum(one.num_workers for one in here)
     is_safer = _num_on(go.quarantined, go.places) < _num_on(go.quarantined, here)
     is_better = go.num_workers > num_here or (go.num_workers == num_here and is_safer)
-    return "regroup" if is_left or is_better else "stay"
+    return REGROUP if is_left or is_better else None
 
 
 def _num_on(hosts: frozenset[str], places: Sequence[Place]) -> int:

@@ -235,7 +235,8 @@ class Station:
                 case TakeStore(address):
                     self.host.pass_store_on(address)
                 case TakeAsk(ask):
-                    self.host.request(drain=ask.drain, save=ask.save, regroup=ask.regroup)
+                    for member in self.host.members:  # each hears it at its next step
+                        member.send({"type": "request", "request": ask.request.kind})
                 case Kill():
                     self._kill()
                 case End():

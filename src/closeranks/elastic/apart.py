@@ -6,7 +6,7 @@ a step. At a meeting one sum over all ranks adds up the rows of the round; from 
 steps came to over all replicas, what was wished for in any of them, and act on it, all at the same step.
 
 Invariants: no collective leaves a replica but the one that closes a round; every rank reads the same bits of every
-step, so all stop, save and regroup together, and only at meetings.
+step, so all act on a request together, and only at meetings.
 """
 
 from __future__ import annotations

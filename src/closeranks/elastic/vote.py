@@ -1,8 +1,8 @@
 """Do all ranks take this step, and what did it come to?
 
 [Note: the vote] ONE small all-reduce per step carries everything the ranks must agree on: summed loss and weight, the
-squared gradient norm, whether every value was finite, whether somebody asked to drain, to save or to regroup, how many
-samples were left out, and which parameters had a gradient. From its sum follow, on the device, the one factor that
+squared gradient norm, whether every value was finite, what the run is asked for (``core.requests``), how many samples
+were left out, and which parameters had a gradient. From its sum follow, on the device, the one factor that
 scales all gradients (1/weight, loss scale and clipping folded together) and the flag that gates the optimizer. The host
 reads it later, so that an accelerator is never waited for within a step.
 
@@ -18,11 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from closeranks.core import requests
 from closeranks.core.protocols import Group
+from closeranks.core.requests import Request
 
 NUM_DERIVED = 4  # taken, factor, norm, loss scale
-_NUM_FIXED = 9  # sums that every vote has, before those of metrics
 WEIGHT, NONFINITE = 1, 3  # where they stand among the sums
+_NUM_BAD = 4
+_NUM_FIXED = 5 + requests.NUM_SLOTS  # sums that every vote has, before those of metrics
 _TINY = 1e-6  # as in torch's own clipping
 
 
@@ -36,14 +39,10 @@ class Ballot:
     """All tensors are 0-dim float64 on one device. Of the summed, still unscaled gradients this rank speaks for: each
     value of the model has one speaker, so the sum over ranks is the model's."""
     metrics: Mapping[str, Tensor]
-    drain: bool = False
-    save: bool = False
-    is_told: bool = False
-    """Whether the drain was asked for from outside, by a signal."""
+    requests: frozenset[Request] = frozenset()
+    """What this rank has been asked for."""
     num_bad: int = 0
     """Samples of this step that this rank speaks for and that could not be used."""
-    regroup: bool = False
-    """Whether its agent wants this generation to end here and another to take over."""
     extra: Tensor | None = None
     """Further numbers to be summed over the ranks, float64, as many on every rank; the vote does not look at them."""
 
@@ -60,11 +59,9 @@ class Outcome:
     grad_norm: float
     loss_scale: float
     taken: bool
-    drain: bool
-    save: bool
-    is_told: bool
+    requests: frozenset[Request]
+    """What any rank has been asked for."""
     num_bad: int
-    regroup: bool
     metrics: dict[str, float]
     extra: tuple[float, ...] = ()
     """The sums of ``Ballot.extra``."""
@@ -93,9 +90,10 @@ class Verdict:
         """Sync point on CUDA: returns once the device has finished this step's vote."""
         if self._event is not None:
             self._event.synchronize()
-        loss, weight, _, _, drain, save, told, skipped, regroup, *rest = self._host.tolist()
-        sums, (taken, _, norm, loss_scale) = rest[:-NUM_DERIVED], rest[-NUM_DERIVED:]
-        metrics, extra = sums[: len(self._names)], sums[len(self._names) :]
+        told = self._host.tolist()
+        sums, (taken, _, norm, loss_scale) = told[:-NUM_DERIVED], told[-NUM_DERIVED:]
+        loss, weight, asked, rest = sums[0], sums[WEIGHT], sums[_NUM_BAD + 1 : _NUM_FIXED], sums[_NUM_FIXED:]
+        metrics, extra = rest[: len(self._names)], rest[len(self._names) :]
         is_empty, weight = weight == 0, weight or 1.0
         return Outcome(
             loss=loss / weight,
@@ -104,11 +102,8 @@ class Verdict:
             grad_norm=norm,
             loss_scale=loss_scale,
             taken=taken > 0,
-            drain=drain > 0,
-            save=save > 0,
-            is_told=told > 0,
-            num_bad=round(skipped),
-            regroup=regroup > 0,
+            requests=requests.decode(asked),
+            num_bad=round(sums[_NUM_BAD]),
             metrics={name: value / weight for name, value in zip(self._names, metrics, strict=True)},
             extra=tuple(extra),
         )
@@ -137,15 +132,16 @@ class Vote:
         return sums, torch.tensor(settled, dtype=torch.float64)
 
     def _fill(self, ballot: Ballot) -> Tensor:
-        """This rank's votes as one float64 vector: loss, weight, norm, nonfinite, wishes, metrics, extra."""
+        """This rank's votes as one float64 vector: loss, weight, norm, nonfinite, samples left out, requests,
+        metrics, extra."""
         nonfinite = ~(ballot.norm_squared + ballot.loss).isfinite()
-        said = [ballot.drain, ballot.save, ballot.is_told, ballot.num_bad, ballot.regroup]
-        wishes = torch.tensor(said, dtype=torch.float64, device="cpu")
+        said = [ballot.num_bad, *requests.encode(ballot.requests)]
+        counts = torch.tensor(said, dtype=torch.float64, device="cpu")
         metrics = [ballot.metrics[name] for name in self._metrics]
         votes = torch.stack([ballot.loss, ballot.weight, ballot.norm_squared, nonfinite.double(), *metrics])
-        wishes = wishes.to(votes.device, non_blocking=True)
+        counts = counts.to(votes.device, non_blocking=True)
         extra = () if ballot.extra is None else (ballot.extra,)
-        return torch.cat([votes[:4], wishes, votes[4:], *extra])
+        return torch.cat([votes[:4], counts, votes[4:], *extra])
 
 
 def settle(

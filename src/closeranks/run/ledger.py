@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from closeranks.core.errors import DataError
 from closeranks.core.events import StepDone
+from closeranks.core.requests import Request
 from closeranks.data.timing import StageTimes
 from closeranks.elastic.vote import Outcome, Verdict
 from closeranks.run.parts import Parts
@@ -27,12 +28,7 @@ class Settled:
     """One step's account for people and machines, and what the ranks asked for with it."""
 
     done: StepDone
-    drain: bool
-    save: bool
-    is_told: bool
-    """Whether the drain was asked for from outside."""
-    regroup: bool = False
-    """Whether this generation ends here, for another to take over."""
+    requests: frozenset[Request]
     used: tuple[float, ...] = ()
     """Which parameters had a gradient, as ``run.usage`` reads it."""
 
@@ -84,8 +80,8 @@ class Ledger:
         while len(self._pending) > keep and self._pending[0].verdict.is_closed:
             entry = self._pending.popleft()
             outcome = entry.verdict.read()
-            asked = (outcome.drain, outcome.save, outcome.is_told, outcome.regroup, outcome.extra)
-            yield Settled(self._account(entry.index, outcome, entry.spent or self._measure()), *asked)
+            account = self._account(entry.index, outcome, entry.spent or self._measure())
+            yield Settled(account, outcome.requests, outcome.extra)
             self._watch(entry.index, outcome)
 
     def _measure(self) -> _Spent:

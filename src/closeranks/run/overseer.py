@@ -14,9 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from closeranks.agent.link import Requests, WorkerLink
+from closeranks.agent.link import WorkerLink
 from closeranks.agent.stops import is_ignored_hangup
 from closeranks.core.events import Event, decode
+from closeranks.core.requests import DRAIN, SAVE, Pending, Request
 from closeranks.elastic.shelf import Shelf
 
 
@@ -24,7 +25,7 @@ class Overseer(Protocol):
     has_regrouped: bool
     """Set when this generation ended by agreement, for another to take over."""
 
-    def poll(self) -> Requests:
+    def poll(self) -> frozenset[Request]:
         """What is being asked of this run now; never waits."""
         ...
 
@@ -51,7 +52,7 @@ class Alone:
     """Nobody started us but a shell or a scheduler: all we hear is signals, once ``listen`` was called."""
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
-        self._drain = self._save = False
+        self._asked = Pending()
         self.ending = "drained"
         """Who asked: ``drained`` a scheduler, ``interrupted`` Ctrl-C, ``disconnected`` a lost terminal."""
         self._on_event = on_event
@@ -68,11 +69,8 @@ class Alone:
                 signal.signal(number, self._on_signal)
         os.register_at_fork(after_in_child=_be_ordinary)
 
-    def poll(self) -> Requests:
-        save = self._save
-        if save:  # a signal that comes right now is answered by this save too
-            self._save = False
-        return Requests(drain=self._drain, save=self._drain or save)
+    def poll(self) -> frozenset[Request]:
+        return self._asked.take()
 
     def progress(self, step: int, phase: int) -> None:
         return None
@@ -93,9 +91,9 @@ class Alone:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self._save = True
+            self._asked.add(SAVE)
             return
-        self._drain = True
+        self._asked.add(DRAIN)
         if number == signal.SIGHUP:
             self.ending = "disconnected"
         if number == signal.SIGINT:  # whoever presses Ctrl-C again means it

@@ -19,6 +19,7 @@ from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, UserError
 from closeranks.core.events import Evaluated, RunEnded, StepDone, Warned
 from closeranks.core.protocols import Batch, Loss
+from closeranks.core.requests import DRAIN, REGROUP, SAVE, STOP, Request
 from closeranks.run.agreement import Agreement
 from closeranks.run.collector import CollectorPause
 from closeranks.run.evaluate import evaluate
@@ -173,9 +174,7 @@ class Session:
         self._ledger.restart_clock()
 
     def _commit(self, step: Step) -> None:
-        asked, save = self._overseer.poll(), self._saving.asks(self.num_done + 1)
-        wishes = {"drain": asked.drain or bool(self._stop_reason), "save": asked.save or save}
-        verdict = step.commit(**wishes, is_told=asked.drain, regroup=asked.regroup)
+        verdict = step.commit(self._requests())
         self.num_done += 1
         self._note(self._ledger.push(step.index, verdict))
         self._collector.at_boundary(self.num_done)
@@ -186,6 +185,15 @@ class Session:
             self._note(self._ledger.flush())  # what is saved knows of every sample that was skipped
         self._saving.proceed(self.num_done)
         self._keeping.after(self.num_done)  # evaluated and all: whoever takes over has nothing to make up for
+
+    def _requests(self) -> set[Request]:
+        """What this rank brings to the vote: what it was asked for from outside, and what the run itself wants."""
+        requests = set(self._overseer.poll())
+        if self._stop_reason:
+            requests.add(STOP)
+        if self._saving.asks(self.num_done + 1):
+            requests.add(SAVE)
+        return requests
 
     def _pause(self, phase: Phase) -> None:
         """Before anything but training: no step is half-way, and every verdict is read."""
@@ -202,12 +210,17 @@ class Session:
             self._hooks.on_step(self, entry.done)
             if self.num_done >= self.parts.schedule.num_steps:
                 continue  # the end is here anyway, and saves
-            if entry.drain:
-                self._ending, self._detail = "drained" if entry.is_told else "stopped", self._stop_reason
-            elif entry.regroup:
-                self._ending = self._ending or REGROUPED
-            elif entry.save:
-                self._saving.grant()
+            if entry.requests:
+                self._act(entry.requests)
+
+    def _act(self, requests: frozenset[Request]) -> None:
+        """On what all ranks have agreed on. Whoever ends saves, and whoever regroups keeps its state in memory."""
+        if requests & {DRAIN, STOP}:
+            self._ending, self._detail = "drained" if DRAIN in requests else "stopped", self._stop_reason
+        elif REGROUP in requests:
+            self._ending = self._ending or REGROUPED
+        elif SAVE in requests:
+            self._saving.grant()
 
     def _conclude(self) -> None:
         """The state comes first: bad evaluation data must not cost it. One of the best is saved with its judgement."""

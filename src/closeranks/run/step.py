@@ -7,7 +7,7 @@ accumulation are exact; randomness is keyed by (seed, step, micro-batch), never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from closeranks.agent.progress import Phase
 from closeranks.core.errors import UserError
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
+from closeranks.core.requests import Request
 from closeranks.data.order import MicroBatch
 from closeranks.data.reader import Loaded
 from closeranks.elastic.vote import Ballot, Verdict
@@ -93,10 +94,8 @@ class Step:
         if self._num_done == len(self._assigned):
             self._parts.pace.stop(self._num_done)
 
-    def commit(
-        self, *, drain: bool = False, save: bool = False, is_told: bool = False, regroup: bool = False
-    ) -> Verdict:
-        """End the step on all ranks together. No host sync on an accelerator."""
+    def commit(self, requests: Iterable[Request] = ()) -> Verdict:
+        """End the step on all ranks together, and vote for what is asked of the run. No host sync on an accelerator."""
         if self._num_done != len(self._assigned):
             what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
             raise UserError(what, "Call it once for every batch that the step yields.", step=self.index + 1)
@@ -106,7 +105,7 @@ class Step:
         norm = norm_squared(parts.reducer.spoken(), parts.device)
         num_bad = parts.supply.num_bad(self.index)
         usage = parts.usage.ballot(parts.reducer.absent())
-        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, drain, save, is_told, num_bad, regroup, usage)
+        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, frozenset(requests), num_bad, usage)
         parts.pace.enter(Phase.KEEP)
         for finish in parts.before_vote:
             finish()

@@ -137,7 +137,7 @@ def test_one_whose_queue_is_full_does_not_answer(stage: Stage) -> None:
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "speaks HTTP"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "speaks SSH"),
         (b"\x15\x03\x03\x00\x02\x02\x46", "speaks TLS"),
-        (Hello("server", bytes(32), version=7).encode(), "speaks version 7 of the control channel, this side 1"),
+        (Hello("server", bytes(32), version=7).encode(), "speaks version 7 of the control channel, this side 2"),
         (Hello("client", bytes(32)).encode(), "on the same side of the channel"),
         (Hello("server", bytes(32)).encode() + bytes(52), "does not hold this job's token"),
     ],

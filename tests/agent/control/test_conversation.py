@@ -253,15 +253,15 @@ def test_a_stranger_is_known_by_its_first_byte() -> None:
 
 
 def test_another_version_is_told_to_both() -> None:
-    future = Hello("client", bytes(32), version=2).encode()
+    future = Hello("client", bytes(32), version=3).encode()
     server = Conversation("server", TOKEN, max_bytes=MOST)
-    with pytest.raises(Refused, match="speaks version 2 of the control channel, this side 1: install the same"):
+    with pytest.raises(Refused, match="speaks version 3 of the control channel, this side 2: install the same"):
         list(server.feed(future))
     answer = take(server)
     assert len(answer) == HELLO_BYTES, "a hello, so that it can tell what is wrong, and no more"
     client = Conversation("client", TOKEN, max_bytes=MOST)
-    with pytest.raises(Refused, match="speaks version 2"):
-        list(client.feed(Hello("server", bytes(32), version=2).encode()))
+    with pytest.raises(Refused, match="speaks version 3"):
+        list(client.feed(Hello("server", bytes(32), version=3).encode()))
 
 
 def test_a_stranger_gets_nothing_made_with_the_token() -> None:

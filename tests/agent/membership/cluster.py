@@ -20,6 +20,7 @@ from closeranks.agent.membership.lead import Lead
 from closeranks.agent.membership.messages import Join, Letter
 from closeranks.agent.membership.pace import DRIFT, pace_for
 from closeranks.agent.membership.register import Candidate, Elected, EmbeddedRegister, Put, Renewed, Resigned, serve
+from closeranks.core.requests import REGROUP
 
 from .trouble import Chaos, Fault
 
@@ -347,7 +348,7 @@ class Cluster:
         elif lead.generation is not None and lead.phase == Phase.RUNNING and not lead.generation.asks:
             members = lead.generation.seats.keys()
             if set(names) != set(members):
-                self.led(node, lead.ask(now, regroup=True))
+                self.led(node, lead.ask(REGROUP, now))
 
     def check_alone(self, key: tuple[int, int]) -> None:
         """Where an agent is stopped its workers may live on, but their lease is over: they commit nothing."""
@@ -377,7 +378,7 @@ class Cluster:
                 case Start(begin=begin):
                     self.start(node, begin)
                 case TakeAsk(ask=ask):
-                    if ask.regroup and node.workers is not None:
+                    if ask.request == REGROUP and node.workers is not None:
                         node.workers.wants_end = True
                 case Kill():
                     self.kill(node, node.life, node.workers)

@@ -42,6 +42,7 @@ from closeranks.agent.membership.messages import (
 )
 from closeranks.agent.membership.pace import DRIFT, KILL_S, MAX_BEATS_PER_S, ORPHAN_S, pace_for
 from closeranks.core.errors import CloseranksError
+from closeranks.core.requests import REGROUP, SAVE
 
 from .cluster import Parts
 from .scenes import Court, Talk, bodies
@@ -133,9 +134,9 @@ def test_what_is_not_confirmed_is_said_again() -> None:
     assert bodies(court.say("a", Beat(3), 0.4))[1:] == [Begin(0, 0, (2,))]
     court.say("a", Beat(4, 0), 0.5)
     court.say("a", Store(0, "x:1"), 0.5)
-    court.lead.ask(0.5, save=True)
-    court.lead.ask(0.5, regroup=True)
-    asks = [Ask(0, 1, save=True), Ask(0, 2, regroup=True)]
+    court.lead.ask(SAVE, 0.5)
+    court.lead.ask(REGROUP, 0.5)
+    asks = [Ask(0, 1, SAVE), Ask(0, 2, REGROUP)]
     assert bodies(court.say("a", Beat(5, 0, False, 0), 0.8))[1:] == [*asks, Store(0, "x:1")]
     assert bodies(court.say("a", Beat(6, 0, True, 1), 1.2))[1:] == asks[1:]
     court.lead.break_up("a hang", 1.3)
@@ -216,10 +217,10 @@ def test_whoever_speaks_after_the_end_is_sent_home() -> None:
 def test_orders_reach_the_workers_once_and_in_turn() -> None:
     talk = Talk(Parts())
     talk.hear(Begin(1, 0, (2,)), 0.2)
-    assert talk.hear(Ask(1, 2, regroup=True), 0.3) == []
-    assert talk.hear(Ask(1, 1, save=True), 0.3) == [TakeAsk(Ask(1, 1, save=True))]
-    assert talk.hear(Ask(1, 1, save=True), 0.3) == []
-    assert talk.hear(Ask(1, 2, regroup=True), 0.4) == [TakeAsk(Ask(1, 2, regroup=True))]
+    assert talk.hear(Ask(1, 2, REGROUP), 0.3) == []
+    assert talk.hear(Ask(1, 1, SAVE), 0.3) == [TakeAsk(Ask(1, 1, SAVE))]
+    assert talk.hear(Ask(1, 1, SAVE), 0.3) == []
+    assert talk.hear(Ask(1, 2, REGROUP), 0.4) == [TakeAsk(Ask(1, 2, REGROUP))]
     assert talk.hear(Store(1, "x:1"), 0.4) == [TakeStore("x:1")]
     assert talk.hear(Store(1, "x:1"), 0.4) == []
     assert talk.hear(Store(0, "x:0"), 0.4) == []

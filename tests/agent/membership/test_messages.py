@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from closeranks.agent.membership import messages as m
 from closeranks.agent.membership.checks import MOST, ProtocolError
 from closeranks.agent.progress import Phase
+from closeranks.core.requests import DRAIN, REGROUP, SAVE
 
 whole = st.integers(0, MOST)
 short = st.integers(0, 4096)
@@ -48,7 +49,7 @@ BODIES: list[st.SearchStrategy[m.Body]] = [
     per_host.flatmap(
         lambda counts: st.builds(m.Begin, whole, st.integers(0, len(counts) - 1), st.just(counts), tables)
     ),
-    st.builds(m.Ask, whole, st.integers(1, MOST), st.booleans(), st.booleans(), st.booleans()),
+    st.builds(m.Ask, whole, st.integers(1, MOST), st.sampled_from([DRAIN, SAVE, REGROUP])),
     st.builds(m.Fence, whole),
     st.builds(m.Dismiss, st.text(max_size=20)),
 ]
@@ -100,6 +101,13 @@ def fields(body: m.Body, **changes: Any) -> dict[str, Any]:
     return {**m.Letter(1, "a", 2, 3, body).to_fields(), **changes}
 
 
+def _before_requests_were_one_value() -> dict[str, Any]:
+    """As version 1 of the control channel said it."""
+    told = fields(m.Ask(1, 1, DRAIN), drain=True, save=True, regroup=False)
+    del told["request"]
+    return told
+
+
 @pytest.mark.parametrize(
     ("told", "words"),
     [
@@ -123,6 +131,9 @@ def fields(body: m.Body, **changes: Any) -> dict[str, Any]:
         (fields(m.Begin(1, 0, (1,)), per_host=[[1 << 20, 2]]), "more than 1048576 workers"),
         (fields(m.Begin(1, 0, (1,)), per_host=[]), "must be runs"),
         (fields(m.Join(1), num_workers=0), "join.num_workers must be a whole number from 1"),
+        (fields(m.Ask(1, 1, DRAIN), request="dance"), "ask.request must be one of drain, save, .*, not 'dance'"),
+        (fields(m.Ask(1, 1, DRAIN), request=["drain"]), "ask.request must be one of"),
+        (_before_requests_were_one_value(), "ask lacks request"),
         (fields(m.Beat(1), progress=[[1, 2]]), "rows of 9 values"),
         (fields(m.Beat(1), progress=[[0, 0, len(Phase), 0.0, 0, 0, 0.0, 0, 0]]), "phase must be a whole number from 0"),
         ([], "must be a table"),

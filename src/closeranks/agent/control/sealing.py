@@ -22,7 +22,7 @@ from typing import Literal
 from closeranks.agent.control.token import Token
 from closeranks.core.errors import CloseranksError
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"closeranks-control"
 NONCE_BYTES = 32
 

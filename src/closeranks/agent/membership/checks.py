@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from closeranks.core.errors import CloseranksError
+from closeranks.core.requests import REQUESTS, Request
 
 MOST = (1 << 63) - 1
 _MAX_DEPTH = 16
@@ -117,6 +118,18 @@ def _look_through(name: str, root: Any) -> None:
             return
         level = below
     raise ProtocolError(f"{name} is nested deeper than {_MAX_DEPTH} levels")
+
+
+class Kind:
+    """A request to the run, by its name."""
+
+    def encode(self, value: Request) -> str:
+        return value.kind
+
+    def decode(self, name: str, value: Any) -> Request:
+        if type(value) is not str or value not in REQUESTS:
+            raise ProtocolError(f"{name} must be one of {', '.join(REQUESTS)}, not {shown(value)}")
+        return REQUESTS[value]
 
 
 class Runs:

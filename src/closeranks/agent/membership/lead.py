@@ -56,6 +56,7 @@ from closeranks.agent.membership.messages import (
 from closeranks.agent.membership.pace import ORPHAN_S, Pace, pace_for
 from closeranks.agent.membership.peers import Peer, Peers
 from closeranks.core.errors import CloseranksError
+from closeranks.core.requests import Request
 
 Effects = list[LeadEffect]
 
@@ -213,12 +214,12 @@ class Lead:
         self.generation = Generation(self._newest, seats)
         return [self._send(seat.peer, seat.begin) for seat in seats]
 
-    def ask(self, now: float, *, drain: bool = False, save: bool = False, regroup: bool = False) -> Effects:
-        """A request to every worker of the generation."""
+    def ask(self, request: Request, now: float) -> Effects:
+        """Pass a request on to every worker of the generation."""
         generation = self.generation
         if self._is_silent(now) or generation is None or not generation.is_alive:
             return []
-        ask = Ask(generation.number, len(generation.asks) + 1, drain=drain, save=save, regroup=regroup)
+        ask = Ask(generation.number, len(generation.asks) + 1, request)
         generation.asks.append(ask)
         return [self._send(seat.peer, ask) for seat in generation.open_seats()]
 

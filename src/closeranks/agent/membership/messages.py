@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, get_type_hints
 
-from closeranks.agent.membership.checks import Check, Flag, Number, ProtocolError, Runs, Table, Text, Whole
+from closeranks.agent.membership.checks import Check, Flag, Kind, Number, ProtocolError, Runs, Table, Text, Whole
 from closeranks.agent.progress import Phase as _Phase
+from closeranks.core.requests import Request
 
 Fields = dict[str, Any]
 
@@ -36,6 +37,7 @@ Line = Annotated[str, Text(_LONGEST_LINE)]
 Address = Annotated[str, Text(512, is_name=True)]
 Facts = Annotated[dict[str, Any], Table()]
 PerHost = Annotated[tuple[int, ...], Runs()]
+Asked = Annotated[Request, Kind()]
 
 _CHECKS: dict[type, tuple[tuple[str, Check], ...]] = {}
 
@@ -257,9 +259,7 @@ class Ask(Body):
     kind: ClassVar[str] = "ask"
     generation: Count
     number: Ordinal
-    drain: YesNo = False
-    save: YesNo = False
-    regroup: YesNo = False
+    request: Asked
 
 
 @dataclass(frozen=True, slots=True)
