@@ -1,8 +1,13 @@
-"""Laws are checked without a deadline: a busy machine is not a counterexample. Object stores stand once a session."""
+"""Laws are checked without a deadline: a busy machine is not a counterexample. Object stores stand once a session.
+
+Torch computes with one thread here, set before anything imports it: two processes of pytest share the cores, and
+threads of OpenMP that spin while they wait for each other take ten times as long on a core that is taken.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -16,8 +21,11 @@ from tests import parts
 from tests.storage import servers
 from tests.storage.proxy import Standing
 
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("few", deadline=None, max_examples=25)
+settings.register_profile("many", deadline=None, max_examples=300)
+settings.load_profile("few")
 
 # A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests of Ctrl-C would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -117,13 +117,8 @@ def named(test: str, nodes: Iterable[str]) -> list[str]:
 def test_ci_runs_the_tests_and_a_part_of_the_slow_ones() -> None:
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     assert script[-2:] == ["make test", "make test-part"]
-    assert selections("test") == ["soak", "not slow and not gpu and not soak"]
+    assert selections("test") == ["not slow and not gpu"]
     assert selections("test-part") == ["slow and not gpu"]
-
-
-def test_the_soak_is_where_make_test_looks_for_it(marks: dict[str, set[str]]) -> None:
-    files = {file_of(node) for node, names in marks.items() if "soak" in names}
-    assert [f"-m soak {file} " in (ROOT / "Makefile").read_text() for file in files] == [True]
 
 
 def test_every_test_but_those_that_need_a_gpu_runs_once(marks: dict[str, set[str]], runs: dict[str, set[str]]) -> None:

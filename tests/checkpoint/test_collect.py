@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint import collect as collecting
@@ -218,7 +218,6 @@ def in_memory() -> Iterator[dict[str, MemoryStorage]]:
         yield found
 
 
-@settings(max_examples=150)
 @given(steps=st.lists(SAVES | PRUNES, min_size=1, max_size=12))
 @example(steps=[Keep(2)])
 def test_whatever_is_saved_pruned_and_killed_every_checkpoint_stays_loadable(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint import reader as reading
@@ -62,7 +62,6 @@ def test_every_tensor_comes_back_bit_for_bit(tmp_path: Path, cut: making.Cut, nu
 
 
 @given(st.data(), shapes())
-@settings(max_examples=40)
 def test_any_piece_of_any_cut(data: st.DataObject, shape: tuple[int, ...]) -> None:
     saved, wanted = data.draw(cuts(shape)), data.draw(cuts(shape))
     values = filled(shape, "int32", 1)

@@ -1,4 +1,8 @@
-"""Every mistake a person can make gets one clear sentence, exit status 2, no traceback and no orphan."""
+"""Every mistake a person can make gets one clear sentence, exit status 2, no traceback and no orphan.
+
+What is refused before any worker starts is called in this process; the exit status and the streams of real commands
+are those of ``test_all_problems_are_told_at_once`` and of the mistakes that workers meet.
+"""
 
 import os
 import socket
@@ -8,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.calling import Said, call
 from tests.cli.commands import FAST, TINY, Done, closeranks
 
 pytestmark = pytest.mark.world
@@ -30,13 +35,13 @@ def divides_by_zero(model, batch): return (model(batch["x"]) / 0).mean()
 """
 
 
-def refused(done: Done, *words: str) -> None:
+def refused(done: Done | Said, *words: str) -> None:
     assert done.code == 2, done
     assert "Traceback" not in done.err + done.out, done.err
     for word in words:
         assert word in done.err, (word, done.err)
     assert done.err.startswith("closeranks: ")
-    assert not done.left_behind
+    assert not isinstance(done, Done) or not done.left_behind
 
 
 def own_job(folder: Path, *, model: str = "own:net", data: str = "own:data", loss: str = "own:loss") -> Path:
@@ -62,14 +67,21 @@ def own_job(folder: Path, *, model: str = "own:net", data: str = "own:data", los
         ("layout.context=2", ("layout.context", "Set it to 1")),
         ("layout.pipeline=16", ("layout.pipeline", "2 layers do not fill 16 stages")),
         ("layout.schedule=1f1bb", ("layout.schedule", "Did you mean '1f1b'")),
-        ("data.path=/no/such/text", ("/no/such/text",)),
         ("model.vocab_size=100", ("model.vocab_size", "256")),
         ("telemetry.profile=9", ("profile", "10:13")),
-        ("checkpoint.resume=/no/such/run", ("/no/such/run",)),
     ],
 )
 def test_a_bad_value_is_named_with_its_fix(tmp_path: Path, override: str, words: tuple[str, ...]) -> None:
-    refused(closeranks("train", TINY, "-n", 2, *FAST, f"run.folder={tmp_path}/run", override, cwd=tmp_path), *words)
+    refused(call("train", TINY, "-n", 2, *FAST, f"run.folder={tmp_path}/run", override, cwd=tmp_path), *words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [("data.path=/no/such/text", "/no/such/text"), ("checkpoint.resume=/no/such/run", "/no/such/run")],
+)
+def test_a_path_that_workers_do_not_find_is_named(tmp_path: Path, override: str, word: str) -> None:
+    refused(closeranks("train", TINY, "-n", 2, *FAST, f"run.folder={tmp_path}/run", override, cwd=tmp_path), word)
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
@@ -79,13 +91,13 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text("[train\nsteps = 5\n")
-    refused(closeranks("train", "tinny.toml", cwd=tmp_path), "tinny.toml", "tiny.toml")
-    refused(closeranks("train", "tiny.toml", cwd=tmp_path), "tiny.toml", "line 1")
-    refused(closeranks("train", ".", cwd=tmp_path), "folder")
+    refused(call("train", "tinny.toml", cwd=tmp_path), "tinny.toml", "tiny.toml")
+    refused(call("train", "tiny.toml", cwd=tmp_path), "tiny.toml", "line 1")
+    refused(call("train", ".", cwd=tmp_path), "folder")
 
 
 def test_fewer_micro_batches_than_workers(tmp_path: Path) -> None:
-    done = closeranks("train", TINY, "-n", 4, "train.global_batch=3", "train.micro_batch=1", cwd=tmp_path)
+    done = call("train", TINY, "-n", 4, "train.global_batch=3", "train.micro_batch=1", cwd=tmp_path)
     refused(done, "4", "3")
 
 
@@ -125,10 +137,8 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 def test_an_unwritable_run_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refused(
-        closeranks("train", TINY, f"run.folder={tmp_path}/file/run", cwd=tmp_path), "cannot be written", "run.folder"
-    )
-    refused(closeranks("train", TINY, "run.folder=/proc/nowhere", cwd=tmp_path), "/proc/nowhere")
+    refused(call("train", TINY, f"run.folder={tmp_path}/file/run", cwd=tmp_path), "cannot be written", "run.folder")
+    refused(call("train", TINY, "run.folder=/proc/nowhere", cwd=tmp_path), "/proc/nowhere")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small file system needs root")
@@ -162,8 +172,8 @@ def test_a_script_that_is_not_there_and_one_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    refused(closeranks("report", tmp_path, cwd=tmp_path), "not a run folder")
-    refused(closeranks("sample", tmp_path, "import ", cwd=tmp_path), "there is no checkpoint at")
+    refused(call("report", tmp_path, cwd=tmp_path), "not a run folder")
+    refused(call("sample", tmp_path, "import ", cwd=tmp_path), "there is no checkpoint at")
 
 
 def test_a_working_folder_that_was_removed(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_a_killed_worker_ends_the_run_with_one_clear_report(tmp_path: Path) -> N
     with started("train", TINY, "-n", 3, *LONG, once, "run.folder=run", cwd=tmp_path) as (process, name):
         wait_for_line(process, "step     5/")
         os.kill(workers(name)[1], signal.SIGKILL)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 1
-        assert gone_within(name, 1.0)
+        assert gone_within(name, 30.0)
     report = err[err.index("closeranks: ") :]
     assert re.search(r"rank 1 .*SIGKILL", report), report
     assert re.search(r"step \d+", report)
@@ -97,10 +97,10 @@ def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
     ):
         wait_for_line(process, "step     5/")
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 143, err
         assert "checkpoint.resume=run" in err
-        assert gone_within(name, 1.0)
+        assert gone_within(name, 30.0)
     assert "saved step" in out
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
@@ -112,7 +112,7 @@ def test_sigusr1_saves_the_same_step_of_all_ranks_and_goes_on(tmp_path: Path) ->
         line = wait_for_line(process, "saved step")
         wait_for_line(process, "step ")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=300)
         assert process.returncode == 143
     saved = int(re.findall(r"saved step (\d+)", line)[0])
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -125,4 +125,4 @@ def test_a_killed_agent_takes_its_workers_with_it(tmp_path: Path) -> None:
         wait_for_line(process, "step     3/")
         process.kill()
         process.wait()
-        assert gone_within(name, 2.0)
+        assert gone_within(name, 30.0)

@@ -135,7 +135,7 @@ def test_every_reader_of_a_forged_manifest_ends_with_a_sentence(
     body = body_of(path)
     (run / "checkpoints" / "latest").unlink()
     out = tmp_path / "out"
-    for what, forged in forgeries(body, 10):
+    for what, forged in forgeries(body, 6):
         path.write_bytes(seal_text("manifest", to_text(forged)))
         before = everything(tmp_path)
         for name, read in readers(run, out):
@@ -181,7 +181,7 @@ def test_a_forged_run_folder_is_told(run: Path, tmp_path: Path) -> None:
     for path, body in files.items():
         path.write_bytes(_written(path, body))
     for path, body in files.items():
-        for number, (what, forged) in enumerate(variants(body, SEED, 12)):
+        for number, (what, forged) in enumerate(variants(body, SEED, 4)):
             path.write_bytes(_written(path, forged))
             check(call("status", run), f"{path.name} {what}: status")
             if number == 0:

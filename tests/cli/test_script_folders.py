@@ -24,15 +24,28 @@ def tree(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_the_folder_that_the_session_names_holds_everything(tmp_path: Path) -> None:
+def run_and_check(tmp_path: Path, name: str, folder: Path) -> None:
     (tmp_path / "foo.py").write_text(SCRIPT)
-    for number, name in enumerate(["runs/foo", "runs/foo", "elsewhere/bar"]):
-        done = closeranks("run", "foo.py", name, cwd=tmp_path)
-        assert done.code == 0, done.err
-        folder = tmp_path / (name if number != 1 else "runs/foo-2")
-        assert (folder / "logs" / "rank-00000.log").read_text() == "printed before the session\n"
-        assert {"job.toml", "logs/zygote.log", "metrics/rank-00000.jsonl", "status.json"} <= set(tree(folder))
+    done = closeranks("run", "foo.py", name, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert (folder / "logs" / "rank-00000.log").read_text() == "printed before the session\n"
+    assert {"job.toml", "logs/zygote.log", "metrics/rank-00000.jsonl", "status.json"} <= set(tree(folder))
+
+
+def test_the_folder_that_the_session_names_holds_everything(tmp_path: Path) -> None:
+    """Also where a run lies in the folder that was named: the next free one takes its place."""
+    first = make_free_folder(tmp_path / "runs" / "foo")
+    (first / "job.toml").touch()
+    run_and_check(tmp_path, "runs/foo", tmp_path / "runs" / "foo-2")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["foo", "foo-2"]
+    assert tree(first) == ["job.toml"]
+
+
+@pytest.mark.slow
+def test_a_folder_elsewhere_and_the_same_script_again(tmp_path: Path) -> None:
+    run_and_check(tmp_path, "elsewhere/bar", tmp_path / "elsewhere" / "bar")
+    run_and_check(tmp_path, "elsewhere/bar", tmp_path / "elsewhere" / "bar-2")
+    assert tree(tmp_path / "runs") == []
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.run.job import load_job
+from tests.cli.calling import call
 from tests.cli.commands import FAST, TINY, closeranks
 
 
@@ -23,19 +24,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("verb", ["", "train", "run", "config", "sample", "status", "report"])
 def test_help_shows_an_example(tmp_path: Path, verb: str) -> None:
-    done = closeranks(*([verb] if verb else []), "--help", cwd=tmp_path)
+    done = (call if verb else closeranks)(*([verb] if verb else []), "--help", cwd=tmp_path)
     assert done.code == 0
     assert f"    closeranks {verb or 'train'} " in done.out
 
 
 def test_config_prints_a_job_that_loads_back_equal(tmp_path: Path) -> None:
-    done = closeranks("config", TINY, "train.steps=7", cwd=tmp_path)
+    done = call("config", TINY, "train.steps=7", cwd=tmp_path)
     (tmp_path / "again.toml").write_text(done.out)
     assert load_job(tmp_path / "again.toml").value == load_job(Path(TINY), ["train.steps=7"]).value
 
 
 def test_explain_tells_where_each_value_came_from(tmp_path: Path) -> None:
-    done = closeranks("config", TINY, "optim.lr=0.5", "--explain", cwd=tmp_path)
+    done = call("config", TINY, "optim.lr=0.5", "--explain", cwd=tmp_path)
     by_key = {line.split(" = ")[0]: line for line in done.out.splitlines()}
     assert "command line" in by_key["optim.lr"]
     assert "tiny.toml:" in by_key["train.global_batch"]
@@ -44,7 +45,7 @@ def test_explain_tells_where_each_value_came_from(tmp_path: Path) -> None:
 
 
 def test_the_schema_knows_every_table(tmp_path: Path) -> None:
-    schema = json.loads(closeranks("config", "--schema", cwd=tmp_path).out)
+    schema = json.loads(call("config", "--schema", cwd=tmp_path).out)
     assert set(schema["properties"]) == set(load_job(Path(TINY)).value.model_dump())
 
 
@@ -70,7 +71,7 @@ def test_a_sample_repeats_by_its_seed(run: Path) -> None:
 def test_report_draws_and_writes_again(run: Path) -> None:
     (run / "curve.png").unlink()
     (run / "report.md").unlink()
-    done = closeranks("report", run, cwd=run)
+    done = call("report", run, cwd=run)
     assert done.code == 0, done.err
     assert (run / "curve.png").exists()
     assert "Trained 4 steps on 2 workers" in (run / "report.md").read_text()

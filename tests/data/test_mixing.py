@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
@@ -34,7 +34,6 @@ def assert_within_one(turns: Turns, first: int, length: int) -> None:
 @given(weights, st.just(0) | st.integers(0, 10**6) | st.integers(0, 10**15))
 @example([45, 45, 4, 3, 3], 0)
 @example([1], 10**12)
-@settings(max_examples=100, deadline=None)
 def test_draws_are_within_one_of_their_share_at_every_prefix(several: list[int], first: int) -> None:
     """Windows cross the seams between stretches, where the walk begins anew."""
     turns = Turns.of([float(weight) for weight in several])
@@ -43,7 +42,6 @@ def test_draws_are_within_one_of_their_share_at_every_prefix(several: list[int],
 
 
 @given(weights, st.integers(1, 60), st.integers(0, 10**9))
-@settings(max_examples=100, deadline=None)
 def test_any_position_can_be_begun_from(several: list[int], length: int, first: int) -> None:
     """The proof's claim itself: counts at two positions close together are joined by a walk that keeps every window."""
     turns = Turns.of([float(weight) for weight in several])
@@ -59,7 +57,6 @@ def test_any_position_can_be_begun_from(several: list[int], length: int, first: 
 
 
 @given(st.lists(st.floats(0.05, 20.0), min_size=1, max_size=6), st.integers(0, 10**12))
-@settings(max_examples=60, deadline=None)
 def test_weights_of_any_digits(several: list[float], first: int) -> None:
     """Against the weights as they were given, rounded or not."""
     turns = Turns.of(several)
@@ -107,7 +104,6 @@ def test_a_weight_too_small_is_said() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=5), st.integers(0, 2**40))
-@settings(max_examples=60, deadline=None)
 def test_each_part_goes_through_its_own_order(parts: list[tuple[int, int]], seed: int) -> None:
     orders = tuple(FullOrder(size, seed + number) for number, (size, _) in enumerate(parts))
     mixture = MixtureOrder(orders, tuple(float(weight) for _, weight in parts))

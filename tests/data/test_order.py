@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
@@ -125,7 +125,6 @@ counts = st.integers(1, 70)
 
 
 @given(counts, counts, counts, st.integers(1, 12), st.integers(0, 6), st.none() | st.integers(0, 300))
-@settings(max_examples=300)
 def test_ranks_share_out_exactly_the_micro_batches(
     num_samples: int, global_batch: int, micro_batch: int, data_size: int, num_steps: int, total: int | None
 ) -> None:

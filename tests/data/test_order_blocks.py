@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
@@ -19,7 +19,6 @@ seeds = st.integers(0, 2**40)
 @example(num_samples=5, seed=0, block=9, window=2)
 @example(num_samples=12, seed=1, block=4, window=2)
 @example(num_samples=13, seed=1, block=4, window=2)
-@settings(max_examples=400)
 def test_each_epoch_has_every_sample_once(num_samples: int, seed: int, block: int, window: int) -> None:
     order = BlockOrder(num_samples, seed, block, window)
     for epoch in order.between(0, 3 * num_samples).reshape(3, num_samples):
@@ -27,7 +26,6 @@ def test_each_epoch_has_every_sample_once(num_samples: int, seed: int, block: in
 
 
 @given(st.integers(1, 400), seeds, small, st.integers(1, 10))
-@settings(max_examples=300)
 def test_a_window_takes_all_of_its_blocks_before_the_next_begins(
     num_samples: int, seed: int, block: int, window: int
 ) -> None:
@@ -64,7 +62,6 @@ def test_any_position_of_any_size_is_a_sample(
 
 
 @given(st.integers(2, 300), seeds, small, small)
-@settings(max_examples=30)
 def test_positions_in_any_order(num_samples: int, seed: int, block: int, window: int) -> None:
     order = BlockOrder(num_samples, seed, block, window)
     positions = np.random.default_rng(seed).integers(0, 4 * num_samples, size=50)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.data.mixing import MixtureOrder
@@ -86,7 +86,6 @@ def _one_step(
 
 
 @given(singles() | mixtures(), batches, lives, st.frozensets(st.integers(0, 80), max_size=10))
-@settings(max_examples=100, deadline=None)
 def test_the_order_is_one_whatever_happens_to_the_run(
     order: Order, batch: tuple[int, int], several: list[Life], skipped: frozenset[int]
 ) -> None:
@@ -98,7 +97,6 @@ def test_the_order_is_one_whatever_happens_to_the_run(
 
 
 @given(singles(), batches, lives, st.frozensets(st.integers(0, 80), max_size=10))
-@settings(max_examples=60, deadline=None)
 def test_every_sample_counts_once_an_epoch(
     order: Order, batch: tuple[int, int], several: list[Life], skipped: frozenset[int]
 ) -> None:
@@ -112,7 +110,6 @@ def test_every_sample_counts_once_an_epoch(
 
 
 @given(mixtures(), batches, lives)
-@settings(max_examples=50, deadline=None)
 def test_proportions_hold_whatever_happens_to_the_run(
     order: MixtureOrder, batch: tuple[int, int], several: list[Life]
 ) -> None:
@@ -126,7 +123,6 @@ def test_proportions_hold_whatever_happens_to_the_run(
 
 
 @given(mixtures(), st.integers(1, 400))
-@settings(max_examples=60, deadline=None)
 def test_each_part_of_a_mixture_has_every_sample_once_an_epoch_of_its_own(order: MixtureOrder, length: int) -> None:
     samples = order.between(0, length)
     bounds = np.cumsum([0, *(part.num_samples for part in order.parts)])
@@ -139,7 +135,6 @@ def test_each_part_of_a_mixture_has_every_sample_once_an_epoch_of_its_own(order:
 
 
 @given(singles() | mixtures(), st.lists(st.integers(0, 10**13), min_size=1, max_size=12))
-@settings(max_examples=60, deadline=None)
 def test_any_position_is_found_without_those_before_it(order: Order, positions: list[int]) -> None:
     together = order.at(np.array(positions))
     assert together.tolist() == [int(order.at(np.array([one]))[0]) for one in positions]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.layout import SCHEDULES, Layout, enumerate_layouts
@@ -156,7 +156,6 @@ def test_zero_3_gathers_the_unit_at_work_and_those_ahead() -> None:
     assert [unit.is_freed for unit in units] == [True] * (TINY.num_layers - 1) + [False, False]
 
 
-@settings(max_examples=20)
 @given(st.sampled_from(SMALL), st.sampled_from(["float32", "bf16", "fp16"]))
 def test_only_float64_changes_the_width_of_state(layout: Layout, precision: str) -> None:
     (one, *_), (wide, *_) = (

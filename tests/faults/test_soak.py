@@ -28,7 +28,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.world
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(560)
 class TestThreeMinutes:
     def test_every_fault_is_survived(self, figures: dict[str, Any]) -> None:

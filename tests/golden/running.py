@@ -22,6 +22,7 @@ from closeranks.core.events import StepDone
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
 from closeranks.run.loop import drive
+from closeranks.telemetry.status import read_status
 from closeranks.testing import run_world
 from tests.cli.commands import IMPORTABLE, closeranks, started
 from tests.faults.harness import wait_for_step
@@ -29,8 +30,8 @@ from tests.golden.jobs import JOBS, KILL_AT, RESIZED, STEPS, STOP_AT, Tables, wr
 from tests.golden.record import Record, read_run
 
 _TIMEOUT_S = 900.0
-PACE = "GOLDEN_PACE_S"
-"""Environment variable of ``Paced``."""
+HELD = "GOLDEN_HELD"
+"""Environment variable: ``Paced`` waits until the agent says that it stops the run."""
 
 
 class StopsHalfWay(Hook):
@@ -40,12 +41,15 @@ class StopsHalfWay(Hook):
 
 
 class Paced(Hook):
-    """Waits after each step of the first generation from the second on, so that what is done to the run from outside
-    is done before it ends."""
+    """Keeps the first generation from ending before what is done to it from outside has been done: a kill finds half a
+    second in each step, and a drain is waited for after the second step."""
 
     def on_step(self, session: Session, step: StepDone) -> None:
-        if session.world.generation == 0 and step.step >= 2:
-            time.sleep(float(os.environ[PACE]))
+        if session.world.generation or step.step < 2:
+            return
+        while os.environ.get(HELD) and not ((told := read_status(session.folder)) and told.state == "stopping"):
+            time.sleep(0.05)
+        time.sleep(0.5)
 
 
 # --- in worlds
@@ -133,7 +137,7 @@ def made(folder: Path, names: Iterable[str]) -> dict[str, Record]:
 def killed(folder: Path, name: str) -> Record:
     """Rank 1 is killed in step ``KILL_AT``; the run recovers from memory."""
     words = [*_command(folder, name), _PACED, "--faults", f"kill(rank=1, step={KILL_AT})"]
-    done = closeranks(*words, cwd=folder, timeout_s=_TIMEOUT_S, env={**IMPORTABLE, PACE: "0.5"})
+    done = closeranks(*words, cwd=folder, timeout_s=_TIMEOUT_S, env=IMPORTABLE)
     assert done.code == 0, done.err
     told = _events(folder / "run")
     assert [event["event"] for event in told if event["event"] in ("rank_lost", "ranks_closed")] == [
@@ -147,7 +151,7 @@ def killed(folder: Path, name: str) -> Record:
 def drained(folder: Path, name: str) -> Record:
     """The agent is sent SIGTERM after the second step, saves and leaves; a second command resumes the run."""
     words = _command(folder, name)
-    with started(*words, _PACED, cwd=folder, env={**IMPORTABLE, PACE: "2"}) as (process, _):
+    with started(*words, _PACED, cwd=folder, env={**IMPORTABLE, HELD: "1"}) as (process, _):
         wait_for_step(process, folder / "run", 2)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=_TIMEOUT_S)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -75,7 +75,6 @@ def test_outputs_of_one_node_that_go_different_ways() -> None:
     compare(lambda x: sum((part * number for number, part in enumerate((x @ weight).unbind(1), 2)), x[:, 0]), weights)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), min_size=1, max_size=6))
 def test_any_graph(layers: list[tuple[int, int]]) -> None:
     """Each layer has one of three weights and adds what some earlier layer gave."""

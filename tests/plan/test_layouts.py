@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.layout import Layout, enumerate_layouts, legal_problems
@@ -71,7 +71,6 @@ def test_the_first_rank_of_a_plain_pipeline_is_the_fullest(tiny: Subject) -> Non
     assert every.ranks[3].activations[0].num_bytes == 8 * blocks[3], "GPipe holds all 8 micro-batches"
 
 
-@settings(max_examples=30)
 @given(st.sampled_from(list(layouts_of(8))))
 def test_more_splitting_never_takes_more_state(layout: Layout) -> None:
     tiny = subject_of(load_job(TINY).value)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint.config import CheckpointConfig, seconds_of
@@ -74,7 +74,6 @@ def test_the_recommended_habit_is_the_best() -> None:
     assert by_name["every 15 min"].waste < by_name["every 15 min, blocking"].waste
 
 
-@settings(max_examples=60)
 @given(SITUATIONS)
 def test_every_situation_has_a_policy(situation: Situation) -> None:
     policy = policy_for(situation)

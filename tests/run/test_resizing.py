@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.layout import Layout
@@ -163,7 +163,6 @@ def test_what_changed_is_said() -> None:
     assert "pipeline=2 schedule=zbv -> data=1;" in fitted(job_of("pipeline=2 schedule=zbv"), 1).words
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     data=st.integers(1, 6),
     zero=st.integers(0, 3),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.cli.calling import Said, call
 from tests.cli.commands import FAST, ROOT, TINY, Done, closeranks
 
 pytestmark = pytest.mark.world
@@ -43,7 +44,7 @@ def run(home: Path, piped: subprocess.CompletedProcess[str]) -> Path:
     return home / "runs" / "tiny"
 
 
-def in_order(done: Done) -> str:
+def in_order(done: Done | Said) -> str:
     assert done.code == 0, done.err
     return done.out
 
@@ -52,8 +53,8 @@ def test_output_into_a_pipe(run: Path, home: Path, piped: subprocess.CompletedPr
     """docs/runs.md: how a run can end. Who reads along is no part of the run."""
     assert len(piped.stdout.splitlines()) == 2
     assert "Traceback" not in piped.stderr
-    assert f"step {STEPS} of {STEPS}" in in_order(closeranks("status", run, cwd=home))
-    assert "certified, latest" in in_order(closeranks("ckpt", "ls", run, cwd=home))
+    assert f"step {STEPS} of {STEPS}" in in_order(call("status", run, cwd=home))
+    assert "certified, latest" in in_order(call("ckpt", "ls", run, cwd=home))
 
 
 def test_the_report_and_the_curve(run: Path) -> None:
@@ -71,7 +72,7 @@ def test_sample_from_the_model(run: Path, home: Path) -> None:
 
 def test_export_to_safetensors(run: Path, home: Path) -> None:
     """docs/checkpoints-hf.md: weights for elsewhere, in a file that any tool opens."""
-    in_order(closeranks("ckpt", "convert", run, home / "tiny.safetensors", "--to", "safetensors", cwd=home))
+    in_order(call("ckpt", "convert", run, home / "tiny.safetensors", "--to", "safetensors", cwd=home))
     weights = load_file(home / "tiny.safetensors")
     assert weights["model.embed_tokens.weight"].shape == (256, 128)
 
@@ -79,7 +80,7 @@ def test_export_to_safetensors(run: Path, home: Path) -> None:
 def test_a_typo_in_a_key(tmp_path: Path) -> None:
     """docs/config.md: errors. One sentence with the place and the fix, status 2, and nothing is written."""
     (tmp_path / "job.toml").write_text('[model]\nname = "llama"\n[data]\nname = "text"\n[train]\nstepz = 4\n')
-    done = closeranks("train", "job.toml", "-n", 2, cwd=tmp_path)
+    done = call("train", "job.toml", "-n", 2, cwd=tmp_path)
     assert done.code == 2
     assert "train.stepz [job.toml:6]: no such key" in done.err
     assert "Did you mean 'steps'?" in done.err
@@ -89,7 +90,7 @@ def test_a_typo_in_a_key(tmp_path: Path) -> None:
 
 def test_choose_a_layout_and_train_with_it(tmp_path: Path) -> None:
     """docs/layouts.md: choosing one. What ``layout ls`` lists first can be trained with as it stands."""
-    listed = in_order(closeranks("layout", "ls", TINY, "-n", 2, "model.num_layers=2", cwd=tmp_path))
+    listed = in_order(call("layout", "ls", TINY, "-n", 2, "model.num_layers=2", cwd=tmp_path))
     chosen = next(match[0] for line in listed.splitlines() if (match := re.search(r"data=2 zero=\d", line)))
     changes = [*FAST, f"layout={chosen}", "run.folder=run"]
     assert chosen in in_order(closeranks("train", TINY, "-n", 2, *changes, cwd=tmp_path))
@@ -117,4 +118,4 @@ def test_change_the_learning_rate_when_going_on(run: Path, home: Path) -> None:
 
 def test_it_is_all_still_there_when_the_project_is_elsewhere(run: Path) -> None:
     """docs/checkpoints.md: every byte that is stored can be proven, from any working folder."""
-    in_order(closeranks("ckpt", "verify", run, cwd=ROOT))
+    in_order(call("ckpt", "verify", run, cwd=ROOT))

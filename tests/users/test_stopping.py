@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,9 @@ def test_nohup_and_a_lost_connection(tmp_path: Path) -> None:
         )
     while "step     2/40" not in (tmp_path / "train.log").read_text():
         assert process.poll() is None, (tmp_path / "train.log").read_text()
+        time.sleep(0.05)
     os.kill(process.pid, signal.SIGHUP)
-    assert process.wait(100) == 0, (tmp_path / "train.log").read_text()
+    assert process.wait(300) == 0, (tmp_path / "train.log").read_text()
     assert "finished at step 40" in (tmp_path / "train.log").read_text()
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.agent.control.client import ControlClient
@@ -162,7 +162,6 @@ def test_what_is_no_lead_is_named(stage: Stage, answer: bytes, words: str) -> No
 
 
 @given(st.binary(min_size=1, max_size=2000))
-@settings(max_examples=40)
 def test_whatever_answers_it_never_raises_and_never_opens(answer: bytes) -> None:
     with Stage() as stage, socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -130,7 +130,7 @@ def recorded() -> tuple[bytes, bytes]:
 
 
 @given(st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_record_played_again_whole_cut_or_altered_is_refused(
     recorded: tuple[bytes, bytes], data: st.DataObject
 ) -> None:

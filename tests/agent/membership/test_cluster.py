@@ -13,7 +13,7 @@ from .mutants import IN_CLUSTERS, IN_SCENES
 from .scenes import SCENES
 from .trouble import Chaos, Fault
 
-_LONG = settings(max_examples=40, suppress_health_check=list(HealthCheck))
+_LONG = settings(max_examples=15, suppress_health_check=list(HealthCheck))
 _MOST_SEEDS = 400
 
 

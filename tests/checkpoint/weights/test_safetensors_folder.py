@@ -42,7 +42,7 @@ def test_names_shapes_and_formats(folder: Path) -> None:
     assert {name: weights.dtype(name) for name in TENSORS} == {name: one.dtype for name, one in TENSORS.items()}
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(sorted(TENSORS)), band=st.sampled_from([1, 16, 40, 1 << 20]))
 def test_every_piece_is_that_of_the_whole(
     folder: Path, data: st.DataObject, name: str, band: int, monkeypatch: pytest.MonkeyPatch

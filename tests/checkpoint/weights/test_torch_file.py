@@ -38,7 +38,7 @@ def test_names_shapes_and_formats(file: Path) -> None:
     assert weights.notes == ()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(sorted(TENSORS)))
 def test_every_piece_is_that_of_the_whole(file: Path, data: st.DataObject, name: str) -> None:
     whole = TENSORS[name]

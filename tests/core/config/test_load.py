@@ -166,7 +166,7 @@ def test_all_problems_at_once_in_the_order_of_the_file(problems: Problems) -> No
     ]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.one_of(
         st.text(max_size=80),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from closeranks.core.config.schema import json_schema
 from closeranks.core.config.toml import dump_toml
@@ -72,7 +72,6 @@ def _holds(keyword: str, operand: Any, value: Any, node: dict[str, Any], root: d
             raise AssertionError(f"unknown keyword {keyword}")
 
 
-@settings(max_examples=60, deadline=None)
 @given(JOBS)
 def test_every_job_that_loads_is_valid(job: Job) -> None:
     assert is_valid(tomllib.loads(dump_toml(job)), SCHEMA, SCHEMA)

@@ -68,7 +68,7 @@ JOBS = st.builds(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(job=JOBS)
 def test_what_is_dumped_loads_back_equal(tmp_path: Path, job: Job) -> None:
     path = tmp_path / "job.toml"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -376,7 +376,6 @@ def test_objects_are_not_saved(files: FolderFiles, place: IndexPlace) -> None:
         opened(place, files, lambda progress: {"x": np.array([{}], dtype=object)})
 
 
-@settings(max_examples=50)
 @given(
     arrays=st.dictionaries(
         st.text(min_size=1, max_size=5),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import BadRecordError, DataError
@@ -46,7 +46,6 @@ def everything(records: JsonlRecords) -> list[Any]:
     return [*records.read(np.arange(len(records)))]
 
 
-@settings(max_examples=40)
 @given(
     files=st.lists(st.lists(st.dictionaries(st.text(), JSON, max_size=3), max_size=6), min_size=1, max_size=3),
     newline=st.sampled_from(["\n", "\r\n", "\n\n", "\n  \t\n"]),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -58,7 +58,6 @@ def test_arrays_of_one_length_are_fields(tmp_path: Path) -> None:
     assert records.block == 0
 
 
-@settings(max_examples=50)
 @given(
     array=hnp.arrays(
         st.sampled_from([np.int32, np.float64, np.uint8, np.bool_]),
@@ -142,7 +141,6 @@ def test_what_has_no_rows_of_values_is_refused(tmp_path: Path, array: npt.NDArra
         records_of(write(tmp_path, x=array))
 
 
-@settings(max_examples=50)
 @given(
     pieces=st.lists(st.lists(st.integers(0, 60_000), max_size=20), min_size=1, max_size=4),
     length=st.integers(1, 12),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import BadRecordError, DataError
@@ -129,7 +129,6 @@ def test_what_is_no_example_is_a_bad_record(tmp_path: Path) -> None:
         opened(tmp_path).read(np.array([0]))
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_no_bytes_break_the_parser(data: st.DataObject) -> None:
     """Only its own error comes out, of noise and of a real example with some bytes changed."""

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import BadRecordError, DataError
@@ -58,7 +58,6 @@ def opened(folder: Path, rows: Sequence[Any], field: str = "ids") -> tuple[Recor
     return RecordTokens(records, FolderFiles(folder / "data"), field, IndexPlace(folder=str(folder / "index"))), records
 
 
-@settings(max_examples=50)
 @given(
     rows=st.lists(st.lists(st.integers(0, 70_000), max_size=6), min_size=1, max_size=12),
     length=st.integers(1, 10),

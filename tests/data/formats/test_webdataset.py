@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -79,7 +79,6 @@ def test_what_their_writer_wrote_is_what_their_reader_reads(tmp_path: Path, plac
     assert records.files_of(np.array([45, 1, 46])) == ["shard-00002.tar", "shard-00000.tar"]
 
 
-@settings(max_examples=60)
 @given(
     names=st.lists(st.tuples(NAMES, st.sampled_from(["a", "b.C", "PNG", "", "x/y.z"])), max_size=12),
     format=st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),

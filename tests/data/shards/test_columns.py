@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -42,7 +42,6 @@ def rows(shape: tuple[int, ...], dtype: str, raw_bytes: int) -> st.SearchStrateg
     shard_bytes=st.sampled_from([300, 1 << 20]),
     data=st.data(),
 )
-@settings(max_examples=60)
 def test_columns_are_the_records_stacked(
     tmp_path_factory: pytest.TempPathFactory, table: list[dict[str, Any]], shard_bytes: int, data: st.DataObject
 ) -> None:

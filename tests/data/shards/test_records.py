@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -31,7 +31,6 @@ rows = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), min_siz
 
 
 @given(record=rows)
-@settings(max_examples=300)
 def test_decoding_is_the_inverse_of_encoding(record: dict[str, Any]) -> None:
     form, body = encode(record)
     data = memoryview(bytes(16) + PREFIX.pack(3) + body + bytes(8))
@@ -41,7 +40,6 @@ def test_decoding_is_the_inverse_of_encoding(record: dict[str, Any]) -> None:
 
 
 @given(record=rows, cut=st.integers(1, 6))
-@settings(max_examples=100)
 def test_a_record_cut_short_or_too_long_does_not_decode(record: dict[str, Any], cut: int) -> None:
     form, body = encode(record)
     data = memoryview(PREFIX.pack(0) + body + bytes(64))
@@ -53,7 +51,6 @@ def test_a_record_cut_short_or_too_long_does_not_decode(record: dict[str, Any], 
 @given(
     table=st.lists(rows, max_size=12), shard_bytes=st.sampled_from([100, 700, 1 << 20]), most=st.sampled_from([0, 1])
 )
-@settings(max_examples=40)
 def test_what_is_read_is_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, table: list[dict[str, Any]], shard_bytes: int, most: int
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
@@ -34,7 +34,6 @@ def stream_of(docs: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     most_mapped=st.sampled_from([0, 1, 2]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40)
 def test_what_is_read_is_what_was_written(
     tmp_path_factory: pytest.TempPathFactory,
     lengths: list[int],
