@@ -1,5 +1,7 @@
 """Of a generation that is over, the one who began it is named: a host that was lost before those who missed it."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,10 +50,21 @@ def test_where_all_told_their_workers_are_judged() -> None:
 
 
 def test_an_end_by_agreement_has_the_reason_for_which_it_was_asked() -> None:
-    over, whole = settled(Cause("done"), "h0"), Statement(has_regrouped=True)
-    why = without_facts("preempted", "h1 has to leave")
-    assert verdict_of(over, whole, "", next_step=1, leaving=why) is why
+    over, why = settled(Cause("done"), "h0"), without_facts("preempted", "h1 has to leave")
+    left = [WorkerFact(rank, status=0, is_finished=True, ended_for=("regroup",)) for rank in range(2)]
+    assert verdict_of(over, Statement(workers=tuple(left)), "", next_step=1, leaving=why) is why
+    for other in (replace(left[1], ended_for=()), replace(left[1], status=1)):
+        assert verdict_of(over, Statement(workers=(left[0], other)), "", next_step=1, leaving=why) is None
     assert verdict_of(over, Statement(), "", next_step=1, leaving=None) is None
+
+
+def test_a_run_is_drained_if_any_worker_ended_for_a_drain() -> None:
+    left = [WorkerFact(rank, status=0, is_finished=True) for rank in range(2)]
+    told = Statement(workers=(left[0], replace(left[1], ended_for=("drain",))))
+    read = Statement.from_fields(json.loads(json.dumps(told.to_fields(5.0))), 5.0)
+    assert read == told
+    assert conclude(settled(Cause("done"), "h0"), read, None, print).reason == "drained"
+    assert conclude(settled(Cause("done"), "h0"), Statement(workers=tuple(left)), None, print).reason == "finished"
 
 
 def test_workers_that_were_ended_with_a_lost_host_have_not_finished() -> None:

@@ -155,7 +155,7 @@ def test_a_failure_is_told_once_with_the_step_of_the_word(ends: Ends) -> None:
 def test_the_end_says_whether_it_was_asked_for(ends: Ends) -> None:
     ends.link.request_drain()
     ends.link.finish()
-    assert ends.hear() == [{"type": "finished", "drained": True, "regrouped": False}]
+    assert ends.hear() == [{"type": "finished", "ended_for": ["drain"]}]
 
 
 def test_an_agent_that_is_gone_does_not_hold_a_sender_up(ends: Ends) -> None:

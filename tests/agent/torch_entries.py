@@ -1,19 +1,28 @@
-"""A worker that forms a real group over the store it was told of."""
+"""Workers that form a real group over the store they were told of."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from whistle import WHISTLE
 
 from closeranks.agent.link import WorkerLink
+from closeranks.agent.progress import Phase
 from closeranks.agent.store import address_of
+from closeranks.elastic.vote import Ballot, Vote
+from closeranks.parallel.group import Group
 
 
-def reduce(payload: dict[str, Any], link: WorkerLink) -> None:
+def form_group(link: WorkerLink) -> int:
+    """The port of the store."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     world, timeout = link.world, timedelta(seconds=30)
     if world.is_lead:
@@ -25,7 +34,34 @@ def reduce(payload: dict[str, Any], link: WorkerLink) -> None:
         host, _, port = link.store().rpartition(":")
         store = dist.TCPStore(host, int(port), None, False, timeout, False)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-    total = torch.tensor([world.rank + 1])
+    return int(port)
+
+
+def reduce(payload: dict[str, Any], link: WorkerLink) -> None:
+    port = form_group(link)
+    total = torch.tensor([link.world.rank + 1])
     dist.all_reduce(total)
-    link.send_event({"event": "sum", "total": int(total), "port": int(port)})
+    link.send_event({"event": "sum", "total": int(total), "port": port})
+    dist.destroy_process_group()
+
+
+def vote(payload: dict[str, Any], link: WorkerLink) -> None:
+    """Votes step by step with what it is asked for, until every rank was asked to whistle by its own agent. Writes down
+    what came of every vote."""
+    form_group(link)
+    folder = Path(payload["folder"])
+    world, scale, number = link.world, torch.ones(()), torch.ones((), dtype=torch.float64)
+    station, verdicts = Vote(Group(world.rank, world.size), (), clip=0.0), []
+    link.send_event({"event": "ready"})
+    for step in itertools.count(1):
+        link.progress(step, Phase.VOTE)
+        asked = link.poll()
+        heard = torch.tensor([float(WHISTLE in asked)], dtype=torch.float64)
+        outcome = station.cast(Ballot(number, number, number, {}, asked, extra=heard), scale).read()
+        verdicts.append(sorted(request.kind for request in outcome.requests))
+        if outcome.extra == (world.size,):
+            break
+    (folder / f"verdicts-{world.rank}.json").write_text(json.dumps(verdicts))
+    while len(list(folder.glob("verdicts-*.json"))) < world.size:  # whoever leaves now could fail another's last vote
+        time.sleep(0.01)
     dist.destroy_process_group()

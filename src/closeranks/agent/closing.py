@@ -15,6 +15,7 @@ from closeranks.agent.membership.effects import Settled
 from closeranks.agent.statement import Statement, has_failed
 from closeranks.agent.verdict import Verdict, judge, without_facts
 from closeranks.core.errors import RunFailed
+from closeranks.core.requests import DRAIN, REGROUP
 
 
 def lost_member(settled: Settled, members: Sequence[str]) -> str:
@@ -35,7 +36,7 @@ def verdict_of(
         return without_facts("zygote", first, step=next_step, error=RunFailed(whole.zygote))
     if has_failed(whole):
         return judge(whole.workers, whole.num_oom_kills)
-    if whole.has_regrouped:
+    if has_regrouped(whole):
         return leaving or without_facts("resize", "the workers regroup")
     return None
 
@@ -55,7 +56,14 @@ def conclude(settled: Settled, statement: Statement, stop: Stop | None, on_note:
     if failed_at is None and settled.cause.why != "done":
         who = f"{settled.cause.host}: " if settled.cause.host else ""
         raise RunFailed(f"the workers were ended before they were done: {who}{settled.cause.what or settled.cause.why}")
-    return Outcome("drained" if statement.has_drained else "finished", statuses)
+    is_drained = any(DRAIN.kind in fact.ended_for for fact in statement.workers)
+    return Outcome("drained" if is_drained else "finished", statuses)
+
+
+def has_regrouped(statement: Statement) -> bool:
+    """Whether all workers left by agreement, for another generation to take over."""
+    workers = statement.workers
+    return bool(workers) and all(REGROUP.kind in fact.ended_for and fact.status == 0 for fact in workers)
 
 
 def first_failure(statement: Statement) -> float | None:

@@ -67,11 +67,6 @@ class Crew:
     def all_spoken(self) -> bool:
         return all(member.has_spoken for member in self.members)
 
-    @property
-    def has_drained(self) -> bool:
-        """Whether it ended because somebody asked a worker to, rather than because the work was done."""
-        return any(member.is_drained for member in self.members)
-
     def facts(self) -> list[WorkerFact]:
         return [member.fact() for member in self.members]
 

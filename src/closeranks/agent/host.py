@@ -34,9 +34,6 @@ class Condition:
     is_clear: bool = False
     """Whether somebody died without a word: others need not be heard to know who began."""
     all_spoken: bool = True
-    has_drained: bool = False
-    has_regrouped: bool = False
-    """Whether everybody left by agreement, for another generation to take over."""
 
 
 class Host:
@@ -114,8 +111,6 @@ class Host:
             failed_at=self.crew.failed_at,
             is_clear=any(member.is_silent for member in members),
             all_spoken=self.crew.all_spoken,
-            has_drained=self.crew.has_drained,
-            has_regrouped=all(member.has_regrouped and member.status == 0 for member in members),
         )
 
     def facts(self) -> list[WorkerFact]:

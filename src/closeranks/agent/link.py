@@ -20,7 +20,7 @@ from closeranks.agent.progress import ProgressWord
 from closeranks.agent.store import bind_store
 from closeranks.agent.wire import LineBuffer, Message, encode
 from closeranks.core.errors import CloseranksError
-from closeranks.core.requests import DRAIN, REQUESTS, Pending, Request
+from closeranks.core.requests import DRAIN, REGROUP, REQUESTS, Pending, Request
 from closeranks.core.world import World
 
 _OUTBOX_BYTES = 1 << 20
@@ -152,8 +152,9 @@ class WorkerLink:
 
     def finish(self) -> None:
         """The entry has returned; whatever is still to be told leaves now."""
-        drained = DRAIN in self._asked or (self._is_told and not self.boxes)
-        self._send({"type": "finished", "drained": drained, "regrouped": self.has_regrouped}, _FINISH_WAIT_S)
+        is_drained = DRAIN in self._asked or (self._is_told and not self.boxes)
+        ended_for = [DRAIN.kind] * is_drained + [REGROUP.kind] * self.has_regrouped
+        self._send({"type": "finished", "ended_for": ended_for}, _FINISH_WAIT_S)
 
     def abandon(self) -> None:
         """In a child that a worker forks: the link stays the worker's alone."""

@@ -51,8 +51,7 @@ class Member:
         self.failure: FailureReport | None = None
         self._has_returned = False
         self._must_finish = plan.must_finish
-        self.is_drained = False
-        self.has_regrouped = False
+        self._ended_for: tuple[str, ...] = ()
         self.is_told = False
         """Whether somebody has sent it SIGTERM, and it asks what becomes of it."""
         self.is_fenced = self._is_asked = False
@@ -187,6 +186,7 @@ class Member:
             died_at=self.died_at,
             is_finished=self.is_finished,
             failure=self.failure,
+            ended_for=self._ended_for,
             log=str(self._log.path),
             log_tail=self._log.tail(_TAIL_LINES),
         )
@@ -214,8 +214,7 @@ class Member:
                 self._log.add(self.failure.traceback)
             case "finished":
                 self._has_returned = True
-                self.is_drained = message["drained"]
-                self.has_regrouped = message["regrouped"]
+                self._ended_for = tuple(message["ended_for"])
             case "told":
                 self.is_told = True
             case "dropped":

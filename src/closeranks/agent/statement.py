@@ -21,17 +21,12 @@ class Statement:
     num_oom_kills: int = 0
     zygote: str = ""
     """Why no worker could be forked any more, in words."""
-    has_drained: bool = False
-    has_regrouped: bool = False
-    """Whether all of its workers left by agreement, for another generation to take over."""
 
     def to_fields(self, now: float) -> dict[str, Any]:
         return {
             "workers": [_aged(fact, now) for fact in self.workers],
             "num_oom_kills": self.num_oom_kills,
             "zygote": self.zygote,
-            "has_drained": self.has_drained,
-            "has_regrouped": self.has_regrouped,
         }
 
     @classmethod
@@ -41,8 +36,6 @@ class Statement:
                 workers=tuple(_dated(fields, now) for fields in told["workers"]),
                 num_oom_kills=int(told["num_oom_kills"]),
                 zygote=str(told["zygote"]),
-                has_drained=bool(told["has_drained"]),
-                has_regrouped=bool(told["has_regrouped"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"a host's statement cannot be read: {error}") from None
@@ -55,8 +48,6 @@ def together(statements: Sequence[Statement]) -> Statement:
         workers=tuple(workers),
         num_oom_kills=sum(one.num_oom_kills for one in statements),
         zygote=next((one.zygote for one in statements if one.zygote), ""),
-        has_drained=any(one.has_drained for one in statements),
-        has_regrouped=bool(statements) and all(one.has_regrouped for one in statements),
     )
 
 
@@ -78,7 +69,8 @@ def _aged(fact: WorkerFact, now: float) -> dict[str, Any]:
 
 def _dated(fields: Mapping[str, Any], now: float) -> WorkerFact:
     died_at, failure = fields["died_at"], fields["failure"]
-    fact = WorkerFact(**{**fields, "failure": None, "died_at": None, "log_tail": tuple(fields["log_tail"])})
+    tuples = {key: tuple(fields[key]) for key in ("ended_for", "log_tail")}
+    fact = WorkerFact(**{**fields, **tuples, "failure": None, "died_at": None})
     return replace(
         fact,
         died_at=None if died_at is None else now - float(died_at),

@@ -210,13 +210,10 @@ class Station:
 
     def _statement(self) -> Statement:
         host, crew = self.host, self.host.crew
-        condition = host.condition
         return Statement(
             workers=tuple(host.facts()),
             num_oom_kills=crew.num_oom_kills if crew else 0,
             zygote=str(host.error) if host.error else "",
-            has_drained=condition.has_drained,
-            has_regrouped=condition.has_regrouped,
         )
 
     def _progress(self, now: float) -> list[RankProgress]:

@@ -56,6 +56,8 @@ class WorkerFact:
     """For how long it had stood still then."""
     still_why: str = ""
     """The same in words, with what it was at; empty: nothing more is known."""
+    ended_for: tuple[str, ...] = ()
+    """The kinds of requests that it ended for, if it was asked to."""
     log: str = ""
     log_tail: tuple[str, ...] = ()
 

@@ -1,0 +1,64 @@
+"""A request of a kind that the package does not know reaches the votes of the workers of two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from closeranks.agent.agent import Agent
+from closeranks.agent.control.token import Token
+from closeranks.agent.gate import Door
+from closeranks.agent.view import View
+
+from .conftest import Host
+from .whistle import WHISTLE
+
+pytestmark = pytest.mark.world
+
+
+def test_nothing_between_who_asks_and_who_acts_knows_kinds(host: Host, tmp_path: Path) -> None:
+    token, second = secrets.token_hex(32), []
+    door = Door("127.0.0.1", 0, Token(token.encode()))
+    plan = host.plan("torch_entries:vote", 1, payload={"folder": str(tmp_path)}, num_hosts=2, most_hosts=2, door=door)
+
+    def join(note: str) -> None:
+        """The lead says how another host joins."""
+        host.notes.append(note)
+        if (told := re.search(r"--join (\S+)", note)) and not second:
+            program = [sys.executable, str(Path(__file__).parent / "whistle.py"), told[1], token]
+            environment = {**os.environ, "CLOSERANKS_TEST": host.marker}
+            second.append(subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL))
+
+    asked: list[View] = []
+
+    def ask(view: View) -> None:
+        if host.named("ready") and not asked:
+            asked.append(view)
+            assert agent._lead is not None
+            agent._lead.request(WHISTLE)
+
+    agent = Agent(
+        plan,
+        on_event=lambda rank, event: host.events.append((rank, event)),
+        on_output=lambda rank, text: host.lines.append(text),
+        on_note=join,
+        on_turn=ask,
+    )
+    try:
+        assert agent.run().statuses == {0: 0, 1: 0}
+        assert second[0].wait(60) == 0
+    finally:
+        for process in second:
+            process.kill()
+            process.wait()
+    first, other = (json.loads((tmp_path / f"verdicts-{rank}.json").read_text()) for rank in range(2))
+    assert first == other, "all ranks hear of it after the same step"
+    begin = first.index(["whistle"])
+    assert first == [[]] * begin + [["whistle"]] * (len(first) - begin)

@@ -1,0 +1,16 @@
+"""A kind of request that the package does not know, defined as a new one would be, and a second host's agent."""
+
+from __future__ import annotations
+
+import sys
+
+from closeranks.agent.control.token import parse_token
+from closeranks.agent.outpost import Outpost
+from closeranks.core.requests import define
+
+WHISTLE = define("whistle")
+
+
+if __name__ == "__main__":
+    address, token = sys.argv[1:]
+    Outpost(address, parse_token(token, "the test"), name="second", num_workers=1, on_note=print).run()
