@@ -63,7 +63,7 @@ def test_a_worker_holds_only_what_is_its_own(host: Host) -> None:
 
 
 def test_a_payload_larger_than_a_socket_buffer_arrives(host: Host) -> None:
-    payload = {"text": "ä" * 3_000_000}
+    payload = {"text": "ä" * 1_000_000}
     host.run(host.plan("finish", 2, payload=payload))
     assert all(event["payload"] == payload for event in host.named("ready").values())
 
@@ -224,7 +224,7 @@ def test_a_drained_run_saves_and_leaves_by_itself(host: Host, number: int, reaso
 
 @pytest.mark.parametrize(
     ("piece", "num_bytes", "shown_in_s"),
-    [("\r 37%|###     |", 30_000_000, 0.0), ("a line of output\n", 2_000_000, 0.02)],
+    [("\r 37%|###     |", 10_000_000, 0.0), ("a line of output\n", 2_000_000, 0.02)],
     ids=["a progress bar", "lines on a slow terminal"],
 )
 def test_a_worker_that_prints_much_is_not_taken_for_hung(
@@ -390,14 +390,14 @@ def test_a_zygote_that_dies_while_importing(host: Host, tmp_path: Path) -> None:
 
 
 def test_a_flood_of_events_arrives_in_order(host: Host) -> None:
-    host.run(host.plan("flood", 2, payload={"num_events": 50_000}))
+    host.run(host.plan("flood", 2, payload={"num_events": 10_000}))
     for rank in range(2):
         heard = [event["index"] for sender, event in host.events if sender == rank]
         # A machine too busy to run the agent for a while may cost events, by design; each of them is owned up to.
         owned_up = sum(int(n) for note in host.notes for n in re.findall(rf"Rank {rank} dropped (\d+)", note))
         assert heard == sorted(set(heard))
-        assert len(heard) + owned_up == 50_000
-        assert len(heard) > 40_000
+        assert len(heard) + owned_up == 10_000
+        assert len(heard) > 8_000
 
 
 def test_a_listener_that_raises_leaves_nothing_behind(host: Host) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.calling import call
 from tests.cli.commands import TINY, closeranks, marked_processes, started, wait_for_line
 
 pytestmark = pytest.mark.world
@@ -46,7 +47,7 @@ def last_step(folder: Path, rank: int) -> int:
 
 def test_a_killed_worker_ends_the_run_with_one_clear_report(tmp_path: Path) -> None:
     once = "elastic.enabled=false"
-    with started("train", TINY, "-n", 3, *LONG, once, "run.folder=run", cwd=tmp_path) as (process, name):
+    with started("train", TINY, "-n", 2, *LONG, once, "run.folder=run", cwd=tmp_path) as (process, name):
         wait_for_line(process, "step     5/")
         os.kill(workers(name)[1], signal.SIGKILL)
         out, err = process.communicate(timeout=300)
@@ -106,14 +107,20 @@ def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
 
 
 def test_sigusr1_saves_the_same_step_of_all_ranks_and_goes_on(tmp_path: Path) -> None:
-    with started("train", TINY, "-n", 2, *LONG, "run.folder=run", "checkpoint.every=0", cwd=tmp_path) as (process, _):
+    """Until Ctrl-C, which saves once more and leaves nothing behind; ``status`` sees the run at work and afterwards."""
+    more = ["run.folder=run", "checkpoint.every=0", "telemetry.report=false"]
+    with started("train", TINY, "-n", 2, *LONG, *more, cwd=tmp_path) as (process, name):
         wait_for_line(process, "step     5/")
+        told = json.loads(call("status", tmp_path / "run", "--json").out)
+        assert (told["state"], told["heard"], told["writer"]["pid"]) == ("running", "now", process.pid)
         process.send_signal(signal.SIGUSR1)
         line = wait_for_line(process, "saved step")
         wait_for_line(process, "step ")
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         process.communicate(timeout=300)
-        assert process.returncode == 143
+        assert process.returncode == 130
+        assert not marked_processes(name)
+    assert call("status", tmp_path / "run").out.startswith("run: interrupted ")
     saved = int(re.findall(r"saved step (\d+)", line)[0])
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert names == [f"step-{saved:08d}", f"step-{last_step(tmp_path / 'run', 0):08d}"]

@@ -83,10 +83,9 @@ def test_data_is_refused_by_name(kind: str, name: str, tmp_path: Path) -> None:
     put(kind, tmp_path / name)
     if kind == "folder":
         (tmp_path / "b.npy").unlink()
-    for place in (tmp_path, tmp_path / name):
-        for verb in ("stats", "verify"):
-            said = call("data", verb, place)
-            assert (said.code, str(tmp_path) in said.err) == (2, True), said
+    for verb, place in (("stats", tmp_path), ("verify", tmp_path / name)):
+        said = call("data", verb, place)
+        assert (said.code, str(tmp_path) in said.err) == (2, True), said
 
 
 @pytest.mark.parametrize("kind", KINDS)

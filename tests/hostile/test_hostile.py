@@ -1,4 +1,4 @@
-"""The campaign of hostile cases: a fixed seed in the fast tier, a new one in the slow tier; and its own parts."""
+"""The campaign of hostile cases with a fixed seed, and its own parts; ``make hostile`` draws a new seed."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def _campaign(*words: object) -> dict[str, object]:
 
 
 @pytest.mark.world
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_families", [2, pytest.param(12, marks=pytest.mark.slow)])
-def test_one_case_of_each_family(num_families: int) -> None:
-    told = _campaign("--seed", SEED, "--reduced", "--count", num_families)
-    assert told["cases"] == num_families + 1  # and the control that must differ
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_one_case_of_each_family() -> None:
+    told = _campaign("--seed", SEED, "--reduced", "--count", 12)
+    assert told["cases"] == 13  # and the control that must differ
 
 
 @pytest.mark.world

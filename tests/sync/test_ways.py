@@ -43,7 +43,6 @@ STRATEGIES = [
     *(Strategy(0), Strategy(1), Strategy(2, "shards"), Strategy(3, "step"), Strategy(3, "shards")),
     Strategy(2, "shards", bucket_bytes=1 << 20),  # which leaves again before it has arrived
 ]
-WORLDS = [(2, 1), (4, 2)]
 NUM_STEPS, NUM_MICRO, NUM_WARMUP = 4, 2, 1
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 
@@ -138,7 +137,9 @@ def courses(strategy: Strategy, name: str, size: int, replicas: int) -> list[Cou
 
 
 each = [
-    pytest.mark.parametrize(("size", "replicas"), WORLDS, ids=["2", "2x2"]),
+    pytest.mark.parametrize(
+        ("size", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)], ids=["2", "2x2"]
+    ),
     pytest.mark.parametrize("strategy", STRATEGIES, ids=str),
     pytest.mark.parametrize("name", NAMES),
 ]

@@ -163,7 +163,7 @@ def test_a_reader_never_meets_half_a_status(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from closeranks.telemetry.status import Happened, Status, StatusWriter\n"
         "writer = StatusWriter(Path(sys.argv[1]))\n"
-        "for step in range(2000): writer.write(Status(step=step, happened=(Happened(0.0, 'x' * (step % 97) * 100),)))\n"
+        "for step in range(500): writer.write(Status(step=step, happened=(Happened(0.0, 'x' * (step % 97) * 100),)))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:
         while not (tmp_path / "status.json").exists():

@@ -64,12 +64,12 @@ def killed_at(label: str, inputs: tuple[str, ...], out: Path, on_bad: str = "sto
 @pytest.mark.parametrize(
     "label",
     [
-        "shard begun:2",
-        "shard durable:2",
+        pytest.param("shard begun:2", marks=pytest.mark.slow),
+        pytest.param("shard durable:2", marks=pytest.mark.slow),
         "shard named:2",
-        "build.part_written:3",
+        pytest.param("build.part_written:3", marks=pytest.mark.slow),
         "build.part_noted:3",
-        "build.parts_done",
+        pytest.param("build.parts_done", marks=pytest.mark.slow),
         "build.described",
     ],
 )
