@@ -82,7 +82,7 @@ def test_an_upload_keeps_no_local_save_waiting_and_its_files_from_being_collecte
     trainer = Trainer(settings(near, remote=str(far), keep_last=2))
     trainer.send(1)
     trainer.hear("primary.committed.1")
-    assert Gate.reached.wait(10.0)
+    assert Gate.reached.wait(60.0)
     for step in (2, 3, 4):  # the upload of step 1 is under way
         trainer.send(step)
         trainer.hear(f"primary.committed.{step}")
@@ -115,7 +115,7 @@ def test_an_upload_that_is_skipped_keeps_no_other_rank_waiting(tmp_path: Path, f
     for step in (1, 2, 3):
         trainer.send(step, 1, 2)
         trainer.hear(f"primary.released.{step}")
-        assert Gate.reached.wait(10.0)
+        assert Gate.reached.wait(60.0)
     trainer.send(4, 1, 2)  # the lanes follow one another: the upload of step 3 waits once this one is begun
     trainer.hear("primary.released.4")
     Gate.opened.set()

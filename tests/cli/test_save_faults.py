@@ -167,7 +167,7 @@ def kill_at_random(folder: Path, dice: random.Random) -> None:
         time.sleep(dice.uniform(0.0, 0.25))
         process.kill()
         process.wait()
-        assert gone_within(name, 5.0)
+        assert gone_within(name, 30.0)
 
 
 OFTEN = ("checkpoint.every=1", "train.steps=400")
@@ -225,7 +225,7 @@ def test_sigterm_while_a_disk_stands_still(tmp_path: Path) -> None:
                 fcntl.ioctl(handle, _FITHAW, 0)
             _, err = process.communicate(timeout=40)
             assert process.returncode == 143, err
-            assert gone_within(name, 5.0)
+            assert gone_within(name, 30.0)
         os.close(handle)
         assert_saved_at_the_end(run, newest_step(str(place / "saved")))
 
@@ -247,7 +247,7 @@ def test_sigusr1_twice_at_once_saves_and_goes_on(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=40)
         assert process.returncode == 143, err
-        assert gone_within(name, 5.0)
+        assert gone_within(name, 30.0)
     assert int(re.findall(r"saved step (\d+)", line)[0]) >= 50
     assert_saved_at_the_end(tmp_path / "run", newest_step(str(tmp_path / "run")))
 

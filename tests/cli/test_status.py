@@ -155,7 +155,7 @@ def test_watching_tells_every_change_until_the_end(tmp_path: Path) -> None:
             wait_for_line(process, "running, step 8 of 40")
             running.tell("finished", 40)
             wait_for_line(process, "finished")
-            assert process.wait(timeout=10) == 0
+            assert process.wait(timeout=60) == 0
 
 
 def test_ctrl_c_leaves_watching_in_peace(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_ctrl_c_leaves_watching_in_peace(tmp_path: Path) -> None:
         with started("status", "run", "--watch", "--json", cwd=tmp_path) as (process, _):
             assert json.loads(wait_for_line(process, "{"))["step"] == 7
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=10)
+            _, err = process.communicate(timeout=60)
             assert process.returncode == 0
             assert err == ""
 

@@ -195,12 +195,12 @@ class LabHost:
             return
         if self._init.poll() is None:
             os.kill(self._init_pid, signal.SIGKILL)
-        self._init.wait(timeout=10)
+        self._init.wait(timeout=60)
         assert self._init.stdout is not None
         self._init.stdout.close()
         for process in self.processes:
             process.kill()  # nsenter itself, which may be stopped
-            process.wait(timeout=10)
+            process.wait(timeout=60)
             if process.stdout is not None:
                 process.stdout.close()
         self.processes.clear()

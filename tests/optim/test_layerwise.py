@@ -151,7 +151,7 @@ class Table:
     """Ranks as threads that meet to add their vectors up, and count how often they do."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._barrier = threading.Barrier(num_ranks, timeout=20)
+        self._barrier = threading.Barrier(num_ranks, timeout=120)
         self._lock = threading.Lock()
         self._sums: list[Tensor] = []
         self.sizes: list[int] = []

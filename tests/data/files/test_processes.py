@@ -147,7 +147,7 @@ def test_where_the_fetching_process_is_killed_another_takes_over(
         place = Place(proxy.endpoint, f"s3://{prefix}", tmp_path / "cache")
         first = Readers(place, num=1, kill_at=label)
         first.go()
-        assert asked.wait(20)
+        assert asked.wait(120)
         second = Readers(place, num=1)
         second.go()
         second_is_ready.set()

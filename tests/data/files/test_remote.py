@@ -198,7 +198,7 @@ def test_letting_go_makes_room_for_wishes(prefix: str, tmp_path: Path, monkeypat
     files = open_files(f"memory://{prefix}", cache=str(tmp_path / "cache"), cache_bytes=150)
     with files.hold("a"):
         files.want(["b"])
-        assert had_no_room.wait(20)
+        assert had_no_room.wait(120)
     end_of_threads()
     assert [path.name[-2:] for path in (tmp_path / "cache").glob("file-*")] == ["-b"]
     files.close()
@@ -221,7 +221,7 @@ def test_a_forked_child_reads_on_while_its_parent_fetches(
         files = open_at(proxy.endpoint)
         with files.hold("set/00.bin"):
             files.want(["set/05.bin", "set/06.bin"])
-            assert asked.wait(20)
+            assert asked.wait(120)
             context = multiprocessing.get_context("fork")
             answer: multiprocessing.Queue[bytes] = context.Queue()
             child = context.Process(target=read_in_child, args=(files, "set/01.bin", answer))

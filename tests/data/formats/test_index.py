@@ -275,7 +275,7 @@ def test_one_process_builds_for_all(files: FolderFiles, place: IndexPlace) -> No
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0] * 4
-    told.get(timeout=5)
+    told.get(timeout=60)
     assert told.empty()
 
 

@@ -124,7 +124,7 @@ def test_torn_kills_between_the_invalid_and_the_sealed_header(box: list[str]) ->
             return bool(injector.strikes)
 
         until(has_struck)
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
     states = [inspect(path).reason for path in box]
     assert injector.strikes[0].note == "SIGKILL while it copied, which left the copy torn"
     assert sorted(states) == ["", "torn: it was being written"], "the other copy is whole"
@@ -134,7 +134,7 @@ def test_torn_kills_between_the_invalid_and_the_sealed_header(box: list[str]) ->
 def test_bitflip_strikes_the_newest_copy_and_kills(box: list[str]) -> None:
     with copying(box, 1 << 16) as process, Injector([Fault("bitflip", 1, 0)]) as injector:
         injector(Shown([Seen(0, process.pid)], boxes=[box]))
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
     sound = [path for path in box if not inspect(path).reason]
     newest = max(sound, key=lambda path: Sealed(path).about.step)
     assert [bool(check(Sealed(path))) for path in sound] == [path == newest for path in sound]

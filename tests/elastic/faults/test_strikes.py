@@ -73,7 +73,7 @@ def test_stop_term_and_zygote_are_signals(tmp_path: Path) -> None:
         assert crew.next_end() == (1, -signal.SIGTERM)
         shown.generation = 2
         injector(shown)
-        assert crew.process.wait(10) == -signal.SIGKILL
+        assert crew.process.wait(60) == -signal.SIGKILL
         assert [one.fault for one in injector.strikes] == faults
 
 
