@@ -50,9 +50,9 @@ format: install
 servers:
 	@sh tests/servers.sh
 
-# Files in the order of their names, each on one process; the slowest tests are printed at the end.
+# Each file on one process; three of them on two cores, since many tests mostly wait.
 test: lint servers
-	$(PYTEST) -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=60
+	$(PYTEST) -m "not slow and not gpu" -n 3 --dist loadfile --no-loadscope-reorder --durations=60
 
 # With make test on every commit, five commits run every test; tests/parts.py balances the parts by measured seconds.
 test-part: install servers

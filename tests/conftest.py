@@ -1,6 +1,6 @@
 """Laws are checked without a deadline: a busy machine is not a counterexample. Object stores stand once a session.
 
-Torch computes with one thread here, set before anything imports it: two processes of pytest share the cores, and
+Torch computes with one thread here, set before anything imports it: several processes of pytest share the cores, and
 threads of OpenMP that spin while they wait for each other take ten times as long on a core that is taken.
 """
 
