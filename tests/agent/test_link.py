@@ -119,7 +119,7 @@ def test_a_deaf_agent_costs_a_moment_and_the_loss_is_counted(ends: Ends) -> None
     while ends.link._num_dropped == 0:
         started_at = time.monotonic()
         ends.link.send_event({"index": num_sent, "text": text})
-        assert time.monotonic() - started_at < 1.0
+        assert time.monotonic() - started_at < 10.0
         num_sent += 1
     heard = ends.hear()
     ends.link.send_event({"index": num_sent})

@@ -57,7 +57,7 @@ def test_a_stopped_process_is_t_and_does_not_answer() -> None:
         pidfd = os.pidfd_open(process.pid)
         started_at = time.monotonic()
         ask_for_stacks([pidfd])
-        assert time.monotonic() - started_at < 0.5
+        assert time.monotonic() - started_at < 5.0
         os.close(pidfd)
 
 

@@ -108,7 +108,7 @@ def test_stopping_ends_the_pauses_between_tries(moto: Server, prefix: str, proxi
         began_at = time.monotonic()
         with pytest.raises(StoppedError, match="given up"):
             list(storage.fetch(opened(moto.endpoint, prefix).entry("data"), stop))
-        assert time.monotonic() - began_at < 5
+        assert time.monotonic() - began_at < 30
 
 
 def test_a_refusal_to_list_is_told_at_once(rclone: Server, moto: Server, prefix: str) -> None:

@@ -141,7 +141,7 @@ def test_wrong_credentials_are_refused_at_once(rclone: Server, prefix: str, prox
         with pytest.raises(DeniedError, match="credentials"):
             storage.publish("latest", b"1", replace=True)
         assert len(proxy.requests) == 4
-        assert time.monotonic() - started_at < 5
+        assert time.monotonic() - started_at < 30
 
 
 def test_no_credentials_are_refused(rclone: Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

