@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from closeranks.checkpoint.capture import Item
+from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import Report, Settings
 from closeranks.checkpoint.reader import CheckpointReader
@@ -89,11 +89,11 @@ class Ours:
         self._saver.close()
 
 
-def _items(state: State) -> list[Item]:
+def _items(state: State) -> list[StateTensor]:
     items = []
     for name, tensor in state.items():
         section, _, key = name.partition("/")
-        items.append(Item(section, key, Piece.whole(key, tuple(tensor.shape)), tensor))
+        items.append(StateTensor(section, key, Piece.whole(key, tuple(tensor.shape)), tensor))
     return items
 
 

@@ -17,9 +17,9 @@ from closeranks.models.build import spec_for
 from closeranks.models.linear import Linear
 from closeranks.optim.schedule import lr_factor
 from closeranks.parallel.materialise import materialise
+from closeranks.run.context import schedule_of
 from closeranks.run.job import Job
 from closeranks.run.overseer import Alone, settle_in
-from closeranks.run.parts import schedule_of
 from closeranks.run.session import Session
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint import capture as room
 from closeranks.checkpoint.buffer import Buffer, populate
-from closeranks.checkpoint.capture import Capture, Captured, Item
+from closeranks.checkpoint.capture import Capture, Captured
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import CHUNK_BYTES
 from closeranks.checkpoint.sources import Straight, elements, plan
@@ -25,8 +26,8 @@ from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
 
-def item(key: str, tensor: Tensor, **options: object) -> Item:
-    return Item("model", key, Piece.whole(key, tuple(tensor.shape)), tensor, **options)  # type: ignore[arg-type]
+def item(key: str, tensor: Tensor, **options: object) -> StateTensor:
+    return StateTensor("model", key, Piece.whole(key, tuple(tensor.shape)), tensor, **options)  # type: ignore[arg-type]
 
 
 class Gate:
@@ -189,7 +190,7 @@ def test_memory_that_changes_between_digest_and_copy_is_found(gate: Gate, monkey
     capture.close()
 
 
-def changed_by(change: Callable[[], object], items: list[Item], gate: Gate) -> Captured:
+def changed_by(change: Callable[[], object], items: list[StateTensor], gate: Gate) -> Captured:
     """Captured while ``change`` happens after ``begin`` and before the copy."""
     capture, captured = Capture(gate.background), list[Captured]()
     capture.begin(items, captured.append)
@@ -337,7 +338,7 @@ def test_a_copy_that_fails_reaches_nobody_but_the_report(gate: Gate, monkeypatch
 
 def test_items_that_cannot_be_saved_are_refused_by_name(gate: Gate) -> None:
     capture = Capture(gate.background)
-    wrong = Item("model", "w", Piece.whole("w", (4,)), torch.zeros(3))
+    wrong = StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))
     with pytest.raises(CheckpointError, match=r"model/w is \(3,\) where \(4,\)"):
         capture.begin([wrong], lambda captured: None)
     with pytest.raises(CheckpointError, match="model/q cannot be saved"):

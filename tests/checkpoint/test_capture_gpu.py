@@ -11,8 +11,9 @@ from statistics import median
 import pytest
 import torch
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.buffer import Buffer
-from closeranks.checkpoint.capture import Capture, Captured, Item
+from closeranks.checkpoint.capture import Capture, Captured
 from closeranks.checkpoint.sources import Straight
 from closeranks.core.background import Background
 from closeranks.core.pieces import Piece
@@ -40,7 +41,7 @@ def on_device() -> dict[str, torch.Tensor]:
     return {**moved, "int64": kinds()["int64"]}
 
 
-def captured_of(capture: Capture, background: Background, items: list[Item]) -> Captured:
+def captured_of(capture: Capture, background: Background, items: list[StateTensor]) -> Captured:
     found: list[Captured] = []
     capture.begin(items, found.append)
     capture.join()
@@ -175,7 +176,7 @@ def test_a_saver_saves_from_a_device_both_ways(tmp_path: Path) -> None:
     state = torch.randn(3000, 1000, device="cuda")
     before = state.cpu()
     saver = make(tmp_path)
-    whole = Item("model", "w", Piece.whole("w", (3000, 1000)), state)
+    whole = StateTensor("model", "w", Piece.whole("w", (3000, 1000)), state)
     saver.warm([whole])
     saver.take(1, [whole], {})
     saver.join()
@@ -194,7 +195,7 @@ class Loop:
         self.state = [torch.randn(64 << 20, device="cuda") for _ in range(8)]
         self._matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
-    def run(self, capture: Capture | None, items: list[Item], found: list[Captured]) -> tuple[float, float]:
+    def run(self, capture: Capture | None, items: list[StateTensor], found: list[Captured]) -> tuple[float, float]:
         """Seconds of thirty steps, with a capture at the first, and what ``join`` waited on the host."""
         torch.cuda.synchronize()
         began_at, waited_s = time.perf_counter(), 0.0

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint import writing
-from closeranks.checkpoint.capture import Item
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import Order, Report, Settings
 from closeranks.checkpoint.reader import CheckpointReader
@@ -43,9 +43,9 @@ def saver(tmp_path: Path) -> Iterator[Saver]:
     made.close()
 
 
-def items(*tensors: torch.Tensor) -> list[Item]:
+def items(*tensors: torch.Tensor) -> list[StateTensor]:
     named = {f"w{number}": tensor for number, tensor in enumerate(tensors)}
-    return [Item("model", key, Piece.whole(key, tuple(value.shape)), value) for key, value in named.items()]
+    return [StateTensor("model", key, Piece.whole(key, tuple(value.shape)), value) for key, value in named.items()]
 
 
 def read(folder: Path, name: str, key: str) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_a_save_that_comes_too_soon_is_told_of_and_the_next_one_counts(saver: Sa
 
 
 def test_items_that_cannot_be_saved_are_a_report(saver: Saver) -> None:
-    saver.take(1, [Item("model", "w", Piece.whole("w", (4,)), torch.zeros(3))], {})
+    saver.take(1, [StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))], {})
     assert saver.join() == 0.0
     reports = saver.poll()
     assert kinds(reports, "token-0") == ["failed", "released"]
@@ -166,7 +166,7 @@ def test_what_is_given_up_here_is_told_to_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     told, saver, gate = Told(monkeypatch), make(tmp_path, rank, 2), threading.Event()
-    state, wrong = torch.ones(10), [Item("model", "w", Piece.whole("w", (4,)), torch.zeros(3))]
+    state, wrong = torch.ones(10), [StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))]
     saver.take(1, wrong, {})
     assert not saver.is_busy
     saver._background.do(gate.wait)
@@ -203,7 +203,7 @@ def test_training_does_not_wait_for_word_to_a_place_that_is_stuck(
 ) -> None:
     gate = threading.Event()
     monkeypatch.setattr(writing, "tell_failure", lambda order, settings, why: gate.wait(), raising=False)
-    saver.take(1, [Item("model", "w", Piece.whole("w", (4,)), torch.zeros(3))], {})
+    saver.take(1, [StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))], {})
     saver.take(2, items(torch.zeros(3)), {})
     saver.join()
     assert "committed" in kinds(saver.wait(WAIT_S), "token-1")
@@ -224,7 +224,7 @@ def test_closed_twice_it_touches_nothing_of_others(tmp_path: Path) -> None:
 
 def test_a_record_of_a_run_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
     session: Any = SimpleNamespace(
-        world=SimpleNamespace(rank=0, size=1, is_lead=True), parts=SimpleNamespace(layout="data=1")
+        world=SimpleNamespace(rank=0, size=1, is_lead=True), context=SimpleNamespace(layout="data=1")
     )
 
     def held() -> tuple[int, int]:
@@ -353,8 +353,8 @@ def save_together(folder: Path) -> list[str]:
     half = Piece.whole("split", (4, 6)).cut(0, rank, 2)
     mine = split.chunk(2)[rank].clone()
     both = [
-        Item("model", "alike", Piece.whole("alike", (1 << 20,)), alike, holder=rank, num_holders=2),
-        Item("model", "split", half, mine),
+        StateTensor("model", "alike", Piece.whole("alike", (1 << 20,)), alike, holder=rank, num_holders=2),
+        StateTensor("model", "split", half, mine),
     ]
     saver.take(5, both, {"rank": rank} if rank == 0 else None)
     saver.join()

@@ -153,11 +153,11 @@ def test_resuming_from_a_forged_manifest_goes_on_from_the_one_before(run: Path) 
     body = body_of(path)
     job = load_job(None, extra={**TABLES, "checkpoint": {"resume": str(run), "save": False}}).value
     steps = set()
-    with assembled(job) as parts:
+    with assembled(job) as built:
         for _, forged in forgeries(body, 20):
             path.write_bytes(seal_text("manifest", to_text(forged)))
             with suppress(UserError):
-                steps.add(restore(parts, run).step)
+                steps.add(restore(built.engine.context, built.state, run).step)
     assert 1 in steps
 
 

@@ -35,11 +35,11 @@ def two_rounds() -> list[dict[str, Any]]:
     vote = ApartVote(home.world, groups.world, ("hits",), clip=0.0, num_homes=2, speaks=home.world.rank == 0)
     told: list[dict[str, Any]] = []
     verdicts = []
-    for step, is_meeting in enumerate((False, True, True)):
+    for step, is_boundary in enumerate((False, True, True)):
         loss = math.inf if step == 0 and rank == 3 else float(rank + 1)
         sums = (number(loss), number(1.0 + rank), number(float(rank)))
         ballot = Ballot(*sums, {"hits": number(10.0 * rank)}, frozenset({DRAIN} if step == 1 and rank == 3 else ()))
-        verdicts.append(vote.cast(ballot, torch.tensor(1.0), is_meeting=is_meeting))
+        verdicts.append(vote.cast(ballot, torch.tensor(1.0), is_boundary=is_boundary))
         told.append({"closed": [verdict.is_closed for verdict in verdicts], "factor": verdicts[-1].factor.item()})
     for verdict, one in zip(verdicts, told, strict=True):
         one["outcome"] = verdict.read()
@@ -76,8 +76,8 @@ def with_idle_replica() -> list[Any]:
     nothing = (number(0.0), number(0.0), number(0.0))
     something = (number(3.0), number(2.0), number(16.0))
     verdicts = [
-        vote.cast(Ballot(*(nothing if rank else something), {}, num_bad=rank), torch.tensor(1.0), is_meeting=False),
-        vote.cast(Ballot(*nothing, {}, num_bad=1), torch.tensor(1.0), is_meeting=True),
+        vote.cast(Ballot(*(nothing if rank else something), {}, num_bad=rank), torch.tensor(1.0), is_boundary=False),
+        vote.cast(Ballot(*nothing, {}, num_bad=1), torch.tensor(1.0), is_boundary=True),
     ]
     return [(verdict.taken.item(), verdict.read()) for verdict in verdicts]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.core.pieces import Piece
 from closeranks.elastic.devices import HALF_BYTES
 from closeranks.elastic.keeper import Berths, Keeper
 from closeranks.elastic.pinning import Pinned
 from closeranks.elastic.recalling import DamagedCopy, Recalled
 from closeranks.elastic.slots import DATA_AT, About, Sealed, check
-from closeranks.elastic.sources import Holding
 from tests.elastic.boxes import make_boxes, shared_memory
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-def holdings() -> list[Holding]:
+def holdings() -> list[StateTensor]:
     """Larger than both halves of what copies pass through, with small ones, an empty one and one on the CPU."""
     shapes = [(3 * HALF_BYTES // 4,), (7,), (0, 3), (1024, 1500), ()]
     tensors = [torch.randn(shape, device="cuda") for shape in shapes]
@@ -40,7 +40,7 @@ def holdings() -> list[Holding]:
         torch.ones(3),
     ]
     named = enumerate(tensors)
-    return [Holding("model", f"t{n}", Piece.whole(f"t{n}", tuple(t.shape)), t, is_steady=n != 1) for n, t in named]
+    return [StateTensor("model", f"t{n}", Piece.whole(f"t{n}", tuple(t.shape)), t, is_steady=n != 1) for n, t in named]
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])

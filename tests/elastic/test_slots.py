@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.core import faults
 from closeranks.core.pieces import Piece
 from closeranks.elastic import keeper as keeping
@@ -37,7 +38,6 @@ from closeranks.elastic.slots import (
     inspect,
     void,
 )
-from closeranks.elastic.sources import Holding
 from tests.elastic.boxes import make_boxes, shared_memory
 
 ABOUT = About(generation=2, step=7, image="p0-s1-t0", num_images=4, layout="0123456789abcdef", rank=1, run=3)
@@ -49,15 +49,15 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-def holdings(value: float) -> list[Holding]:
+def holdings(value: float) -> list[StateTensor]:
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(40, 33, generator=generator) * value
     return [
-        Holding("model", "weight", Piece("weight", (80, 33), (40, 0), (40, 33)), weight),
-        Holding("model", "empty", Piece("empty", (0, 3), (0, 0), (0, 3)), torch.empty(0, 3)),
-        Holding("model", "half", Piece.whole("half", (5,)), torch.full((5,), value, dtype=torch.bfloat16)),
-        Holding("optimizer", "flat", Piece.whole("flat", (9,)).flattened(2, 7), torch.arange(5.0) * value),
-        Holding("model", "mean", Piece.whole("mean", ()), torch.tensor(value), is_steady=False),
+        StateTensor("model", "weight", Piece("weight", (80, 33), (40, 0), (40, 33)), weight),
+        StateTensor("model", "empty", Piece("empty", (0, 3), (0, 0), (0, 3)), torch.empty(0, 3)),
+        StateTensor("model", "half", Piece.whole("half", (5,)), torch.full((5,), value, dtype=torch.bfloat16)),
+        StateTensor("optimizer", "flat", Piece.whole("flat", (9,)).flattened(2, 7), torch.arange(5.0) * value),
+        StateTensor("model", "mean", Piece.whole("mean", ()), torch.tensor(value), is_steady=False),
     ]
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from closeranks import Hook, Session
 from closeranks.core.events import StepDone
+from closeranks.run.optimizer import OptimizerStep
 
 FOREVER_S = 100_000
 ORDERS = "orders"
@@ -84,5 +85,5 @@ MISDEEDS: dict[str, Callable[[Misdeeds], None]] = {
 
 def _forget(session: Session) -> None:
     """Go on with the weights alone, as who saves only them must."""
-    for _, _, tensor in session.parts.optimizer.memory():
+    for _, _, tensor in session.engine.components.get(OptimizerStep).optimizer.memory():
         tensor.zero_()

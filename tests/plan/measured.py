@@ -13,6 +13,7 @@ from closeranks import Hook, Session
 from closeranks.core.events import StepDone
 from closeranks.run.job import Job, load_job
 from closeranks.run.loop import train_job
+from closeranks.run.optimizer import OptimizerStep
 from closeranks.sync.fsdp import local_of
 from tests.parallel.live_bytes import LiveBytes
 
@@ -84,11 +85,11 @@ class _Weighing(Hook):
         self.peak = 0
 
     def on_start(self, session: Session) -> None:
-        parts = session.parts
-        memory = (tensor for _, _, tensor in parts.optimizer.memory())
+        optimizer = session.engine.components.get(OptimizerStep).optimizer
+        memory = (tensor for _, _, tensor in optimizer.memory())
         self._live.__enter__()
-        self._live.watch(map(local_of, (*parts.module.parameters(), *parts.module.buffers())))
-        self._live.watch([*memory, *parts.reducer.gradients()])
+        self._live.watch(map(local_of, (*session.model.parameters(), *session.model.buffers())))
+        self._live.watch([*memory, *session.engine.reducer.gradients()])
 
     def on_step(self, session: Session, step: StepDone) -> None:
         if step.step == 1:

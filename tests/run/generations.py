@@ -23,7 +23,6 @@ from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
 from closeranks.run.loop import drive
 from closeranks.run.overseer import Alone, settle_in
-from closeranks.run.state import holdings
 from closeranks.telemetry.recorder import read_events
 from closeranks.testing import WorldError, run_world
 from tests.elastic.boxes import make_boxes
@@ -109,7 +108,7 @@ class Outside(Hook):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_end(self, session: Session) -> None:
-        state = {f"{one.section}/{one.key}": one.tensor.clone() for one in holdings(session.parts)}
+        state = {f"{one.section}/{one.key}": one.tensor.clone() for one in session.state.tensors()}
         torch.save(state, self._case.folder / f"state-{self._rank}.pt")
 
 

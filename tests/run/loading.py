@@ -15,10 +15,9 @@ from torch import Tensor
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.environment import detect_world
 from closeranks.facts.layout import Layout
+from closeranks.run.build import Built, build
 from closeranks.run.ingredients import from_job
 from closeranks.run.job import Job, load_job
-from closeranks.run.parts import Parts, assemble
-from closeranks.run.state import kept
 from closeranks.run.weights import load_weights
 from tests.parallel.live_bytes import LiveBytes
 
@@ -35,13 +34,13 @@ def job_of(table: dict[str, Any], layout: str = "data=1", precision: str = "floa
 
 
 @contextmanager
-def assembled(job: Job) -> Iterator[Parts]:
-    parts = assemble(job, detect_world(), from_job(job).ingredients())
+def assembled(job: Job) -> Iterator[Built]:
+    built = build(job, detect_world(), from_job(job).ingredients())
     try:
-        yield parts
+        yield built
     finally:
-        parts.supply.close()
-        parts.opened.close()
+        built.engine.supply.close()
+        built.engine.context.opened.close()
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,16 @@ class Loaded:
 
 def load_here(job: Job, place: str) -> Loaded:
     torch.set_num_threads(1)
-    with LiveBytes() as live, assembled(job) as parts:
-        live.watch(one.tensor for one in kept(parts))
+    with LiveBytes() as live, assembled(job) as built:
+        model, stages = built.engine.model, built.engine.context.groups.pipeline
+        live.watch(one.tensor for one in model.kept())
         live.rest()
         before = live.current
-        load_weights(parts, open_weights(place))
+        load_weights(model, stages, open_weights(place))
         extra = live.peak - before
-        own = [(one.piece, one.tensor.clone()) for one in kept(parts)]
+        own = [(one.piece, one.tensor.clone()) for one in model.kept()]
         sizes = [tensor.numel() * tensor.element_size() for _, tensor in own]
-        whole = sum(torch.Size(shape).numel() * 4 for shape in parts.applied.shapes.values())
+        whole = sum(torch.Size(shape).numel() * 4 for shape in model.applied.shapes.values())
     found = whole_tensors(Path(place))
     wrong = 0
     for piece, tensor in own:

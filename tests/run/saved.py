@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from closeranks.checkpoint.capture import Item
+from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import Settings
 from closeranks.checkpoint.reader import open_newest
@@ -36,7 +36,7 @@ def write(
     config = CheckpointConfig()
     saver = Saver(0, 1, "test", 9, "data=1", Settings.from_config(config, str(place)), config)
     items = [
-        Item(section, key, Piece.whole(key, tuple(tensor.shape)), tensor)
+        StateTensor(section, key, Piece.whole(key, tuple(tensor.shape)), tensor)
         for section, found in sections.items()
         for key, tensor in found.items()
     ]

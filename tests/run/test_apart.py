@@ -238,7 +238,7 @@ def scales(folder: Path) -> list[float]:
         sync={"local": {"every": 2}, "compress": {"name": "topk", "ratio": 0.1}},
     )
     drive(session)
-    return [one.parameter.item() for one in session.parts.applied.held if one.piece.name == "scale"]
+    return [one.parameter.item() for one in session.engine.model.applied.held if one.piece.name == "scale"]
 
 
 @world
@@ -340,7 +340,7 @@ def taken(folder: Path) -> list[int]:
     job = job_of("data=2", {"every": 2, "balance": True}, train={"steps": 8, "global_batch": 8})
     with Session.from_job(job, folder, [Slow()]) as session:
         for step in session:
-            counts.append(len(session.parts.assigned(step.index)))
+            counts.append(len(session.engine.supply.loader.assigned(step.index)))
             step.run()
     return counts
 
@@ -362,7 +362,7 @@ def resumed(folder: Path) -> int:
     tables = {"train": {"steps": 10, "global_batch": 8}, "checkpoint": {"resume": str(folder)}}
     with Session.from_job(job_of("data=2", {"every": 2, "balance": True}, **tables), folder / "again") as session:
         for step in session:
-            count = len(session.parts.assigned(step.index))
+            count = len(session.engine.supply.loader.assigned(step.index))
             step.run()
             return count
     return 0

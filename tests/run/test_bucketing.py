@@ -37,7 +37,7 @@ class CountBuckets(Hook):
     num_buckets = 0
 
     def on_start(self, session: Session) -> None:
-        self.num_buckets = len(getattr(session.parts.reducer, "plan", ()))
+        self.num_buckets = len(getattr(session.engine.reducer, "plan", ()))
 
 
 def train(folder: Path, changes: dict[str, Any], handed_on: dict[str, float]) -> Told:

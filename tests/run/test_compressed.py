@@ -143,7 +143,7 @@ class Beginning(Hook):
         self._path = case.folder / f"begun-{rank}.pt"
 
     def on_start(self, session: Session) -> None:
-        kept = [(one.kind, one.piece, one.tensor.clone()) for one in session.parts.reducer.memory()]
+        kept = [(one.kind, one.piece, one.tensor.clone()) for one in session.engine.reducer.memory()]
         torch.save(kept, self._path)
 
 

@@ -120,7 +120,7 @@ def test_a_micro_batch_that_the_job_names_counts(tmp_path: Path) -> None:
         checkpoint={"resume": str(tmp_path / "run")},
     )
     with session:
-        assert session.parts.schedule.micro_batch == 4
+        assert session.context.schedule.micro_batch == 4
 
 
 def test_what_is_done_is_said_to_be_done(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from closeranks.facts.layout import Layout
 from closeranks.run.hooks import Hook
 from closeranks.run.job import load_job
 from closeranks.run.loop import drive
+from closeranks.run.model import buffer_speaker
 from closeranks.run.proof import Record, compare, losses
-from closeranks.run.state import buffer_speaker, kept
 from closeranks.testing import run_world
 
 from .buffered_models import STAGES
@@ -37,7 +37,7 @@ class Spoken(Hook):
         self.names: list[str] = []
 
     def on_end(self, session: Session) -> None:
-        buffers = (one for one in kept(session.parts) if one.piece.name in BUFFERS)
+        buffers = (one for one in session.engine.model.kept() if one.piece.name in BUFFERS)
         self.names = [one.piece.name for one in buffers if one.is_spoken]
 
 

@@ -24,7 +24,7 @@ from closeranks.plan.layouts import cost_of
 from closeranks.run.describe import subject_of
 from closeranks.run.distribute import wishes_of
 from closeranks.run.job import Job, load_job
-from closeranks.run.state import kept
+from closeranks.run.optimizer import OptimizerStep
 from closeranks.testing import run_world
 from tests.parallel.live_bytes import LiveBytes
 
@@ -66,8 +66,11 @@ def measure(folder: Path, job: Job) -> Measured:
             step.backward(session.loss(batch))
         next(steps).run()
         list(steps)
-        weights = sum(one.tensor.numel() * one.tensor.element_size() for one in kept(session.parts))
-        memory = sum(tensor.numel() * tensor.element_size() for _, _, tensor in session.parts.optimizer.memory())
+        weights = sum(one.tensor.numel() * one.tensor.element_size() for one in session.engine.model.kept())
+        memory = sum(
+            tensor.numel() * tensor.element_size()
+            for _, _, tensor in session.engine.components.get(OptimizerStep).optimizer.memory()
+        )
     return Measured(weights, memory, within_step)
 
 
@@ -107,8 +110,8 @@ def most_held(folder: Path, job: Job) -> int:
     with Session.from_job(job, folder) as session:
         for step in session:
             step.run()
-        assert session.parts.pipeline is not None
-        return session.parts.pipeline.most_held
+        assert session.engine.model.pipeline is not None
+        return session.engine.model.pipeline.most_held
 
 
 @dataclass(frozen=True)

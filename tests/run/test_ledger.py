@@ -121,10 +121,10 @@ def test_the_account_of_a_step_is_whole(tmp_path: Path) -> None:
 def test_what_is_asked_for_with_a_step_is_settled_with_it(tmp_path: Path, kind: str) -> None:
     """And with no other: a generation ends after the very step that was agreed on."""
     with open_session(tmp_path) as session:
-        ledger, said = Ledger(session.parts), []
-        session.parts.supply.start(0, session.folder, session.recorder.emit)
+        ledger, said = Ledger(session.engine), []
+        session.engine.supply.start(0, session.folder, session.recorder.emit)
         for asked in ((), {REQUESTS[kind]}, ()):
-            step = Step(session.parts, len(said))
+            step = Step(session.engine, len(said))
             step.run()
             (settled,) = ledger.push(step.index, step.commit(asked))
             said.append(settled.requests)

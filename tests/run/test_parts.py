@@ -10,8 +10,9 @@ from closeranks.core.world import World
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig
 from closeranks.parallel.config import LayoutConfig
+from closeranks.run.context import check_last_step, choose_device, device_index, schedule_of
 from closeranks.run.job import Job, check_workers, layout_for, load_job, micro_batch_size
-from closeranks.run.parts import check_last_step, choose_device, device_index, loss_divisor, schedule_of
+from closeranks.run.model import loss_divisor
 
 
 def job(**tables: Any) -> Job:

@@ -14,7 +14,7 @@ from closeranks.core.errors import CheckpointError
 from closeranks.parallel.apply import whole_tensors
 from closeranks.run.job import load_job
 from closeranks.run.loop import train_job
-from closeranks.run.state import load_model
+from closeranks.run.model import load_model
 from tests.run.saved import tensors, tree, write
 from tests.run.small import dataset, net, open_session, train
 
@@ -86,7 +86,7 @@ def test_what_may_change_between_runs_is_let_pass(saved: Path, tmp_path: Path) -
 
 def test_the_tree_holds_all_that_a_resumed_run_needs(saved: Path) -> None:
     held = tree(saved)
-    plain = {"data", "noise", "usage", "progress", "schedule", "random", "identity", "algorithm", "config", "versions"}
+    plain = {"data", "usage", "progress", "schedule", "random", "identity", "algorithm", "config", "versions"}
     assert set(held) == {*plain, "rhythm"}
     assert held["progress"] == {"step": 4, "position": 32}
     assert held["identity"]["seed"] == held["random"]["seed"] == 0

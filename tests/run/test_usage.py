@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from closeranks.core.events import Event, StepDone, Warned
 from closeranks.elastic.vote import Ballot, Verdict, Vote
 from closeranks.parallel.group import Group
+from closeranks.run.component import Component
+from closeranks.run.ledger import Settled
 from closeranks.run.usage import Skips, Usage, words
 from tests.run.small import open_session
 
@@ -20,40 +23,47 @@ CPU = torch.device("cpu")
 
 def usage(names: str, held: str, *, voters: int = 2, can_gate: bool = True, num_steps: int = 100) -> Usage:
     kwargs = {"num_voters": voters, "num_ranks": voters, "device": CPU, "can_gate": can_gate, "num_steps": num_steps}
-    return Usage(list(names), list(held), **kwargs)
+    return Usage(list(names), list(held), absent=tuple, **kwargs)
 
 
 def verdict(sums: torch.Tensor) -> Verdict:
     zero = torch.zeros((), dtype=torch.float64)
     vote = Vote(Group(0, 1), (), clip=0.0)
-    return vote.cast(Ballot(zero, zero + 1, zero, {}, extra=sums), torch.ones(()))
+    return vote.cast(Ballot(zero, zero + 1, zero, {}, extra={"usage": sums}), torch.ones(()))
 
 
 def test_a_parameter_is_left_where_no_rank_had_a_gradient_for_it() -> None:
     """Rank 0 holds all, rank 1 a pipeline stage of them."""
     first, second = usage("abcd", "abcd"), usage("abcd", "cd")
-    summed = verdict(first.ballot({"a", "c", "d"}).clone() + second.ballot({"d"}))
+    summed = verdict(first.votes({"a", "c", "d"}).clone() + second.votes({"d"}))
     assert set(first.skips(summed).absent) == {"a", "d"}
     assert set(second.skips(summed).absent) == {"d"}
-    gates = first._gates(summed.extra[1:])
+    gates = first._gates(summed.extra["usage"][1:])
     assert {name: flag.item() for name, flag in gates.items()} == {"a": 0.0, "c": 1.0, "d": 0.0}
 
 
 def test_where_all_have_gradients_nothing_is_made_or_read() -> None:
     full = usage("abc", "abc")
-    votes = full.ballot(())
-    assert full.ballot(set()) is votes
+    votes = full.votes(())
+    assert full.votes(set()) is votes
     assert full.skips(verdict(votes)) == ((), None)
-    lacking = full.ballot({"b"})
-    assert full.ballot({"b"}) is lacking
-    assert full.ballot(()) is not lacking
+    lacking = full.votes({"b"})
+    assert full.votes({"b"}) is lacking
+    assert full.votes(()) is not lacking
+
+
+class Tree(SimpleNamespace):
+    """A saved state without tensors."""
+
+    def __init__(self, tree: Any) -> None:
+        super().__init__(tree=tree)
 
 
 def settle(counted: Usage, absent: list[str], *, first: int = 1) -> list[Warned]:
     told: list[Event] = []
     for number, names in enumerate(absent, start=first):
-        sums = verdict(counted.ballot(set(names))).read().extra
-        counted.settle(StepDone(step=number, taken=True), sums, told.append)
+        sums = verdict(counted.votes(set(names))).read().extra
+        counted.settled(Settled(StepDone(step=number, taken=True), frozenset(), sums), told.append)
     return [event for event in told if isinstance(event, Warned)]
 
 
@@ -72,11 +82,11 @@ def test_whoever_goes_on_does_not_say_it_again() -> None:
     before = usage("abc", "abc", voters=1, num_steps=20)
     settle(before, ["c"] * 6)
     after = usage("abc", "abc", voters=1, num_steps=20)
-    after.load_state(before.state())
+    after.restore(Tree(before.tree()))
     assert settle(after, ["c"] * 6, first=7) == []
     full = usage("abc", "abc", voters=1)
     settle(full, ["", ""])
-    assert full.state() == {}
+    assert full.tree() == {"usage": {}}
 
 
 def test_words() -> None:
@@ -99,13 +109,13 @@ class _Operations(TorchDispatchMode):
 class _Unasked(Usage):
     """As if nobody had asked for gradients."""
 
-    def ballot(self, absent: object) -> Any:
+    def before_vote(self, index: int, ballot: Ballot) -> None:
         return None
 
     def skips(self, verdict: object) -> Skips:
         return Skips()
 
-    def settle(self, *args: object) -> None:
+    def settled(self, *args: object) -> None:
         return None
 
 
@@ -114,7 +124,8 @@ def test_where_all_have_gradients_a_step_takes_the_same_operations(tmp_path: Pat
     def operations(name: str, *, asks: bool) -> list[str]:
         session = open_session(tmp_path / name, optim={"name": rule}, checkpoint={"save": False})
         if not asks:
-            session.parts.usage.__class__ = _Unasked
+            session.engine.components.get(Usage).__class__ = _Unasked
+            session.engine.components.add(Component())  # looks at all of them anew
         seen = _Operations()
         for step in session:
             step.run()

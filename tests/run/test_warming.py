@@ -25,6 +25,7 @@ from closeranks.core.events import StepDone
 from closeranks.data.sources.text import TextSource
 from closeranks.run import heirloom, warming
 from closeranks.run.job import Job, check_workers, layout_for, load_job
+from closeranks.run.state import State
 from closeranks.telemetry.recorder import read_events
 from tests.agent.crews import statuses, worlds_here
 
@@ -103,7 +104,7 @@ def test_a_failure_on_the_way_leaves_nothing_either(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise RuntimeError("no state today")
 
-    monkeypatch.setattr(warming, "tree_of", refuse)
+    monkeypatch.setattr(State, "document", refuse)
     stream, threads = torch.get_rng_state(), torch.get_num_threads()
     with pytest.raises(RuntimeError, match="no state today"):
         warming.warm({"job": tiny("layout.zero=3").model_dump(mode="json")})

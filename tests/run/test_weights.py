@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.models.hub import llama_table
+from closeranks.run.build import Built
 from closeranks.run.exchange import import_hf
 from closeranks.run.job import Job, load_job
-from closeranks.run.parts import Parts
+from closeranks.run.local_sgd import LocalSgd
 from closeranks.run.resuming import restore
-from closeranks.run.rows import restore_outer
 from closeranks.run.weights import load_weights
 from closeranks.sync.config import LocalConfig, SyncConfig
 from closeranks.testing import run_world
@@ -42,8 +43,17 @@ def job_for(folder: Path, *arguments: Any, **changes: Any) -> Job:
 
 
 @torch.no_grad()
-def our_logits(parts: Parts, tokens: Tensor) -> Tensor:
-    logits: Tensor = parts.module.eval()(tokens)
+def put(built: Built, place: str) -> tuple[str, ...]:
+    """Weights of a file into a run."""
+    return load_weights(built.engine.model, built.engine.context.groups.pipeline, open_weights(place))
+
+
+def named(built: Built) -> Iterator[tuple[str, Tensor]]:
+    return built.engine.model.module.named_parameters()
+
+
+def our_logits(built: Built, tokens: Tensor) -> Tensor:
+    logits: Tensor = built.engine.model.module.eval()(tokens)
     return logits
 
 
@@ -52,27 +62,27 @@ def our_logits(parts: Parts, tokens: Tensor) -> Tensor:
 def test_our_logits_are_those_of_transformers(saved: Saved, kind: str) -> None:
     tokens, theirs = some_tokens(), published(**KINDS[kind])
     assert len(list(saved[kind].glob("*.safetensors"))) > 2
-    with assembled(job_for(saved[kind])) as parts:
-        before = our_logits(parts, tokens)
-        load_weights(parts, open_weights(str(saved[kind])))
-        after = our_logits(parts, tokens)
+    with assembled(job_for(saved[kind])) as built:
+        before = our_logits(built, tokens)
+        put(built, str(saved[kind]))
+        after = our_logits(built, tokens)
     expected = logits_of(theirs, tokens)
     scale = expected.abs().max()
     assert (before - expected).abs().max() > 0.1 * scale
     assert (after - expected).abs().max() < 1e-5 * scale
-    with in_double(), assembled(job_for(saved[kind], precision="float64")) as parts:
-        load_weights(parts, open_weights(str(saved[kind])))
-        exact = our_logits(parts, tokens)
+    with in_double(), assembled(job_for(saved[kind], precision="float64")) as built:
+        put(built, str(saved[kind]))
+        exact = our_logits(built, tokens)
         assert (exact - logits_of(theirs.double(), tokens)).abs().max() < 1e-10 * scale
 
 
 @pytest.mark.usefixtures("alone")
 def test_bfloat16_weights_become_what_the_run_computes_in(saved: Saved, tmp_path: Path) -> None:
     publish(published().bfloat16(), tmp_path)
-    with assembled(job_for(tmp_path)) as parts:
-        load_weights(parts, open_weights(str(tmp_path)))
+    with assembled(job_for(tmp_path)) as built:
+        put(built, str(tmp_path))
         expected = published().bfloat16().state_dict()
-        for name, tensor in parts.module.named_parameters():
+        for name, tensor in named(built):
             assert tensor.dtype == torch.float32
             assert torch.equal(tensor, expected[name].float())
 
@@ -104,9 +114,9 @@ def test_no_rank_holds_more_than_its_pieces_while_it_loads(saved: Saved, kind: s
 def test_a_run_starts_from_a_torch_file(saved: Saved, tmp_path: Path) -> None:
     theirs = published()
     torch.save({"model": {f"module.{name}": one for name, one in theirs.state_dict().items()}}, tmp_path / "w.pt")
-    with assembled(job_for(saved["untied"])) as parts:
-        notes = load_weights(parts, open_weights(str(tmp_path / "w.pt")))
-        assert all(torch.equal(one, theirs.get_parameter(name)) for name, one in parts.module.named_parameters())
+    with assembled(job_for(saved["untied"])) as built:
+        notes = put(built, str(tmp_path / "w.pt"))
+        assert all(torch.equal(one, theirs.get_parameter(name)) for name, one in named(built))
     assert len(notes) == 2
 
 
@@ -114,9 +124,9 @@ def test_a_run_starts_from_a_torch_file(saved: Saved, tmp_path: Path) -> None:
 def test_a_run_starts_from_a_checkpoint_of_ours(saved: Saved, tmp_path: Path) -> None:
     import_hf(str(saved["tied"]), tmp_path / "run")
     theirs = published(**KINDS["tied"])
-    with assembled(job_for(saved["tied"])) as parts:
-        load_weights(parts, open_weights(str(tmp_path / "run")))
-        assert all(torch.equal(one, theirs.get_parameter(name)) for name, one in parts.module.named_parameters())
+    with assembled(job_for(saved["tied"])) as built:
+        put(built, str(tmp_path / "run"))
+        assert all(torch.equal(one, theirs.get_parameter(name)) for name, one in named(built))
 
 
 @pytest.mark.usefixtures("alone")
@@ -127,13 +137,13 @@ def test_a_model_that_is_no_llama_gets_its_buffers_too(tmp_path: Path) -> None:
         "train": {"steps": 1, "global_batch": 8, "eval_samples": 1},
         "run": {"seed": 1},
     }
-    with assembled(load_job(None, extra=tables).value) as parts:
-        parts.module(torch.randn(16, 1, 8, 8))  # moves the statistics of its norms
-        expected = {name: one.clone() for name, one in parts.module.state_dict().items()}
-        torch.save(parts.module.state_dict(), tmp_path / "w.pt")
-    with assembled(load_job(None, extra={**tables, "run": {"seed": 2}}).value) as parts:
-        load_weights(parts, open_weights(str(tmp_path / "w.pt")))
-        found = parts.module.state_dict()
+    with assembled(load_job(None, extra=tables).value) as built:
+        built.engine.model.module(torch.randn(16, 1, 8, 8))  # moves the statistics of its norms
+        expected = {name: one.clone() for name, one in built.engine.model.module.state_dict().items()}
+        torch.save(built.engine.model.module.state_dict(), tmp_path / "w.pt")
+    with assembled(load_job(None, extra={**tables, "run": {"seed": 2}}).value) as built:
+        put(built, str(tmp_path / "w.pt"))
+        found = built.engine.model.module.state_dict()
     assert found.keys() == expected.keys()
     assert any(not one.is_floating_point() for one in expected.values())
     assert all(torch.equal(found[name], one) for name, one in expected.items())
@@ -167,13 +177,13 @@ def test_a_tied_weight_that_is_stored_twice_must_be_the_same(tmp_path: Path, is_
     other[-1, -1] += 0.0 if is_equal else 1e-3
     publish(model, tmp_path)
     rewritten(tmp_path, **{HEAD: other})
-    with assembled(job_for(tmp_path)) as parts:
+    with assembled(job_for(tmp_path)) as built:
         if is_equal:
-            load_weights(parts, open_weights(str(tmp_path)))
-            assert torch.equal(parts.module.get_parameter(EMBEDDING), embedding)
+            put(built, str(tmp_path))
+            assert torch.equal(built.engine.model.module.get_parameter(EMBEDDING), embedding)
         else:
             with pytest.raises(CheckpointError, match=r"'lm_head\.weight' and .* differ"):
-                load_weights(parts, open_weights(str(tmp_path)))
+                put(built, str(tmp_path))
 
 
 @pytest.mark.usefixtures("alone")
@@ -182,9 +192,9 @@ def test_a_tied_weight_may_be_stored_under_its_other_name(tmp_path: Path) -> Non
     embedding = model.get_parameter(EMBEDDING).detach()
     publish(model, tmp_path)
     rewritten(tmp_path, **{HEAD: embedding.clone(), EMBEDDING: None})
-    with assembled(job_for(tmp_path)) as parts:
-        load_weights(parts, open_weights(str(tmp_path)))
-        assert torch.equal(parts.module.get_parameter(EMBEDDING), embedding)
+    with assembled(job_for(tmp_path)) as built:
+        put(built, str(tmp_path))
+        assert torch.equal(built.engine.model.module.get_parameter(EMBEDDING), embedding)
 
 
 @pytest.mark.usefixtures("alone")
@@ -203,11 +213,11 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(
 ) -> None:
     publish(published(), tmp_path)
     rewritten(tmp_path, **changes)  # type: ignore[arg-type]
-    with assembled(job_for(tmp_path)) as parts:
-        before = {name: one.detach().clone() for name, one in parts.module.named_parameters()}
+    with assembled(job_for(tmp_path)) as built:
+        before = {name: one.detach().clone() for name, one in named(built)}
         with pytest.raises(CheckpointError, match=said):
-            load_weights(parts, open_weights(str(tmp_path)))
-        assert all(torch.equal(one, before[name]) for name, one in parts.module.named_parameters())
+            put(built, str(tmp_path))
+        assert all(torch.equal(one, before[name]) for name, one in named(built))
 
 
 class Filled:
@@ -234,18 +244,18 @@ def test_replicas_that_train_apart_start_from_the_weights_they_were_given(saved:
     kind = next(iter(KINDS))
     job = with_meetings(job_for(saved[kind]))
     given = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"weights": str(saved[kind])})})
-    with assembled(given) as parts:
-        before = [kept.anchor.clone() for kept in parts.outer.kept()] if parts.outer else []
-        restore(parts, tmp_path)
-        assert parts.outer is not None
-        kept = list(parts.outer.kept())
+    with assembled(given) as built:
+        outer = built.engine.components.get(LocalSgd).outer
+        before = [kept.anchor.clone() for kept in outer.kept()]
+        restore(built.engine.context, built.state, tmp_path)
+        kept = list(outer.kept())
         assert all(torch.equal(one.anchor, one.leaf.tensor) for one in kept)
         assert any(not torch.equal(one.anchor, then) for one, then in zip(kept, before, strict=True))
 
 
 @pytest.mark.usefixtures("alone")
 def test_where_all_stood_is_read_and_not_taken_from_weights_that_may_be_on_their_way(saved: Saved) -> None:
-    with assembled(with_meetings(job_for(saved[next(iter(KINDS))]))) as parts:
-        restore_outer(parts, Filled(7.0), "sync", "model")
-        assert parts.outer is not None
-        assert all(one.anchor.eq(7.0).all() and not one.leaf.tensor.eq(7.0).all() for one in parts.outer.kept())
+    with assembled(with_meetings(job_for(saved[next(iter(KINDS))]))) as built:
+        local = built.engine.components.get(LocalSgd)
+        local.restore(Filled(7.0))
+        assert all(one.anchor.eq(7.0).all() and not one.leaf.tensor.eq(7.0).all() for one in local.outer.kept())

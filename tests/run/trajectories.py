@@ -45,7 +45,7 @@ class Watch(Hook):
         self.gradients: dict[str, torch.Tensor] = {}
 
     def on_start(self, session: Session) -> None:
-        release = session.parts.reducer.release
+        release = session.engine.reducer.release
 
         def keep_first() -> None:
             if not self.gradients:
@@ -53,7 +53,7 @@ class Watch(Hook):
                 self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
             release()
 
-        session.parts.reducer.release = keep_first  # type: ignore[method-assign]
+        session.engine.reducer.release = keep_first  # type: ignore[method-assign]
 
     def on_step(self, session: Session, step: StepDone) -> None:
         self.steps.append(step)

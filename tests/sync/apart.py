@@ -21,10 +21,10 @@ from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import Layout
 from closeranks.models.build import spec_for
 from closeranks.parallel.materialise import materialise
+from closeranks.run.context import schedule_of
 from closeranks.run.job import Job, load_job
 from closeranks.run.loop import drive
-from closeranks.run.parts import schedule_of
-from closeranks.run.state import MODEL
+from closeranks.run.saved import MODEL
 from closeranks.sync.rounds import part
 
 Tables = dict[str, dict[str, Any]]

@@ -72,7 +72,7 @@ def tied_copies(layout: str, folder: Path) -> dict[str, Tensor]:
     with Session.from_job(job, folder) as session:
         for step in session:
             step.run()
-        held = [one for one in session.parts.applied.held if one.aliases]
+        held = [one for one in session.engine.model.applied.held if one.aliases]
         return {one.piece.name: one.parameter.detach().clone() for one in held}
 
 

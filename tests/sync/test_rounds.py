@@ -26,14 +26,14 @@ def test_every_fragment_meets_every_so_many_steps_and_all_at_the_end(rounds: Rou
             range(first, rounds.num_steps, rounds.every)
         )
     assert rounds.fragments(rounds.num_steps) == tuple(range(rounds.num_fragments))
-    assert all(bool(rounds.fragments(step)) == rounds.is_meeting(step) for step in steps)
+    assert all(bool(rounds.fragments(step)) == rounds.is_boundary(step) for step in steps)
     assert all(len(rounds.fragments(step)) <= 1 for step in steps[:-1])
 
 
 @given(runs(), st.integers(1, 40))
 def test_what_is_due_now_and_then_is_due_once_at_the_meeting_that_follows(rounds: Rounds, every: int) -> None:
     steps = range(1, rounds.num_steps + 1)
-    meetings = [step for step in steps if rounds.is_meeting(step)]
+    meetings = [step for step in steps if rounds.is_boundary(step)]
     expected = {next(meeting for meeting in meetings if meeting >= due) for due in steps if due % every == 0}
     assert {step for step in steps if rounds.passes(step, every)} == expected
     for before, after in zip([0, *meetings], meetings, strict=False):
@@ -45,7 +45,7 @@ def test_what_is_due_now_and_then_is_due_once_at_the_meeting_that_follows(rounds
 @given(st.integers(0, 50), st.integers(1, 60), st.integers(1, 9))
 def test_where_nobody_trains_apart_every_step_is_as_ever(step: int, num_steps: int, every: int) -> None:
     rounds = Rounds(num_steps=num_steps)
-    assert rounds.is_meeting(step)
+    assert rounds.is_boundary(step)
     assert rounds.fragments(step) == ()
     if step:
         assert rounds.passes(step, every) == (step % every == 0)

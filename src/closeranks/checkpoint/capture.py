@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.buffer import Buffer
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import CHUNK_BYTES, Chunk
 from closeranks.checkpoint.sources import Array, Plan, Slot, Watch, elements, host_bytes, plan, signature
-from closeranks.checkpoint.sources import Item as Item
 from closeranks.core.background import Background
 from closeranks.core.faults import declare, point
 
@@ -91,13 +91,13 @@ class Capture:
         self._restless: set[str] = set()
         """What was said to be steady and was found to change: from then on it is copied at once."""
 
-    def warm(self, items: Sequence[Item]) -> None:
+    def warm(self, items: Sequence[StateTensor]) -> None:
         """Give the buffer its memory in the background, before the first save needs it."""
         num_bytes = self._planned(items).num_bytes
         device = next((item.tensor.device for item in items if item.tensor.is_cuda), None)
         self._background.do(lambda: self._warm(num_bytes, device))
 
-    def begin(self, items: Sequence[Item], then: Callable[[Captured], None]) -> None:
+    def begin(self, items: Sequence[StateTensor], then: Callable[[Captured], None]) -> None:
         """Copy these; ``then`` is called with the outcome, on the background's thread. Raises ``CheckpointError`` for
         items that cannot be saved, before anything is copied, and ``RuntimeError`` where no thread can copy."""
         planned = self._planned(items)
@@ -147,7 +147,7 @@ class Capture:
         self._buffer.close()
         self._bounce = None
 
-    def _planned(self, items: Sequence[Item]) -> Plan:
+    def _planned(self, items: Sequence[StateTensor]) -> Plan:
         """Made once for the same items: a save plans nothing that the last one did not plan."""
         now = signature(items)
         if now != self._signature:

@@ -21,8 +21,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint import writing
-from closeranks.checkpoint.capture import Capture, Captured, Item
+from closeranks.checkpoint.capture import Capture, Captured
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.courier import Courier
 from closeranks.checkpoint.manifest import folder_name
@@ -72,7 +73,7 @@ class Saver:
         self._orders: dict[str, Order] = {}
         self._is_closed = False
 
-    def warm(self, items: Sequence[Item]) -> None:
+    def warm(self, items: Sequence[StateTensor]) -> None:
         """Start the writer and give the buffer its memory now, in the background, so that the first save
         need not. What cannot be saved is told of by ``take``."""
         try:
@@ -84,7 +85,7 @@ class Saver:
     def take(
         self,
         step: int,
-        items: Sequence[Item],
+        items: Sequence[StateTensor],
         tree: Mapping[str, Any] | None,
         metric: float | None = None,
         *,
@@ -125,7 +126,7 @@ class Saver:
     def save_now(
         self,
         step: int,
-        items: Sequence[Item],
+        items: Sequence[StateTensor],
         tree: Mapping[str, Any] | None,
         metric: float | None = None,
         *,

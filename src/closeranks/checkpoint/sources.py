@@ -15,29 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c, item_bytes
 from closeranks.checkpoint.manifest import Chunk
 from closeranks.checkpoint.shares import Holding, shares
 from closeranks.core.errors import CheckpointError
-from closeranks.core.pieces import Piece
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Item:
-    """A tensor of the state, as far as this rank holds it."""
-
-    section: str
-    key: str
-    piece: Piece
-    tensor: Tensor
-    """Local, of shape ``piece.local_shape``; on any device, contiguous or not."""
-    holder: int = 0
-    """Which of the ranks that hold this very piece this one is."""
-    num_holders: int = 1
-    is_steady: bool = True
-    """Whether nothing changes it before ``join``: neither forward nor backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +45,7 @@ class Plan:
         return self.slots[-1].offset + self.slots[-1].chunk.num_bytes if self.slots else 0
 
 
-def plan(items: Sequence[Item]) -> Plan:
+def plan(items: Sequence[StateTensor]) -> Plan:
     found: list[tuple[int, int, int, Chunk]] = []
     for number, item in enumerate(items):
         dtype, size = _described(item)
@@ -78,7 +62,7 @@ def plan(items: Sequence[Item]) -> Plan:
     return Plan(tuple(slots))
 
 
-def signature(items: Sequence[Item]) -> tuple[tuple[Any, ...], ...]:
+def signature(items: Sequence[StateTensor]) -> tuple[tuple[Any, ...], ...]:
     """All that a plan depends on; comparing two costs far less than planning."""
     return tuple(
         (item.section, item.key, item.piece, item.tensor.dtype, item.tensor.shape, item.holder, item.num_holders)
@@ -107,7 +91,7 @@ class Watch:
     """Notices tensors that are changed in place, by the counters that torch keeps. Views made by slicing share one with
     their base: a change anywhere in it counts. What is written past torch, or through ``.data``, goes unnoticed."""
 
-    def __init__(self, items: Iterable[Item]) -> None:
+    def __init__(self, items: Iterable[StateTensor]) -> None:
         # Tensors made for inference have no counter.
         self._marks = [(item, item.tensor._version) for item in items if not item.tensor.is_inference()]
 
@@ -120,7 +104,7 @@ class Straight:
     """Items as they are, for a save that training waits for: no copy of the CPU's tensors, and of a device's no more
     than the chunks somebody is looking at."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[StateTensor]) -> None:
         self._items = items
         self._slots = plan(items).slots
 
@@ -137,7 +121,7 @@ class Straight:
         return host_bytes(source).data
 
 
-def _described(item: Item) -> tuple[str, int]:
+def _described(item: StateTensor) -> tuple[str, int]:
     """Its type and the size of an element, if it can be saved at all."""
     if tuple(item.tensor.shape) != item.piece.local_shape:
         what = f"{item.section}/{item.key} is {tuple(item.tensor.shape)} where {item.piece.local_shape} was to be saved"

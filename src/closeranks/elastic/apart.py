@@ -11,20 +11,20 @@ step, so all act on a request together, and only at meetings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from closeranks.core.protocols import Group
-from closeranks.elastic.vote import NONFINITE, NUM_DERIVED, WEIGHT, Ballot, Outcome, Verdict, Vote
+from closeranks.elastic.vote import NONFINITE, NUM_DERIVED, WEIGHT, Ballot, Outcome, Verdict, Vote, sizes_of
 
 
 class ApartVerdict(Verdict):
     """A replica's own verdict on a step: what all came to is known once the round is closed."""
 
-    def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str]) -> None:
-        super().__init__(sums, settled, names)
+    def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str], extra: Mapping[str, int]) -> None:
+        super().__init__(sums, settled, names, extra)
         self.is_closed = False
         self.row = torch.cat([sums, _of_idle(sums, settled)])
         self._told: Verdict | None = None
@@ -37,7 +37,7 @@ class ApartVerdict(Verdict):
         is_taken = (taken >= num_homes) & (num_busy > 0)
         told = [is_taken.to(row.dtype), factor / num_homes, norm / num_busy, loss_scale / num_homes]
         self.is_closed = True
-        self._told = Verdict(sums, torch.stack(told), self._names)
+        self._told = Verdict(sums, torch.stack(told), self._names, self._sizes)
 
     def read(self) -> Outcome:
         assert self._told is not None, "a step is read when its round is closed"
@@ -63,11 +63,11 @@ class ApartVote(Vote):
         self._world, self._num_homes, self._speaks = world, num_homes, speaks
         self._round: list[ApartVerdict] = []
 
-    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_meeting: bool = True) -> Verdict:
+    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_boundary: bool = True) -> Verdict:
         sums, settled = self._settled(ballot, loss_scale)
-        verdict = ApartVerdict(sums, settled, self._metrics)
+        verdict = ApartVerdict(sums, settled, self._metrics, sizes_of(ballot))
         self._round.append(verdict)
-        if is_meeting:
+        if is_boundary:
             self._close()
         return verdict
 

@@ -30,13 +30,14 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.core.background import Background
 from closeranks.core.faults import declare, point
 from closeranks.elastic.devices import Ferry, Landed, Ready
 from closeranks.elastic.pinning import Pinned
 from closeranks.elastic.shipping import receive, send
 from closeranks.elastic.slots import About, Octets, Slot, encode_index
-from closeranks.elastic.sources import NOTHING, Holding, Plan, Watch, copy_and_digest, plan, signature
+from closeranks.elastic.sources import NOTHING, Plan, Watch, copy_and_digest, plan, signature
 
 BEFORE_DATA = declare("slot.before_data", "the slot is invalid, and nothing of the new state is in it yet")
 IN_DATA = declare("slot.in_data", "half of the tensors are copied")
@@ -113,12 +114,12 @@ class Keeper:
         """Which slot of a pair comes next."""
         self._slots: dict[str, Slot] = {}
         self._plan, self._signature = NOTHING, signature(())
-        self._holdings: Sequence[Holding] | None = None
+        self._holdings: Sequence[StateTensor] | None = None
         self._views: list[Tensor] = []
         self._places: dict[int, list[int]] = {}
         """Of each holding, its entries."""
-        self._steady: list[Holding] = []
-        self._hasty: list[tuple[int, Holding]] = []
+        self._steady: list[StateTensor] = []
+        self._hasty: list[tuple[int, StateTensor]] = []
         """What is copied at once."""
         self._restless: set[str] = set()
         """What was said to be steady and was found to change: from then on it is copied at once."""
@@ -130,7 +131,7 @@ class Keeper:
         """Memory of all slots that this rank writes or receives into."""
         return sum(len(slot.bytes) for slot in self._slots.values())
 
-    def begin(self, about: About, holdings: Sequence[Holding], tree: bytes) -> None:
+    def begin(self, about: About, holdings: Sequence[StateTensor], tree: bytes) -> None:
         """Copy these; returns before the steady ones are copied. Nothing may be under way. The same list as before
         stands for the same tensors in the same memory."""
         assert self._task is None, "join comes first"
@@ -147,14 +148,14 @@ class Keeper:
         self._task = task  # only now: for a task that nobody runs, join would wait for ever
         task.begun_s = time.perf_counter() - began_at
 
-    def make_ready(self, holdings: Sequence[Holding]) -> None:
+    def make_ready(self, holdings: Sequence[StateTensor]) -> None:
         """Nothing is to be copied yet: what a first copy would wait for is done meanwhile."""
         self._prepare(holdings)
         ready = Ready(self._views)
         if ready.events:
             self._background.do(lambda: self._pin_all(ready))
 
-    def _prepare(self, holdings: Sequence[Holding]) -> None:
+    def _prepare(self, holdings: Sequence[StateTensor]) -> None:
         """What stays the same from step to step is found once: a step of many tensors must not wait for it."""
         now = signature(holdings)
         if now != self._signature:

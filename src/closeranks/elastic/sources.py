@@ -15,6 +15,7 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
+from closeranks.capture.tensors import StateTensor
 from closeranks.core.pieces import Piece
 from closeranks.elastic.slots import Entry, Octets, encode_entries
 
@@ -23,19 +24,6 @@ ENTRY_BYTES = 16 << 20
 """Larger tensors are cut into entries: several threads digest them, and a damaged one is named more closely."""
 BLOCK_BYTES = 1 << 20
 """Digested and copied at a time: fits a core's second-level cache. Each takes the interpreter's lock once or twice."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Holding:
-    """A tensor of the state as this rank holds it."""
-
-    section: str
-    key: str
-    piece: Piece
-    tensor: Tensor
-    """Local, of shape ``piece.local_shape``; on any device, contiguous or not."""
-    is_steady: bool = True
-    """Whether nothing but the optimizer changes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +58,7 @@ class Plan:
 NOTHING = Plan((), (), b"[]")
 
 
-def plan(holdings: Sequence[Holding]) -> Plan:
+def plan(holdings: Sequence[StateTensor]) -> Plan:
     entries: list[Entry] = []
     spans: list[Span] = []
     offset = 0
@@ -98,7 +86,7 @@ def _part(piece: Piece, first: int, last: int) -> Piece:
     return piece.flattened(begin + first, begin + last)
 
 
-def signature(holdings: Iterable[Holding]) -> tuple[Any, ...]:
+def signature(holdings: Iterable[StateTensor]) -> tuple[Any, ...]:
     """All that a plan depends on; comparing two costs far less than planning."""
     return tuple((held.section, held.piece, held.tensor.dtype) for held in holdings)
 
@@ -131,7 +119,7 @@ class Watch:
     """Notices tensors that are changed in place, by the counters that torch keeps. What is written past torch, or
     through ``.data``, goes unnoticed."""
 
-    def __init__(self, holdings: Iterable[Holding]) -> None:
+    def __init__(self, holdings: Iterable[StateTensor]) -> None:
         # Tensors made for inference have no counter.
         self._marks = [(held, held.tensor._version) for held in holdings if not held.tensor.is_inference()]
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -29,9 +30,9 @@ _NUM_FIXED = 5 + requests.NUM_SLOTS  # sums that every vote has, before those of
 _TINY = 1e-6  # as in torch's own clipping
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ballot:
-    """What one rank brings to the vote: sums over its own micro-batches."""
+    """What one rank brings to the vote: sums over its own micro-batches, and what components add."""
 
     loss: Tensor
     weight: Tensor
@@ -43,8 +44,9 @@ class Ballot:
     """What this rank has been asked for."""
     num_bad: int = 0
     """Samples of this step that this rank speaks for and that could not be used."""
-    extra: Tensor | None = None
-    """Further numbers to be summed over the ranks, float64, as many on every rank; the vote does not look at them."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """Further numbers to be summed over the ranks by whoever adds them: one-dimensional, float64, the same names in the
+    same order and as many numbers on every rank; the vote does not look at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Outcome:
     """What any rank has been asked for."""
     num_bad: int
     metrics: dict[str, float]
-    extra: tuple[float, ...] = ()
+    extra: dict[str, list[float]] = field(default_factory=dict)
     """The sums of ``Ballot.extra``."""
 
 
@@ -73,10 +75,11 @@ class Verdict:
     is_closed: bool = True
     """Whether it can be read; see [Note: votes apart] in ``elastic.apart`` for one that cannot yet."""
 
-    def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str], extra: Mapping[str, int]) -> None:
+        """``extra``: how many numbers each entry of ``Ballot.extra`` has."""
+        self._names, self._sizes = names, extra
         self.taken, self.factor = settled[0], settled[1]
-        self.extra = sums[_NUM_FIXED + len(names) :]
+        self.extra = dict(zip(extra, sums[_NUM_FIXED + len(names) :].split(list(extra.values())), strict=True))
         """The sums of ``Ballot.extra``, on the device."""
         self._event: torch.cuda.Event | None = None
         self._host = torch.cat([sums, settled])
@@ -93,7 +96,7 @@ class Verdict:
         told = self._host.tolist()
         sums, (taken, _, norm, loss_scale) = told[:-NUM_DERIVED], told[-NUM_DERIVED:]
         loss, weight, asked, rest = sums[0], sums[WEIGHT], sums[_NUM_BAD + 1 : _NUM_FIXED], sums[_NUM_FIXED:]
-        metrics, extra = rest[: len(self._names)], rest[len(self._names) :]
+        metrics, numbers = rest[: len(self._names)], iter(rest[len(self._names) :])
         is_empty, weight = weight == 0, weight or 1.0
         return Outcome(
             loss=loss / weight,
@@ -105,7 +108,7 @@ class Verdict:
             requests=requests.decode(asked),
             num_bad=round(sums[_NUM_BAD]),
             metrics={name: value / weight for name, value in zip(self._names, metrics, strict=True)},
-            extra=tuple(extra),
+            extra={name: list(islice(numbers, size)) for name, size in self._sizes.items()},
         )
 
 
@@ -117,10 +120,11 @@ class Vote:
         self._metrics = tuple(metrics)
         self._clip = clip
 
-    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_meeting: bool = True) -> Verdict:
-        """Every rank calls this once per step; the only collective besides the gradients'. ``is_meeting`` matters where
-        replicas train apart: whether all of them stand together after this step."""
-        return Verdict(*self._settled(ballot, loss_scale), self._metrics)
+    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_boundary: bool = True) -> Verdict:
+        """Every rank calls this once per step; the only collective besides the gradients'.
+
+        ``is_boundary`` matters where replicas train apart: whether all of them stand together after this step."""
+        return Verdict(*self._settled(ballot, loss_scale), self._metrics, sizes_of(ballot))
 
     def _settled(self, ballot: Ballot, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
         """The sums over the group, and what follows from them."""
@@ -140,8 +144,11 @@ class Vote:
         metrics = [ballot.metrics[name] for name in self._metrics]
         votes = torch.stack([ballot.loss, ballot.weight, ballot.norm_squared, nonfinite.double(), *metrics])
         counts = counts.to(votes.device, non_blocking=True)
-        extra = () if ballot.extra is None else (ballot.extra,)
-        return torch.cat([votes[:4], counts, votes[4:], *extra])
+        return torch.cat([votes[:4], counts, votes[4:], *ballot.extra.values()])
+
+
+def sizes_of(ballot: Ballot) -> dict[str, int]:
+    return {name: len(numbers) for name, numbers in ballot.extra.items()}
 
 
 def settle(

@@ -47,6 +47,10 @@ class BatchStatistics:
         self._layers = [_Layer(m, m.momentum) for m in norms]
         self._count = 0
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._layers)
+
     def begin(self) -> None:
         self._count = 0
         for layer in self._layers:

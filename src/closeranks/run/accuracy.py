@@ -1,4 +1,4 @@
-"""What does compression lose in this run, and is it more than it was?
+"""What compression loses in this run, and whether it is more than it was.
 
 In sampled steps the ranks add up what each measured (``sync.compress.compressed``), and rank 0 tells it once the step's
 account is read: an event for machines, a warning for people when it drifts. Costs one small all-reduce in such a step.
@@ -7,6 +7,7 @@ account is read: an event for machines, a warning for people when it drifts. Cos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,41 +15,31 @@ from torch import Tensor
 from closeranks.core.events import Compressed, Event, StepDone, Warned
 from closeranks.core.protocols import Group, Reducer
 from closeranks.elastic.vote import Verdict
+from closeranks.run.component import Component
 from closeranks.sync.compress.compressed import Plan
 from closeranks.sync.drift import Drift, of_sums
 
+if TYPE_CHECKING:
+    from closeranks.run.ledger import Settled
+
 
 class Accuracy:
-    """Call sequence: ``watch`` after the vote of every step, ``measure`` after every meeting of replicas that train
-    apart, ``settle`` when the step's account is read. With ``plan`` None gradients are not compressed, with ``outer``
-    None what replicas tell each other is not; one rank ``tells``."""
+    """Call sequence: ``measure`` in every step or synchronisation, ``settle`` when the step's account is read.
 
-    def __init__(
-        self,
-        plan: Plan | None,
-        outer: Plan | None,
-        reducer: Reducer,
-        group: Group,
-        device: torch.device,
-        *,
-        tells: bool,
-    ) -> None:
-        self._outer, self._tells = outer, tells
-        self.plan, self._reducer, self._group, self._device = plan, reducer, group, device
+    With ``plan`` None nothing is compressed; one rank ``tells``.
+    """
+
+    def __init__(self, plan: Plan | None, group: Group, device: torch.device, *, tells: bool) -> None:
+        self.plan, self._group, self._device, self._tells = plan, group, device, tells
         self._measured: dict[int, Tensor] = {}
         self._drift = Drift()
 
-    def watch(self, step: int, verdict: Verdict) -> None:
-        if self.plan is not None and self.plan.is_sampled(step):
-            self._add_up(step + 1, self._reducer.losses())
-
-    def measure(self, step: int, losses: Sequence[Tensor]) -> None:
-        if self._outer is not None and self._outer.is_sampled(step):
-            self._add_up(step, losses)
-
-    def _add_up(self, step: int, losses: Sequence[Tensor]) -> None:
+    def measure(self, number: int, step: int, losses: Callable[[], Sequence[Tensor]]) -> None:
+        """``number``: what sampling counts by; ``step``: under which step it is told."""
+        if self.plan is None or not self.plan.is_sampled(number):
+            return
         found = torch.zeros(4, dtype=torch.float64, device=self._device)
-        for sums in losses:
+        for sums in losses():
             found += sums
         self._measured[step] = self._group.sum(found)
 
@@ -61,3 +52,16 @@ class Accuracy:
         emit(Compressed(done.step, error, cosine))
         if told := self._drift.note(error, cosine):
             emit(Warned(told, done.step))
+
+
+class GradientAccuracy(Component):
+    """Of gradients, in every step."""
+
+    def __init__(self, accuracy: Accuracy, reducer: Reducer) -> None:
+        self._accuracy, self._reducer = accuracy, reducer
+
+    def after_vote(self, index: int, verdict: Verdict) -> None:
+        self._accuracy.measure(index, index + 1, self._reducer.losses)
+
+    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+        self._accuracy.settle(entry.done, emit)

@@ -57,7 +57,7 @@ def wishes_of(job: Job, layout: Layout) -> Wishes:
         compiled=job.train.compile,
         recompute=job.train.recompute,
         recompute_keep=job.train.recompute_keep,
-        sums_replicas=job.sync.compress.name == "none" or job.sync.local.is_on,
+        sums_replicas=job.sync.gradients.name == "none",
     )
 
 

@@ -23,48 +23,51 @@ from closeranks.data.reader import Loaded, map_tensors
 from closeranks.data.rows import read_plain
 from closeranks.data.settings import ReadSettings
 from closeranks.data.source import placed
+from closeranks.run.context import Context
+from closeranks.run.engine import Engine
 from closeranks.run.job import micro_batch_size
-from closeranks.run.parts import Parts
 from closeranks.run.step import seed_streams
 from closeranks.run.tally import Tally
 from closeranks.run.work import PipelineWork
 
 
-def evaluate(parts: Parts, step: int) -> Evaluated:
-    if parts.eval_source is None:
+def evaluate(engine: Engine, source: Source | None, step: int) -> Evaluated:
+    if source is None:
         raise DataError("there is no held-out data to evaluate on", "Set data.eval_fraction, or pass eval_data.")
     started_at = time.monotonic()
-    modes = [(part, part.training) for part in parts.module.modules()]  # a user may train with parts of it at rest
-    parts.module.eval()
+    job, module = engine.context.job, engine.model.module
+    modes = [(part, part.training) for part in module.modules()]  # a user may train with parts of it at rest
+    module.eval()
     try:
-        sums = _sums(parts, parts.eval_source)
+        sums = _sums(engine, source)
     finally:
         for part, was_training in modes:
             part.training = was_training
-    num_bad, loss, weight, *metrics = parts.groups.world.sum(sums).tolist()
+    num_bad, loss, weight, *metrics = engine.context.groups.world.sum(sums).tolist()
     weight = weight or 1.0
-    if num_bad > parts.job.data.max_bad:
-        what = f"{num_bad:.0f} bad samples in the evaluation data, more than data.max_bad = {parts.job.data.max_bad}"
+    if num_bad > job.data.max_bad:
+        what = f"{num_bad:.0f} bad samples in the evaluation data, more than data.max_bad = {job.data.max_bad}"
         raise DataError(what, "`closeranks data verify` names them; mend the data, or raise data.max_bad.", step=step)
     return Evaluated(
         step=step,
         loss=loss / weight,
         weight=weight,
-        metrics={name: value / weight for name, value in zip(parts.spec.metrics, metrics, strict=True)},
+        metrics={name: value / weight for name, value in zip(engine.model.spec.metrics, metrics, strict=True)},
         seconds=time.monotonic() - started_at,
         num_bad=round(num_bad),
     )
 
 
-def _sums(parts: Parts, source: Source) -> Tensor:
+def _sums(engine: Engine, source: Source) -> Tensor:
     """Bad samples, loss, weight and metrics over this rank's share, in float64."""
-    tally = Tally(parts.spec.metrics, parts.device, speaks=parts.speaks)
+    context, model = engine.context, engine.model
+    tally = Tally(model.spec.metrics, context.device, speaks=context.speaks)
     num_bad = 0
 
     def read(planned: MicroBatch) -> Loaded:
         nonlocal num_bad
-        loaded = _read(parts, source, planned)
-        num_bad += len(loaded.skipped) if parts.supply.speaks and not planned.is_spare else 0
+        loaded = _read(context, source, planned)
+        num_bad += len(loaded.skipped) if engine.supply.speaks and not planned.is_spare else 0
         return loaded
 
     def count(micro_batch: MicroBatch, loss: Loss) -> Tensor:
@@ -73,22 +76,22 @@ def _sums(parts: Parts, source: Source) -> Tensor:
         return loss.total
 
     def key(micro_batch: MicroBatch, stage: int = 0) -> None:
-        seed_streams(parts.device, derive_seed(parts.job.run.seed, "eval", micro_batch.index))
+        seed_streams(context.device, derive_seed(context.job.run.seed, "eval", micro_batch.index))
 
     with torch.no_grad():
-        share = list(_share(parts, len(source)))
+        share = list(_share(context, len(source), is_even=engine.reducer.needs_equal_counts))
         _want(source, share)
-        if parts.pipeline is not None:
-            size = wave_size(parts.layout.num_stages)
+        if model.pipeline is not None:
+            size = wave_size(context.layout.num_stages)
             for first in range(0, len(share), size):
                 wave = [read(micro_batch) for micro_batch in share[first : first + size]]
-                parts.pipeline.forward_only(PipelineWork(parts, wave, key, count))
-        for micro_batch in share if parts.pipeline is None else ():
+                model.pipeline.forward_only(PipelineWork(model, engine.reducer, context.pace, wave, key, count))
+        for micro_batch in share if model.pipeline is None else ():
             loaded = read(micro_batch)
             key(micro_batch)
-            with parts.precision.context(parts.device):
-                count(loaded.micro_batch, parts.spec.loss(parts.module, parts.precision.cast(loaded.batch)))
-            parts.pace.tick()
+            with model.precision.context(context.device):
+                count(loaded.micro_batch, model.spec.loss(model.module, model.precision.cast(loaded.batch)))
+            context.pace.tick()
     row = tally.row()
     return torch.cat([row.new_tensor([num_bad]), row])
 
@@ -105,23 +108,23 @@ def wave_size(num_stages: int) -> int:
     return max(8, 4 * num_stages)
 
 
-def _share(parts: Parts, num_samples: int) -> Iterator[MicroBatch]:
+def _share(context: Context, num_samples: int, *, is_even: bool) -> Iterator[MicroBatch]:
     """Every so many-th micro-batch. Where each forward is a collective, ranks with one less repeat the last."""
-    limit = min(num_samples, parts.job.train.eval_samples or num_samples)
-    size, data = micro_batch_size(parts.job), parts.groups.data
+    limit = min(num_samples, context.job.train.eval_samples or num_samples)
+    size, data = micro_batch_size(context.job), context.groups.data
     count = -(-limit // size)
     for first in range(0, count, data.size):
         number = first + data.rank
-        if number < count or parts.reducer.needs_equal_counts:
+        if number < count or is_even:
             index = min(number, count - 1)
             yield MicroBatch(0, index, index * size, min(index * size + size, limit), is_spare=number >= count)
 
 
-def _read(parts: Parts, source: Source, micro_batch: MicroBatch) -> Loaded:
+def _read(context: Context, source: Source, micro_batch: MicroBatch) -> Loaded:
     """By the job's rules for bad samples. One that is bad throughout is worked off with others and counts nothing."""
     ids = np.arange(micro_batch.first, micro_batch.last, dtype=np.int64)
-    rows = read_plain(source, ids, ReadSettings.of(parts.job.data))
+    rows = read_plain(source, ids, ReadSettings.of(context.job.data))
     if rows.skipped:
         is_spare = micro_batch.is_spare or rows.num_rows == 0
         micro_batch = replace(micro_batch, is_spare=is_spare, num_skipped=len(rows.skipped))
-    return Loaded(micro_batch, map_tensors(rows.batch, lambda tensor: tensor.to(parts.device)), rows.skipped)
+    return Loaded(micro_batch, map_tensors(rows.batch, lambda tensor: tensor.to(context.device)), rows.skipped)

@@ -67,7 +67,7 @@ class Hooks:
 def _call(hook: Hook, method: str, session: Session, *arguments: Any) -> None:
     """What is no mistake of the hook's (a lost peer, an error of ours that says what to do) passes as it is."""
     try:
-        with session.parts.pace.within(Phase.HOOK):
+        with session.context.pace.within(Phase.HOOK):
             getattr(hook, method)(session, *arguments)
     except Exception as error:
         if isinstance(error, CloseranksError) or is_consequence(error):
@@ -110,13 +110,10 @@ class TensorBoard(Hook):
     def on_start(self, session: Session) -> None:
         if not session.world.is_lead:
             return
-        from closeranks.run.opening import started_event
         from closeranks.telemetry.tensorboard import TensorBoardSink  # an extra: imported where it is asked for
 
         self._sink = TensorBoardSink(self._folder or session.folder, session.recorder.emit)
-        self._sink.handle(
-            started_event(session.parts, session.num_done, session.folder)
-        )  # told before there was a sink to hear it
+        self._sink.handle(session.started_event())  # told before there was a sink to hear it
         session.recorder.add_sink(self._sink.handle)
 
     def on_end(self, session: Session) -> None:

@@ -17,9 +17,9 @@ from closeranks.data.sources.user import as_source
 from closeranks.models.build import spec_for
 from closeranks.models.user import UserSpec
 from closeranks.run import excepthook, heirloom
+from closeranks.run.build import Ingredients
 from closeranks.run.hooks import Hook, TensorBoard
 from closeranks.run.job import Job, check_vocabulary, load_job
-from closeranks.run.parts import Ingredients
 
 
 @dataclass(frozen=True, slots=True)

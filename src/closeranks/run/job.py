@@ -17,12 +17,13 @@ from closeranks.core.config.table import Table
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.data.config import DataConfig
 from closeranks.elastic.config import ElasticConfig
-from closeranks.facts.layout import Demands, Layout, counted, divisors, legal_problems
+from closeranks.facts.layout import Demands, Layout, counted, legal_problems
 from closeranks.facts.nearest import advise
 from closeranks.models.config import ModelConfig
 from closeranks.optim.config import OptimConfig
 from closeranks.parallel.config import LayoutConfig
 from closeranks.run.config import RunConfig, TrainConfig
+from closeranks.sync import replicas
 from closeranks.sync.config import SyncConfig
 from closeranks.telemetry.config import TelemetryConfig
 from closeranks.telemetry.window import parse_window
@@ -46,7 +47,7 @@ class Job(Table):
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), extra: Mapping[str, Any] | None = None) -> Loaded[Job]:
     """The job of a file, Python tables and the command line, in that order; raises with all problems at once."""
-    checks = (check_length, check_pairing, check_axes, check_compress, check_noise, check_local, check_profile)
+    checks = (check_length, check_pairing, check_axes, check_compress, check_noise, check_replicas, check_profile)
     return load(Job, path, overrides, extra=extra, checks=checks)
 
 
@@ -145,44 +146,13 @@ def check_noise(job: Job) -> Iterable[Problem]:
     if micro_batch_size(job) >= train.global_batch:
         what = f"a step of {train.global_batch} samples is one micro-batch: there is no smaller one to compare it with"
         yield Problem("train.noise_every", what, f"Set train.micro_batch below {train.global_batch}, {off}.")
-    if job.sync.local.is_on:
-        what = "replicas that train apart have no gradient of the whole batch to hold a part's against"
-        yield Problem("train.noise_every", what, f"Set sync.local.every = 0, {off}.")
 
 
-def check_local(job: Job) -> Iterable[Problem]:
-    """Replicas that train apart, as far as one can tell without knowing the workers."""
-    local, steps = job.sync.local, job.train.steps
-    if not local.is_on:
-        return
-    if steps is not None and local.every > steps:
-        what = f"replicas that meet every {local.every} steps would never do so in a run of {counted(steps, 'step')}"
-        yield Problem("sync.local.every", what, f"Set it to {steps} or less.")
-    if local.every % local.fragments:
-        what = f"{local.fragments} fragments cannot meet evenly within {local.every} steps"
-        yield Problem("sync.local.fragments", what, f"Use one of {divisors(local.every, 64)}.")
-    if job.layout.batch_norm == "sync":
-        what = "synchronised batch norm meets all data ranks in every forward, but replicas train apart"
-        fix = 'Set layout.batch_norm = "micro": running statistics are then averaged when replicas meet.'
-        yield Problem("layout.batch_norm", what, fix)
-
-
-def homes_of(job: Job, layout: Layout, num_hosts: int = 1) -> int:
-    """How many replicas train apart; 1 where nobody does."""
-    local = job.sync.local
-    if not local.is_on or local.replicas:
-        return local.replicas if local.is_on else 1
-    if layout.zero and layout.shard:
-        return layout.data // layout.shard
-    most = num_hosts if num_hosts > 1 else layout.data
-    return max(size for size in divisors(layout.data) if size <= most)
-
-
-def within_homes(layout: Layout, num_homes: int) -> Layout:
-    """State is split over the data ranks of one home, unless the job says over how many."""
-    if num_homes == 1 or layout.zero == 0 or layout.shard or layout.data % num_homes:
-        return layout
-    return replace(layout, shard=layout.data // num_homes)
+def check_replicas(job: Job) -> Iterable[Problem]:
+    train = job.train
+    return replicas.job_problems(
+        job.sync, steps=train.steps, batch_norm=job.layout.batch_norm, noise_every=train.noise_every
+    )
 
 
 def layout_for(job: Job, num_workers: int) -> Layout:
@@ -199,8 +169,7 @@ def layout_for(job: Job, num_workers: int) -> Layout:
         expert=table.expert,
         schedule=table.schedule,
     )
-    # How many hosts there are is known when a run is assembled: until then it stays open what follows from it.
-    return within_homes(layout, job.sync.local.replicas or 1) if job.sync.local.is_on else layout
+    return replicas.planned_layout(job.sync, layout)
 
 
 def check_workers(job: Job, num_workers: int, needs: Demands | None = None) -> list[Problem]:
@@ -220,18 +189,7 @@ def check_workers(job: Job, num_workers: int, needs: Demands | None = None) -> l
     if job.layout.batch_norm == "sync" and -(-job.train.global_batch // micro) % layout.data:
         what = f"synchronised batch norm needs micro-batches that divide evenly among {layout.data} data ranks"
         problems.append(Problem("layout.batch_norm", what, "Change train.global_batch or train.micro_batch."))
-    return problems or list(_home_problems(job, layout))
-
-
-def _home_problems(job: Job, layout: Layout) -> Iterable[Problem]:
-    """Whether replicas that train apart come out even; the layout itself is legal."""
-    num_replicas = layout.data // ((layout.shard or layout.data) if layout.zero else 1)
-    num_homes = homes_of(job, layout) if job.sync.local.replicas else 1
-    if num_replicas % num_homes:
-        ranks = counted(layout.data, "data rank")
-        over = f", each {layout.shard} of which split one state," if layout.zero else ""
-        what = f"{ranks}{over} do not divide into {num_homes} replicas that train apart"
-        yield Problem("sync.local.replicas", what, f"Use one of {divisors(num_replicas)}.")
+    return problems or list(replicas.layout_problems(job.sync, layout))
 
 
 _SMALL, _LEAST_MICRO, _USUAL_MICRO = 16, 4, 8

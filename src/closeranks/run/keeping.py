@@ -13,10 +13,10 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from statistics import median, median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,60 +25,62 @@ from closeranks.agent.progress import Phase
 from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode
 from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_cost
 from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, Seat, free_file, seats_of
-from closeranks.elastic.images import can_spare_a_host, images_of, layout_digest
+from closeranks.elastic.images import can_spare_a_host, layout_digest
 from closeranks.elastic.keeper import Berths, Joined, Keeper
 from closeranks.elastic.shelf import Shelf
 from closeranks.elastic.slots import About
-from closeranks.elastic.sources import Holding, num_digesters
+from closeranks.elastic.sources import num_digesters
+from closeranks.elastic.vote import Ballot
+from closeranks.run.component import Component
+from closeranks.run.context import Context
 from closeranks.run.overseer import Overseer
-from closeranks.run.parts import Parts
-from closeranks.run.restoring import TakenOver, hosts_of, kept_by
-from closeranks.run.state import held_still, holdings, progress_of, sketch_of
+from closeranks.run.restoring import TakenOver, images, kept_by
+from closeranks.run.state import State
 from closeranks.telemetry.recorder import to_line
 
-REGROUPED = "regrouped"
-"""How a generation ends that another takes over from by agreement."""
+if TYPE_CHECKING:
+    from closeranks.run.ledger import Settled
+
 _NUM_FIRST = 2
 """Copies of a generation that make a slot ready, which may take far longer than a copy: one for each of the pair."""
 
 
-class Keeping:
+class Keeping(Component):
     """The copies of one session, in the order of its steps."""
 
     def __init__(
         self,
-        parts: Parts,
+        context: Context,
+        state: State,
         taken: TakenOver,
         emit: Callable[[Event], None],
         overseer: Overseer,
         rhythm: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self._parts, self._emit, self._overseer, self._rhythm = parts, emit, overseer, rhythm
-        self._rounds = parts.rounds
-        self.told: deque[StepDone] = deque(maxlen=parts.rounds.gap)
+        self._context, self._state = context, state
+        self._emit, self._overseer, self._rhythm = emit, overseer, rhythm
+        self._boundaries = context.boundaries
+        self._told: deque[StepDone] = deque(maxlen=context.boundaries.gap)
         """What the last steps came to: whoever takes over tells it where rank 0 was lost before it could."""
         self._taken = taken
-        self._sketch = sketch_of(parts)
-        self._images = images_of(parts.groups.mesh, are_own=parts.remembers)
-        self._kept_by = kept_by(parts, self._images)
-        num_threads = num_digesters(_num_cores(), parts.world.local_size)
+        self._images = images(context, state)
+        self._kept_by = kept_by(context, state, self._images)
+        num_threads = num_digesters(_num_cores(), context.world.local_size)
         self._keeper = Keeper(self._berths(taken.shelf), num_threads) if taken.shelf else None
-        every = parts.job.elastic.snapshot_every
+        every = context.job.elastic.snapshot_every
         self._is_auto = every == "auto"
         self._every = max(1, every) if isinstance(every, int) else int(taken.origin.tree.get("every", 1))
         self._told_every = taken.origin.tree.get("every")
         self._first = self._begun = self._done = taken.origin.step
         self._sealed = -1
         self._is_warned = False
-        self._held: list[Holding] = []
         self._stepped_at, self._lost_s = 0.0, 0.0
         self._num_heard, self._has_decided = 0, False
         self._steps, self._stalls, self._lates = list[float](), list[float](), list[float]()
-        parts.before_vote.append(self.before_vote)
 
-    def introduce(self) -> None:
-        """Say where this generation begins."""
-        for event in self._taken.told(self._parts):
+    def introduce(self, warnings: Sequence[str]) -> None:
+        """Say where this generation begins. ``warnings``: what a person should know of the run."""
+        for event in self._taken.told(warnings, is_lead=self._context.world.is_lead):
             self._emit(event)
 
     def start(self, step: int) -> None:
@@ -93,8 +95,8 @@ class Keeping:
             self._begin(self._keeper, step)
 
     def is_due(self, step: int) -> bool:
-        """Whether ``after`` will copy the state of this step. Replicas that train apart have one when they meet."""
-        is_time = step - self._begun >= self._every and self._rounds.is_meeting(step)
+        """Whether ``after`` will copy the state of this step. All ranks have one state at boundaries."""
+        is_time = step - self._begun >= self._every and self._boundaries.is_boundary(step)
         return self._keeper is not None and is_time
 
     def after(self, step: int) -> None:
@@ -109,9 +111,12 @@ class Keeping:
         if self.is_due(step):
             self._begin(self._keeper, step)
         elif step == self._first + 1:  # not earlier: until its first step is done, others wait for this generation
-            self._keeper.make_ready(self._holdings())
+            self._keeper.make_ready(self._state.tensors())
 
-    def before_vote(self) -> None:
+    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+        self._told.append(entry.done)
+
+    def before_vote(self, index: int, ballot: Ballot) -> None:
         """What was begun has landed, and where a copy may follow this step, the one before it is sealed or never will
         be: once all ranks have voted, the slot of the one before that is free."""
         if self._keeper is None:
@@ -126,17 +131,17 @@ class Keeping:
         if self._keeper is not None:
             self._join(self._keeper)
             if self._begun != step:
-                self._parts.groups.world.gather_text("")  # all have sealed the one before
+                self._context.groups.world.gather_text("")  # all have sealed the one before
                 self._begin(self._keeper, step)
                 self._join(self._keeper)
-        return all(self._parts.groups.world.gather_text("yes" if self._sealed == step else ""))
+        return all(self._context.groups.world.gather_text("yes" if self._sealed == step else ""))
 
     def hand_over(self, step: int, save: Callable[[], object]) -> None:
         """All ranks, when a generation ends by agreement: the next one finds this very step in memory, whichever host
         it is that leaves, or else on a disk."""
-        self._parts.pace.enter(Phase.KEEP)
-        is_safe = self.seal(step) and can_spare_a_host(hosts_of(self._parts), self._images, self._kept_by)
-        if not is_safe and self._parts.job.checkpoint.save:
+        self._context.pace.enter(Phase.KEEP)
+        is_safe = self.seal(step) and can_spare_a_host(self._context.hosts, self._images, self._kept_by)
+        if not is_safe and self._context.job.checkpoint.save:
             save()
         self._overseer.has_regrouped = True
 
@@ -145,30 +150,23 @@ class Keeping:
             self._keeper.close()
 
     def _begin(self, keeper: Keeper, step: int) -> None:
-        parts = self._parts
+        world = self._context.world
         about = About(
-            generation=parts.world.generation,
+            generation=world.generation,
             step=step,
-            image=self._images[parts.world.rank],
+            image=self._images[world.rank],
             num_images=len(set(self._images)),
-            layout=layout_digest(parts.layout),
-            rank=parts.world.rank,
+            layout=layout_digest(self._context.layout),
+            rank=world.rank,
             run=self._taken.shelf.run,
         )
-        tree: dict[str, Any] = {"data": parts.supply.state(), "every": self._every, **self._sketch}
-        tree |= {"progress": progress_of(parts, step), "noise": parts.noise.state(), "usage": parts.usage.state()}
-        after = parts.rounds.before(step)
-        tree["last"] = "".join(to_line(encode(done)).decode() for done in self.told if after < done.step <= step)
-        if parts.world.is_lead:
+        tree: dict[str, Any] = {**self._state.tree(step), "every": self._every}
+        after = self._boundaries.before(step)
+        tree["last"] = "".join(to_line(encode(done)).decode() for done in self._told if after < done.step <= step)
+        if world.is_lead:
             tree["rhythm"] = self._rhythm()
-        keeper.begin(about, self._holdings(), json.dumps(tree).encode())
+        keeper.begin(about, self._state.tensors(), json.dumps(tree).encode())
         self._begun = step
-
-    def _holdings(self) -> list[Holding]:
-        """The same list as long as they are the same tensors in the same memory."""
-        if not self._held or not held_still(self._parts, self._held):
-            self._held = holdings(self._parts)
-        return self._held
 
     def _join(self, keeper: Keeper) -> None:
         joined = keeper.join()
@@ -183,19 +181,20 @@ class Keeping:
         if self._num_heard == _NUM_FIRST + 1:
             self._stalls.clear()
             self._lates.clear()
-        num_busy = self._parts.world.local_size * (1 if self._parts.device.type == "cuda" else torch.get_num_threads())
+        num_threads = 1 if self._context.device.type == "cuda" else torch.get_num_threads()
+        num_busy = self._context.world.local_size * num_threads
         for seconds, costs in ((joined.stall_s, self._stalls), (joined.late_s, self._lates)):
             costs.append(true_cost(seconds, joined.busy_s, _num_cores(), num_busy))
         self._lost_s += joined.late_s if self._every == 1 else joined.stall_s
         if joined.problem and not self._is_warned:
             self._is_warned = True
-            what = f"rank {self._parts.world.rank}: {joined.problem}; training goes on"
+            what = f"rank {self._context.world.rank}: {joined.problem}; training goes on"
             self._emit(Warned(what, joined.step))
 
     def _is_time(self, step: int) -> bool:
-        """Counted in rounds: ranks of several replicas can agree on something when they meet."""
-        num_rounds = self._rounds.number(step) - self._rounds.number(self._first)
-        return self._rounds.is_meeting(step) and is_time_to_decide(num_rounds, has_decided=self._has_decided)
+        """Counted in boundaries, after which all ranks can agree on something."""
+        num_rounds = self._boundaries.number(step) - self._boundaries.number(self._first)
+        return self._boundaries.is_boundary(step) and is_time_to_decide(num_rounds, has_decided=self._has_decided)
 
     def _decide(self, keeper: Keeper, step: int) -> None:
         """All ranks, at the same step. The first step and the first copies, which make everything ready, are left out
@@ -205,30 +204,30 @@ class Keeping:
         self._has_decided = True
         own = [median(self._steps[1:] or self._steps)]
         own += [median_low(costs) for costs in (self._stalls, self._lates)]
-        told = [json.loads(text) for text in self._parts.groups.world.gather_text(json.dumps(own))]
+        told = [json.loads(text) for text in self._context.groups.world.gather_text(json.dumps(own))]
         step_s, stall_s, late_s = (max(numbers) for numbers in zip(*told, strict=True))
         for numbers in (self._steps, self._stalls, self._lates):
             del numbers[:-1]
         if self._is_auto:
-            self._every = steps_between(stall_s, late_s, step_s, self._parts.job.elastic.snapshot_cost)
+            self._every = steps_between(stall_s, late_s, step_s, self._context.job.elastic.snapshot_cost)
         cost_s = late_s if self._every == 1 else stall_s
         if self._every != self._told_every:
             self._told_every = self._every
-            if self._parts.world.is_lead:
-                every = max(self._every, self._rounds.gap)
+            if self._context.world.is_lead:
+                every = max(self._every, self._boundaries.gap)
                 self._emit(Snapshotting(step, every, keeper.num_bytes, cost_s, self.copies))
 
     @property
     def copies(self) -> str:
         """Where the second copy is, in words."""
-        hosts = hosts_of(self._parts)
+        hosts = self._context.hosts
         pairs = [(hosts[rank], hosts[keeper]) for rank, keeper in enumerate(self._kept_by) if keeper is not None]
         if pairs:
             return "peer on another host" if all(one != other for one, other in pairs) else "peer"
         return "replica" if len(set(self._images)) < len(self._images) else "none"
 
     def _berths(self, shelf: Shelf) -> Berths:
-        hosts, rank = hosts_of(self._parts), self._parts.world.rank
+        hosts, rank = self._context.hosts, self._context.world.rank
         seats = seats_of(hosts, self._images)
         keeper = self._kept_by[rank]
         beside = seats[keeper] if keeper is not None and hosts[keeper] == hosts[rank] else None
@@ -250,9 +249,9 @@ class Keeping:
 
     def _open_group(self) -> dist.ProcessGroup:
         """A collective: all ranks. Training's messages and these must not meet."""
-        timeout = timedelta(seconds=self._parts.job.run.timeout_s)
+        timeout = timedelta(seconds=self._context.job.run.timeout_s)
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        self._parts.opened.closers.append(lambda: dist.destroy_process_group(group))
+        self._context.opened.closers.append(lambda: dist.destroy_process_group(group))
         return group
 
 

@@ -1,8 +1,8 @@
 """What did each step come to, and is the run still sane?
 
 Verdicts are read late on an accelerator (see [Note: the vote]); the ledger keeps those not read yet, turns each into a
-``StepDone`` and watches for steps that could not be taken. Where replicas train apart, the verdicts of a round can be
-read when they meet, and all of them are read there: whatever follows happens at a meeting. Invariants: verdicts are
+``StepDone`` and watches for steps that could not be taken. Where verdicts can be read at boundaries only, all of them
+are read there, so that whatever follows happens at a boundary. Invariants: verdicts are
 settled in order and at the same lag on every rank, so that all ranks act on the same step; the times of steps add up to
 the time that went by, however late they are told.
 """
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from closeranks.core.errors import DataError
 from closeranks.core.events import StepDone
 from closeranks.core.requests import Request
-from closeranks.data.timing import StageTimes
 from closeranks.elastic.vote import Outcome, Verdict
-from closeranks.run.parts import Parts
+from closeranks.run.engine import Engine
 from closeranks.telemetry.device import peak_memory_bytes
 
 
@@ -29,8 +29,8 @@ class Settled:
 
     done: StepDone
     requests: frozenset[Request]
-    used: tuple[float, ...] = ()
-    """Which parameters had a gradient, as ``run.usage`` reads it."""
+    extra: Mapping[str, Sequence[float]]
+    """What components added to the ballot, summed over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class _Spent:
     """What a step took."""
 
     seconds: float
-    waited_s: float
-    reading: StageTimes
+    figures: Mapping[str, Any]
+    """Of the components, as fields of ``StepDone``."""
 
 
 @dataclass(slots=True)
@@ -51,22 +51,21 @@ class _Entry:
 
 
 class Ledger:
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._pending: deque[_Entry] = deque()
-        self._lag = 1 if parts.device.type == "cuda" else 0
+        self._lag = 1 if engine.context.device.type == "cuda" else 0
         self._num_bad = 0
         self._marked_at = time.monotonic()
-        self._waited_s = 0.0
 
     def push(self, index: int, verdict: Verdict) -> Iterator[Settled]:
         """Take a new verdict in and settle those that are due."""
-        is_apart = self._parts.outer is not None
-        self._pending.append(_Entry(index, verdict, self._measure() if is_apart else None))
-        if is_apart and verdict.is_closed and self._lag:
+        is_late = self._engine.context.boundaries.gap > 1
+        self._pending.append(_Entry(index, verdict, self._measure(index) if is_late else None))
+        if is_late and verdict.is_closed and self._lag:
             verdict.read()  # sync point, once in a round
             self._even_out()
-        yield from self._settle(0 if is_apart else self._lag)
+        yield from self._settle(0 if is_late else self._lag)
 
     def flush(self) -> Iterator[Settled]:
         """Settle everything that can be: before evaluation, saving and the end. Sync point."""
@@ -80,16 +79,18 @@ class Ledger:
         while len(self._pending) > keep and self._pending[0].verdict.is_closed:
             entry = self._pending.popleft()
             outcome = entry.verdict.read()
-            account = self._account(entry.index, outcome, entry.spent or self._measure())
+            account = self._account(entry.index, outcome, entry.spent or self._measure(entry.index))
             yield Settled(account, outcome.requests, outcome.extra)
             self._watch(entry.index, outcome)
 
-    def _measure(self) -> _Spent:
+    def _measure(self, index: int) -> _Spent:
         """Since it was asked last."""
-        supply, now = self._parts.supply, time.monotonic()
+        now = time.monotonic()
         seconds, self._marked_at = now - self._marked_at, now
-        waited_s, self._waited_s = supply.wait_s - self._waited_s, supply.wait_s
-        return _Spent(seconds, waited_s, supply.pop_times())
+        figures: dict[str, Any] = {}
+        for own in self._engine.components.phases["figures"]:
+            figures |= own(index)
+        return _Spent(seconds, figures)
 
     def _even_out(self) -> None:
         """An accelerator's host pushes steps ahead of it and waits at the end of a round: its steps took alike."""
@@ -100,41 +101,36 @@ class Ledger:
             entry.spent = entry.spent and replace(entry.spent, seconds=mean_s)
 
     def _account(self, index: int, outcome: Outcome, spent: _Spent) -> StepDone:
-        parts = self._parts
-        position = parts.schedule.position(index + 1)
+        schedule, model = self._engine.context.schedule, self._engine.model
+        position = schedule.position(index + 1)
         return StepDone(
             step=index + 1,
             loss=outcome.loss,
             weight=outcome.weight,
             grad_norm=outcome.grad_norm,
-            lr=parts.optimizer.lr(index),
             taken=outcome.taken,
-            loss_scale=outcome.loss_scale * parts.loss_divisor,
-            items=(position - parts.schedule.position(index)) * parts.spec.items_per_sample,
+            loss_scale=outcome.loss_scale * model.loss_divisor,
+            items=(position - schedule.position(index)) * model.spec.items_per_sample,
             position=position,
             metrics=outcome.metrics,
             seconds=spent.seconds,
-            data_wait_s=spent.waited_s,
-            data_read_s=spent.reading.read_s,
-            data_fetch_s=spent.reading.fetch_s,
-            data_decode_s=spent.reading.decode_s,
-            data_collate_s=spent.reading.collate_s,
             num_bad=outcome.num_bad,
-            memory_bytes=peak_memory_bytes(parts.device),
+            memory_bytes=peak_memory_bytes(self._engine.context.device),
+            **spent.figures,
         )
 
     def _watch(self, index: int, outcome: Outcome) -> None:
         """An overflow of fp16 mends itself by a smaller loss scale; anything else that lasts is a mistake."""
-        scaling = self._parts.precision.scales_loss
-        loss_scale = outcome.loss_scale * self._parts.loss_divisor
-        mends_itself = scaling and loss_scale > self._parts.job.optim.loss_scale.minimum
+        job, model = self._engine.context.job, self._engine.model
+        loss_scale = outcome.loss_scale * model.loss_divisor
+        mends_itself = model.precision.scales_loss and loss_scale > job.optim.loss_scale.minimum
         mends_itself = mends_itself or (outcome.is_empty and outcome.num_bad > 0)  # data.max_bad is their limit
         self._num_bad = 0 if outcome.taken or mends_itself else self._num_bad + 1
-        if self._num_bad >= self._parts.job.train.patience:
+        if self._num_bad >= job.train.patience:
             first = index + 2 - self._num_bad
             raise DataError(
                 f"loss or gradients have not been finite for {self._num_bad} steps in a row, since step {first}",
-                advice(self._parts.precision.name, self._parts.job.optim.clip),
+                advice(model.precision.name, job.optim.clip),
                 step=index + 1,
             )
 

@@ -82,10 +82,11 @@ def drive(session: Session) -> Result:
 
 def out_of_memory(session: Session, error: BaseException) -> SetupError:
     """The allocator's complaint in words: what took the memory, and what to change."""
+    from closeranks.run.optimizer import OptimizerStep
     from closeranks.telemetry.device import explain_out_of_memory
 
-    parts = session.parts
-    text = explain_out_of_memory(
-        parts.module, parts.optimizer.state(), parts.device, error, is_mixed=parts.precision.compute.itemsize == 2
-    )
+    engine = session.engine
+    is_mixed = engine.model.precision.compute.itemsize == 2
+    state = engine.components.get(OptimizerStep).optimizer.state()
+    text = explain_out_of_memory(session.model, state, session.context.device, error, is_mixed=is_mixed)
     return SetupError(f"rank {session.world.rank} failed at step {session.num_done + 1}: {text}")

@@ -8,43 +8,18 @@ Invariant: with the ranks and the layout of before, every rank gets back what it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from torch import Tensor
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Remembered
-from closeranks.run.parts import Parts
+from closeranks.run.saved import Saved
 from closeranks.sync.memory import OWED, RESIDUAL, rows_to_read
 
-_OUTER = "outer/"
 
-
-class Readable(Protocol):
-    """As much of ``run.state.Saved`` as is needed here."""
-
-    def shapes(self, section: str) -> Mapping[str, tuple[int, ...]]: ...
-
-    def read(self, section: str, key: str, piece: Piece) -> Tensor: ...
-
-    def read_into(self, section: str, key: str, piece: Piece, out: Tensor) -> None: ...
-
-
-def unsent(parts: Parts) -> Iterator[Remembered]:
-    """What gradients left behind, and what replicas that train apart did when they met; ranks of one home that hold the
-    same leaves hold the same of it, and the first of them saves it."""
-    yield from parts.reducer.memory()
-    if parts.outer is not None:
-        home = parts.groups.home
-        is_first = (home.replica if parts.layout.zero else home.data).rank == 0
-        for one in parts.outer.memory():
-            piece = replace(one.piece, name=f"{_OUTER}{one.piece.name}")
-            yield replace(one, piece=piece, is_ours=one.is_ours and is_first)
-
-
-def restore_memories(memories: Sequence[Remembered], saved: Readable, section: str, *, has_owners: bool) -> None:
+def restore_memories(memories: Sequence[Remembered], saved: Saved, section: str, *, has_owners: bool) -> None:
     """What a state does not hold, or holds of other shape, starts as it does in a fresh run. ``has_owners``: whether
     sums are coded by their owners, here or on any rank."""
     shapes = saved.shapes(section)

@@ -10,19 +10,24 @@ are read when the step is settled); all ranks hold the same averages, which are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from closeranks.core.events import Event, NoiseSeen, StepDone
+from closeranks.core.events import Event, NoiseSeen
 from closeranks.core.protocols import Group
 from closeranks.data.schedule import MicroBatch, Schedule
 from closeranks.elastic.vote import Verdict
 from closeranks.optim.noise import Averages, Measured
 from closeranks.optim.norms import norm_squared
+from closeranks.run.component import Component
+from closeranks.run.saved import Saved
+
+if TYPE_CHECKING:
+    from closeranks.run.ledger import Settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +55,8 @@ class _Sums:
         return total, number
 
 
-class NoiseGauge:
-    """Call sequence: ``begin`` and ``end`` around the first backward of each step, ``watch`` after the vote, ``settle``
-    when the step's account is read. With ``every`` 0 all of them do nothing."""
+class NoiseGauge(Component):
+    """Measures the first backward of every ``every``-th step; with 0 it does nothing."""
 
     def __init__(
         self, every: int, parameters: Iterable[nn.Parameter], schedule: Schedule, group: Group, device: torch.device
@@ -61,20 +65,24 @@ class NoiseGauge:
         self._averages = Averages()
         self._squares: dict[Tensor, Tensor] | None = None
         """By parameter, while the first backward of a measured step runs."""
+        self._awaits_first = False
         self._own: Tensor | None = None
         self._sent: dict[int, _Sums] = {}
         for parameter in parameters if every else ():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def begin(self, index: int, micro_batch: MicroBatch) -> None:
+    def begin(self, index: int) -> None:
+        self._awaits_first = self._is_due(index)
+
+    def before_backward(self, micro_batch: MicroBatch) -> None:
         """A micro-batch that is short or a spare is no sample of the small batch's size."""
         is_whole = not micro_batch.is_spare and micro_batch.num_samples == self._schedule.micro_batch
-        if self._is_due(index) and is_whole:
+        if self._awaits_first and is_whole:
             self._squares = {}
+        self._awaits_first = False
 
-    def end(self, weight: Tensor, scale: Tensor) -> None:
-        """``weight``: what the micro-batch's summed loss is to be divided by; ``scale``: what it was multiplied by."""
+    def after_backward(self, weight: Tensor, scale: Tensor) -> None:
         if self._squares is None:
             return
         squares, self._squares = self._squares, None
@@ -82,14 +90,15 @@ class NoiseGauge:
         total = torch.stack(list(squares.values())).sum() if squares else torch.zeros_like(one)
         self._own = torch.stack([total / (weight * scale.double()).square(), one])
 
-    def watch(self, index: int, verdict: Verdict) -> None:
+    def after_vote(self, index: int, verdict: Verdict) -> None:
         """All ranks, in every step."""
         if self._is_due(index):
             own = torch.zeros(2, dtype=torch.float64, device=self._device) if self._own is None else self._own
             self._own = None
             self._sent[index + 1] = _Sums.send(self._group.sum(own))
 
-    def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
+    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+        done = entry.done
         sums = self._sent.pop(done.step, None)
         if sums is None or not done.taken:
             return
@@ -101,13 +110,13 @@ class NoiseGauge:
         self._averages = self._averages.add(Measured(small, batch, total / number, done.grad_norm**2))
         emit(NoiseSeen(done.step, self._averages.scale, batch))
 
-    def state(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, Any]:
         """Empty where nothing is measured."""
-        return self._averages.state() if self._every else {}
+        return {"noise": self._averages.state() if self._every else {}}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def restore(self, saved: Saved) -> None:
         """A run that did not measure before begins to."""
-        if self._every and state:
+        if self._every and (state := saved.tree.get("noise")):
             self._averages = Averages.of_state(state)
 
     def _is_due(self, index: int) -> bool:

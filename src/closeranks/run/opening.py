@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import gc
 import platform
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -24,10 +26,9 @@ from closeranks.core.streams import outlast_readers
 from closeranks.core.world import World
 from closeranks.facts.devices import datasheet_flops
 from closeranks.optim.scaling import rate_words
-from closeranks.run.apart import words
+from closeranks.run.engine import Engine
 from closeranks.run.job import Job
 from closeranks.run.overseer import current_link
-from closeranks.run.parts import Parts
 from closeranks.telemetry.device import device_name
 
 
@@ -67,31 +68,31 @@ def _num_cores() -> int:
     return torch.get_num_threads()
 
 
-def started_event(parts: Parts, first_step: int, folder: Path) -> RunStarted:
-    name = device_name(parts.device)
+def started_event(engine: Engine, known: Mapping[str, Any], first_step: int, folder: Path) -> RunStarted:
+    """``known``: what building the run measured."""
+    context, model = engine.context, engine.model
+    name, layout, said = device_name(context.device), context.layout, dict(known)
+    is_spread = layout.zero > 0 or layout.tensor > 1 or layout.pipeline > 1  # no rank holds the whole state
+    for own in engine.components.phases["started"]:
+        said |= own()
     return RunStarted(
-        rank=parts.world.rank,
-        world_size=parts.world.size,
-        generation=parts.world.generation,
+        rank=context.world.rank,
+        world_size=context.world.size,
+        generation=context.world.generation,
         first_step=first_step,
-        last_step=parts.schedule.num_steps,
-        layout=str(parts.layout) if parts.is_spread else "",
+        last_step=context.schedule.num_steps,
+        layout=str(layout) if is_spread else "",
         device=name,
-        precision=parts.precision.name,
-        num_params=parts.applied.num_params,
-        num_trainable=parts.applied.num_trainable,
-        flops_per_item=parts.spec.flops_per_item,
-        item=parts.spec.item,
-        datasheet_flops=datasheet_flops(name, parts.precision.name),
-        measured_flops=parts.measured_flops,
-        bucket_mib=parts.buckets.bucket_mib,
-        link_latency_s=parts.buckets.link.latency_s if parts.buckets.link else None,
-        link_bytes_per_s=parts.buckets.link.bytes_per_s if parts.buckets.link else None,
+        precision=model.precision.name,
+        num_params=model.applied.num_params,
+        num_trainable=model.applied.num_trainable,
+        flops_per_item=model.spec.flops_per_item,
+        item=model.spec.item,
+        datasheet_flops=datasheet_flops(name, model.precision.name),
         versions={"closeranks": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         folder=str(folder),
-        sync=parts.sync_words,
-        rate=rate_words(parts.job.optim, parts.job.train.global_batch, parts.schedule.num_steps),
-        apart=words(parts.job.sync.local, parts.groups.home.count),
-        global_batch=parts.schedule.global_batch,
-        micro_batch=parts.schedule.micro_batch,
+        rate=rate_words(context.job.optim, context.job.train.global_batch, context.schedule.num_steps),
+        global_batch=context.schedule.global_batch,
+        micro_batch=context.schedule.micro_batch,
+        **said,
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,7 +24,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from closeranks.agent.link import WorkerLink
-from closeranks.checkpoint.capture import Item
+from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import Settings
 from closeranks.checkpoint.reader import open_newest
@@ -33,17 +33,29 @@ from closeranks.core.errors import SetupError
 from closeranks.core.events import StepDone
 from closeranks.core.pieces import Piece
 from closeranks.elastic.vote import Verdict
+from closeranks.run.component import Component
 from closeranks.run.hooks import Hook
 from closeranks.run.job import Job
 from closeranks.run.loop import train_job
 from closeranks.run.overseer import settle_in
 from closeranks.run.session import Session
-from closeranks.run.state import kept
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
 _SUMMARY = "proof.json"
 _LEAST_SHARE = 1e-2
 """Of the whole, that a tensor counts for at least when a difference in it is measured."""
+
+
+class _FirstGradients(Component):
+    """Hands the factor of the first step's gradients on, while they stand."""
+
+    def __init__(self, take: Callable[[Tensor], None]) -> None:
+        self._take: Callable[[Tensor], None] | None = take
+
+    def after_vote(self, index: int, verdict: Verdict) -> None:
+        take, self._take = self._take, None
+        if take is not None:
+            take(verdict.factor)
 
 
 class Record(Hook):
@@ -52,21 +64,18 @@ class Record(Hook):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._steps: list[StepDone] = []
-        self._has_gradients = False
 
     def on_start(self, session: Session) -> None:
-        def keep_first(index: int, verdict: Verdict) -> None:
-            if not self._has_gradients:
-                self._has_gradients = True
-                self._write(session, GRADIENTS, _gradients(session, verdict.factor))
+        def write(factor: Tensor) -> None:
+            self._write(session, GRADIENTS, _gradients(session, factor))
 
-        session.parts.watchers.append(keep_first)
+        session.engine.components.add(_FirstGradients(write))
 
     def on_step(self, session: Session, step: StepDone) -> None:
         self._steps.append(step)
 
     def on_end(self, session: Session) -> None:
-        self._write(session, WEIGHTS, ((one.piece, one.tensor) for one in kept(session.parts) if one.is_spoken))
+        self._write(session, WEIGHTS, ((one.piece, one.tensor) for one in session.engine.model.kept() if one.is_spoken))
         if session.world.is_lead:
             rows = [{"loss": step.loss, "grad_norm": step.grad_norm, "metrics": step.metrics} for step in self._steps]
             (self._folder / _SUMMARY).write_text(json.dumps(rows))
@@ -74,8 +83,8 @@ class Record(Hook):
     def _write(self, session: Session, section: str, pieces: Iterable[tuple[Piece, Tensor]]) -> None:
         world, config = session.world, CheckpointConfig(read_back=False)
         settings = Settings.from_config(config, str(self._folder / section))
-        saver = Saver(world.rank, world.size, section, 1, str(session.parts.layout), settings, config)
-        items = [Item(section, piece.name, piece, tensor) for piece, tensor in pieces]
+        saver = Saver(world.rank, world.size, section, 1, str(session.context.layout), settings, config)
+        items = [StateTensor(section, piece.name, piece, tensor) for piece, tensor in pieces]
         with closing(saver):
             reports = saver.save_now(len(self._steps), items, {} if world.is_lead else None, None)
         for report in reports:
@@ -85,7 +94,7 @@ class Record(Hook):
 
 def _gradients(session: Session, factor: Tensor) -> Iterator[tuple[Piece, Tensor]]:
     """As the optimizer takes them: divided by the weight of all ranks, and clipped."""
-    for leaf in session.parts.reducer.leaves():
+    for leaf in session.engine.reducer.leaves():
         if leaf.is_spoken and leaf.tensor.grad is not None:
             yield leaf.piece, leaf.tensor.grad * factor.to(leaf.tensor.grad.dtype)
 

@@ -12,17 +12,17 @@ from pathlib import Path
 from closeranks.core.errors import CheckpointError
 from closeranks.elastic.recalling import Recalled
 from closeranks.elastic.slots import Sealed, SlotError
-from closeranks.run.parts import Parts
+from closeranks.parallel.group import Group
 from closeranks.run.rescued_files import Rescued, find_rescued
 from closeranks.run.saved_tree import sound_tree
-from closeranks.run.state import check_fits, restore_state
+from closeranks.run.state import State
 
 
-def share_rescued(parts: Parts, run: Path) -> Rescued | None:
+def share_rescued(group: Group, run: Path) -> Rescued | None:
     """Rank 0 looks, so that all ranks try the same."""
-    found = find_rescued(run) if parts.world.is_lead else None
+    found = find_rescued(run) if group.rank == 0 else None
     text = json.dumps([found.step, found.folder, found.files]) if found is not None else ""
-    if not (text := parts.groups.world.share_text(text)):
+    if not (text := group.share_text(text)):
         return None
     step, folder, files = json.loads(text)
     return Rescued(step, folder, tuple(files))
@@ -38,16 +38,16 @@ class Read:
     """What does not fit the job, and what to do."""
 
 
-def read_rescued(parts: Parts, rescued: Rescued, *, may_be_done: bool) -> Read:
-    """Into the parts. Never raises for what it finds: some ranks may see more of a state than others."""
+def read_rescued(state: State, rescued: Rescued, *, may_be_done: bool) -> Read:
+    """Into the run. Never raises for what it finds: some ranks may see more of a state than others."""
     try:
         with Recalled([Sealed(file) for file in rescued.files]) as recalled:
             try:
                 sound_tree(recalled.tree, rescued.folder)
             except CheckpointError as error:
                 return Read(problem=error.what)
-            check_fits(parts, recalled, may_be_done=may_be_done)
-            restore_state(parts, recalled)
+            state.check(recalled, may_be_done=may_be_done)
+            state.restore(recalled)
     except CheckpointError as error:
         return Read(refusal=(error.what, error.fix))
     except SlotError as error:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, fields, replace
 from closeranks.agent.limits import Limits
 from closeranks.data.cursor import Cursor, position_after
 from closeranks.elastic.config import ElasticConfig
-from closeranks.facts.layout import Demands, Layout, counted, divisors
+from closeranks.facts.layout import Demands, Layout, counted
 from closeranks.facts.nearest import nearest_first
 from closeranks.run.job import Job, check_workers, demands, layout_for, micro_batch_size
+from closeranks.sync import replicas
 
 _TABLE = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
 
@@ -44,7 +45,7 @@ def fit(job: Job, num_available: int, num_wanted: int = 0) -> Fitted | None:
     full = layout_for(job, num_wanted or num_available)
     for layout in _layouts(job, full, min(num_available, full.num_ranks)):
         num_workers = layout.num_ranks
-        fitted = _with_replicas(job, full, layout)
+        fitted = job.model_copy(update={"sync": replicas.resized(job.sync, full, layout)})
         fitted = fitted if layout == layout_for(fitted, num_workers) else _with_layout(fitted, layout)
         if num_workers >= job.elastic.min_workers and not check_workers(fitted, num_workers):
             words = _words(full, layout, job, fitted) if num_wanted or job.layout.data else ""
@@ -57,12 +58,11 @@ def _layouts(job: Job, full: Layout, most: int) -> Iterator[Layout]:
 
     A job that splits its model over workers has a reason to, its size as a rule. So the split stays while there are
     enough of them, and some may stand by; else it stays as fine as can be. Then the most workers, then the nearest.
-    Replicas that train apart leave whole where they can: what is left of one would make all of them train together.
+    Replicas leave whole where they can.
     """
-    split, width = (full.tensor, full.pipeline, full.schedule), _width(job, full)
+    split = (full.tensor, full.pipeline, full.schedule)
     alike = (layout for layout in _near(job, full, most) if (layout.tensor, layout.pipeline, layout.schedule) == split)
-    if width:
-        yield from (layout for layout in _near(job, full, most) if _has_whole_replicas(layout, full, width))
+    yield from replicas.whole_replicas(job.sync, full, _near(job, full, most))
     yield from alike
     yield from sorted(_near(job, full, most), key=lambda layout: -min(_fineness(layout), _fineness(full)))
 
@@ -97,31 +97,6 @@ def _with_layout(job: Job, layout: Layout) -> Job:
     return job.model_copy(update={"layout": job.layout.model_copy(update=values)})
 
 
-def _width(job: Job, full: Layout) -> int:
-    """Data ranks of a replica that trains apart, where the job says how many of them there are; else 0."""
-    local = job.sync.local
-    return full.data // local.replicas if local.is_on and local.replicas else 0
-
-
-def _has_whole_replicas(layout: Layout, full: Layout, width: int) -> bool:
-    is_alike = (layout.tensor, layout.pipeline, layout.schedule) == (full.tensor, full.pipeline, full.schedule)
-    return is_alike and layout.data % width == 0 and (layout.zero == 0 or layout.shard == full.shard)
-
-
-def _with_replicas(job: Job, full: Layout, layout: Layout) -> Job:
-    """Replicas that train apart stay as large as they are and become fewer; where that does not come out even, as many
-    as there can be of those there were."""
-    local, width = job.sync.local, _width(job, full)
-    if not width:
-        return job
-    most = layout.data // ((layout.shard or layout.data) if layout.zero else 1)
-    kept, rest = divmod(layout.data, width)
-    if rest or not kept or most % kept:
-        kept = max(number for number in divisors(most) if number <= local.replicas)
-    sync = job.sync.model_copy(update={"local": local.model_copy(update={"replicas": kept})})
-    return job.model_copy(update={"sync": sync})
-
-
 def _words(full: Layout, layout: Layout, job: Job, fitted: Job) -> str:
     """``3 of 4 workers: layout data=4 zero=3 -> data=3 zero=3; ...``"""
     if layout == full:
@@ -132,8 +107,7 @@ def _words(full: Layout, layout: Layout, job: Job, fitted: Job) -> str:
     words = f"{layout.num_ranks} of {counted(full.num_ranks, 'worker')}: {said}; batch, order and learning rate stay"
     if job.layout.batch_norm == "sync" and layout.data != full.data:
         words += f", but batch norm is synchronised over {layout.data} data ranks instead of {full.data}"
-    before, now = (one.sync.local.replicas for one in (job, fitted))
-    return words if now == before else f"{words}; {counted(now, 'replica')} of {before} train apart"
+    return "; ".join(filter(None, (words, replicas.resized_words(job.sync, fitted.sync))))
 
 
 def _text(layout: Layout) -> str:

@@ -45,10 +45,13 @@ from closeranks.elastic.shelf import Shelf
 from closeranks.elastic.shipping import receive, send
 from closeranks.elastic.slots import About, Sealed, Slot, SlotError, inspect, void
 from closeranks.elastic.sources import num_digesters
-from closeranks.run.parts import Parts
+from closeranks.elastic.vote import Ballot
+from closeranks.run.component import Component, Unique
+from closeranks.run.context import Context
+from closeranks.run.engine import Engine
 from closeranks.run.resuming import restore, resume_own
 from closeranks.run.saving import Origin, next_part, place_of
-from closeranks.run.state import restore_state
+from closeranks.run.state import State as RunState
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.recorder import last_step, parse_line
 
@@ -80,58 +83,59 @@ class TakenOver:
     is_in_place: bool = False
     """Whether every rank and every peer has that state where it would be written."""
 
-    def told(self, parts: Parts) -> Iterator[Event]:
+    def told(self, warnings: Sequence[str], *, is_lead: bool) -> Iterator[Event]:
         """What is said when the run begins, or goes on: a later generation repeats nothing of the first."""
         if self.event is not None:
-            if parts.world.is_lead:
+            if is_lead:
                 yield self.event
                 yield from _untold(self.folder, self.origin)
             return
         if self.origin.path:
             yield Resumed(self.origin.step, self.origin.path)
-        for text in (*self.origin.notes, *parts.warnings) if parts.world.is_lead else ():
+        for text in (*self.origin.notes, *warnings) if is_lead else ():
             yield Warned(text)
 
 
-def take_over(parts: Parts, folder: Path, shelf: Shelf) -> TakenOver:
+def take_over(engine: Engine, state: RunState, folder: Path, shelf: Shelf) -> TakenOver:
     """All ranks."""
+    context = engine.context
     if not shelf:
-        return TakenOver(restore(parts, folder), shelf, folder)
-    if parts.world.generation == 0:
-        begun = TakenOver(restore(parts, folder), shelf, folder)
-        _note_beginning(parts, folder)  # only now: what is refused leaves the folder as it was
+        return TakenOver(restore(context, state, folder), shelf, folder)
+    if context.world.generation == 0:
+        begun = TakenOver(restore(context, state, folder), shelf, folder)
+        _note_beginning(context, folder)  # only now: what is refused leaves the folder as it was
         return begun
     began_at = time.monotonic()
     point(OPENED)
-    _mark_first_step(parts)
-    memory = _Memory(parts, shelf)
+    engine.components.add(_FirstStep())
+    memory = _Memory(context, state, shelf)
     choice, tree = memory.recall()
     if choice is not None:
         step, sources = choice.step, {choice.source_of(rank, seat.host) for rank, seat in enumerate(memory.seats)}
         found = Origin(step, "", tree)
         source = "peer" if "peer" in sources else "memory"
     else:
-        found, source = _from_disk(parts, folder, memory)
-    event = Restored(found.step, source, parts.world.generation, time.monotonic() - began_at, memory.notes)
+        found, source = _from_disk(context, state, folder, memory)
+    event = Restored(found.step, source, context.world.generation, time.monotonic() - began_at, memory.notes)
     if choice is None:
         return TakenOver(found, shelf, folder, event, memory.copies)
     if not (folder / _BEGINNING).exists():  # the folder was removed under the run: what it saves now is its own
-        _note_beginning(parts, folder)
-    keepers = kept_by(parts, [seat.image for seat in memory.seats])
+        _note_beginning(context, folder)
+    keepers = kept_by(context, state, [seat.image for seat in memory.seats])
     is_there = is_in_place(choice, memory.sound(), memory.seats, keepers)
     return TakenOver(found, shelf, folder, event, memory.copies, choice.state, is_there)
 
 
-def _mark_first_step(parts: Parts) -> None:
-    label = FIRST_STEP
+class _FirstStep(Component):
+    """A point for faults, in the first step of a later generation."""
 
-    def once() -> None:
-        nonlocal label
-        if label:
-            point(label)
-            label = ""
+    def __init__(self) -> None:
+        self._label = FIRST_STEP
 
-    parts.before_vote.append(once)
+    def before_vote(self, index: int, ballot: Ballot) -> None:
+        if self._label:
+            point(self._label)
+            self._label = ""
 
 
 def _untold(folder: Path, origin: Origin) -> Iterator[Event]:
@@ -144,35 +148,36 @@ def _untold(folder: Path, origin: Origin) -> Iterator[Event]:
             yield event
 
 
-def kept_by(parts: Parts, images: Sequence[str]) -> tuple[int | None, ...]:
+def images(context: Context, state: RunState) -> tuple[str, ...]:
+    """The image of every rank."""
+    return images_of(context.groups.mesh, are_own=state.unique is Unique.RANK)
+
+
+def kept_by(context: Context, state: RunState, images: Sequence[str]) -> tuple[int | None, ...]:
     """Who keeps a copy of each rank's image; see ``elastic.second_copies``."""
-    wish, hosts = parts.job.elastic.second_copies, hosts_of(parts)
-    is_spared = len(set(hosts)) > 1 and (parts.remembers or parts.outer is not None)
+    wish, hosts = context.job.elastic.second_copies, context.hosts
+    is_spared = len(set(hosts)) > 1 and state.unique is not Unique.NOTHING
     if wish == "off" or (wish == "auto" and is_spared):
         return (None,) * len(hosts)
     return partners(hosts, images)
 
 
-def hosts_of(parts: Parts) -> list[int]:
-    return [parts.world.host_of(rank) for rank in range(parts.world.size)]
-
-
-def _from_disk(parts: Parts, folder: Path, memory: _Memory) -> tuple[Origin, str]:
+def _from_disk(context: Context, state: RunState, folder: Path, memory: _Memory) -> tuple[Origin, str]:
     passed: list[str] = []
-    found = resume_own(parts, folder, _first_part(parts, folder), passed)
+    found = resume_own(context, state, folder, _first_part(context, folder), passed)
     if found is None and (memory.is_spoilt or passed):
-        _begin_anew(parts, folder, memory, passed)
+        _begin_anew(context, folder, memory, passed)
     if found is not None or memory.has_lost:
         memory.notes.append("no state is whole in memory")
     memory.notes.extend(passed)
-    return (found, "checkpoint") if found is not None else (restore(parts, folder), "start")
+    return (found, "checkpoint") if found is not None else (restore(context, state, folder), "start")
 
 
-def _begin_anew(parts: Parts, folder: Path, memory: _Memory, passed: Sequence[str]) -> NoReturn:
+def _begin_anew(context: Context, folder: Path, memory: _Memory, passed: Sequence[str]) -> NoReturn:
     """All ranks. See [Note: a spoilt beginning]; this run's checkpoints, none of which is sound, count no more."""
     memory.void()
-    _note_beginning(parts, folder)
-    parts.groups.world.gather_text("")  # who raises first has the others ended
+    _note_beginning(context, folder)
+    context.groups.world.gather_text("")  # who raises first has the others ended
     what = "; ".join([*memory.notes, *passed])
     raise CloseranksError(f"no state of this run is sound any more ({what})", "Fresh workers begin from the beginning.")
 
@@ -181,7 +186,8 @@ def _begin_anew(parts: Parts, folder: Path, memory: _Memory, passed: Sequence[st
 class _Memory:
     """What lies in the boxes of all hosts, as all ranks know it."""
 
-    parts: Parts
+    context: Context
+    run_state: RunState
     shelf: Shelf
     seats: tuple[Seat, ...] = ()
     copies: tuple[Copy, ...] = ()
@@ -193,19 +199,18 @@ class _Memory:
     """Whether there ever was more than the copy of the beginning, which is sealed before the vote of the first step."""
 
     def __post_init__(self) -> None:
-        images = images_of(self.parts.groups.mesh, are_own=self.parts.remembers)
-        self.seats = seats_of(hosts_of(self.parts), images)
-        host = self.seats[self.parts.world.rank].host
-        is_speaker = self.seats[self.parts.world.rank].box == 0  # all of a host see the same
+        self.seats = seats_of(self.context.hosts, images(self.context, self.run_state))
+        host = self.seats[self.context.world.rank].host
+        is_speaker = self.seats[self.context.world.rank].box == 0  # all of a host see the same
         told = _told(self.shelf, host) if is_speaker else [[], [], False]
-        heard = [json.loads(text) for text in self.parts.groups.world.gather_text(json.dumps(told))]
+        heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(told))]
         self.copies = tuple(Copy(Place(*place), About(**about)) for rows, *_ in heard for place, about in rows)
         self.notes += [note for _, notes, _ in heard for note in notes]
         self.has_lost = bool(self.notes) or any(is_used for *_, is_used in heard)
 
     def void(self) -> None:
         """What proved bad is not taken for a copy by a later generation; one of each host sees to it."""
-        seat = self.seats[self.parts.world.rank]
+        seat = self.seats[self.context.world.rank]
         for place in self.bad if seat.box == 0 else ():
             if place.host == seat.host:
                 void(self.shelf.boxes[place.box][place.file])
@@ -215,15 +220,15 @@ class _Memory:
 
     def recall(self) -> tuple[Choice | None, Mapping[str, Any]]:
         """Try the newest whole state, and what is left without the copies that proved bad, until one is read."""
-        layout = layout_digest(self.parts.layout)
+        layout = layout_digest(self.context.layout)
         while (choice := choose(self.sound(), self.seats, layout, self.shelf.run)) is not None:
             point(AGREED)
             with ExitStack() as opened:
-                attempt = _Attempt(self.parts, self.shelf, self.seats, choice, opened)
+                attempt = _Attempt(self.context, self.run_state, self.shelf, self.seats, choice, opened)
                 tree, problems = attempt.read()
                 point(AFTER_VERIFY)
                 # All have read when this is over: what was fetched may go.
-                heard = [json.loads(text) for text in self.parts.groups.world.gather_text(json.dumps(problems))]
+                heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(problems))]
             blamed = {Place(*place): what for problems in heard for *place, what in problems}
             if not blamed:
                 return choice, tree
@@ -256,7 +261,8 @@ Problem = list[Any]
 class _Attempt:
     """One try to read one state."""
 
-    parts: Parts
+    context: Context
+    run_state: RunState
     shelf: Shelf
     seats: Sequence[Seat]
     choice: Choice
@@ -264,10 +270,10 @@ class _Attempt:
 
     @property
     def rank(self) -> int:
-        return self.parts.world.rank
+        return self.context.world.rank
 
     def read(self) -> tuple[Mapping[str, Any], list[Problem]]:
-        """Into the parts; never raises for what it finds: other ranks may find it sound."""
+        """Into the run; never raises for what it finds: other ranks may find it sound."""
         paths, problems = self._fetch()
         if problems:
             return {}, problems
@@ -275,9 +281,9 @@ class _Attempt:
         point(BEFORE_VERIFY)
         try:
             sealed = [Sealed(paths.get(name) or self._path(copy)) for name, copy in wanted.items()]
-            num_threads = num_digesters(len(os.sched_getaffinity(0)), self.parts.world.local_size)
+            num_threads = num_digesters(len(os.sched_getaffinity(0)), self.context.world.local_size)
             with Recalled(sealed, num_threads) as recalled:
-                restore_state(self.parts, recalled)
+                self.run_state.restore(recalled)
         except DamagedCopy as error:
             blamed = [c for n, c in wanted.items() if (paths.get(n) or self._path(c)) == error.slot.path]
             return {}, [_problem(copy, str(error)) for copy in blamed]
@@ -305,7 +311,7 @@ class _Attempt:
                     got[fetch.copy.about.image] = path
                 else:
                     problems.append(_problem(fetch.copy, received.problem or "a copy could not be read by its host"))
-        told = self.parts.groups.world.gather_text(json.dumps([got, problems]))
+        told = self.context.groups.world.gather_text(json.dumps([got, problems]))
         host, paths = self.seats[self.rank].host, dict[str, str]()
         for rank, (theirs, wrong) in enumerate(map(json.loads, told)):
             problems += wrong if rank != self.rank else []
@@ -336,13 +342,13 @@ def _problem(copy: Copy, what: str) -> Problem:
     return [copy.place.host, copy.place.box, copy.place.file, what]
 
 
-def _note_beginning(parts: Parts, folder: Path) -> None:
+def _note_beginning(context: Context, folder: Path) -> None:
     """Under which number this run saves first: what lies there already is of others, or of what it was resumed from."""
-    if not parts.world.is_lead or not parts.job.checkpoint.save:
+    if not context.world.is_lead or not context.job.checkpoint.save:
         return
     path = folder / _BEGINNING
     try:
-        first_part = next_part(place_of(parts, folder), parts.job.checkpoint.remote)
+        first_part = next_part(place_of(context.job, folder), context.job.checkpoint.remote)
         folder.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".tmp").write_text(json.dumps({"first_part": first_part}))
         path.with_suffix(".tmp").replace(path)
@@ -351,11 +357,11 @@ def _note_beginning(parts: Parts, folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _first_part(parts: Parts, folder: Path) -> int:
+def _first_part(context: Context, folder: Path) -> int:
     number = 0
-    if parts.world.is_lead:
+    if context.world.is_lead:
         try:
             number = int(json.loads(read_text(folder / _BEGINNING))["first_part"])
         except (OSError, ValueError, KeyError):
             number = _NONE_OF_OURS
-    return int(parts.groups.world.share_text(str(number)))
+    return int(context.groups.world.share_text(str(number)))

@@ -18,39 +18,38 @@ from closeranks.checkpoint.manifest import parse_folder
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
-from closeranks.run.parts import Parts
+from closeranks.run.context import Context
 from closeranks.run.rescued import Read, read_rescued, share_rescued
 from closeranks.run.saved_tree import sound_tree
 from closeranks.run.saving import AUTO, Origin, place_of
-from closeranks.run.state import check_fits, restore_state, unsaved
+from closeranks.run.state import State
 from closeranks.run.weights import load_weights
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import StorageError
 
 
-def restore(parts: Parts, folder: Path) -> Origin:
-    """The state that the job says to begin with, put into the parts: a checkpoint's, or fresh with given weights."""
-    origin = resume(parts, folder) or Origin()
-    weights = parts.job.checkpoint.weights
+def restore(context: Context, state: State, folder: Path) -> Origin:
+    """The state that the job says to begin with, put into the run: a checkpoint's, or fresh with given weights."""
+    origin = resume(context, state, folder) or Origin()
+    weights = context.job.checkpoint.weights
     if weights and not origin.path:
         opened = open_weights(weights)
-        origin = Origin(path=opened.path, notes=load_weights(parts, opened))
-        if parts.outer is not None:
-            parts.outer.restart()
-    return replace(origin, notes=(*origin.notes, *unsaved(parts)))
+        origin = Origin(path=opened.path, notes=load_weights(state.model, context.groups.pipeline, opened))
+        state.weights_loaded()
+    return replace(origin, notes=(*origin.notes, *state.model.unsaved()))
 
 
-def resume(parts: Parts, folder: Path) -> Origin | None:
+def resume(context: Context, state: State, folder: Path) -> Origin | None:
     """Put the state back that ``checkpoint.resume`` names; None where there is nothing to go on from, and may be."""
-    config = parts.job.checkpoint
+    config = context.job.checkpoint
     if not config.resume:
         return None
     is_auto = config.resume == AUTO  # which a scheduler may repeat, after the end too
-    place = place_of(parts, folder) if is_auto else config.resume
-    candidates = _share_candidates(parts, place, config.remote)
+    place = place_of(context.job, folder) if is_auto else config.resume
+    candidates = _share_candidates(context, place, config.remote)
     passed: list[str] = []
-    found = _rescued(parts, folder if is_auto else Path(place), candidates, passed, may_be_done=is_auto)
-    found = found or _first_sound(parts, candidates, passed, may_be_done=is_auto)
+    found = _rescued(context, state, folder if is_auto else Path(place), candidates, passed, may_be_done=is_auto)
+    found = found or _first_sound(context, state, candidates, passed, may_be_done=is_auto)
     if found is not None or (is_auto and not candidates and not passed):
         return found
     which = "sound checkpoint" if candidates else "checkpoint"
@@ -60,19 +59,19 @@ def resume(parts: Parts, folder: Path) -> Origin | None:
     )
 
 
-def resume_own(parts: Parts, folder: Path, first_part: int, passed: list[str]) -> Origin | None:
+def resume_own(context: Context, state: State, folder: Path, first_part: int, passed: list[str]) -> Origin | None:
     """The newest sound one of those that this run itself has saved, from ``first_part`` on; None where there is none.
     ``passed`` takes what is to be said of others."""
-    candidates = _share_candidates(parts, place_of(parts, folder), parts.job.checkpoint.remote, first_part)
-    return _first_sound(parts, candidates, passed, may_be_done=True)
+    candidates = _share_candidates(context, place_of(context.job, folder), context.job.checkpoint.remote, first_part)
+    return _first_sound(context, state, candidates, passed, may_be_done=True)
 
 
 def _first_sound(
-    parts: Parts, candidates: Sequence[tuple[str, str]], passed: list[str], *, may_be_done: bool
+    context: Context, state: State, candidates: Sequence[tuple[str, str]], passed: list[str], *, may_be_done: bool
 ) -> Origin | None:
     for url, name in candidates:
-        found = _try(parts, url, name, may_be_done=may_be_done)
-        reasons = _together(parts, found)
+        found = _try(state, url, name, may_be_done=may_be_done)
+        reasons = _together(context, found)
         if not reasons:
             assert found.reader is not None
             return Origin(found.step, found.reader.path, found.reader.tree, tuple(passed))
@@ -81,15 +80,21 @@ def _first_sound(
 
 
 def _rescued(
-    parts: Parts, run: Path, candidates: Sequence[tuple[str, str]], passed: list[str], *, may_be_done: bool
+    context: Context,
+    state: State,
+    run: Path,
+    candidates: Sequence[tuple[str, str]],
+    passed: list[str],
+    *,
+    may_be_done: bool,
 ) -> Origin | None:
     """What hosts without a lead wrote down, where that is newer than every checkpoint."""
-    rescued = share_rescued(parts, run)
+    rescued = share_rescued(context.groups.world, run)
     newest = max((step for _, name in candidates for step, _ in [parse_folder(name) or (0, 0)]), default=-1)
     if rescued is None or rescued.step <= newest:
         return None
-    read = read_rescued(parts, rescued, may_be_done=may_be_done)
-    reasons = _together(parts, read)
+    read = read_rescued(state, rescued, may_be_done=may_be_done)
+    reasons = _together(context, read)
     if not reasons:
         assert read.recalled is not None
         return Origin(rescued.step, rescued.folder, read.recalled.tree, is_rescued=True)
@@ -97,23 +102,23 @@ def _rescued(
     return None
 
 
-def _together(parts: Parts, found: _Attempt | Read) -> list[str]:
+def _together(context: Context, found: _Attempt | Read) -> list[str]:
     """Why any rank could not read it. What only the job can mend is raised on every rank, whoever met it."""
-    told = [json.loads(text) for text in parts.groups.world.gather_text(json.dumps([found.problem, found.refusal]))]
+    told = [json.loads(text) for text in context.groups.world.gather_text(json.dumps([found.problem, found.refusal]))]
     refusals = [refusal for _, refusal in told if refusal]
     if refusals:
         raise CheckpointError(*refusals[0])
     return [problem for problem, _ in told if problem]
 
 
-def _share_candidates(parts: Parts, place: str, remote: str, first_part: int = 0) -> list[tuple[str, str]]:
+def _share_candidates(context: Context, place: str, remote: str, first_part: int = 0) -> list[tuple[str, str]]:
     """Rank 0 looks, so that all ranks try the same ones in the same order."""
     text = ""
-    if parts.world.is_lead:
+    if context.world.is_lead:
         also = [remote] if remote else []
         found = [one for one in find(place, also).candidates() if one.part >= first_part]
         text = json.dumps([(one.storage.url, one.name) for one in found])
-    shared: list[tuple[str, str]] = json.loads(parts.groups.world.share_text(text))
+    shared: list[tuple[str, str]] = json.loads(context.groups.world.share_text(text))
     return shared
 
 
@@ -127,7 +132,7 @@ class _Attempt:
     """What does not fit the job, and what to do."""
 
 
-def _try(parts: Parts, url: str, name: str, *, may_be_done: bool) -> _Attempt:
+def _try(state: State, url: str, name: str, *, may_be_done: bool) -> _Attempt:
     """Never raises for what it finds: some ranks may see more of a state than others."""
     try:
         reader = CheckpointReader(open_storage(url), name)
@@ -135,12 +140,12 @@ def _try(parts: Parts, url: str, name: str, *, may_be_done: bool) -> _Attempt:
     except (CheckpointError, StorageError) as error:
         return _Attempt(None, 0, _sentence(error))
     try:
-        step = check_fits(parts, reader, may_be_done=may_be_done)
+        step = state.check(reader, may_be_done=may_be_done)
     except CheckpointError as error:
         return _Attempt(reader, 0, "", (error.what, error.fix))
     try:
         reader.check_files()
-        restore_state(parts, reader)
+        state.restore(reader)
     except (CheckpointError, StorageError) as error:
         return _Attempt(reader, step, _sentence(error))
     return _Attempt(reader, step, "")

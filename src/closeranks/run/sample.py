@@ -16,8 +16,8 @@ from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.models.generate import generate
 from closeranks.parallel.materialise import materialise
+from closeranks.run.model import load_model
 from closeranks.run.saved_tree import saved_job
-from closeranks.run.state import load_model
 
 
 def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[bytes]:

@@ -28,12 +28,15 @@ from closeranks.checkpoint.sources import plan
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.core.refuges import advice, refuges
-from closeranks.elastic.vote import Verdict
+from closeranks.core.requests import SAVE
+from closeranks.elastic.vote import Ballot, Verdict
+from closeranks.run.component import Component
+from closeranks.run.context import Context
 from closeranks.run.hub_files import kept_hub
+from closeranks.run.job import Job
 from closeranks.run.ownership import check_owned
-from closeranks.run.parts import Parts
 from closeranks.run.rescued_files import forget_rescued
-from closeranks.run.state import items, tree_of
+from closeranks.run.state import State
 from closeranks.storage.open import absolute, open_storage
 from closeranks.storage.protocol import StorageError
 
@@ -44,9 +47,9 @@ _EARLY_S = 10.0
 """When "auto" makes ready for its first save: shorter runs need no buffer and no process."""
 
 
-def place_of(parts: Parts, folder: Path) -> str:
+def place_of(job: Job, folder: Path) -> str:
     """Where a run's checkpoints lie."""
-    return absolute(parts.job.checkpoint.folder or str(folder / FOLDER))
+    return absolute(job.checkpoint.folder or str(folder / FOLDER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +65,23 @@ class Origin:
     """Whether it comes from no checkpoint, but from what hosts wrote down that had lost their lead."""
 
 
-class Saving:
+class Saving(Component):
     """The saves of one session, in the order of its steps."""
 
-    def __init__(self, parts: Parts, folder: Path, emit: Callable[[Event], None], origin: Origin) -> None:
-        config = parts.job.checkpoint
-        self._parts, self._emit, self._config = parts, emit, config
+    def __init__(
+        self, context: Context, state: State, folder: Path, emit: Callable[[Event], None], origin: Origin
+    ) -> None:
+        config = context.job.checkpoint
+        self._context, self._state, self._emit, self._config = context, state, emit, config
         self._folder = folder
         settings = Settings.from_config(config, str(folder / FOLDER))
         remote = absolute(settings.remote) if settings.remote else ""
         self._settings = replace(settings, place=absolute(settings.place), remote=remote)
         mtbf_s = seconds_of(config.mtbf) if config.mtbf else None
         every = config.every if config.save else 0
-        self._hub = kept_hub(folder, origin.tree, config.weights) if parts.world.is_lead and config.save else {}
+        self._hub = kept_hub(folder, origin.tree, config.weights) if context.world.is_lead and config.save else {}
         history = origin.tree.get("rhythm") or {"is_ending": True}
-        self._rhythm = Rhythm.from_state(every, mtbf_s, parts.world.size, history)
+        self._rhythm = Rhythm.from_state(every, mtbf_s, context.world.size, history)
         self._is_asked = self._is_granted = self._is_pending = False
         """Asked: this rank's wish is in a vote that is not read yet. Granted: all ranks take the next boundary's state.
         Pending: on rank 0, a checkpoint is on its way that neither counts nor failed yet."""
@@ -94,11 +99,14 @@ class Saving:
         self._own: Saver | None = self._open_early(origin.step) if config.save else None
         self._warm_s = time.monotonic() + (_EARLY_S if every == "auto" else 0.0)
         self._is_warm, self._is_warned = every == 0, False
-        parts.watchers.append(self._join)
 
     # While training goes on
 
-    def asks(self, step: int) -> bool:
+    def before_vote(self, index: int, ballot: Ballot) -> None:
+        if self._asks(index + 1):
+            ballot.requests |= {SAVE}
+
+    def _asks(self, step: int) -> bool:
         """Whether this rank wants a save with the vote of ``step``; called once in every step."""
         self.settle()
         check_owned()
@@ -107,10 +115,10 @@ class Saving:
             self._rhythm.stepped(self._asked_s - last_s)
         if not self._is_warm and self._asked_s >= self._warm_s and self._own is not None:
             self._is_warm = True
-            self._own.warm(items(self._parts))
+            self._own.warm(self._state.saved_tensors())
         if self._is_asked or self._is_granted:  # an accelerator's host reads a vote one step late
             return False
-        if self._parts.world.is_lead:
+        if self._context.world.is_lead:
             self._warn_of_haste(step)
             self._is_asked = not self._is_pending and self._rhythm.is_due(step, self._asked_s)
         else:
@@ -139,7 +147,7 @@ class Saving:
         if not self._is_granted:
             return
         self._is_granted = False
-        self._parts.pace.enter(Phase.SAVE)
+        self._context.pace.enter(Phase.SAVE)
         self._begin(step)
 
     def evaluated(self, result: Evaluated) -> None:
@@ -164,11 +172,11 @@ class Saving:
         try:
             self._own = self._own or self._open(self._settings)
         except SetupError as error:  # on all ranks alike
-            self._emit(SaveFailed(step, error.what, self._parts.world.rank))
+            self._emit(SaveFailed(step, error.what, self._context.world.rank))
             return
-        self._is_pending = self._parts.world.is_lead
+        self._is_pending = self._context.world.is_lead
         self._rhythm.taken()
-        self._own.take(step, items(self._parts), self._tree(step, is_ending=False), self._metric(step))
+        self._own.take(step, self._state.saved_tensors(), self._tree(step, is_ending=False), self._metric(step))
         self._saved_step = step
         self._stalls = {step: time.monotonic() - started_s}
 
@@ -193,7 +201,7 @@ class Saving:
 
     def _save_here(self, saver: Saver, step: int, is_hurried: bool) -> str:
         is_older = is_hurried and step != self._saved_step
-        patience_s = self._parts.job.agent.interrupt_s / 3 if is_older else self._settings.timeout_s
+        patience_s = self._context.job.agent.interrupt_s / 3 if is_older else self._settings.timeout_s
         for report in saver.wait(patience_s):
             self._hear(report)
         tiers = ("primary", "remote") if self._settings.remote else ("primary",)
@@ -205,21 +213,22 @@ class Saving:
     def _saved_elsewhere(self, step: int, error: SetupError) -> SetupError:
         """All ranks: nothing follows this save, so that its state is put wherever there is room; the error says where.
         Memory and temporary files are this host's alone: where there are several, their agents see to it."""
-        parts = self._parts
-        looks = parts.world.is_lead and parts.world.local_size == parts.world.size
-        here = refuges(self._folder, plan(items(parts)).num_bytes * parts.world.size) if looks else iter(())
-        while place := parts.groups.world.share_text(str(next(here, ""))):
+        context = self._context
+        looks = context.world.is_lead and context.world.local_size == context.world.size
+        num_bytes = plan(self._state.saved_tensors()).num_bytes * context.world.size
+        here = refuges(self._folder, num_bytes) if looks else iter(())
+        while place := context.groups.world.share_text(str(next(here, ""))):
             saver = self._open(replace(self._settings, place=place, remote="", keep_last=1 << 30))
             reports: list[Report] = []
             try:
                 path = self._write(saver, step, self._settings.timeout_s, reports.append, num_tries=1)
             except SetupError:
-                if parts.world.is_lead:
+                if context.world.is_lead:
                     shutil.rmtree(place, ignore_errors=True)
                 continue
             finally:
                 saver.close()
-            if parts.world.is_lead:
+            if context.world.is_lead:
                 written = next(report for report in reports if report.kind == "committed")
                 self._emit(Saved(step, path, written.num_bytes, written.seconds))
             return SetupError(error.what, f"The state of step {step} lies in {path} instead. {advice(Path(place))}")
@@ -233,7 +242,7 @@ class Saving:
         for number in range(num_tries):
             is_last = number == num_tries - 1
             tree = self._tree(step, is_ending=True)
-            reports = saver.save_now(step, items(self._parts), tree, self._metric(step), patience_s=patience_s)
+            reports = saver.save_now(step, self._state.saved_tensors(), tree, self._metric(step), patience_s=patience_s)
             failed = {r.tier: r.what for r in reports if r.kind == "failed" and r.save == reports[-1].save}
             for report in reports:  # once: a place that counts already says so again at every try
                 if (report.kind, report.tier) not in told and (is_last or report.kind != "failed"):
@@ -252,8 +261,8 @@ class Saving:
         if self._own is not None:
             self._own.close()
 
-    def _join(self, index: int, verdict: Verdict) -> None:
-        """A watcher of the step: from here on the optimizer may change the state."""
+    def after_vote(self, index: int, verdict: Verdict) -> None:
+        """From here on the optimizer may change the state."""
         self._wait_for_copy()
 
     def _wait_for_copy(self) -> None:
@@ -267,30 +276,30 @@ class Saving:
         try:
             return self._open(self._settings)
         except SetupError as error:
-            if self._parts.world.is_first:
+            if self._context.world.is_first:
                 raise
-            self._emit(SaveFailed(step, error.what, self._parts.world.rank))
+            self._emit(SaveFailed(step, error.what, self._context.world.rank))
             return None
 
     def _open(self, settings: Settings) -> Saver:
         """All ranks at the same time, with the same outcome. Names for all saves: rank 0 draws and looks, and tells."""
-        world, told = self._parts.world, ""
+        world, told = self._context.world, ""
         if world.is_lead:
             try:
                 told = json.dumps([secrets.token_hex(4), next_part(settings.place, settings.remote), ""])
             except CloseranksError as error:
                 told = json.dumps(["", 0, error.what])
-        token, part, problem = json.loads(self._parts.groups.world.share_text(told))
+        token, part, problem = json.loads(self._context.groups.world.share_text(told))
         if problem:
             raise SetupError(problem, "Change checkpoint.folder, or make it writable.")
         self._topic = token  # drawn anew: nobody has agreed on anything under it yet
-        return Saver(world.rank, world.size, token, part, str(self._parts.layout), settings, self._config)
+        return Saver(world.rank, world.size, token, part, str(self._context.layout), settings, self._config)
 
     def _tree(self, step: int, *, is_ending: bool) -> dict[str, Any] | None:
-        if not self._parts.world.is_lead:
+        if not self._context.world.is_lead:
             return None
         hub = {"hub": self._hub} if self._hub else {}
-        return {**tree_of(self._parts, step), **hub, "rhythm": self._rhythm.state(is_ending=is_ending)}
+        return {**self._state.document(step), **hub, "rhythm": self._rhythm.state(is_ending=is_ending)}
 
     def rhythm_state(self) -> dict[str, Any]:
         """For a generation that takes over: how saves went so far."""
@@ -303,13 +312,13 @@ class Saving:
     def _everywhere(self, is_well: bool) -> bool:
         self._num_talks += 1
         patience_s = 3 * self._settings.timeout_s  # rank 0 may wait for a save under way, for a lock, and for parts
-        return self._parts.groups.world.all_agree(is_well, f"{self._topic}/{self._num_talks}", patience_s)
+        return self._context.groups.world.all_agree(is_well, f"{self._topic}/{self._num_talks}", patience_s)
 
     def _hear(self, report: Report) -> None:
         assert self._own is not None
         now_s, here = time.monotonic(), (report.step, report.tier)
         match report.kind:
-            case "written" if not self._parts.world.is_lead:
+            case "written" if not self._context.world.is_lead:
                 self._good.add(here)
                 if report.tier == "primary":
                     self._rhythm.mended()
@@ -328,7 +337,7 @@ class Saving:
                 if report.tier == "primary":
                     self._is_pending = False
                     self._rhythm.failed(report.step, now_s)
-                self._emit(SaveFailed(report.step, report.what, self._parts.world.rank, report.tier))
+                self._emit(SaveFailed(report.step, report.what, self._context.world.rank, report.tier))
             case "collected":
                 if report.what:
                     self._emit(Warned(f"old checkpoints could not be removed: {report.what}", report.step))

@@ -1,4 +1,4 @@
-"""What is a run from the inside? A session opens the parts, hands out steps, settles them and closes everything.
+"""What is a run from the inside? A session builds the run, hands out steps, settles them and closes everything.
 
 Used by our own loop and inside a user's: both iterate the same steps. It wires and it waits, it does no arithmetic.
 Invariant: every way out (finished, drained, stopped, failed) passes through ``close``, and closing twice is harmless.
@@ -6,7 +6,6 @@ Invariant: every way out (finished, drained, stopped, failed) passes through ``c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,23 +15,24 @@ from torch import nn
 
 from closeranks.agent.progress import Phase
 from closeranks.core.environment import detect_world
-from closeranks.core.errors import CloseranksError, UserError
-from closeranks.core.events import Evaluated, RunEnded, StepDone, Warned
+from closeranks.core.errors import UserError
+from closeranks.core.events import Evaluated, RunStarted, StepDone, Warned
 from closeranks.core.protocols import Batch, Loss
-from closeranks.core.requests import DRAIN, REGROUP, SAVE, STOP, Request
+from closeranks.core.requests import SAVE
 from closeranks.run.agreement import Agreement
+from closeranks.run.build import build
 from closeranks.run.collector import CollectorPause
+from closeranks.run.ending import FINISHED, Ending
 from closeranks.run.evaluate import evaluate
 from closeranks.run.folder import record_job
 from closeranks.run.hooks import Hook, Hooks
 from closeranks.run.ingredients import Described, from_job, from_python, hooks_of
 from closeranks.run.job import Job
-from closeranks.run.keeping import REGROUPED, Keeping
+from closeranks.run.keeping import Keeping
 from closeranks.run.ledger import Ledger, Settled
 from closeranks.run.narrator import overseen
 from closeranks.run.opening import prepare_process, started_event
 from closeranks.run.overseer import take_shelf
-from closeranks.run.parts import Parts, assemble
 from closeranks.run.restoring import take_over
 from closeranks.run.result import Result
 from closeranks.run.saving import Saving
@@ -76,15 +76,16 @@ class Session:
         prepare_process(self.job, self.world)
         with ExitStack() as opened:  # what does not open whole leaves nothing open
             agreement = Agreement(self.job, self.world, opened, folder)
-            self.parts: Parts = assemble(self.job, self.world, described.ingredients(), agreement.past)
-            opened.callback(self.parts.opened.close)
-            self.job, self.folder = self.parts.job, agreement.folder(self.parts.groups.world)
+            self._built = build(self.job, self.world, described.ingredients(), agreement.past)
+            self.engine, self.state, self.context = self._built.engine, self._built.state, self._built.engine.context
+            opened.callback(self.context.opened.close)
+            self.job, self.folder = self.context.job, agreement.folder(self.context.groups.world)
             self.recorder = Recorder(self.folder, self.world.rank, must_open=self.world.is_first)
             self._emit = self.recorder.emit
             opened.callback(self.recorder.close)
             self._furnish(hooks)
             self._opened = opened.pop_all()
-        ends = (self._profiler.close, self.parts.supply.close, self._collector.release, self._emit_end)
+        ends = (self._profiler.close, self.engine.supply.close, self._collector.release, self._emit_end)
         for close in (*ends, self._keeping.close, self._saving.close, self._end_hooks):
             self._opened.callback(close)
 
@@ -93,34 +94,44 @@ class Session:
         self._hooks = Hooks([*hooks, *hooks_of(self.job)])
         self._profiler = StepProfiler.of(self.job.telemetry.profile, self.folder, self.world.rank, self._emit)
         self._collector = CollectorPause(self.job.train.gc_every)
-        self._stop_reason, self._ending, self._detail = "", "", ""
-        self._is_begun, self._is_entered, self._opened_at = False, False, time.monotonic()
+        self._ending = Ending()
+        self._is_begun = self._is_entered = False
         self._step: Step | None = None
         self._last: StepDone | None = None
         self._eval: Evaluated | None = None
-        taken = take_over(self.parts, self.folder, take_shelf())
+        taken = take_over(self.engine, self.state, self.folder, take_shelf())
         self.num_done = taken.origin.step
         """Steps finished so far, those before a resume included."""
-        self._saving = Saving(self.parts, self.folder, self._emit, taken.origin)
-        self._keeping = Keeping(self.parts, taken, self._emit, self._overseer, self._saving.rhythm_state)
-        self._ledger = Ledger(self.parts)
+        self._saving = Saving(self.context, self.state, self.folder, self._emit, taken.origin)
+        told = (self._emit, self._overseer, self._saving.rhythm_state)
+        self._keeping = Keeping(self.context, self.state, taken, *told)
+        self.engine.components.add(self._saving, self._keeping)
+        self._ledger = Ledger(self.engine)
 
     @property
     def model(self) -> nn.Module:
-        return self.parts.module
+        return self.engine.model.module
+
+    @property
+    def _may_judge(self) -> bool:
+        return self._built.eval_source is not None and not self._ending
 
     def loss(self, batch: Batch) -> Loss:
         """The job's own loss of one micro-batch."""
-        return loss_here(self.parts, batch)
+        return loss_here(self.engine.model, batch)
+
+    def started_event(self) -> RunStarted:
+        """What is said of the run when it begins."""
+        return started_event(self.engine, self._built.started, self.num_done, self.folder)
 
     def stop(self, reason: str) -> None:
         """Ask for an early end: all ranks stop together at the end of a following step, and the state is saved."""
-        self._stop_reason = self._stop_reason or reason
+        self._ending.wish(reason)
 
     def evaluate(self) -> Evaluated:
         """Judge the model on held-out data; every rank must call it."""
         self._pause(Phase.EVALUATE)
-        self._eval = evaluate(self.parts, self.num_done)
+        self._eval = evaluate(self.engine, self._built.eval_source, self.num_done)
         self._emit(self._eval)
         self._saving.evaluated(self._eval)
         self._hooks.on_eval(self, self._eval)
@@ -130,31 +141,31 @@ class Session:
     def save(self, place: Path | str | None = None) -> str:
         """Write a checkpoint, in ``place`` or among the run's own, and wait until it counts; every rank calls it."""
         self._pause(Phase.SAVE)
-        path = self._saving.save_now(self.num_done, place, is_hurried=self._ending == "drained")
+        path = self._saving.save_now(self.num_done, place, is_hurried=self._ending.reason == "drained")
         self._ledger.restart_clock()
         return path
 
     @property
     def result(self) -> Result:
-        loss = self._last.loss if self._last else float("nan")
-        return Result(self.num_done, loss, self._eval, self.folder, self._ending or "finished", self._detail)
+        loss, reason = self._last.loss if self._last else float("nan"), self._ending.reason or FINISHED
+        return Result(self.num_done, loss, self._eval, self.folder, reason, self._ending.detail)
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_begun:
             raise UserError("this session has run already", "Open a new Session, with checkpoint.resume to go on.")
         try:
             self._begin()
-            while self.num_done < self.parts.schedule.num_steps and not self._ending:
+            while self.num_done < self.context.schedule.num_steps and not self._ending:
                 with self._profiler.step(self.num_done + 1):
-                    step = self._step = Step(self.parts, self.num_done)
+                    step = self._step = Step(self.engine, self.num_done)
                     yield step
                     self._commit(step)
             self._conclude()
         except GeneratorExit:  # the user's loop broke off, or raised: only a surrounding `with` knows which
-            self._ending, self._detail = self._ending or "stopped", self._detail or "left by the loop"
+            self._ending.leave()
             raise
         except BaseException as error:
-            self._ending, self._detail = "failed", str(error)
+            self._ending.fail(error)
             raise
         finally:
             if not self._is_entered:
@@ -164,73 +175,54 @@ class Session:
         self._is_begun = True
         if self.world.is_lead and (problem := record_job(self.job, self.folder, must=self.world.is_first)):
             self._emit(Warned(problem))
-        self._emit(started_event(self.parts, self.num_done, self.folder))
-        self._keeping.introduce()
-        self.parts.module.train()
+        self._emit(self.started_event())
+        self._keeping.introduce(self._built.warnings)
+        self.model.train()
         self._hooks.on_start(self)
-        self.parts.supply.start(self.num_done, self.folder, self._emit, must_log=self.world.is_first)
+        self.engine.supply.start(self.num_done, self.folder, self._emit, must_log=self.world.is_first)
         self._collector.hold()
         self._keeping.start(self.num_done)
         self._ledger.restart_clock()
 
     def _commit(self, step: Step) -> None:
-        verdict = step.commit(self._requests())
+        verdict = step.commit(self._overseer.poll() | self._ending.requests())
         self.num_done += 1
         self._note(self._ledger.push(step.index, verdict))
         self._collector.at_boundary(self.num_done)
-        is_due = self.parts.rounds.passes(self.num_done, self.job.train.eval_every)
-        if is_due and self.parts.eval_source is not None and not self._ending:
+        if self.context.boundaries.passes(self.num_done, self.job.train.eval_every) and self._may_judge:
             self.evaluate()
         if self._saving.is_granted or self._keeping.is_due(self.num_done):
             self._note(self._ledger.flush())  # what is saved knows of every sample that was skipped
         self._saving.proceed(self.num_done)
         self._keeping.after(self.num_done)  # evaluated and all: whoever takes over has nothing to make up for
 
-    def _requests(self) -> set[Request]:
-        """What this rank brings to the vote: what it was asked for from outside, and what the run itself wants."""
-        requests = set(self._overseer.poll())
-        if self._stop_reason:
-            requests.add(STOP)
-        if self._saving.asks(self.num_done + 1):
-            requests.add(SAVE)
-        return requests
-
     def _pause(self, phase: Phase) -> None:
         """Before anything but training: no step is half-way, and every verdict is read."""
-        check_at_rest(self.parts, self._step, self.num_done)
+        check_at_rest(self.context.boundaries, self._step, self.num_done)
         self._note(self._ledger.flush())
-        self.parts.pace.enter(phase)
+        self.context.pace.enter(phase)
 
     def _note(self, settled: Iterable[Settled]) -> None:
         for entry in settled:
             self._last = entry.done
-            self._keeping.told.append(entry.done)
             self._emit(entry.done)
-            self.parts.settle(entry.done, entry.used, self._emit)
+            for tell in self.engine.components.phases["settled"]:
+                tell(entry, self._emit)
             self._hooks.on_step(self, entry.done)
-            if self.num_done >= self.parts.schedule.num_steps:
-                continue  # the end is here anyway, and saves
-            if entry.requests:
-                self._act(entry.requests)
-
-    def _act(self, requests: frozenset[Request]) -> None:
-        """On what all ranks have agreed on. Whoever ends saves, and whoever regroups keeps its state in memory."""
-        if requests & {DRAIN, STOP}:
-            self._ending, self._detail = "drained" if DRAIN in requests else "stopped", self._stop_reason
-        elif REGROUP in requests:
-            self._ending = self._ending or REGROUPED
-        elif SAVE in requests:
-            self._saving.grant()
+            if entry.requests and self.num_done < self.context.schedule.num_steps:  # the end saves anyway
+                self._ending.act(entry.requests)
+                if SAVE in entry.requests and not self._ending:
+                    self._saving.grant()
 
     def _conclude(self) -> None:
         """The state comes first: bad evaluation data must not cost it. One of the best is saved with its judgement."""
         self._note(self._ledger.flush())
-        if self._ending == REGROUPED:
+        if self._ending.is_regrouped:
             self._keeping.hand_over(self.num_done, self.save)
             return
         acts: list[Callable[[], object]] = [self.save] if self.job.checkpoint.save else []
         has_judged = self._eval is not None and self._eval.step == self.num_done
-        if self.parts.eval_source is not None and not has_judged and not self._ending:
+        if self._may_judge and not has_judged:
             acts.insert(0 if self.job.checkpoint.keep_best else len(acts), self.evaluate)
         for act in acts:
             act()
@@ -240,17 +232,12 @@ class Session:
         self._opened.close()
 
     def _end_hooks(self) -> None:
-        try:
+        with self._ending.guarded(self._emit):
             self._hooks.on_end(self)
-        except CloseranksError as error:
-            if self._ending != "failed":
-                self._ending, self._detail = "failed", str(error)
-                raise
-            self._emit(Warned(str(error)))  # what ended the run stays its cause
 
     def _emit_end(self) -> None:
-        if self._ending != REGROUPED:
-            self._emit(RunEnded(self.num_done, self.result.reason, time.monotonic() - self._opened_at, self._detail))
+        if not self._ending.is_regrouped:
+            self._emit(self._ending.event(self.num_done))
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -258,5 +245,5 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._ending, self._detail = "failed", str(error)
+            self._ending.fail(error)
         self.close()

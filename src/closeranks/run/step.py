@@ -22,56 +22,57 @@ from closeranks.data.reader import Loaded
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.models.losses import as_loss
 from closeranks.optim.norms import norm_squared
-from closeranks.run.apart import meet
-from closeranks.run.parts import Parts
+from closeranks.run.engine import Engine
 from closeranks.run.tally import Tally
 from closeranks.run.work import PipelineWork, misfits_explained
+from closeranks.sync.rounds import Rounds
 
 
 class Step:
     """One optimizer step in progress: ``run`` it, or iterate its batches and call ``backward`` on each loss."""
 
-    def __init__(self, parts: Parts, index: int) -> None:
-        self._parts = parts
+    def __init__(self, engine: Engine, index: int) -> None:
+        self._engine, self._model, context = engine, engine.model, engine.context
+        self._pace, self._phases = context.pace, engine.components.phases
         self.index = index
         """Number of steps finished before this one."""
-        self._assigned = parts.assigned(index)
+        self._assigned = engine.supply.loader.assigned(index)
         self._loaded: Sequence[Loaded] = ()
         self._num_taken = self._num_done = 0
         self._is_taken = self._is_committed = False
-        self._scale = parts.loss_scale.scale / parts.loss_divisor
-        self._tally = Tally(parts.spec.metrics, parts.device, speaks=parts.speaks)
-        parts.reducer.begin_step(index)
-        for statistics in parts.statistics:
-            statistics.begin()
-        parts.pace.begin(index + 1)
+        self._scale = engine.loss_scale.scale / self._model.loss_divisor
+        self._tally = Tally(self._model.spec.metrics, context.device, speaks=context.speaks)
+        for begin in self._phases["begin"]:
+            begin(index)
+        self._pace.begin(index + 1)
 
     def run(self) -> None:
         """Work off all micro-batches by the job's own loss: one after the other, or as the pipeline's schedule says."""
-        parts = self._parts
-        with misfits_explained(parts):
-            if parts.pipeline is None:
+        model = self._model
+        with misfits_explained(model):
+            if model.pipeline is None:
                 for batch in self:
-                    self.backward(parts.spec.loss(parts.module, batch))
+                    self.backward(model.spec.loss(model.module, batch))
                 return
             loaded = self._take()
             self._num_taken = len(loaded)
             if loaded:  # a short last step may leave a replica without work
-                parts.pipeline.run(PipelineWork(parts, loaded, self._open, self._weighed))
-                parts.pace.stop(len(loaded))
+                work = PipelineWork(model, self._engine.reducer, self._pace, loaded, self._open, self._weighed)
+                model.pipeline.run(work)
+                self._pace.stop(len(loaded))
             self._num_done = self._num_taken
 
     def __iter__(self) -> Iterator[Batch]:
         """This rank's micro-batches. Autocast and the keyed random stream hold while the caller uses each one."""
-        parts = self._parts
-        if parts.pipeline is not None:
+        model = self._model
+        if model.pipeline is not None:
             what = "a pipeline works its micro-batches off by its schedule, not one after the other"
             raise UserError(what, "Call step.run() instead of iterating over the step.", step=self.index + 1)
         for number, loaded in enumerate(self._take(), start=1):
             self._open(loaded.micro_batch)
             self._num_taken = number
-            with parts.precision.context(parts.device):
-                yield parts.precision.cast(loaded.batch)
+            with model.precision.context(model.device):
+                yield model.precision.cast(loaded.batch)
             if self._num_done != number:
                 raise self._out_of_turn("the next batch was taken")
 
@@ -79,54 +80,49 @@ class Step:
         """Add one micro-batch's gradients. A plain tensor counts as the mean over the micro-batch's samples."""
         if self._num_done + 1 != self._num_taken:
             raise self._out_of_turn("step.backward(loss) was called again")
-        reducer, noise = self._parts.reducer, self._parts.noise
+        reducer = self._engine.reducer
         micro_batch = self._loaded[self._num_done].micro_batch
         scaled = self._weighed(micro_batch, loss)
-        if self._num_done == 0:
-            noise.begin(self.index, micro_batch)
-        with torch.autocast(self._parts.device.type, enabled=False):
+        for before in self._phases["before_backward"]:
+            before(micro_batch)
+        with torch.autocast(self._model.device.type, enabled=False):
             reducer.begin_backward(is_last=self._num_taken == len(self._assigned))
             scaled.backward()
             reducer.end_backward()
-        noise.end(self._tally.weight, self._scale)
+        for after in self._phases["after_backward"]:
+            after(self._tally.weight, self._scale)
         self._num_done += 1
-        self._parts.pace.tick()
+        self._pace.tick()
         if self._num_done == len(self._assigned):
-            self._parts.pace.stop(self._num_done)
+            self._pace.stop(self._num_done)
 
     def commit(self, requests: Iterable[Request] = ()) -> Verdict:
         """End the step on all ranks together, and vote for what is asked of the run. No host sync on an accelerator."""
         if self._num_done != len(self._assigned):
             what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
             raise UserError(what, "Call it once for every batch that the step yields.", step=self.index + 1)
-        parts, tally = self._parts, self._tally
-        parts.pace.enter(Phase.REDUCE)
-        parts.reducer.finish()
-        norm = norm_squared(parts.reducer.spoken(), parts.device)
-        num_bad = parts.supply.num_bad(self.index)
-        usage = parts.usage.ballot(parts.reducer.absent())
-        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, frozenset(requests), num_bad, usage)
-        parts.pace.enter(Phase.KEEP)
-        for finish in parts.before_vote:
-            finish()
-        parts.pace.enter(Phase.VOTE)
-        is_meeting = parts.rounds.is_meeting(self.index + 1)
-        verdict = parts.vote.cast(ballot, self._scale, is_meeting=is_meeting)  # the ONE small all-reduce
-        parts.pace.enter(Phase.KEEP)
-        for watch in parts.watchers:
-            watch(self.index, verdict)
-        parts.pace.enter(Phase.UPDATE)
-        absent, gates = parts.usage.skips(verdict)  # what no rank had a gradient for
-        gradients = parts.reducer.gradients()
-        parts.optimizer.step(self.index, gradients, verdict.factor, verdict.taken, absent=absent, gates=gates)
-        parts.loss_scale.update(verdict.taken)
-        for statistics in parts.statistics:
-            statistics.finish(verdict.taken)
-        parts.reducer.settle(verdict.taken)
-        meet(parts, self.index + 1)  # where replicas train apart
-        parts.reducer.spread()
-        parts.reducer.release()
-        parts.pace.tell()
+        engine, tally, pace = self._engine, self._tally, self._pace
+        pace.enter(Phase.REDUCE)
+        engine.reducer.finish()
+        norm = norm_squared(engine.reducer.spoken(), engine.context.device)
+        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, frozenset(requests))
+        pace.enter(Phase.KEEP)
+        for before in self._phases["before_vote"]:
+            before(self.index, ballot)
+        pace.enter(Phase.VOTE)
+        is_boundary = engine.context.boundaries.is_boundary(self.index + 1)
+        verdict = engine.vote.cast(ballot, self._scale, is_boundary=is_boundary)  # the ONE small all-reduce
+        pace.enter(Phase.KEEP)
+        for after in self._phases["after_vote"]:
+            after(self.index, verdict)
+        pace.enter(Phase.UPDATE)
+        for update in self._phases["update"]:
+            update(self.index, verdict)
+        for after in self._phases["after_update"]:
+            after(self.index, verdict)
+        for end in self._phases["end"]:
+            end(self.index)
+        pace.tell()
         self._is_committed = True
         return verdict
 
@@ -141,25 +137,25 @@ class Step:
             what = "the micro-batches of this step are taken already: it was run or iterated before"
             raise UserError(what, "Call step.run() once, or iterate over the step once.", step=self.index + 1)
         self._is_taken = True
-        parts = self._parts
-        parts.pace.enter(Phase.DATA)
-        self._loaded = parts.supply.take(self.index, self._assigned)
-        parts.pace.start()
+        self._pace.enter(Phase.DATA)
+        self._loaded = self._engine.supply.take(self.index, self._assigned)
+        self._pace.start()
         return self._loaded
 
     def _open(self, micro_batch: MicroBatch, stage: int = 0) -> None:
         """Before a micro-batch's forward in one of this rank's stages."""
-        parts = self._parts
-        seed_streams(parts.device, derive_seed(parts.job.run.seed, "step", self.index, micro_batch.index))
-        parts.statistics[stage].next(counts=not micro_batch.is_spare)
+        context = self._engine.context
+        seed_streams(context.device, derive_seed(context.job.run.seed, "step", self.index, micro_batch.index))
+        for before in self._phases["before_forward"]:
+            before(micro_batch, stage)
 
     def _weighed(self, micro_batch: MicroBatch, loss: Loss | Tensor) -> Tensor:
         """Count a micro-batch's loss, and scale it for its backward; a spare weighs nothing."""
-        part = as_loss(loss, micro_batch.num_samples, self._parts.spec.metrics)
+        part = as_loss(loss, micro_batch.num_samples, self._model.spec.metrics)
         if micro_batch.is_spare:
             return part.total * 0.0
         self._tally.add(part)
-        return part.total * self._scale if self._parts.precision.scales_loss else part.total
+        return part.total * self._scale if self._model.precision.scales_loss else part.total
 
     def _out_of_turn(self, what: str) -> UserError:
         """Random streams, autocast and the reduction belong to one batch at a time."""
@@ -167,13 +163,13 @@ class Step:
         return UserError(f"{what} out of turn", fix, step=self.index + 1)
 
 
-def check_at_rest(parts: Parts, step: Step | None, num_done: int) -> None:
-    """Refuse what all ranks do together while a step is half-way, or replicas train apart. ``step``: the newest one."""
+def check_at_rest(boundaries: Rounds, step: Step | None, num_done: int) -> None:
+    """Refuse what all ranks do together while a step is half-way, or ranks differ. ``step``: the newest one."""
     if step is not None and step.is_underway:
         raise UserError("evaluate() or save() was called within a step", "Call it before the step's first batch.")
-    if step is not None and not parts.rounds.is_meeting(num_done):
-        fix = f"Call it when they have met: the next time is after step {parts.rounds.after(num_done)}."
-        raise UserError("evaluate() or save() was called while replicas train apart", fix, step=num_done)
+    why, fix = boundaries.refusal(num_done)
+    if step is not None and why:
+        raise UserError(f"evaluate() or save() was called {why}", fix, step=num_done)
 
 
 def seed_streams(device: torch.device, seed: int) -> None:

@@ -12,26 +12,32 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from closeranks.core.appending import AppendFile
 from closeranks.core.errors import DataError, SetupError
-from closeranks.core.events import Event, StepDone, Warned
+from closeranks.core.events import Event, Warned
 from closeranks.data.loader import Loader
 from closeranks.data.order import MicroBatch, Order
 from closeranks.data.quarantine import BadSample, Quarantine, merge
 from closeranks.data.reader import Loaded
 from closeranks.data.source import PlacedSource
 from closeranks.data.timing import StageTimes
+from closeranks.elastic.vote import Ballot
 from closeranks.parallel.mesh import Groups
+from closeranks.run.component import Component
+from closeranks.run.saved import Saved
 from closeranks.telemetry.folder import RunFolder
+
+if TYPE_CHECKING:
+    from closeranks.run.ledger import Settled
 
 _NAMED = 3
 """Samples skipped at one step that are told one by one; a damaged block may hit thousands."""
 
 
-@dataclass(slots=True)
-class Supply:
+@dataclass
+class Supply(Component):
     """The data of one run, as its steps see it."""
 
     loader: Loader
@@ -47,6 +53,7 @@ class Supply:
     """Whether slower replicas may have fewer micro-batches."""
     _news: dict[int, str] = field(default_factory=dict)
     _times: StageTimes = field(default_factory=StageTimes)
+    _waited_s: float = 0.0
     _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
     """Bad samples of steps that are not settled yet, found here."""
     _log: AppendFile | None = None
@@ -54,10 +61,6 @@ class Supply:
     @property
     def rank(self) -> int:
         return self.groups.world.rank
-
-    @property
-    def wait_s(self) -> float:
-        return self.loader.wait_s
 
     @property
     def speaks(self) -> bool:
@@ -102,17 +105,24 @@ class Supply:
                 self._write(step, own)
         return loaded
 
-    def pop_times(self) -> StageTimes:
-        """What reading took for the steps since this was asked last."""
+    def figures(self, index: int) -> Mapping[str, Any]:
+        """What reading took since this was asked last."""
         times, self._times = self._times, StageTimes()
-        return times
+        waited_s, self._waited_s = self.loader.wait_s - self._waited_s, self.loader.wait_s
+        return {
+            "data_wait_s": waited_s,
+            "data_read_s": times.read_s,
+            "data_fetch_s": times.fetch_s,
+            "data_decode_s": times.decode_s,
+            "data_collate_s": times.collate_s,
+        }
 
-    def num_bad(self, step: int) -> int:
-        """For the vote: bad samples of a step that this rank counts."""
-        return len(self._found.get(step, ()))
+    def before_vote(self, index: int, ballot: Ballot) -> None:
+        ballot.num_bad = len(self._found.get(index, ()))
 
-    def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
-        """All ranks, where the vote of a step counted any: agree on which they were, say so, and stop at too many."""
+    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+        """Where the vote of a step counted bad samples: agree on which they were, say so, and stop at too many."""
+        done = entry.done
         if (news := self._news.pop(done.step, "")) and self.rank == 0:
             emit(Warned(news, done.step))
         if not done.num_bad:
@@ -137,12 +147,13 @@ class Supply:
             told = "+".join(map(str, shares))
             self._news[step] = f"replicas share the micro-batches of a step as {told} from now on, by their speed"
 
-    def state(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, Any]:
         shares = {"shares": list(self.loader.shares)} if self.loader.shares else {}
-        return {"quarantine": self.quarantine.state(), **shares}
+        return {"data": {"quarantine": self.quarantine.state(), **shares}}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def restore(self, saved: Saved) -> None:
         """Shares of another number of replicas, or where nobody shares by speed, say nothing here."""
+        state = saved.tree.get("data", {})
         self.quarantine.load(state.get("quarantine", ()))
         shares = tuple(map(int, state.get("shares", ())))
         self.loader.reshare(shares if self.is_balanced and len(shares) == self.groups.home.count else ())

@@ -15,15 +15,21 @@ operations on the same bits as if nothing here existed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from closeranks.core.events import Event, StepDone, Warned
-from closeranks.elastic.vote import Verdict
+from closeranks.core.events import Event, Warned
+from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.facts.counters import Counters
+from closeranks.run.component import Component
+from closeranks.run.saved import Saved
 
+if TYPE_CHECKING:
+    from closeranks.run.ledger import Settled
+
+_NAME = "usage"
 _WARN_AFTER = 5
 """Updates before a parameter that had no gradient so far is named: a branch may be taken in some steps only."""
 _MAX_GATES = 16
@@ -37,8 +43,8 @@ class Skips(NamedTuple):
     gates: Mapping[str, Tensor] | None = None
 
 
-class Usage:
-    """Call sequence in each step: ``ballot`` for the vote, ``skips`` after it, ``settle`` when the host has read it."""
+class Usage(Component):
+    """The optimizer asks ``skips`` after the vote."""
 
     def __init__(
         self,
@@ -50,13 +56,15 @@ class Usage:
         device: torch.device,
         can_gate: bool,
         num_steps: int,
+        absent: Callable[[], Collection[str]],
     ) -> None:
         """``names``: all trained parameters, in one order on every rank; ``held``: those of this rank; ``num_voters``:
-        ranks whose gradients make one update, of ``num_ranks`` in the run."""
+        ranks whose gradients make one update, of ``num_ranks`` in the run; ``absent``: what this rank had no gradient
+        for, once gradients are complete."""
         self._names, self._held = tuple(names), frozenset(held)
         self._counters = Counters(self._names, num_ranks)
         self._is_alone, self._device, self._can_gate = num_voters == 1, device, can_gate
-        self._num_steps = num_steps
+        self._num_steps, self._absent = num_steps, absent
         self._lacking: frozenset[str] = frozenset()
         """What this rank had no gradient for, when ``_votes`` was made."""
         self._votes = self._make_votes()
@@ -65,7 +73,10 @@ class Usage:
         self._num_told = 0
         """Parameters that this process named."""
 
-    def ballot(self, absent: Collection[str]) -> Tensor:
+    def before_vote(self, index: int, ballot: Ballot) -> None:
+        ballot.extra[_NAME] = self.votes(self._absent())
+
+    def votes(self, absent: Collection[str]) -> Tensor:
         """1 where this rank lacks something, then the counters. Made anew only when what it lacks has changed."""
         if self._lacking != absent:
             self._lacking = frozenset(absent)
@@ -80,11 +91,12 @@ class Usage:
         if self._is_alone:
             return Skips(self._lacking)
         if self._device.type == "cpu" or not self._can_gate or len(self._lacking) > _MAX_GATES:
-            return Skips(self._counters.zero_in(verdict.extra[1:].tolist(), self._lacking))
-        return Skips(gates=self._gates(verdict.extra[1:]))
+            return Skips(self._counters.zero_in(verdict.extra[_NAME][1:].tolist(), self._lacking))
+        return Skips(gates=self._gates(verdict.extra[_NAME][1:]))
 
-    def settle(self, done: StepDone, sums: Sequence[float], emit: Callable[[Event], None]) -> None:
-        """All ranks, when the account of a step is read: names what never got a gradient, early on and at the end."""
+    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+        """Names what never got a gradient, early on and at the end."""
+        done, sums = entry.done, entry.extra[_NAME]
         if not done.taken:
             return
         self._num_taken += 1
@@ -97,14 +109,14 @@ class Usage:
             self._num_told = len(self._never)
             emit(Warned(words([name for name in self._names if name in self._never], self._num_taken), done.step))
 
-    def state(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, Any]:
         """Empty where every parameter got a gradient."""
-        if not self._never:
-            return {}
-        return {"never": sorted(self._never), "num_taken": self._num_taken}
+        never = {"never": sorted(self._never), "num_taken": self._num_taken}
+        return {"usage": never if self._never else {}}
 
-    def load_state(self, state: Any) -> None:
-        """``state``: as saved with the run that goes on here; earlier versions did not save any."""
+    def restore(self, saved: Saved) -> None:
+        """Earlier versions did not save any."""
+        state = saved.tree.get("usage")
         if not isinstance(state, dict):
             return
         never, num_taken = state.get("never"), state.get("num_taken")

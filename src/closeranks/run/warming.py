@@ -36,10 +36,10 @@ from closeranks.elastic.recalling import Recalled
 from closeranks.elastic.slots import About, Sealed
 from closeranks.models.build import spec_for
 from closeranks.run import heirloom
+from closeranks.run.build import Ingredients, build
 from closeranks.run.job import Job, layout_for
 from closeranks.run.opening import started_event
-from closeranks.run.parts import Ingredients, Parts, assemble
-from closeranks.run.state import holdings, restore_state, tree_of
+from closeranks.run.state import State
 from closeranks.run.step import Step
 
 _SEQ_LEN, _MICRO_BATCH = 16, 2
@@ -139,7 +139,7 @@ def small_job(job: Job) -> Job:
     tables = {**job.model_dump(), "layout": layout.model_dump(), "checkpoint": {"save": False}}
     tables["run"] = {"seed": job.run.seed, "device": "cpu"}
     tables["optim"]["groups"] = ()
-    tables["sync"]["local"] |= {"replicas": 0, "fragments": 1}
+    tables["sync"] = job.sync.shortest().model_dump()
     num_samples = _MICRO_BATCH * layout.data * max(2, layout.pipeline)
     size = {"steps": 1, "epochs": None, "micro_batch": _MICRO_BATCH, "global_batch": num_samples}
     tables["train"] |= {**size, "compile": False}
@@ -172,31 +172,32 @@ def rehearse(job: Job) -> None:
     ingredients = Ingredients(spec_for(job.model, seq_len=job.data.seq_len), source, None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        parts = assemble(job, World(0, size, 0, size), ingredients)
+        built = build(job, World(0, size, 0, size), ingredients)
+        engine = built.engine
         try:
-            started_event(parts, 0, Path())
-            parts.module.train()
-            parts.supply.loader.start(0)
-            step = Step(parts, 0)
+            started_event(engine, built.started, 0, Path())
+            engine.model.module.train()
+            engine.supply.loader.start(0)
+            step = Step(engine, 0)
             step.run()
             step.commit()
-            _keep_and_recall(parts)
+            _keep_and_recall(built.state)
         finally:
-            parts.supply.close()
-            parts.opened.close()
+            engine.supply.close()
+            engine.context.opened.close()
     finally:
         dist.destroy_process_group()
 
 
-def _keep_and_recall(parts: Parts) -> None:
+def _keep_and_recall(state: State) -> None:
     """A copy of the state into memory of our own, and back. Not by ``take_over``, which counts a process's sessions."""
     with ExitStack() as opened:
         paths = [_memory(opened), _memory(opened)]
         keeper = Keeper(Berths(own=(paths[0], paths[1])))
         opened.callback(keeper.close)
-        keeper.begin(About(0, 1, "stand-in", 1), holdings(parts), json.dumps(tree_of(parts, 1)).encode())
+        keeper.begin(About(0, 1, "stand-in", 1), state.tensors(), json.dumps(state.document(1)).encode())
         keeper.join()
-        restore_state(parts, Recalled([Sealed(paths[0])]))
+        state.restore(Recalled([Sealed(paths[0])]))
 
 
 def _memory(opened: ExitStack) -> str:

@@ -39,13 +39,9 @@ class Choice:
 
 def choose_ways(job: Job, layout: Layout, groups: Groups, world: World, num_steps: int) -> Choice:
     """A collective where hosts are several: groups are made."""
-    config = job.sync.compress
+    config = job.sync.gradients
     if layout.data == 1:
         return Choice(None, "")
-    if job.sync.local.is_on:  # what is compressed is what replicas tell each other when they meet
-        is_coded = config.name not in ("none", "powersgd")
-        words = "" if config.name == "none" else in_words(config, plan_of(config, num_steps), "what was learnt apart")
-        return Choice(None, words.replace("travel ", "travels "), is_coded)
     plan = plan_of(config, num_steps)
     levels = _levels(job, layout, groups, world)
     over = groups.data if layout.zero == 0 else groups.replica if groups.replica.size > 1 else groups.shard
@@ -63,38 +59,24 @@ def choose_ways(job: Job, layout: Layout, groups: Groups, world: World, num_step
     return Choice(ways, f"{_of_levels(inside, across)}; across, {in_words(config, plan)}", True, plan)
 
 
-def outer_ways(job: Job, across: Group, num_steps: int) -> WayMaker:
-    """How what replicas learnt apart travels when they meet; every meeting is measured, they are few."""
-    plan = outer_plan(job, across, num_steps)
-    return flat_ways(across) if plan is None else compressed_ways(job.sync.compress, across, plan)
-
-
-def outer_plan(job: Job, across: Group, num_steps: int) -> Plan | None:
-    config = job.sync.compress
-    if not job.sync.local.is_on or config.name == "none" or across.size == 1:
-        return None
-    return Plan(config.num_warmup(num_steps), 1 if config.measure_every else 0)
-
-
 def plan_of(config: CompressConfig, num_steps: int) -> Plan:
     return Plan(config.num_warmup(num_steps), config.measure_every)
 
 
 def frozen_from(job: Job, layout: Layout, num_steps: int) -> int | None:
     """When signs begin to travel, adamw's second moments are known."""
-    config = job.sync.compress
-    is_apart = layout.data == 1 or job.sync.local.is_on
-    is_adam = config.name == "onebit" and job.optim.name == "adamw" and not is_apart
+    config = job.sync.gradients
+    is_adam = config.name == "onebit" and job.optim.name == "adamw" and layout.data > 1
     return config.num_warmup(num_steps) if is_adam else None
 
 
 def _levels(job: Job, layout: Layout, groups: Groups, world: World) -> tuple[Group, Group] | None:
     """This host's part of the data group and one of each host, where sums are to take two levels."""
-    if layout.zero or job.sync.reduce == "flat" or not world.hosts:
+    if layout.zero or not job.sync.may_reduce_by_host or not world.hosts:
         found = None
     else:
         found = groups.across_hosts([world.host_of(rank) for rank in range(world.size)])
-    if found is None and job.sync.reduce == "hierarchical":
+    if found is None and job.sync.may_reduce_by_host and job.sync.reduce == "hierarchical":
         what = "a hierarchical sum needs several hosts with the same number of data ranks on each, and more than one"
         if layout.zero:
             what = f"with zero={layout.zero} gradients are scattered, not summed on every rank"

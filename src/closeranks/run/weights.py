@@ -16,14 +16,16 @@ from torch import Tensor
 from closeranks.checkpoint.weights.protocol import Weights, bands
 from closeranks.core.errors import CheckpointError
 from closeranks.models.hub import Match, match
-from closeranks.run.parts import Parts
-from closeranks.run.state import Kept, kept
+from closeranks.parallel.group import Group
+from closeranks.run.model import Kept, Model
 
 
-def load_weights(parts: Parts, weights: Weights) -> tuple[str, ...]:
-    """Put weights into the parts, every rank its own; every rank calls it. Returns what a person should know."""
-    found = match(parts.applied.shapes, weights.names(), _ties(parts), weights.path)
-    own = list(kept(parts))
+def load_weights(model: Model, stages: Group, weights: Weights) -> tuple[str, ...]:
+    """Put weights into the model, every rank its own; every rank calls it. Returns what a person should know.
+
+    ``stages``: the pipeline's ranks."""
+    found = match(model.applied.shapes, weights.names(), _ties(model, stages), weights.path)
+    own = list(model.kept())
     for one in own:
         _check_format(one, weights, found)
     with torch.no_grad():
@@ -34,10 +36,9 @@ def load_weights(parts: Parts, weights: Weights) -> tuple[str, ...]:
     return weights.notes
 
 
-def _ties(parts: Parts) -> dict[str, str]:
+def _ties(model: Model, stages: Group) -> dict[str, str]:
     """Every further name of a tied parameter, and its first. Only those who hold it know: stages tell each other."""
-    own = {alias: held.piece.name for held in parts.applied.held for alias in held.aliases}
-    stages = parts.groups.pipeline
+    own = {alias: held.piece.name for held in model.applied.held for alias in held.aliases}
     told: list[dict[str, str]] = [json.loads(text) for text in stages.gather_text(json.dumps(own))]
     return {alias: name for one in told for alias, name in one.items()}
 

@@ -13,38 +13,41 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from closeranks.core.errors import UserError
-from closeranks.core.protocols import Batch, Chain, Loss
+from closeranks.core.protocols import Batch, Chain, Loss, Reducer
 from closeranks.data.order import MicroBatch
 from closeranks.data.reader import Loaded
 from closeranks.parallel.tensor import shapes_explained
-from closeranks.run.parts import Parts
+from closeranks.run.model import Model
+from closeranks.run.pace import Pace
 
 Open = Callable[[MicroBatch, int], None]
 Weigh = Callable[[MicroBatch, Loss], Tensor]
 
 
-def loss_here(parts: Parts, batch: Batch) -> Loss:
+def loss_here(model: Model, batch: Batch) -> Loss:
     """The job's own loss of a batch that somebody else's loop holds."""
-    if parts.pipeline is not None:
+    if model.pipeline is not None:
         what = "session.loss(batch) needs the whole model, but in a pipeline each rank holds some stages of it alone"
         raise UserError(what, "Call step.run() to train, session.evaluate() to judge, or use pipeline=1.")
-    return parts.spec.loss(parts.module, batch)
+    return model.spec.loss(model.module, batch)
 
 
-def misfits_explained(parts: Parts) -> AbstractContextManager[None]:
+def misfits_explained(model: Model) -> AbstractContextManager[None]:
     """Around the job's own forwards: nothing at all, unless the tensor axis has split what they compute with."""
-    if parts.layout.tensor == 1:
+    if model.layout.tensor == 1:
         return nullcontext()
-    return shapes_explained(held.piece for held in parts.applied.held)
+    return shapes_explained(held.piece for held in model.applied.held)
 
 
 class PipelineWork:
     """Micro-batches on their way through the stages."""
 
-    def __init__(self, parts: Parts, loaded: Sequence[Loaded], before: Open, after: Weigh) -> None:
-        assert parts.spec.chain is not None
-        self._parts = parts
-        self._chain: Chain = parts.spec.chain
+    def __init__(
+        self, model: Model, reducer: Reducer, pace: Pace, loaded: Sequence[Loaded], before: Open, after: Weigh
+    ) -> None:
+        assert model.spec.chain is not None
+        self._model, self._reducer, self._pace = model, reducer, pace
+        self._chain: Chain = model.spec.chain
         self._loaded = loaded
         self._before, self._after = before, after
         self.num_micro = len(loaded)
@@ -55,11 +58,11 @@ class PipelineWork:
         return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
     def context(self) -> AbstractContextManager[Any]:
-        return self._parts.precision.context(self._parts.device)
+        return self._model.precision.context(self._model.device)
 
     def before_forward(self, stage: int, micro: int) -> None:
         """``stage`` counts this rank's own."""
-        self._parts.pace.tick()
+        self._pace.tick()
         self._before(self._loaded[micro].micro_batch, stage)
 
     def enter(self, module: nn.Module, micro: int) -> Tensor:
@@ -73,11 +76,11 @@ class PipelineWork:
         return self._after(self._loaded[micro].micro_batch, loss)
 
     def begin_backward(self, stage: int, *, is_last: bool) -> None:
-        self._parts.reducer.begin_backward(stage, is_last=is_last)
+        self._reducer.begin_backward(stage, is_last=is_last)
 
     def end_backward(self, stage: int) -> None:
-        self._parts.reducer.end_backward(stage)
-        self._parts.pace.tick()
+        self._reducer.end_backward(stage)
+        self._pace.tick()
 
     def _batch(self, micro: int) -> Batch:
-        return self._parts.precision.cast(self._loaded[micro].batch)
+        return self._model.precision.cast(self._loaded[micro].batch)

@@ -98,6 +98,20 @@ class SyncConfig(Table):
     local: LocalConfig = LocalConfig()
     """Replicas that train apart and meet now and then."""
 
+    @property
+    def gradients(self) -> CompressConfig:
+        """How gradients travel in every step; with ``[sync.local]``, ``compress`` is how deltas do."""
+        return CompressConfig() if self.local.is_on else self.compress
+
+    @property
+    def may_reduce_by_host(self) -> bool:
+        """Whether gradients may be summed inside hosts first."""
+        return self.reduce != "flat" and not self.local.is_on
+
+    def shortest(self) -> SyncConfig:
+        """The same kind of synchronisation for a run of one step on the fewest ranks."""
+        return self.model_copy(update={"local": self.local.model_copy(update={"replicas": 0, "fragments": 1})})
+
     def bucket_caps(self, measured_mib: float = 0.0) -> BucketCaps:
         """In bytes; ``measured_mib`` is what "auto" came to. The first is then never the larger one."""
         if not isinstance(self.bucket_mib, str):

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from closeranks.sync.config import SyncConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
@@ -23,14 +25,26 @@ class Rounds:
     num_steps: int = 0
     """Of the whole run."""
 
+    @classmethod
+    def of(cls, sync: SyncConfig, num_steps: int) -> Rounds:
+        local = sync.local
+        return cls(local.every, local.fragments if local.is_on else 1, num_steps)
+
     @property
     def gap(self) -> int:
         """Steps between two meetings."""
         return max(1, self.every // self.num_fragments)
 
-    def is_meeting(self, step: int) -> bool:
+    def is_boundary(self, step: int) -> bool:
         """Whether all replicas stand together after ``step``; before the first step they do."""
         return step % self.gap == 0 or step == self.num_steps
+
+    def refusal(self, step: int) -> tuple[str, str]:
+        """Why nothing that all ranks do together can happen after ``step``, and what to do; empty where it can."""
+        if self.is_boundary(step):
+            return "", ""
+        fix = f"Call it when they have met: the next time is after step {self.after(step)}."
+        return "while replicas train apart", fix
 
     def fragments(self, step: int) -> tuple[int, ...]:
         """What meets after ``step``."""
@@ -55,7 +69,7 @@ class Rounds:
 
     def passes(self, step: int, every: int) -> bool:
         """Whether what is due every so many steps (0: never) is due at ``step``: at a meeting, for all of its round."""
-        return every > 0 and self.is_meeting(step) and step // every > self.before(step) // every
+        return every > 0 and self.is_boundary(step) and step // every > self.before(step) // every
 
 
 def part(sizes: Mapping[str, int], blocks: Sequence[str], num_fragments: int) -> dict[str, int]:

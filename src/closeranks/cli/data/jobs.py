@@ -20,9 +20,9 @@ from closeranks.data.order import Order, Schedule
 from closeranks.data.orders import order_of
 from closeranks.data.source import PlacedSource, placed
 from closeranks.data.sources.open import open_source
+from closeranks.run.context import schedule_of
 from closeranks.run.folder import choose_folder
 from closeranks.run.job import Job, load_job
-from closeranks.run.parts import schedule_of
 from closeranks.run.paths import beside
 from closeranks.run.recall import look_back
 

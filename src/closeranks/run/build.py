@@ -1,0 +1,295 @@
+"""Builds a run: opens the group, applies the layout to the model, and lists the components.
+
+The one place where rooms meet, and where the order of components stands. It decides nothing: choices stand in the job,
+arithmetic in the rooms.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from closeranks.core.descriptors import own_sockets
+from closeranks.core.errors import ConfigError
+from closeranks.core.protocols import ModelSpec, Reducer, Source
+from closeranks.core.world import World
+from closeranks.data.loader import Loader
+from closeranks.data.order import Schedule
+from closeranks.data.orders import order_of
+from closeranks.data.quarantine import Quarantine
+from closeranks.data.settings import ReadSettings
+from closeranks.data.source import placed
+from closeranks.elastic.vote import Vote
+from closeranks.facts.layout import Layout
+from closeranks.facts.mesh import tensor_crossing
+from closeranks.optim.optimizer import Optimizer
+from closeranks.optim.scaler import LossScale
+from closeranks.optim.scaling import rate_warning, scaled
+from closeranks.parallel.apply import Applied, apply
+from closeranks.parallel.group import Group, OpenedGroup, open_group
+from closeranks.parallel.mesh import Groups, open_groups
+from closeranks.parallel.precision import Precision
+from closeranks.run import excepthook, heirloom
+from closeranks.run.accuracy import Accuracy, GradientAccuracy
+from closeranks.run.bucketing import buckets_for
+from closeranks.run.component import Component, Components
+from closeranks.run.context import Context, check_last_step, choose_device, schedule_of
+from closeranks.run.distribute import Freezing, make_reducer, wishes_of
+from closeranks.run.engine import Engine
+from closeranks.run.gradients import Gradients
+from closeranks.run.job import Job, check_workers, layout_for, profile_warning
+from closeranks.run.local_sgd import LocalSgd
+from closeranks.run.model import Model, RunningStatistics
+from closeranks.run.noise import NoiseGauge
+from closeranks.run.optimizer import LossScaling, OptimizerStep
+from closeranks.run.overseer import current_link, current_overseer
+from closeranks.run.pace import Pace, stopwatch
+from closeranks.run.past import Past
+from closeranks.run.state import State
+from closeranks.run.store import make_store
+from closeranks.run.supply import Supply, check_lengths
+from closeranks.run.usage import Usage
+from closeranks.run.ways import choose_ways, frozen_from
+from closeranks.sync import replicas
+from closeranks.sync.rounds import Rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredients:
+    """What a job or a user's Python names: the model's spec, what it learns from and what it is judged on."""
+
+    spec: ModelSpec
+    source: Source
+    eval_source: Source | None
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A run that has not begun."""
+
+    engine: Engine
+    state: State
+    eval_source: Source | None
+    warnings: tuple[str, ...]
+    started: Mapping[str, Any]
+    """Fields of ``RunStarted`` that are known from what was measured and chosen here."""
+
+
+def build(
+    job: Job, world: World, ingredients: Ingredients, recall: Callable[[Group], Past] = lambda _: Past()
+) -> Built:
+    """``recall``: what the job fixed when it ran before, agreed on by all ranks; asked only of a job that is resumed,
+    once the ranks have met."""
+    is_new = not job.checkpoint.resume
+    planned = _plan(job, world, ingredients, Past()) if is_new else None
+    device = choose_device(job, world)
+    hook = sys.excepthook
+    with own_sockets():
+        opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
+    excepthook.settle(hook, world.size)
+    try:
+        planned = planned or _plan(job, world, ingredients, recall(opened.group))
+        return _build(planned, world, ingredients, device, opened)
+    except BaseException:
+        opened.close()
+        raise
+
+
+class _Plan(NamedTuple):
+    """What is decided before anything is built."""
+
+    job: Job
+    layout: Layout
+    num_replicas: int
+    schedule: Schedule
+
+
+def _plan(job: Job, world: World, ingredients: Ingredients, past: Past) -> _Plan:
+    job = past.applied_to(job)
+    problems = check_workers(job, world.size)
+    if problems:
+        raise ConfigError(problems)
+    schedule = schedule_of(job, len(ingredients.source), past.ends)
+    layout = layout_for(job, world.size)
+    num_hosts = len(set(world.hosts)) or max(1, world.size // max(1, world.local_size))
+    num_replicas = replicas.num_replicas(job.sync, layout, num_hosts)
+    layout = replicas.sharded_within(layout, num_replicas)
+    check_last_step(job, schedule, layout.data)
+    return _Plan(job, layout, num_replicas, schedule)
+
+
+def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch.device, opened: OpenedGroup) -> Built:
+    job, layout, num_replicas, schedule = planned
+    spec, precision, num_steps = ingredients.spec, Precision(job.train.precision), schedule.num_steps
+    # All ranks of a host measure at once, as they will compute; before the model takes memory.
+    measured_flops = heirloom.matmul_flops(device, precision.compute)
+    with own_sockets():
+        groups = open_groups(opened.group, layout, device, job.run.timeout_s, num_replicas)
+    opened.closers.append(groups.close)
+    frozen = Freezing(job.optim)
+    applied = apply(spec, wishes_of(job, layout), groups, device, prepare=frozen.decide)
+    chosen = choose_ways(job, layout, groups, world, num_steps)
+    # Its hooks see gradients before the reducer's, which are made after them, take those away.
+    trained = (held.parameter for held in applied.held)
+    noise = NoiseGauge(job.train.noise_every, trained, schedule, groups.home.data, device)
+    buckets = buckets_for(job, layout, groups, spec, applied.held, measured_flops, device)
+    reducer = make_reducer(job, layout, groups, applied, chosen.ways, buckets.bucket_mib)
+    accuracy = Accuracy(chosen.plan, groups.world, device, tells=world.is_lead)
+    optimizer = make_optimizer(job, layout, groups, reducer, frozen, num_steps)
+    boundaries = Rounds.of(job.sync, num_steps)
+    pace = make_pace(job, layout, groups, reducer, device, opened)
+    context = Context(job, world, layout, device, groups, opened, schedule, boundaries, pace)
+    model = Model(spec, applied, precision, context, saves_trained=boundaries.num_fragments == 1)
+    gradients = Gradients(
+        reducer, is_compressed=chosen.plan is not None, has_owners=chosen.has_owners, words=chosen.words
+    )
+    supply = make_supply(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts)
+    usage = make_usage(groups, applied, frozen, optimizer, reducer, num_steps, device)
+    loss_scale = LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device)
+    local = LocalSgd(context, model, reducer, supply) if job.sync.local.is_on else None
+    own: list[Component | None] = [  # in the order in which the step and the state go through them
+        model,
+        RunningStatistics(applied.statistics) if any(applied.statistics) else None,
+        gradients,
+        OptimizerStep(optimizer, job.optim.name, reducer, usage, applied, groups),
+        LossScaling(loss_scale, groups) if precision.scales_loss else None,
+        local,
+        supply,
+        noise if job.train.noise_every else None,
+        GradientAccuracy(accuracy, reducer) if accuracy.plan else None,
+        usage,
+    ]
+    components = Components(one for one in own if one is not None)
+    vote = local.vote if local else Vote(groups.world, spec.metrics, clip=job.optim.clip)
+    engine = Engine(context, model, reducer, loss_scale, supply, vote, components)
+    identity = _identity(job, ingredients.source, supply)
+    started = {
+        "measured_flops": measured_flops,
+        "bucket_mib": buckets.bucket_mib,
+        "link_latency_s": buckets.link.latency_s if buckets.link else None,
+        "link_bytes_per_s": buckets.link.bytes_per_s if buckets.link else None,
+    }
+    return Built(
+        engine=engine,
+        state=State(context, model, components, identity, local.row if local else None),
+        eval_source=ingredients.eval_source,
+        warnings=(*applied.warnings, *_warnings(job, world, layout, num_steps)),
+        started=started,
+    )
+
+
+def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterator[str]:
+    """What a person should know of the choices."""
+    yield from filter(
+        None,
+        (
+            rate_warning(job.optim, job.train.global_batch, num_steps),
+            tensor_crossing(layout, _hosts_of(world)),
+            profile_warning(job, num_steps),
+            zero_note(job, layout),
+        ),
+    )
+
+
+def _hosts_of(world: World) -> Sequence[int]:
+    """Of each rank, its host; where the launcher does not say, as many to a host as there are on this one."""
+    return world.hosts or [rank // max(1, world.local_size) for rank in range(world.size)]
+
+
+def _identity(job: Job, source: Source, supply: Supply) -> dict[str, Any]:
+    """What must be equal for a resumed run to be the same run."""
+    return {
+        "data": source.identity,
+        "num_samples": len(source),
+        "seed": job.run.seed,
+        "order": supply.described,
+        "global_batch": job.train.global_batch,
+        "precision": job.train.precision,
+    }
+
+
+def make_optimizer(
+    job: Job, layout: Layout, groups: Groups, reducer: Reducer, frozen: Freezing, num_steps: int
+) -> Optimizer:
+    return Optimizer(
+        reducer.leaves(),
+        frozen.assignment,
+        scaled(job.optim, job.train.global_batch),
+        num_steps=num_steps,
+        frozen_from=frozen_from(job, layout, num_steps),
+        total=groups.home.world.sum if layout.zero or layout.tensor > 1 else None,
+    )
+
+
+def make_usage(
+    groups: Groups,
+    applied: Applied,
+    frozen: Freezing,
+    optimizer: Optimizer,
+    reducer: Reducer,
+    num_steps: int,
+    device: torch.device,
+) -> Usage:
+    return Usage(
+        [name for group in frozen.assignment.groups for name in group.names],
+        (held.piece.name for held in applied.held if held.parameter.requires_grad),
+        num_voters=groups.home.world.size,
+        num_ranks=groups.world.size,
+        device=device,
+        can_gate=optimizer.can_gate,
+        num_steps=num_steps,
+        absent=reducer.absent,
+    )
+
+
+def make_pace(
+    job: Job, layout: Layout, groups: Groups, reducer: Reducer, device: torch.device, opened: OpenedGroup
+) -> Pace:
+    is_apart = layout.tensor * layout.pipeline == 1 and not reducer.needs_equal_counts
+    watch = stopwatch(device, is_apart=is_apart and job.layout.batch_norm != "sync")
+    pace = Pace(current_overseer(), watch, lane=groups.pipeline.rank, is_even=layout.pipeline == 1)
+    opened.closers.append(pace.close)
+    return pace
+
+
+def make_supply(
+    job: Job, ingredients: Ingredients, schedule: Schedule, groups: Groups, device: torch.device, *, even: bool
+) -> Supply:
+    source, sources = ingredients.source, (ingredients.source, ingredients.eval_source)
+    order, quarantine = order_of(job.data, placed(source), job.run.seed), Quarantine(job.data.max_bad)
+    loader = Loader(
+        source,
+        order,
+        schedule,
+        data_rank=groups.data.rank,
+        data_size=groups.data.size,
+        device=device,
+        settings=ReadSettings.of(job.data),
+        even=even,
+        quarantine=quarantine,
+    )
+    opened = tuple(placed(each) for each in sources if each is not None)
+    check_lengths(groups.world.gather_text(str(order.num_samples)), opened[0].identity)
+    return Supply(
+        loader,
+        quarantine,
+        order,
+        groups,
+        sources=opened,
+        logs_samples=job.data.log_samples,
+        must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
+        is_balanced=replicas.balances(job.sync, groups.home.count),
+    )
+
+
+def zero_note(job: Job, layout: Layout) -> str:
+    if not job.layout.zero or layout.data > 1:
+        return ""
+    return (
+        f"layout.zero = {job.layout.zero} shards state over data ranks; with one data rank it has no effect: "
+        "use zero = 0, or more workers"
+    )

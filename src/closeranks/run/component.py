@@ -1,0 +1,134 @@
+"""What a run is made of: components with a part in the phases of a step, in the state, or in both.
+
+A component overrides the methods it needs and knows nothing of the others. The step calls each phase on all of them,
+in the order of the list in ``run.build``; on every rank alike, so that a phase may contain collectives.
+
+    begin            the step opens
+    before_forward   a micro-batch is about to run through one of this rank's stages
+    before_backward  its loss is known (not called with a pipeline, whose schedule runs backward)
+    after_backward   its gradients are added up (likewise)
+    before_vote      gradients are complete on this rank: add what the ranks must agree on to the ballot
+    after_vote       the verdict is known on the device; gradients stand, the state is still that of the last step
+    update           change the state by the verdict, without waiting for the host
+    after_update     this rank's parameters are updated, nobody else has them yet
+    end              bring them where they are needed, forget the gradients
+    settled          the host has read the verdict; on an accelerator that is one step later
+
+[Note: state of a component] ``tensors`` lists what must survive, ``tree`` what is no tensor and fits JSON, ``restore``
+reads both back from a state that any layout may have written. What is listed is copied into host memory for recovery
+and written into checkpoints; nothing else has to be done for either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from closeranks.capture.tensors import StateTensor
+    from closeranks.core.events import Event
+    from closeranks.data.order import MicroBatch
+    from closeranks.elastic.vote import Ballot, Verdict
+    from closeranks.run.ledger import Settled
+    from closeranks.run.saved import Saved
+
+
+class Unique(IntEnum):
+    """How far a rank's state differs from that of the ranks at the same place in other replicas."""
+
+    NOTHING = 0
+    REPLICA = 1
+    """Each replica has some of its own."""
+    RANK = 2
+    """Each rank has some of its own."""
+
+
+class Component:
+    """Subclass it and override what is needed; every method does nothing by default."""
+
+    unique: Unique = Unique.NOTHING
+
+    # Phases of a step. ``index`` is the number of steps finished before it.
+
+    def begin(self, index: int) -> None: ...
+
+    def before_forward(self, micro_batch: MicroBatch, stage: int) -> None: ...
+
+    def before_backward(self, micro_batch: MicroBatch) -> None: ...
+
+    def after_backward(self, weight: Tensor, scale: Tensor) -> None:
+        """``weight``: what the losses so far are to be divided by; ``scale``: what they were multiplied by."""
+
+    def before_vote(self, index: int, ballot: Ballot) -> None: ...
+
+    def after_vote(self, index: int, verdict: Verdict) -> None: ...
+
+    def update(self, index: int, verdict: Verdict) -> None: ...
+
+    def after_update(self, index: int, verdict: Verdict) -> None: ...
+
+    def end(self, index: int) -> None: ...
+
+    def figures(self, index: int) -> Mapping[str, Any]:
+        """What this rank measured of the step, as fields of ``StepDone``."""
+        return {}
+
+    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None: ...
+
+    # State, see [Note: state of a component].
+
+    def tensors(self) -> Iterable[StateTensor]:
+        return ()
+
+    def version(self) -> object:
+        """Equal as long as ``tensors`` would list the same memory; asked in every step."""
+        return None
+
+    def tree(self) -> Mapping[str, Any]:
+        return {}
+
+    def check(self, saved: Saved) -> None:
+        """Raise ``CheckpointError`` for a state that this job cannot go on from; reads no tensor."""
+
+    def restore(self, saved: Saved) -> None: ...
+
+    def weights_loaded(self) -> None:
+        """The weights were replaced by those of a file, and the run begins with them."""
+
+    def started(self) -> Mapping[str, Any]:
+        """What is said of it when the run begins, as fields of ``RunStarted``."""
+        return {}
+
+
+_T = TypeVar("_T", bound=Component)
+_METHODS = tuple(name for name in vars(Component) if not name.startswith("_") and callable(getattr(Component, name)))
+
+
+class Components:
+    """All components of a run, in their order."""
+
+    def __init__(self, components: Iterable[Component]) -> None:
+        self._all = list(components)
+        self.phases: dict[str, list[Callable[..., Any]]] = {}
+        """By the name of a method: those of all components that override it."""
+        self._index()
+
+    def __iter__(self) -> Iterator[Component]:
+        return iter(self._all)
+
+    def add(self, *components: Component) -> None:
+        """Behind all others."""
+        self._all += components
+        self._index()
+
+    def get(self, kind: type[_T]) -> _T:
+        """The one of this class."""
+        return next(one for one in self._all if type(one) is kind)
+
+    def _index(self) -> None:
+        for name in _METHODS:
+            own = (one for one in self._all if getattr(type(one), name) is not getattr(Component, name))
+            self.phases[name] = [getattr(one, name) for one in own]

@@ -1,0 +1,67 @@
+"""How a session ends, and why: finished, drained, stopped by the training code, regrouped, or failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from closeranks.core.errors import CloseranksError
+from closeranks.core.events import Event, RunEnded, Warned
+from closeranks.core.requests import DRAIN, REGROUP, STOP, Request
+
+REGROUPED = "regrouped"
+"""How a generation ends that another takes over from by agreement."""
+
+
+FINISHED, _FAILED = "finished", "failed"
+
+
+class Ending:
+    """False while the session goes on."""
+
+    def __init__(self) -> None:
+        self.reason = self.detail = self._wish = ""
+        self._opened_at = time.monotonic()
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    @property
+    def is_regrouped(self) -> bool:
+        return self.reason == REGROUPED
+
+    def wish(self, reason: str) -> None:
+        """The training code asks for an early end."""
+        self._wish = self._wish or reason
+
+    def requests(self) -> frozenset[Request]:
+        return frozenset({STOP} if self._wish else ())
+
+    def act(self, requests: frozenset[Request]) -> None:
+        """On what all ranks have agreed on. Whoever ends saves, and whoever regroups keeps its state in memory."""
+        if requests & {DRAIN, STOP}:
+            self.reason, self.detail = "drained" if DRAIN in requests else "stopped", self._wish
+        elif REGROUP in requests:
+            self.reason = self.reason or REGROUPED
+
+    def leave(self) -> None:
+        """The user's loop broke off."""
+        self.reason, self.detail = self.reason or "stopped", self.detail or "left by the loop"
+
+    def fail(self, error: BaseException) -> None:
+        self.reason, self.detail = _FAILED, str(error)
+
+    @contextmanager
+    def guarded(self, emit: Callable[[Event], None]) -> Iterator[None]:
+        """Around what is done at the very end: what ended the run stays its cause."""
+        try:
+            yield
+        except CloseranksError as error:
+            if self.reason != _FAILED:
+                self.fail(error)
+                raise
+            emit(Warned(str(error)))
+
+    def event(self, num_done: int) -> RunEnded:
+        return RunEnded(num_done, self.reason or FINISHED, time.monotonic() - self._opened_at, self.detail)

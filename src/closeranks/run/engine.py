@@ -1,0 +1,24 @@
+"""What a step is computed with: the model, how gradients travel, where samples come from, and all components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from closeranks.core.protocols import Reducer
+from closeranks.elastic.vote import Vote
+from closeranks.optim.scaler import LossScale
+from closeranks.run.component import Components
+from closeranks.run.context import Context
+from closeranks.run.model import Model
+from closeranks.run.supply import Supply
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    context: Context
+    model: Model
+    reducer: Reducer
+    loss_scale: LossScale
+    supply: Supply
+    vote: Vote
+    components: Components

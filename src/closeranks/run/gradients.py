@@ -1,0 +1,50 @@
+"""How gradients travel, as a component: the reducer around the update, and what compression left unsent.
+
+The step itself drives the reducer through backward, up to the vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from closeranks.capture.tensors import StateTensor
+from closeranks.core.protocols import Reducer, Remembered
+from closeranks.elastic.vote import Verdict
+from closeranks.run.component import Component, Unique
+from closeranks.run.memories import restore_memories
+from closeranks.run.saved import SYNC, Saved
+
+if TYPE_CHECKING:
+    pass
+
+
+class Gradients(Component):
+    def __init__(self, reducer: Reducer, *, is_compressed: bool, has_owners: bool, words: str) -> None:
+        """``has_owners``: whether sums of gradients are coded once more by who owns them, [Note: two shots]; ``words``:
+        how gradients travel, where there is something to say about it."""
+        self.reducer, self._has_owners, self._words = reducer, has_owners, words
+        self.unique = Unique.RANK if is_compressed else Unique.NOTHING
+
+    def begin(self, index: int) -> None:
+        self.reducer.begin_step(index)
+
+    def update(self, index: int, verdict: Verdict) -> None:
+        self.reducer.settle(verdict.taken)
+
+    def end(self, index: int) -> None:
+        self.reducer.spread()
+        self.reducer.release()
+
+    def tensors(self) -> Iterator[StateTensor]:
+        yield from map(unsent, self.reducer.memory())
+
+    def restore(self, saved: Saved) -> None:
+        restore_memories(list(self.reducer.memory()), saved, SYNC, has_owners=self._has_owners)
+
+    def started(self) -> Mapping[str, Any]:
+        return {"sync": self._words}
+
+
+def unsent(one: Remembered) -> StateTensor:
+    return StateTensor(SYNC, one.piece.name, one.piece, one.tensor, is_ours=one.is_ours)

@@ -1,0 +1,232 @@
+"""Local SGD, DiLoCo and streaming DiLoCo, as a component: replicas train apart and synchronise every so many steps.
+
+What a synchronisation computes stands in ``sync.outer``, when there is one in ``sync.rounds``, how votes are counted in
+between in ``elastic.apart``. Here they are introduced to a run.
+
+State: replicas each have their own moments, counters and loss scale, and with several fragments their own weights
+between two synchronisations; ``run.saved`` says how those are saved. What all have alike, the anchor and the outer
+momentum, is saved once, piece by piece as weights are. The model in a checkpoint is the anchor: where all replicas
+stood when each fragment was last synchronised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from closeranks.agent.progress import Phase
+from closeranks.capture.tensors import StateTensor
+from closeranks.core.errors import ConfigError, Problem
+from closeranks.core.events import Event
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Reducer, Remembered
+from closeranks.elastic.apart import ApartVote
+from closeranks.elastic.vote import Verdict, Vote
+from closeranks.parallel.apply import is_sharded
+from closeranks.parallel.group import Group
+from closeranks.run.accuracy import Accuracy
+from closeranks.run.component import Component, Unique
+from closeranks.run.context import Context
+from closeranks.run.gradients import unsent
+from closeranks.run.job import Job
+from closeranks.run.memories import restore_memories
+from closeranks.run.model import Model, as_state
+from closeranks.run.saved import MODEL, SYNC, Row, Saved
+from closeranks.run.supply import Supply
+from closeranks.run.ways import in_words, must_be_exact, plan_of
+from closeranks.sync.balance import even_shares, rebalanced
+from closeranks.sync.compress.build import compressed_ways
+from closeranks.sync.compress.compressed import Plan
+from closeranks.sync.config import LocalConfig
+from closeranks.sync.outer import Outer, OuterRule
+from closeranks.sync.rounds import part
+from closeranks.sync.ways import WayMaker, flat_ways
+
+if TYPE_CHECKING:
+    from closeranks.run.ledger import Settled
+
+_OUTER, _MOMENTUM, _WEIGHTS = "outer/", "outer/momentum/", "outer/weights/"
+
+
+class LocalSgd(Component):
+    """``vote`` counts the votes of this run, ``row`` is where this replica's own state stands in what is saved."""
+
+    unique = Unique.REPLICA
+
+    def __init__(self, context: Context, model: Model, reducer: Reducer, supply: Supply) -> None:
+        job, home = context.job, context.groups.home
+        self._context, self._model, self._supply = context, model, supply
+        self._plan = _plan(job, home.across, context.schedule.num_steps)
+        self.outer = _make_outer(context, model, reducer, self._plan)
+        self._accuracy = Accuracy(self._plan, context.groups.world, context.device, tells=context.world.is_lead)
+        held = model.applied.held
+        self._spoken = frozenset(one.piece.name for one in held if one.is_spoken)
+        self._cut = frozenset(one.piece.name for one in held if is_sharded(one))
+        self._is_streaming = context.boundaries.num_fragments > 1
+        compress = job.sync.compress
+        self._has_owners = context.layout.data > 1 and compress.name not in ("none", "powersgd")
+        self.row = Row(home.number, home.count)
+        self.vote: Vote = ApartVote(
+            home.world,
+            context.groups.world,
+            model.spec.metrics,
+            clip=job.optim.clip,
+            num_homes=home.count,
+            speaks=home.world.rank == 0,
+        )
+
+    def after_update(self, index: int, verdict: Verdict) -> None:
+        """At a boundary replicas become one again."""
+        context, step = self._context, index + 1
+        if not context.boundaries.is_boundary(step):
+            return
+        context.pace.enter(Phase.MEET)
+        shares, home = self._supply.loader.shares, context.groups.home
+        share = shares[home.number] / sum(shares) if shares else None
+        self.outer.meet(step, context.boundaries.fragments(step), share)
+        self._accuracy.measure(step, step, self.outer.losses)
+        for statistics in self._model.statistics:
+            statistics.average(home.across)
+        if self._supply.is_balanced and step < context.schedule.num_steps:
+            self._rebalance(step)
+
+    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+        self._accuracy.settle(entry.done, emit)
+
+    def started(self) -> Mapping[str, Any]:
+        job = self._context.job
+        said = {"apart": words(job.sync.local, self._context.groups.home.count)}
+        compress = job.sync.compress
+        if compress.name != "none" and self._context.layout.data > 1:
+            plan = plan_of(compress, self._context.schedule.num_steps)
+            said["sync"] = in_words(compress, plan, "what was learnt apart").replace("travel ", "travels ")
+        return said
+
+    def _rebalance(self, step: int) -> None:
+        """All ranks: what each took for a micro-batch since the last time; a replica is as slow as its slowest."""
+        context, loader = self._context, self._supply.loader
+        home, world = context.groups.home, context.groups.world
+        told = torch.zeros(home.count, world.size, dtype=torch.float64, device=context.device)
+        told[home.number, world.rank] = context.pace.pop_own()
+        seconds = world.sum(told).amax(1).tolist()
+        width = context.groups.data.size // home.count
+        shares = loader.shares or even_shares(context.schedule.num_micro_batches(0), home.count, width)
+        now = rebalanced(shares, seconds, width)
+        if now != shares:
+            self._supply.reshare(now, step)
+
+    # State
+
+    def tensors(self) -> Iterator[StateTensor]:
+        for leaf, anchor, momentum in self.outer.kept():
+            if self._is_streaming:
+                yield self._shared(MODEL, leaf.piece, leaf.piece.name, anchor)
+            if momentum is not None:
+                yield self._shared(SYNC, leaf.piece, f"{_MOMENTUM}{leaf.piece.name}", momentum)
+        yield from map(unsent, self._memory())
+        if self._is_streaming:
+            yield from self._own_weights()
+
+    def version(self) -> object:
+        """Views of the anchor are made anew each time, which is no more often than replicas synchronise."""
+        return object() if self._is_streaming else None
+
+    def restore(self, saved: Saved) -> None:
+        """The anchor is not taken from the weights, even where these are the same: on an accelerator they may be on
+        their way."""
+        self.outer.restart()
+        found = saved.shapes(SYNC)
+        for leaf, anchor, momentum in self.outer.kept():
+            key = f"{_MOMENTUM}{leaf.piece.name}"
+            if momentum is not None and key in found:
+                saved.read_into(SYNC, key, replace(leaf.piece, name=key), momentum)
+            saved.read_into(MODEL, leaf.piece.name, leaf.piece, anchor)
+        restore_memories(list(self._memory()), saved, SYNC, has_owners=self._has_owners)
+        for one in self._own_weights() if self._is_streaming else ():
+            if one.key in found:
+                saved.read_into(SYNC, one.key, one.piece, one.tensor)
+            else:
+                name = one.key.removeprefix(_WEIGHTS)
+                saved.read_into(MODEL, name, replace(one.piece, name=name), one.tensor)
+
+    def weights_loaded(self) -> None:
+        self.outer.restart()
+
+    def _shared(self, section: str, piece: Piece, key: str, tensor: Tensor) -> StateTensor:
+        """Something that goes by a leaf's piece, and that all replicas hold alike."""
+        groups, is_cut = self._context.groups, self._context.layout.zero in (1, 2) or piece.name in self._cut
+        holders = groups.replica if is_cut else groups.data
+        return as_state(section, replace(piece, name=key), tensor, holders, is_ours=piece.name in self._spoken)
+
+    def _own_weights(self) -> Iterator[StateTensor]:
+        """Those of one replica, where replicas do not all stand on the anchor when a fragment is synchronised."""
+        home = self._context.groups.home
+        for one in self._model.kept():
+            if one.piece.name in self._model.applied.trainable:
+                piece = replace(one.piece, name=f"{_WEIGHTS}{one.piece.name}")
+                holders = home.replica if one.is_cut else home.data
+                yield replace(as_state(SYNC, piece, one.tensor, holders, is_ours=one.is_ours), per_replica=True)
+
+    def _memory(self) -> Iterator[Remembered]:
+        """What deltas left unsent; ranks of one replica that hold the same leaves hold the same of it, and the first of
+        them saves it."""
+        home = self._context.groups.home
+        is_first = (home.replica if self._context.layout.zero else home.data).rank == 0
+        for one in self.outer.memory():
+            piece = replace(one.piece, name=f"{_OUTER}{one.piece.name}")
+            yield replace(one, piece=piece, is_ours=one.is_ours and is_first)
+
+
+def _make_outer(context: Context, model: Model, reducer: Reducer, plan: Plan | None) -> Outer:
+    local, layout, home = context.job.sync.local, context.layout, context.groups.home
+    applied = model.applied
+    sizes = {name: prod(shape) for name, shape in applied.shapes.items() if name in applied.trainable}
+    if local.fragments > len(sizes):
+        what = f"the model's {len(sizes)} trained parameters cannot be cut into {local.fragments} fragments"
+        raise ConfigError([Problem("sync.local.fragments", what, f"Set it to {len(sizes)} or less.")])
+    whole = {one.piece.name for one in applied.held if layout.zero == 3 and not is_sharded(one)}
+    shared = {held.piece.name for held in applied.held if held.aliases and context.groups.pipeline.size > 1}
+    return Outer(
+        reducer.leaves(),
+        part(sizes, model.spec.blocks, local.fragments),
+        OuterRule(local.outer_lr, local.outer_momentum, local.nesterov),
+        home.count,
+        _ways(context.job, home.across, plan),
+        flat_ways(home.across),
+        exact=whole | {one.piece.name for one in applied.held if must_be_exact(layout, one)},
+        alone=whole | shared,
+    )
+
+
+def _plan(job: Job, across: Group, num_steps: int) -> Plan | None:
+    """When deltas are compressed; every synchronisation is measured, they are few. None: never."""
+    config = job.sync.compress
+    if config.name == "none" or across.size == 1:
+        return None
+    return Plan(config.num_warmup(num_steps), 1 if config.measure_every else 0)
+
+
+def _ways(job: Job, across: Group, plan: Plan | None) -> WayMaker:
+    return flat_ways(across) if plan is None else compressed_ways(job.sync.compress, across, plan)
+
+
+def words(local: LocalConfig, num_replicas: int) -> str:
+    """``2 replicas train apart and meet every 32 steps: DiLoCo, outer lr 0.7, momentum 0.9``."""
+    who = f"{num_replicas} replicas train apart and meet" if num_replicas > 1 else "1 replica meets itself"
+    when = f"every {local.every} steps" if local.every > 1 else "after every step"
+    if local.fragments > 1:
+        when += f", one of {local.fragments} fragments every {local.every // local.fragments}"
+    return f"{who} {when}: {_rule_in_words(local)}"
+
+
+def _rule_in_words(local: LocalConfig) -> str:
+    if local.outer_momentum == 0 and local.outer_lr == 1:
+        return "local SGD, a plain mean"
+    name = "streaming DiLoCo" if local.fragments > 1 else "DiLoCo"
+    momentum = f"momentum {local.outer_momentum:g}" + ("" if local.nesterov else " without Nesterov")
+    return f"{name}, outer lr {local.outer_lr:g}, {momentum if local.outer_momentum else 'no momentum'}"

@@ -1,0 +1,184 @@
+"""This rank's part of the model, as a component: its parameters and buffers are state.
+
+Invariant: each value is listed by every rank that holds it, with how many others do, so that a save can share the
+writing out; nothing is ever gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from closeranks.capture.tensors import StateTensor
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import ModelSpec
+from closeranks.data.order import MicroBatch
+from closeranks.elastic.vote import Verdict
+from closeranks.facts.stages import placement
+from closeranks.parallel.apply import Applied, is_sharded, local_part, whole_tensors
+from closeranks.parallel.batchnorm import BatchStatistics
+from closeranks.parallel.group import Group
+from closeranks.parallel.pipeline import Pipeline
+from closeranks.parallel.precision import Precision
+from closeranks.parallel.stages import stage_ranges
+from closeranks.run.component import Component
+from closeranks.run.context import Context
+from closeranks.run.saved import MODEL, Saved, check_alike
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor of the model as this rank holds it."""
+
+    piece: Piece
+    tensor: Tensor
+    is_ours: bool
+    """False where a rank off the data axis holds the same and saves it."""
+    holders: Group | None
+    """Who holds the same values along the data axis; None: this rank alone counts."""
+    is_steady: bool
+    """Whether nothing but the optimizer changes it."""
+    is_cut: bool = False
+    """Whether the data ranks split it."""
+
+    @property
+    def is_spoken(self) -> bool:
+        """Whether this rank speaks for it: each value has one speaker."""
+        return self.is_ours and (self.holders is None or self.holders.rank == 0)
+
+
+class RunningStatistics(Component):
+    """Batch norm's running statistics: one update a step, by the mean over all micro-batches."""
+
+    def __init__(self, statistics: Sequence[BatchStatistics]) -> None:
+        """``statistics``: of each of this rank's stages."""
+        self._statistics = statistics
+
+    def begin(self, index: int) -> None:
+        for statistics in self._statistics:
+            statistics.begin()
+
+    def before_forward(self, micro_batch: MicroBatch, stage: int) -> None:
+        self._statistics[stage].next(counts=not micro_batch.is_spare)
+
+    def update(self, index: int, verdict: Verdict) -> None:
+        for statistics in self._statistics:
+            statistics.finish(verdict.taken)
+
+
+class Model(Component):
+    """``saves_trained``: False where another component lists and restores the trained parameters."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        applied: Applied,
+        precision: Precision,
+        context: Context,
+        *,
+        saves_trained: bool = True,
+    ) -> None:
+        self.spec, self.applied, self.precision, self.device = spec, applied, precision, context.device
+        self.layout, self._groups, self._saves_trained = context.layout, context.groups, saves_trained
+        self.module: nn.Module = applied.module
+        self.pipeline: Pipeline | None = applied.pipeline
+        self.statistics = applied.statistics
+        self.loss_divisor = loss_divisor(spec, context.schedule.micro_batch) if precision.scales_loss else 1.0
+        """Losses are sums: divided by a micro-batch's size, they stay within fp16's range under the scale."""
+
+    def kept(self) -> Iterator[Kept]:
+        """Every parameter and persistent buffer of this rank; a tied one under its first name."""
+        groups = self._groups
+        for held in self.applied.held:
+            tensor, piece = local_part(held, groups.shard)
+            is_cut = is_sharded(held)
+            holders = groups.replica if is_cut else groups.data
+            yield Kept(piece, tensor, held.is_spoken, holders, is_steady=True, is_cut=is_cut)
+        speaks_here = groups.data.rank == 0 and groups.tensor.rank == 0
+        names: set[str] = set()
+        for name, tensor in _buffers(self.applied.stages.values()):
+            speaks = speaks_here and name not in names and self._speaker_of(name) == groups.pipeline.rank
+            names.add(name)
+            # Any forward may change a buffer.
+            yield Kept(Piece.whole(name, tuple(tensor.shape)), tensor, speaks, None, is_steady=False)
+
+    def tensors(self) -> Iterator[StateTensor]:
+        for one in self._saved():
+            yield as_state(MODEL, one.piece, one.tensor, one.holders, is_ours=one.is_ours, is_steady=one.is_steady)
+
+    def version(self) -> object:
+        # What FSDP2 has spread it keeps where it is.
+        places = [held.parameter.data_ptr() for held in self.applied.held if not is_sharded(held)]
+        return places, [id(tensor) for stage in self.applied.stages.values() for tensor in stage.buffers()]
+
+    def check(self, saved: Saved) -> None:
+        check_alike(self.applied.shapes, saved.shapes(MODEL))
+
+    def restore(self, saved: Saved) -> None:
+        for one in self._saved():
+            saved.read_into(MODEL, one.piece.name, one.piece, one.tensor)
+
+    def _saved(self) -> Iterator[Kept]:
+        left_out = frozenset[str]() if self._saves_trained else self.applied.trainable
+        return (one for one in self.kept() if one.piece.name not in left_out)
+
+    def unsaved(self) -> list[str]:
+        """What a module keeps beside parameters and buffers, in words: it is in no checkpoint."""
+        found = [(n, m) for stage in self.applied.stages.values() for n, m in stage.named_modules()]
+        names = [name for name, module in found if type(module).get_extra_state is not nn.Module.get_extra_state]
+        return [
+            f"what get_extra_state of '{name}' gives is not saved, and a resumed run begins without it"
+            for name in names
+        ]
+
+    def _speaker_of(self, name: str) -> int:
+        chain, layout = self.spec.chain, self.layout
+        if chain is None or layout.pipeline == 1:
+            return 0
+        ranges = stage_ranges(chain.costs, layout)
+        return buffer_speaker(name, chain.units, ranges, placement(layout.schedule, layout.pipeline))
+
+
+def as_state(
+    section: str, piece: Piece, tensor: Tensor, holders: Group | None, *, is_ours: bool, is_steady: bool = True
+) -> StateTensor:
+    rank, size = (holders.rank, holders.size) if holders else (0, 1)
+    return StateTensor(section, piece.name, piece, tensor, is_steady, rank, size, is_ours)
+
+
+def loss_divisor(spec: ModelSpec, micro_batch: int) -> float:
+    """The next power of two above a micro-batch's items: dividing by it rounds nothing."""
+    return float(1 << (micro_batch * spec.items_per_sample - 1).bit_length())
+
+
+def load_model(module: nn.Module, saved: Saved) -> None:
+    """Copy saved weights and buffers into a whole module of the same shape, one tensor at a time."""
+    own = dict(whole_tensors(module))
+    check_alike({name: tuple(tensor.shape) for name, tensor in own.items()}, saved.shapes(MODEL))
+    for name, tensor in own.items():
+        saved.read_into(MODEL, name, Piece.whole(name, tuple(tensor.shape)), tensor)
+
+
+def _buffers(stages: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Each persistent buffer object once. Two stages may share one, or have one each of the same name."""
+    seen: set[int] = set()
+    for stage in stages:
+        persistent = stage.state_dict().keys()
+        for name, tensor in stage.named_buffers():
+            if name in persistent and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def buffer_speaker(name: str, units: Sequence[str], ranges: Sequence[range], placed: Sequence[Sequence[int]]) -> int:
+    """The pipeline rank that saves a buffer: that of its unit's first stage; rank 0 where all have it, in no unit.
+
+    ``ranges``: the units of each stage; ``placed``: the stages of each rank.
+    """
+    number = next((number for number, unit in enumerate(units) if name.startswith(f"{unit}.")), None)
+    if number is None:
+        return 0
+    stage = next(stage for stage, own in enumerate(ranges) if number in own)
+    return next(rank for rank, stages in enumerate(placed) if stage in stages)

@@ -1,0 +1,107 @@
+"""The optimizer and the loss scale, as components: what they update in a step, and what they remember between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from closeranks.capture.tensors import StateTensor
+from closeranks.core.errors import CheckpointError
+from closeranks.core.pieces import Piece
+from closeranks.core.protocols import Reducer
+from closeranks.elastic.vote import Verdict
+from closeranks.optim.optimizer import Optimizer
+from closeranks.optim.scaler import LossScale
+from closeranks.parallel.apply import Applied, is_sharded
+from closeranks.parallel.mesh import Groups
+from closeranks.run.component import Component
+from closeranks.run.model import as_state
+from closeranks.run.saved import OPTIMIZER, OTHER, Saved
+from closeranks.run.usage import Usage
+
+_SCALE = "loss_scale/"
+
+
+class OptimizerStep(Component):
+    """``name``: the algorithm, as ``optim.name`` has it."""
+
+    def __init__(
+        self, optimizer: Optimizer, name: str, reducer: Reducer, usage: Usage, applied: Applied, groups: Groups
+    ) -> None:
+        self.optimizer, self._name, self._reducer, self._usage = optimizer, name, reducer, usage
+        self._applied, self._groups = applied, groups
+
+    def update(self, index: int, verdict: Verdict) -> None:
+        absent, gates = self._usage.skips(verdict)  # what no rank had a gradient for
+        gradients = self._reducer.gradients()
+        self.optimizer.step(index, gradients, verdict.factor, verdict.taken, absent=absent, gates=gates)
+
+    def figures(self, index: int) -> Mapping[str, Any]:
+        return {"lr": self.optimizer.lr(index)}
+
+    def tree(self) -> Mapping[str, Any]:
+        return {"algorithm": self._name}
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """Named ``parameter/exp_avg``; ranks that train in every step together hold the same."""
+        home = self._groups.home
+        spoken = {held.piece.name for held in self._applied.held if held.is_spoken}
+        cut = {held.piece.name for held in self._applied.held if is_sharded(held)}
+        for leaf, key, tensor in self.optimizer.memory():
+            # With zero 1 and 2 every leaf is a shard: a range of rows or, where memory has another order, a box.
+            is_cut = self._groups.mesh.layout.zero in (1, 2) or leaf.piece.name in cut
+            piece, is_ours = replace(leaf.piece, name=f"{leaf.piece.name}/{key}"), leaf.piece.name in spoken
+            if tensor.ndim == 0:  # a counter has no dims whatever the parameter has: who holds the first element has it
+                is_ours, piece = is_ours and _holds_first(leaf.piece), Piece.whole(piece.name, ())
+            holders = home.replica if is_cut else home.data
+            yield replace(as_state(OPTIMIZER, piece, tensor, holders, is_ours=is_ours), per_replica=True)
+
+    def check(self, saved: Saved) -> None:
+        algorithm = saved.tree.get("algorithm")
+        if algorithm != self._name:
+            what = f"the saved optimizer is '{algorithm}', the job's is '{self._name}'"
+            raise CheckpointError(what, "Set optim.name back, or start a new run from the weights alone.")
+        found = saved.shapes(OPTIMIZER)
+        wanted = {one.key for one in self.tensors()}
+        trained = {key.rpartition("/")[0] for key in found}
+        odd = sorted({key.rpartition("/")[0] for key in wanted} - trained) or sorted(trained - self._applied.trainable)
+        if odd:
+            where = "only the saved optimizer" if odd[0] in trained else "only this model"
+            what = f"{where} has the trainable parameter '{odd[0]}'"
+            raise CheckpointError(what, "Use the model and the frozen groups of the saved run, or start a new one.")
+        if missing := sorted(wanted - found.keys()):
+            raise CheckpointError(
+                f"the saved optimizer has no {missing[0]}", "Use the optimizer settings of the saved run."
+            )
+
+    def restore(self, saved: Saved) -> None:
+        for one in self.tensors():
+            saved.read_into(OPTIMIZER, one.key, one.piece, one.tensor)
+        self.optimizer.restored()
+
+
+class LossScaling(Component):
+    def __init__(self, loss_scale: LossScale, groups: Groups) -> None:
+        self.loss_scale = loss_scale
+        self._is_ours = groups.home.world.rank == 0
+
+    def update(self, index: int, verdict: Verdict) -> None:
+        self.loss_scale.update(verdict.taken)
+
+    def tensors(self) -> Iterator[StateTensor]:
+        for key, tensor in self.loss_scale.state().items():
+            piece = Piece.whole(f"{_SCALE}{key}", ())
+            yield StateTensor(
+                OTHER, piece.name, piece, tensor, is_steady=False, is_ours=self._is_ours, per_replica=True
+            )
+
+    def restore(self, saved: Saved) -> None:
+        keys = [key for key in saved.shapes(OTHER) if key.startswith(_SCALE)]
+        self.loss_scale.load_state(
+            {key.removeprefix(_SCALE): saved.read(OTHER, key, Piece.whole(key, ())) for key in keys}
+        )
+
+
+def _holds_first(piece: Piece) -> bool:
+    return piece.numel > 0 and not any(piece.start) and (piece.flat is None or piece.flat[0] == 0)
