@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeranks.checkpoint.reader import CheckpointReader, open_newest
+from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.weights.ours import OurWeights
 from closeranks.core.errors import CheckpointError
 from closeranks.parallel.apply import whole_tensors
 from closeranks.run.job import load_job
@@ -137,7 +138,7 @@ def test_loading_writes_into_the_tensors_the_optimizer_holds(tmp_path: Path) -> 
     assert not weight.any()
 
 
-def held(tensors: dict[str, Tensor], place: Path) -> CheckpointReader:
+def held(tensors: dict[str, Tensor], place: Path) -> OurWeights:
     """These weights, through a checkpoint."""
     write(place, {"model": tensors}, {}, 0)
-    return open_newest(str(place))
+    return OurWeights(open_newest(str(place)))

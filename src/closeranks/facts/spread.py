@@ -73,6 +73,8 @@ class Terms:
 
     precision: Precision = "float32"
     optimizer: OptimizerName = "adamw"
+    has_average: bool = False
+    """Whether a moving average of the weights is kept beside the optimizer's state."""
     hold: Literal["auto", "shards", "step"] = "auto"
     prefetch: int = 1
     """Units whose weights ZeRO-3 gathers ahead."""
@@ -85,6 +87,11 @@ class Terms:
     """Parameters that the vote says of whether they had a gradient."""
     num_statistics: int = 0
     """Running means and variances of batch norms that are averaged over the data ranks once per step."""
+
+    @property
+    def num_beside(self) -> int:
+        """Tensors of a parameter's size that are kept for it besides its gradient."""
+        return num_remembered(self.optimizer) + self.has_average
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +196,7 @@ def _whole(share: Share, layout: Layout, terms: Terms) -> Holding:
     state = share.numel * widths(terms.precision).state
     accumulates = layout.data > 1 and terms.num_micro > 1
     buffers = (Part("gradients of earlier micro-batches", state),) if accumulates else ()
-    return Holding(state, state, state * num_remembered(terms.optimizer), buffers)
+    return Holding(state, state, state * terms.num_beside, buffers)
 
 
 def _sharded_in_buckets(share: Share, layout: Layout, terms: Terms) -> Holding:
@@ -210,7 +217,7 @@ def _sharded_in_buckets(share: Share, layout: Layout, terms: Terms) -> Holding:
     return Holding(
         parameters=whole,
         gradients=whole if layout.zero == 1 else own,
-        optimizer=own * num_remembered(terms.optimizer),
+        optimizer=own * terms.num_beside,
         buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
     )
 
@@ -242,7 +249,7 @@ def _fully_sharded(share: Share, layout: Layout, terms: Terms, shard: int) -> Ho
     return Holding(
         parameters=own * width,
         gradients=own * width,
-        optimizer=own * width * num_remembered(terms.optimizer),
+        optimizer=own * width * terms.num_beside,
         buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
     )
 

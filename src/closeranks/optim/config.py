@@ -86,6 +86,9 @@ class OptimConfig(Table):
     """sgd: look ahead along the momentum."""
     trust: float = Field(default=0.001, gt=0.0)
     """lars: a layer's step, as a share of its weight's norm, at a learning rate of 1."""
+    ema: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Decay of a moving average of the weights, 0.999 say: the model is then judged, exported and sampled by the
+    average, and trained as without it. 0: none."""
     clip: float = Field(default=1.0, ge=0.0)
     """Largest norm of all gradients together; 0 turns clipping off."""
     groups: tuple[GroupConfig, ...] = ()

@@ -39,6 +39,7 @@ from closeranks.run.bucketing import buckets_for
 from closeranks.run.component import Component, Components
 from closeranks.run.context import Context, check_last_step, choose_device, schedule_of
 from closeranks.run.distribute import Freezing, make_reducer, wishes_of
+from closeranks.run.ema import Ema
 from closeranks.run.engine import Engine
 from closeranks.run.gradients import Gradients
 from closeranks.run.job import Job, check_workers, layout_for, profile_warning
@@ -155,9 +156,10 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
         model,
         RunningStatistics(applied.statistics) if any(applied.statistics) else None,
         gradients,
-        OptimizerStep(optimizer, job.optim.name, reducer, usage, applied, groups),
+        OptimizerStep(optimizer, job.optim.name, model, reducer, usage),
         LossScaling(loss_scale, groups) if precision.scales_loss else None,
         local,
+        Ema(job.optim.ema, model, reducer) if job.optim.ema else None,
         supply,
         noise if job.train.noise_every else None,
         GradientAccuracy(accuracy, reducer) if accuracy.plan else None,

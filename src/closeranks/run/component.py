@@ -98,6 +98,13 @@ class Component:
     def weights_loaded(self) -> None:
         """The weights were replaced by those of a file, and the run begins with them."""
 
+    # Around an evaluation, which may be of other weights than those that are trained.
+
+    def before_evaluation(self) -> None:
+        """Called in reverse order: copies of the state come last in the list, and have landed before it changes."""
+
+    def after_evaluation(self) -> None: ...
+
     def started(self) -> Mapping[str, Any]:
         """What is said of it when the run begins, as fields of ``RunStarted``."""
         return {}

@@ -91,6 +91,7 @@ def _terms(job: Job, num_metrics: int = 0, num_statistics: int = 0) -> Terms:
     return Terms(
         precision=job.train.precision,
         optimizer=job.optim.name,
+        has_average=job.optim.ema > 0,
         hold=job.layout.hold,
         prefetch=job.sync.prefetch,
         buckets=PlannedBuckets(job.sync),

@@ -37,10 +37,14 @@ def evaluate(engine: Engine, source: Source | None, step: int) -> Evaluated:
     started_at = time.monotonic()
     job, module = engine.context.job, engine.model.module
     modes = [(part, part.training) for part in module.modules()]  # a user may train with parts of it at rest
+    for before in reversed(engine.components.phases["before_evaluation"]):
+        before()
     module.eval()
     try:
         sums = _sums(engine, source)
     finally:
+        for after in engine.components.phases["after_evaluation"]:
+            after()
         for part, was_training in modes:
             part.training = was_training
     num_bad, loss, weight, *metrics = engine.context.groups.world.sum(sums).tolist()

@@ -151,7 +151,11 @@ def check_noise(job: Job) -> Iterable[Problem]:
 def check_replicas(job: Job) -> Iterable[Problem]:
     train = job.train
     return replicas.job_problems(
-        job.sync, steps=train.steps, batch_norm=job.layout.batch_norm, noise_every=train.noise_every
+        job.sync,
+        steps=train.steps,
+        batch_norm=job.layout.batch_norm,
+        noise_every=train.noise_every,
+        ema=job.optim.ema,
     )
 
 

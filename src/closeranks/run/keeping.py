@@ -126,6 +126,10 @@ class Keeping(Component):
         if self.is_due(step) or self._is_time(step) or self._keeper.is_done:
             self._join(self._keeper)
 
+    def before_evaluation(self) -> None:
+        if self._keeper is not None:
+            self._keeper.land()
+
     def seal(self, step: int) -> bool:
         """All ranks, at the end of a generation: whether every one has this very step in memory now."""
         if self._keeper is not None:

@@ -17,13 +17,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from closeranks.agent.progress import Phase
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.events import Event
-from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Reducer, Remembered
 from closeranks.elastic.apart import ApartVote
 from closeranks.elastic.vote import Verdict, Vote
@@ -64,9 +62,6 @@ class LocalSgd(Component):
         self._plan = _plan(job, home.across, context.schedule.num_steps)
         self.outer = _make_outer(context, model, reducer, self._plan)
         self._accuracy = Accuracy(self._plan, context.groups.world, context.device, tells=context.world.is_lead)
-        held = model.applied.held
-        self._spoken = frozenset(one.piece.name for one in held if one.is_spoken)
-        self._cut = frozenset(one.piece.name for one in held if is_sharded(one))
         self._is_streaming = context.boundaries.num_fragments > 1
         compress = job.sync.compress
         self._has_owners = context.layout.data > 1 and compress.name not in ("none", "powersgd")
@@ -125,9 +120,9 @@ class LocalSgd(Component):
     def tensors(self) -> Iterator[StateTensor]:
         for leaf, anchor, momentum in self.outer.kept():
             if self._is_streaming:
-                yield self._shared(MODEL, leaf.piece, leaf.piece.name, anchor)
+                yield self._model.leaf_state(MODEL, leaf, leaf.piece.name, anchor)
             if momentum is not None:
-                yield self._shared(SYNC, leaf.piece, f"{_MOMENTUM}{leaf.piece.name}", momentum)
+                yield self._model.leaf_state(SYNC, leaf, f"{_MOMENTUM}{leaf.piece.name}", momentum)
         yield from map(unsent, self._memory())
         if self._is_streaming:
             yield from self._own_weights()
@@ -156,12 +151,6 @@ class LocalSgd(Component):
 
     def weights_loaded(self) -> None:
         self.outer.restart()
-
-    def _shared(self, section: str, piece: Piece, key: str, tensor: Tensor) -> StateTensor:
-        """Something that goes by a leaf's piece, and that all replicas hold alike."""
-        groups, is_cut = self._context.groups, self._context.layout.zero in (1, 2) or piece.name in self._cut
-        holders = groups.replica if is_cut else groups.data
-        return as_state(section, replace(piece, name=key), tensor, holders, is_ours=piece.name in self._spoken)
 
     def _own_weights(self) -> Iterator[StateTensor]:
         """Those of one replica, where replicas do not all stand on the anchor when a fragment is synchronised."""

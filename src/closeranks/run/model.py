@@ -7,13 +7,15 @@ writing out; nothing is ever gathered.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from closeranks.capture.tensors import StateTensor
+from closeranks.checkpoint.weights.protocol import Weights
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import ModelSpec
+from closeranks.core.protocols import Leaf, ModelSpec
 from closeranks.data.order import MicroBatch
 from closeranks.elastic.vote import Verdict
 from closeranks.facts.stages import placement
@@ -82,6 +84,8 @@ class Model(Component):
     ) -> None:
         self.spec, self.applied, self.precision, self.device = spec, applied, precision, context.device
         self.layout, self._groups, self._saves_trained = context.layout, context.groups, saves_trained
+        self._spoken = frozenset(held.piece.name for held in applied.held if held.is_spoken)
+        self._cut = frozenset(held.piece.name for held in applied.held if is_sharded(held))
         self.module: nn.Module = applied.module
         self.pipeline: Pipeline | None = applied.pipeline
         self.statistics = applied.statistics
@@ -107,6 +111,19 @@ class Model(Component):
     def tensors(self) -> Iterator[StateTensor]:
         for one in self._saved():
             yield as_state(MODEL, one.piece, one.tensor, one.holders, is_ours=one.is_ours, is_steady=one.is_steady)
+
+    def leaf_state(
+        self, section: str, leaf: Leaf, key: str, tensor: Tensor, *, per_replica: bool = False
+    ) -> StateTensor:
+        """A tensor that goes with a leaf, under a key of its own: shaped as the leaf, or without dims."""
+        name, groups = leaf.piece.name, self._groups.home if per_replica else self._groups
+        piece, is_ours = replace(leaf.piece, name=key), name in self._spoken
+        if tensor.ndim == 0:  # a counter has no dims whatever the parameter has: who holds the first element has it
+            piece, is_ours = Piece.whole(key, ()), is_ours and _holds_first(leaf.piece)
+        # With zero 1 and 2 every leaf is a shard: a range of rows or, where memory has another order, a box.
+        is_cut = self.layout.zero in (1, 2) or name in self._cut
+        holders = groups.replica if is_cut else groups.data
+        return replace(as_state(section, piece, tensor, holders, is_ours=is_ours), per_replica=per_replica)
 
     def version(self) -> object:
         # What FSDP2 has spread it keeps where it is.
@@ -148,17 +165,22 @@ def as_state(
     return StateTensor(section, piece.name, piece, tensor, is_steady, rank, size, is_ours)
 
 
+def _holds_first(piece: Piece) -> bool:
+    return piece.numel > 0 and not any(piece.start) and (piece.flat is None or piece.flat[0] == 0)
+
+
 def loss_divisor(spec: ModelSpec, micro_batch: int) -> float:
     """The next power of two above a micro-batch's items: dividing by it rounds nothing."""
     return float(1 << (micro_batch * spec.items_per_sample - 1).bit_length())
 
 
-def load_model(module: nn.Module, saved: Saved) -> None:
-    """Copy saved weights and buffers into a whole module of the same shape, one tensor at a time."""
+def load_model(module: nn.Module, weights: Weights) -> None:
+    """Copy weights and buffers into a whole module of the same shape, one tensor at a time."""
     own = dict(whole_tensors(module))
-    check_alike({name: tuple(tensor.shape) for name, tensor in own.items()}, saved.shapes(MODEL))
-    for name, tensor in own.items():
-        saved.read_into(MODEL, name, Piece.whole(name, tuple(tensor.shape)), tensor)
+    check_alike({name: tuple(tensor.shape) for name, tensor in own.items()}, weights.names())
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(weights.read(name, Piece.whole(name, tuple(tensor.shape)), tensor.dtype))
 
 
 def _buffers(stages: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:

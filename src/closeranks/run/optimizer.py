@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from closeranks.capture.tensors import StateTensor
@@ -13,10 +12,9 @@ from closeranks.core.protocols import Reducer
 from closeranks.elastic.vote import Verdict
 from closeranks.optim.optimizer import Optimizer
 from closeranks.optim.scaler import LossScale
-from closeranks.parallel.apply import Applied, is_sharded
 from closeranks.parallel.mesh import Groups
 from closeranks.run.component import Component
-from closeranks.run.model import as_state
+from closeranks.run.model import Model
 from closeranks.run.saved import OPTIMIZER, OTHER, Saved
 from closeranks.run.usage import Usage
 
@@ -26,11 +24,9 @@ _SCALE = "loss_scale/"
 class OptimizerStep(Component):
     """``name``: the algorithm, as ``optim.name`` has it."""
 
-    def __init__(
-        self, optimizer: Optimizer, name: str, reducer: Reducer, usage: Usage, applied: Applied, groups: Groups
-    ) -> None:
-        self.optimizer, self._name, self._reducer, self._usage = optimizer, name, reducer, usage
-        self._applied, self._groups = applied, groups
+    def __init__(self, optimizer: Optimizer, name: str, model: Model, reducer: Reducer, usage: Usage) -> None:
+        self.optimizer, self._name = optimizer, name
+        self._model, self._reducer, self._usage = model, reducer, usage
 
     def update(self, index: int, verdict: Verdict) -> None:
         absent, gates = self._usage.skips(verdict)  # what no rank had a gradient for
@@ -45,17 +41,8 @@ class OptimizerStep(Component):
 
     def tensors(self) -> Iterator[StateTensor]:
         """Named ``parameter/exp_avg``; ranks that train in every step together hold the same."""
-        home = self._groups.home
-        spoken = {held.piece.name for held in self._applied.held if held.is_spoken}
-        cut = {held.piece.name for held in self._applied.held if is_sharded(held)}
         for leaf, key, tensor in self.optimizer.memory():
-            # With zero 1 and 2 every leaf is a shard: a range of rows or, where memory has another order, a box.
-            is_cut = self._groups.mesh.layout.zero in (1, 2) or leaf.piece.name in cut
-            piece, is_ours = replace(leaf.piece, name=f"{leaf.piece.name}/{key}"), leaf.piece.name in spoken
-            if tensor.ndim == 0:  # a counter has no dims whatever the parameter has: who holds the first element has it
-                is_ours, piece = is_ours and _holds_first(leaf.piece), Piece.whole(piece.name, ())
-            holders = home.replica if is_cut else home.data
-            yield replace(as_state(OPTIMIZER, piece, tensor, holders, is_ours=is_ours), per_replica=True)
+            yield self._model.leaf_state(OPTIMIZER, leaf, f"{leaf.piece.name}/{key}", tensor, per_replica=True)
 
     def check(self, saved: Saved) -> None:
         algorithm = saved.tree.get("algorithm")
@@ -65,7 +52,8 @@ class OptimizerStep(Component):
         found = saved.shapes(OPTIMIZER)
         wanted = {one.key for one in self.tensors()}
         trained = {key.rpartition("/")[0] for key in found}
-        odd = sorted({key.rpartition("/")[0] for key in wanted} - trained) or sorted(trained - self._applied.trainable)
+        here = {key.rpartition("/")[0] for key in wanted}
+        odd = sorted(here - trained) or sorted(trained - self._model.applied.trainable)
         if odd:
             where = "only the saved optimizer" if odd[0] in trained else "only this model"
             what = f"{where} has the trainable parameter '{odd[0]}'"
@@ -101,7 +89,3 @@ class LossScaling(Component):
         self.loss_scale.load_state(
             {key.removeprefix(_SCALE): saved.read(OTHER, key, Piece.whole(key, ())) for key in keys}
         )
-
-
-def _holds_first(piece: Piece) -> bool:
-    return piece.numel > 0 and not any(piece.start) and (piece.flat is None or piece.flat[0] == 0)

@@ -19,7 +19,7 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
-MODEL, OPTIMIZER, OTHER, SYNC = "model", "optimizer", "other", "sync"
+MODEL, OPTIMIZER, OTHER, SYNC, EMA = "model", "optimizer", "other", "sync", "ema"
 """Sections of the state."""
 
 

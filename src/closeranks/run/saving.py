@@ -157,7 +157,7 @@ class Saving(Component):
         if keep and (len(self._best) < keep or result.loss < max(self._best)):
             self._best = sorted([*self._best, result.loss])[:keep]
             self._begin(result.step)
-            self._wait_for_copy()
+            self._finish_copy()
 
     def settle(self) -> None:
         """Tell what has become of earlier saves; never waits."""
@@ -263,9 +263,13 @@ class Saving(Component):
 
     def after_vote(self, index: int, verdict: Verdict) -> None:
         """From here on the optimizer may change the state."""
-        self._wait_for_copy()
+        self._finish_copy()
 
-    def _wait_for_copy(self) -> None:
+    def before_evaluation(self) -> None:
+        self._finish_copy()
+
+    def _finish_copy(self) -> None:
+        """Wait until the state may change."""
         stalled_s = self._own.join() if self._own is not None else 0.0
         if self._saved_step in self._stalls:
             self._stalls[self._saved_step] += stalled_s

@@ -15,7 +15,9 @@ from closeranks.facts.layout import Layout, counted, divisors
 from closeranks.sync.config import SyncConfig
 
 
-def job_problems(sync: SyncConfig, *, steps: int | None, batch_norm: str, noise_every: int) -> Iterator[Problem]:
+def job_problems(
+    sync: SyncConfig, *, steps: int | None, batch_norm: str, noise_every: int, ema: float
+) -> Iterator[Problem]:
     """What is wrong with ``[sync.local]`` in a job, as far as one can tell without knowing the workers."""
     local = sync.local
     if not local.is_on:
@@ -23,6 +25,9 @@ def job_problems(sync: SyncConfig, *, steps: int | None, batch_norm: str, noise_
     if noise_every:
         what = "replicas that train apart have no gradient of the whole batch to hold a part's against"
         yield Problem("train.noise_every", what, "Set sync.local.every = 0, or train.noise_every = 0.")
+    if ema:
+        what = "replicas that train apart would each have an average of their own weights"
+        yield Problem("optim.ema", what, "Set it to 0, or sync.local.every = 0.")
     if steps is not None and local.every > steps:
         what = f"replicas that meet every {local.every} steps would never do so in a run of {counted(steps, 'step')}"
         yield Problem("sync.local.every", what, f"Set it to {steps} or less.")

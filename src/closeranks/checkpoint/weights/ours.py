@@ -1,7 +1,7 @@
 """How are weights read from one of our own checkpoints?
 
-Its model alone, whatever else it holds and whatever layout saved it. Invariant: every chunk that has a part in what is
-read was compared with its checksum.
+Its model alone, whatever else it holds and whatever layout saved it; where a moving average of the weights was kept
+(``optim.ema``), the average. Invariant: every chunk that has a part in what is read was compared with its checksum.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import Tensor
 from closeranks.checkpoint.reader import CheckpointReader, open_newest
 from closeranks.core.pieces import Piece
 
-MODEL = "model"
+MODEL, EMA = "model", "ema"
 
 
 class OurWeights:
     """The model of a checkpoint (``protocol.Weights``)."""
 
-    notes: tuple[str, ...] = ()
-
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
+        self._averaged = reader.shapes(EMA).keys()
+        said = "The weights are the moving average that optim.ema kept; closeranks ckpt convert --to dcp has both."
+        self.notes: tuple[str, ...] = (said,) if self._averaged else ()
 
     @property
     def path(self) -> str:
@@ -39,10 +40,13 @@ class OurWeights:
         return self._reader.shapes(MODEL)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._reader.dtype(MODEL, name)
+        return self._reader.dtype(self._section(name), name)
 
     def read(self, name: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
-        return self._reader.read(MODEL, name, piece, dtype)
+        return self._reader.read(self._section(name), name, piece, dtype)
+
+    def _section(self, name: str) -> str:
+        return EMA if name in self._averaged else MODEL
 
 
 def open_ours(place: str) -> OurWeights:

@@ -1,0 +1,50 @@
+"""An exponential moving average of weights, updated on the device.
+
+``average = d * average + (1 - d) * weights`` after every step that is taken, with ``d`` the smaller of the decay and
+``(1 + n) / (10 + n)`` at step ``n``: early on, an average with a long memory would be of untrained weights. Invariants:
+the host waits for nothing; a step that is not taken changes no bit of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from closeranks.core.protocols import Leaf
+
+
+def decay_at(step: int, decay: float) -> float:
+    """``step``: the number of steps finished, this one included."""
+    return min(decay, (1 + step) / (10 + step))
+
+
+class WeightAverage:
+    """One tensor beside each leaf: as the optimizer's moments it lies where the leaf lies, whole or a shard."""
+
+    @torch.no_grad()
+    def __init__(self, leaves: Sequence[Leaf], decay: float) -> None:
+        self._leaves, self._decay = tuple(leaves), decay
+        self.tensors = [leaf.tensor.detach().clone() for leaf in leaves]
+
+    @torch.no_grad()
+    def update(self, step: int, taken: Tensor) -> None:
+        """``taken``: 1 or 0 on the device."""
+        share = 1.0 - decay_at(step, self._decay)
+        for leaf, average in zip(self._leaves, self.tensors, strict=True):
+            average.lerp_(leaf.tensor, (share * taken).to(average.dtype))
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew from the weights."""
+        for leaf, average in zip(self._leaves, self.tensors, strict=True):
+            average.copy_(leaf.tensor)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap weights and average; twice leaves every bit as it was."""
+        for leaf, average in zip(self._leaves, self.tensors, strict=True):
+            weights = leaf.tensor.clone()
+            leaf.tensor.copy_(average)
+            average.copy_(weights)

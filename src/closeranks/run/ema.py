@@ -1,0 +1,44 @@
+"""``optim.ema``, as a component: the model is judged and exported by a moving average of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from closeranks.capture.tensors import StateTensor
+from closeranks.core.protocols import Reducer
+from closeranks.elastic.vote import Verdict
+from closeranks.optim.ema import WeightAverage
+from closeranks.run.component import Component
+from closeranks.run.model import Model
+from closeranks.run.saved import EMA, MODEL, Saved
+
+
+class Ema(Component):
+    def __init__(self, decay: float, model: Model, reducer: Reducer) -> None:
+        self._model, self._reducer = model, reducer
+        self._average = WeightAverage(reducer.leaves(), decay)
+
+    def after_update(self, index: int, verdict: Verdict) -> None:
+        self._average.update(index + 1, verdict.taken)
+
+    def before_evaluation(self) -> None:
+        self._average.exchange()
+        self._reducer.spread()
+
+    def after_evaluation(self) -> None:
+        self._average.exchange()
+        self._reducer.spread()
+
+    def tensors(self) -> Iterator[StateTensor]:
+        for leaf, average in zip(self._reducer.leaves(), self._average.tensors, strict=True):
+            yield self._model.leaf_state(EMA, leaf, leaf.piece.name, average)
+
+    def restore(self, saved: Saved) -> None:
+        """A run that had no average before begins one with its weights."""
+        found = saved.shapes(EMA)
+        for one in self.tensors():
+            source = EMA if one.key in found else MODEL
+            saved.read_into(source, one.key, one.piece, one.tensor)
+
+    def weights_loaded(self) -> None:
+        self._average.restart()
