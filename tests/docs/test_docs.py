@@ -21,8 +21,10 @@ import closeranks
 from closeranks.cli.compare.config import Compare, load_compare
 from closeranks.cli.main import app
 from closeranks.elastic.config import ElasticConfig
+from closeranks.elastic.faults.fault import KINDS
 from closeranks.facts import digits, llama, pairs
 from closeranks.run.job import Job, load_job
+from closeranks.sync.config import COMPRESSORS
 from tests.docs.pages import (
     PAGES,
     ROOT,
@@ -200,6 +202,12 @@ def test_the_keys_of_elastic_are_all_told_with_their_defaults() -> None:
 def test_the_keys_of_a_comparison_are_all_told() -> None:
     told = set(re.findall(r"(?m)^\| `\[?\[?(\w+)", (ROOT / "docs" / "compare.md").read_text()))
     assert set(Compare.model_fields) <= told
+
+
+def test_compressors_and_faults_are_all_told() -> None:
+    rows = {page: (ROOT / "docs" / f"{page}.md").read_text() for page in ("sync", "drills")}
+    assert set(COMPRESSORS) <= set(re.findall(r"(?m)^\| `(\w+)` \|", rows["sync"]))
+    assert set(KINDS) <= set(re.findall(r"(?m)^\| `(\w+)\(", rows["drills"]))
 
 
 def test_public_names_are_all_told() -> None:

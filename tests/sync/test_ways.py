@@ -18,6 +18,7 @@ from closeranks.optim.norms import norm_squared
 from closeranks.parallel.group import Group
 from closeranks.sync.compress.build import CODECS, compressed_ways
 from closeranks.sync.compress.compressed import Plan
+from closeranks.sync.config import COMPRESSORS as NAMES
 from closeranks.sync.config import CompressConfig
 from closeranks.sync.memory import FACTOR, OWED, RESIDUAL
 from closeranks.sync.places import Load
@@ -38,7 +39,6 @@ from tests.sync.strategies import (
 
 pytestmark = pytest.mark.world
 
-NAMES = ("bf16", "fp16", "int8", "topk", "powersgd", "onebit")
 STRATEGIES = [
     *(Strategy(0), Strategy(1), Strategy(2, "shards"), Strategy(3, "step"), Strategy(3, "shards")),
     Strategy(2, "shards", bucket_bytes=1 << 20),  # which leaves again before it has arrived
@@ -240,7 +240,7 @@ def large(name: str, num_steps: int) -> tuple[float, float, float]:
     return biggest, 2 * math.sqrt(1 - delta) / delta, scheme._owed.kept.norm().item()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "powersgd"])
+@pytest.mark.parametrize("name", list(CODECS))
 def test_what_is_owed_stays_within_the_bound(name: str) -> None:
     for biggest, bound, _ in run_world(large, 2, name, 60):
         assert 0 < biggest <= bound

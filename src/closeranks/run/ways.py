@@ -17,7 +17,7 @@ from closeranks.facts.rounds import Topology
 from closeranks.parallel.group import Group
 from closeranks.parallel.mesh import Groups
 from closeranks.run.job import Job
-from closeranks.sync.compress.build import compressed_ways
+from closeranks.sync.compress.build import compressed_ways, words
 from closeranks.sync.compress.compressed import Plan
 from closeranks.sync.config import CompressConfig
 from closeranks.sync.places import Load
@@ -101,17 +101,9 @@ def must_be_exact(layout: Layout, one: Held) -> bool:
 
 def in_words(config: CompressConfig, plan: Plan, what: str = "gradients") -> str:
     """What is sent, for people."""
-    kinds = {
-        "bf16": f"{what} travel in bf16",
-        "fp16": f"{what} travel in fp16",
-        "int8": f"{what} travel in 8 bits",
-        "topk": f"the largest {config.ratio:.2%} of {what} travel",
-        "powersgd": f"{what} travel as products of rank {config.rank}",
-        "onebit": f"{what} travel in 1 bit",
-    }
     since = f" after {plan.num_warmup} steps" if plan.num_warmup else ""
     rest = ", the rest is remembered" if config.feedback else ", the rest is lost"
-    return f"{kinds[config.name]}{since}{rest}"
+    return f"{words(config, what)}{since}{rest}"
 
 
 def _of_levels(inside: Group, across: Group) -> str:

@@ -7,14 +7,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from closeranks.sync.compress.build import CODECS, words
 from closeranks.sync.compress.codec import Codec
 from closeranks.sync.compress.halves import BFloat16, Float16
 from closeranks.sync.compress.int8 import STEPS, Int8
 from closeranks.sync.compress.onebit import BLOCK, OneBit
 from closeranks.sync.compress.topk import TopK
+from closeranks.sync.config import COMPRESSORS, CompressConfig
 
-CODECS: list[Codec] = [BFloat16(), Float16(), Int8(), OneBit(), TopK(0.01), TopK(0.3)]
-each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
+REGISTERED = [make(CompressConfig()) for make in CODECS.values()]
+each_codec = pytest.mark.parametrize("codec", [*REGISTERED, TopK(0.3)], ids=lambda codec: type(codec).__name__)
+
+
+def test_every_name_of_the_config_is_built_and_described() -> None:
+    assert set(COMPRESSORS) == {*CODECS, "powersgd"}
+    for name in COMPRESSORS:
+        said = words(CompressConfig.model_validate({"name": name}), "gradients")
+        assert "gradients travel" in said
 
 
 def round_trip(codec: Codec, rows: torch.Tensor) -> torch.Tensor:

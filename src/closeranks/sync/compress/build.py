@@ -42,3 +42,10 @@ def compressed_ways(config: CompressConfig, group: DataGroup, plan: Plan, *, sca
         return Compressed(scheme, group, load, plan)
 
     return make
+
+
+def words(config: CompressConfig, what: str) -> str:
+    """What is sent of ``what``, for people."""
+    if config.name == "powersgd":
+        return f"{what} travel as products of rank {config.rank}"
+    return CODECS[config.name](config).words(what)

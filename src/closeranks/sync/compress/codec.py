@@ -36,6 +36,10 @@ class Codec(Protocol):
         """Back; a tensor of its own."""
         ...
 
+    def words(self, what: str) -> str:
+        """For people: ``gradients travel in 8 bits``, where ``what`` is ``gradients``."""
+        ...
+
 
 def in_blocks(rows: Tensor, block: int) -> Tensor:
     """``[num_rows, num_blocks, block]``, zeros at the end of the last block."""

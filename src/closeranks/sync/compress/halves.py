@@ -28,6 +28,9 @@ class BFloat16:
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return from_bytes(codes, torch.bfloat16).to(dtype)
 
+    def words(self, what: str) -> str:
+        return f"{what} travel in bf16"
+
 
 class Float16:
     """Each row: the scales of its blocks, the last of which may be short, then its values; whole words of four bytes,
@@ -59,6 +62,9 @@ class Float16:
         for blocks, scale in zip(_blocks(decoded), _of_blocks(scales, numel), strict=True):
             blocks.mul_(scale.to(dtype))
         return decoded
+
+    def words(self, what: str) -> str:
+        return f"{what} travel in fp16"
 
 
 def _lying_in(codes: Tensor, numel: int) -> tuple[Tensor, Tensor]:

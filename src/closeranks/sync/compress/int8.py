@@ -36,3 +36,6 @@ class Int8:
         scales, steps = codes[:, : count * _SCALE_BYTES], codes[:, count * _SCALE_BYTES :]
         blocks = from_bytes(steps, torch.int8).to(dtype).view(-1, count, BLOCK)
         return from_blocks(blocks * (from_bytes(scales, torch.float32).to(dtype) / STEPS).unsqueeze(2), numel)
+
+    def words(self, what: str) -> str:
+        return f"{what} travel in 8 bits"

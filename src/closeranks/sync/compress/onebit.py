@@ -38,6 +38,9 @@ class OneBit:
         signs = bits.view(-1, count, BLOCK).to(dtype).mul_(2).sub_(1)
         return from_blocks(signs * from_bytes(scales, torch.float32).to(dtype).unsqueeze(2), numel)
 
+    def words(self, what: str) -> str:
+        return f"{what} travel in 1 bit"
+
 
 def _weights(like: Tensor) -> Tensor:
     """1, 2, 4 ... 128, made where they are needed: copied there, a GPU would wait for them."""

@@ -47,6 +47,9 @@ class TopK:
         blocks = torch.zeros(codes.shape[0], count, block, dtype=dtype, device=codes.device)
         return from_blocks(blocks.scatter_(2, places, values), numel)
 
+    def words(self, what: str) -> str:
+        return f"the largest {self._ratio:.2%} of {what} travel"
+
     def _blocks(self, numel: int) -> tuple[int, int]:
         """Size and number: as even as can be, so that little of the last is empty."""
         count = num_blocks(numel, BLOCK)
