@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ from torch import Tensor, nn
 from closeranks.core.errors import DataError
 from closeranks.core.events import RunEnded, StepDone
 from closeranks.core.requests import REQUESTS
+from closeranks.elastic.vote import Ballot
+from closeranks.run.component import Component
 from closeranks.run.ledger import Ledger, advice
 from closeranks.run.step import Step
+from closeranks.testing import run_world
 from tests.run.saved import tensors
 from tests.run.small import loss, of_kind, open_session, train
 
@@ -115,6 +120,37 @@ def test_the_account_of_a_step_is_whole(tmp_path: Path) -> None:
         assert done.loss_scale == 1.0
         assert 0 <= done.data_wait_s <= done.seconds + 0.05
     assert [done.lr for done in of_kind(tmp_path, StepDone)] != [1e-2] * 3, "the schedule's, step by step"
+
+
+class Counted(Component):
+    """Adds a number to the ballot, and tells its sum over the ranks in a field of the step that exists already."""
+
+    def before_vote(self, index: int, ballot: Ballot) -> None:
+        ballot.extra["counted"] = torch.tensor([index + 1], dtype=torch.float64)
+
+    def voted_figures(self, extra: Mapping[str, Sequence[float]]) -> Mapping[str, Any]:
+        return {"data_fetch_s": extra["counted"][0]}
+
+
+def counted(folder: Path, **tables: Any) -> list[float]:
+    with open_session(folder, train={"steps": 4}, **tables) as session:
+        session.engine.components.add(Counted())
+        for step in session:
+            step.run()
+        rank = session.world.rank
+    return [done.data_fetch_s for done in of_kind(folder, StepDone, rank)]
+
+
+def test_a_component_tells_what_the_vote_says_of_a_step(tmp_path: Path) -> None:
+    assert counted(tmp_path) == [1, 2, 3, 4]
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("sync", [{}, {"local": {"every": 2}}], ids=["together", "apart"])
+def test_every_rank_tells_the_same_of_the_vote(tmp_path: Path, sync: dict[str, Any]) -> None:
+    """Where replicas train apart, once they meet."""
+    ranks = run_world(partial(counted, sync=sync), 2, tmp_path)
+    assert ranks == [[2, 4, 6, 8]] * 2
 
 
 @pytest.mark.parametrize("kind", ["drain", "save", "stop", "regroup"])

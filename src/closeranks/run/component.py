@@ -21,7 +21,7 @@ and written into checkpoints; nothing else has to be done for either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,6 +74,10 @@ class Component:
 
     def figures(self, index: int) -> Mapping[str, Any]:
         """What this rank measured of the step, as fields of ``StepDone``."""
+        return {}
+
+    def voted_figures(self, extra: Mapping[str, Sequence[float]]) -> Mapping[str, Any]:
+        """What the vote says of the step, as fields of ``StepDone``; ``extra``: the sums of ``Ballot.extra``."""
         return {}
 
     def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None: ...

@@ -103,6 +103,9 @@ class Ledger:
     def _account(self, index: int, outcome: Outcome, spent: _Spent) -> StepDone:
         schedule, model = self._engine.context.schedule, self._engine.model
         position = schedule.position(index + 1)
+        figures = dict(spent.figures)
+        for voted in self._engine.components.phases["voted_figures"]:
+            figures |= voted(outcome.extra)
         return StepDone(
             step=index + 1,
             loss=outcome.loss,
@@ -116,7 +119,7 @@ class Ledger:
             seconds=spent.seconds,
             num_bad=outcome.num_bad,
             memory_bytes=peak_memory_bytes(self._engine.context.device),
-            **spent.figures,
+            **figures,
         )
 
     def _watch(self, index: int, outcome: Outcome) -> None:
