@@ -30,7 +30,7 @@ from tests.elastic.faults.crews import can_mount
         (["--faults", "kill(rank=1, step=99)"], "the run has 12 steps only"),
         (["--faults", "kill(rank=1)"], "step is missing"),
         (["--faults", "kill", "--count", "13"], "13 faults do not fit into 12 steps"),
-        (["--faults", "diskfull(step=11)"], "the disk would still be full"),
+        (["--faults", "diskfull(step=11)"], "diskfull would still last"),
         (["--faults", "kill", "elastic.enabled=false"], "this job survives no fault"),
         (["--faults", "kill", "train.stepps=3"], "train.stepps"),
         (["--faults", "kill", "layout.data=3"], "3 workers"),

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-HELP = """Strike a job with real faults, and compare it with the run that never failed.
+from closeranks.elastic.faults.fault import KINDS
+
+_KINDS = "\n".join(f"  {kind.name:<10} {kind.meaning}" for kind in KINDS.values())
+HELP = f"""Strike a job with real faults, and compare it with the run that never failed.
 
 \b
   closeranks drill job.toml -n 4
@@ -21,12 +24,7 @@ again, and whether losses and state are those of the undisturbed run, bit by bit
 
 \b
 Faults, all done from outside the workers:
-  kill       SIGKILL to one worker              kill2     to two at once
-  exception  its connections are cut            term      SIGTERM, as a scheduler sends it
-  hang       all its threads freeze             stop      SIGSTOP
-  slow       a share of one processor           oom       the kernel's out-of-memory killer
-  bitflip    a bit of its copy, then SIGKILL    torn      SIGKILL while it copies its state
-  diskfull   no room for checkpoints            zygote    SIGKILL to the process that workers come from
+{_KINDS}
 
 A bare word leaves time and rank to the campaign, which --seed repeats. In full: kill(rank=1, step=3, at=0.5), where at
 is how far into the step; slow(rank=1, step=3, steps=5, share=0.2); kill2(rank=0, other=2, step=3); diskfull(step=3,

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import UserError
+from closeranks.elastic.faults.blows import BLOWS
 from closeranks.elastic.faults.fault import KINDS, Fault, check_faults
 from closeranks.elastic.faults.grammar import Asked, parse_fault, parse_faults
 
@@ -21,6 +22,11 @@ def faults(draw: st.DrawFn) -> Fault:
     taken = {name: value for name, value in values.items() if name in kind.takes}
     at = draw(st.sampled_from([0.0, 0.5]) | st.floats(0.0, 1.0, exclude_max=True, allow_subnormal=False))
     return Fault(kind.name, draw(st.integers(1, 10**9)), at=abs(at), **taken)  # type: ignore[arg-type]
+
+
+def test_every_kind_is_done_by_something_and_fits_the_help() -> None:
+    assert BLOWS.keys() == KINDS.keys()
+    assert [kind.name for kind in KINDS.values() if len(kind.meaning) > 65] == []
 
 
 @given(faults())
@@ -94,7 +100,7 @@ def test_what_is_wrong_is_said(text: str, said: str) -> None:
         (Fault("kill", 3, 4), "there is no rank 4"),
         (Fault("kill2", 3, 0, 9), "there is no rank 9"),
         (Fault("kill", 21, 1), "20 steps only"),
-        (Fault("diskfull", 18, steps=3), "still be full after the last step"),
+        (Fault("diskfull", 18, steps=3), "still last after the last step"),
     ],
 )
 def test_a_fault_that_the_run_cannot_meet_is_refused(fault: Fault, said: str) -> None:

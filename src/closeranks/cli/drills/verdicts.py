@@ -18,7 +18,6 @@ from closeranks.telemetry.faults import Told
 _LEAVING_S = 1.0
 """Who is asked to leave has that long before it must be seen to."""
 _MISSED = "it did not strike: the run was over; with steps as short as these, train longer or ask for fewer faults"
-_UNNOTICED = {"slow": "it was not called slow", "diskfull": "no save met it"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def _row(strike: Strike, struck: Course, is_equal: bool, has_finished: bool) -> 
     if not strike.fault.about.ends_generation:
         noticed = _noticed_at(strike, told)
         if noticed is None:
-            return Row(name, None, None, 0, has_finished, is_equal, f"{strike.note}; {_UNNOTICED[strike.fault.kind]}")
+            return Row(name, None, None, 0, has_finished, is_equal, f"{strike.note}; {strike.fault.about.unnoticed}")
         return Row(name, max(0.0, noticed - strike.at), None, 0, has_finished, is_equal, strike.note)
     lost = _first(told, lambda line: isinstance(line.event, RankLost) and line.event.generation == strike.generation)
     closed = _first(

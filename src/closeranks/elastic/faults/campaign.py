@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from closeranks.core.errors import UserError
 from closeranks.elastic.faults.fault import KINDS, STEPS, Fault
 
-_EARLIEST = {"torn": 3}
-"""Both copies must have been written once before a torn one can be told from an empty one."""
 _LONGEST = 40
 """Steps that a fault lasts in a long run."""
 _PLACES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -40,22 +38,19 @@ def _check(names: Sequence[str], count: int, num_steps: int, num_ranks: int) -> 
         what = f"{count} faults do not fit into {num_steps} steps: each is struck at a step of its own"
         raise UserError(what, f"Ask for --count {num_steps} at most, or train longer.")
     for name in names:
-        needed = max(_earliest(name), 2 if name == "diskfull" else 1)
+        needed = max(KINDS[name].first_step, 2 if KINDS[name].must_end else 1)
         if num_steps < needed:
             raise UserError(f"{name} needs a run of at least {needed} steps, this one has {num_steps}", "Train longer.")
         if num_ranks < KINDS[name].num_ranks:
             raise UserError(f"{name} needs at least {KINDS[name].num_ranks} workers", "Start with -n 2 or more.")
 
 
-def _earliest(kind: str) -> int:
-    return _EARLIEST.get(kind, 1)
-
-
 def _latest(kind: str, num_steps: int) -> int:
-    """The last step it can begin at: what lasts needs another one, and a quick copy may be missed some times."""
-    if kind == "torn":
-        return max(_earliest(kind), num_steps - num_steps // 3)
-    return num_steps if KINDS[kind].ends_generation else max(1, num_steps - 1)
+    """The last step it can begin at: what lasts needs another one, what may miss its moment a third of the run."""
+    about = KINDS[kind]
+    if about.may_miss:
+        return max(about.first_step, num_steps - num_steps // 3)
+    return num_steps if about.ends_generation else max(1, num_steps - 1)
 
 
 def _steps(count: int, num_steps: int, rng: random.Random) -> list[int]:
@@ -92,16 +87,17 @@ def _give_way(turns: list[str], steps: Sequence[int], num_steps: int) -> None:
 
 
 def _fits(kind: str, step: int, num_steps: int) -> bool:
-    return _earliest(kind) <= step <= _latest(kind, num_steps)
+    return KINDS[kind].first_step <= step <= _latest(kind, num_steps)
 
 
 def _fault(kind: str, step: int, num_steps: int, num_ranks: int, rng: random.Random) -> Fault:
-    rank = rng.randrange(num_ranks)
-    other = rng.choice([one for one in range(num_ranks) if one != rank]) if kind == "kill2" else 0
+    about, rank = KINDS[kind], rng.randrange(num_ranks)
+    other = rng.choice([one for one in range(num_ranks) if one != rank]) if "other" in about.takes else 0
     at = rng.choice(_PLACES) if step < num_steps else 0.0  # the last one may be over sooner than the one before it
-    step = min(max(step, _earliest(kind)), _latest(kind, num_steps))
-    if KINDS[kind].ends_generation:
-        return Fault(kind, step, rank if "rank" in KINDS[kind].takes else 0, other, at=at)
+    step = min(max(step, about.first_step), _latest(kind, num_steps))
+    rank = rank if "rank" in about.takes else 0
+    if about.ends_generation:
+        return Fault(kind, step, rank, other, at=at)
     # A save takes as long as many short steps do, and who is slow for a second only is not called so.
     steps = max(1, min(max(STEPS, min(num_steps // 3, _LONGEST)), num_steps - step))
-    return Fault(kind, step, rank if "rank" in KINDS[kind].takes else 0, steps=steps, at=at)
+    return Fault(kind, step, rank, steps=steps, at=at)

@@ -15,16 +15,25 @@ from closeranks.core.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One way to hurt a run, and how it is done from outside the worker."""
+    """One way to hurt a run; ``blows`` does it."""
 
     name: str
     meaning: str
+    """What is done from outside the worker, for ``closeranks drill --help``: at most 65 characters."""
     takes: tuple[str, ...] = ("rank",)
     """Arguments beside ``step`` and ``at``, in the order in which they are printed."""
     ends_generation: bool = True
     """Whether workers are lost by it; False: the run should go on as if nothing were."""
     num_ranks: int = 1
     """With fewer ranks than this there is nobody to strike."""
+    first_step: int = 1
+    """The earliest step at which it can be told that it struck."""
+    may_miss: bool = False
+    """Whether its moment may pass unused, so that it needs some steps more to try again."""
+    must_end: bool = False
+    """Whether the last step has to come after it, for a fault that lasts."""
+    unnoticed: str = "nobody spoke of it"
+    """What a drill says of one that ended no generation and that no event tells of."""
 
 
 KINDS = {
@@ -32,14 +41,28 @@ KINDS = {
     for kind in (
         Kind("kill", "SIGKILL to one worker"),
         Kind("kill2", "SIGKILL to two workers at once", ("rank", "other"), num_ranks=2),
-        Kind("exception", "its connections to the others are cut, so that its next collective raises", num_ranks=2),
-        Kind("hang", "all its threads freeze, whoever holds the GIL (cgroup freezer; SIGSTOP where there is none)"),
+        Kind("exception", "its connections are cut, so that its next collective raises", num_ranks=2),
+        Kind("hang", "all its threads freeze (cgroup freezer, or SIGSTOP without one)"),
         Kind("stop", "SIGSTOP to one worker"),
-        Kind("slow", "it gets a share of one processor for some steps", ("rank", "steps", "share"), False),
+        Kind(
+            "slow",
+            "it gets a share of one processor for some steps",
+            ("rank", "steps", "share"),
+            ends_generation=False,
+            unnoticed="it was not called slow",
+        ),
         Kind("oom", "no more memory for it: the kernel's out-of-memory killer ends it"),
         Kind("bitflip", "one bit of its newest copy in memory is turned over, then SIGKILL"),
-        Kind("torn", "SIGKILL while it copies its state"),
-        Kind("diskfull", "no room for checkpoints for some steps", ("steps",), False),
+        # Both copies must have been written once before a torn one can be told from an empty one.
+        Kind("torn", "SIGKILL while it copies its state", first_step=3, may_miss=True),
+        Kind(
+            "diskfull",
+            "no room for checkpoints for some steps",
+            ("steps",),
+            ends_generation=False,
+            must_end=True,
+            unnoticed="no save met it",
+        ),
         Kind("term", "SIGTERM to one worker, as a scheduler sends it"),
         Kind("zygote", "SIGKILL to the process that workers are forked from", ()),
     )
@@ -109,6 +132,6 @@ def check_faults(faults: Sequence[Fault], num_ranks: int, num_steps: int | None 
             continue
         if fault.step > num_steps:
             raise UserError(f"{fault}: the run has {num_steps} steps only", "Choose an earlier step.")
-        if fault.kind == "diskfull" and fault.last_step >= num_steps:
-            what = f"{fault}: the disk would still be full after the last step, {num_steps}, whose state is compared"
+        if fault.about.must_end and fault.last_step >= num_steps:
+            what = f"{fault}: {fault.kind} would still last after the last step, {num_steps}, whose state is compared"
             raise UserError(what, f"Let step + steps come to at most {num_steps}.")
