@@ -57,6 +57,7 @@ from closeranks.run.usage import Usage
 from closeranks.run.ways import choose_ways, frozen_from
 from closeranks.sync import replicas
 from closeranks.sync.rounds import Rounds
+from closeranks.sync.tuning import Tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +170,23 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
     vote = local.vote if local else Vote(groups.world, spec.metrics, clip=job.optim.clip)
     engine = Engine(context, model, reducer, loss_scale, supply, vote, components)
     identity = _identity(job, ingredients.source, supply)
-    started = {
-        "measured_flops": measured_flops,
-        "bucket_mib": buckets.bucket_mib,
-        "link_latency_s": buckets.link.latency_s if buckets.link else None,
-        "link_bytes_per_s": buckets.link.bytes_per_s if buckets.link else None,
-    }
     return Built(
         engine=engine,
         state=State(context, model, components, identity, local.row if local else None),
         eval_source=ingredients.eval_source,
         warnings=(*applied.warnings, *_warnings(job, world, layout, num_steps)),
-        started=started,
+        started=_started(measured_flops, buckets),
     )
+
+
+def _started(measured_flops: float, buckets: Tuned) -> dict[str, Any]:
+    """Fields of ``RunStarted``."""
+    return {
+        "measured_flops": measured_flops,
+        "bucket_mib": buckets.bucket_mib,
+        "link_latency_s": buckets.link.latency_s if buckets.link else None,
+        "link_bytes_per_s": buckets.link.bytes_per_s if buckets.link else None,
+    }
 
 
 def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterator[str]:
