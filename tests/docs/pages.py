@@ -14,6 +14,14 @@ PAGES = sorted(
 )
 
 
+ADDED = frozenset(
+    name
+    for path in ROOT.glob("docs/patches/*.patch")
+    for name in re.findall(r"(?m)^--- /dev/null\n\+\+\+ b/(.+)$", path.read_text())
+)
+"""Files that the patches of docs/extending.md would add: the page names them, and they are not here."""
+
+
 @dataclass(frozen=True)
 class Block:
     """A fenced block; ``mark`` is what follows the language: ``run``, ``from FILE``, or nothing."""
