@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from closeranks.capture.capture import Capture
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import Report, Settings
@@ -61,15 +62,17 @@ class Ours:
         settings = Settings.from_config(config, str(folder))
         self._folder, self._name = folder, ""
         self._saver = Saver(rank, num_ranks, "benchmark", 1, "data=2", settings, config)
-        self._saver.warm(_items(state))
+        self._capture = Capture()
+        self._saver.warm(self._capture, _items(state))
         self.reports: list[Report] = []
 
     def ask(self, step: int, state: State, *, is_full: bool | None = None) -> None:
         self._name = f"step-{step:08d}"
-        self._saver.take(step, _items(state), {"step": step} if dist.get_rank() == 0 else None, is_full=is_full)
+        tree = {"step": step} if dist.get_rank() == 0 else None
+        self._capture.begin(_items(state), self._saver.ask(step, tree, is_full=is_full))
 
     def before_update(self) -> None:
-        self._saver.join()
+        self._capture.land()
 
     def settle(self) -> None:
         self.reports = self._saver.wait(WAIT_S)
@@ -86,6 +89,7 @@ class Ours:
         return sorted((self._folder / self._name).glob("*.safetensors"))
 
     def close(self) -> None:
+        self._capture.close()
         self._saver.close()
 
 

@@ -19,25 +19,24 @@ from closeranks.checkpoint import writing
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import Order, Report, Settings
 from closeranks.checkpoint.reader import CheckpointReader
-from closeranks.checkpoint.saver import Saver
 from closeranks.core.errors import SetupError
 from closeranks.core.pieces import Piece
 from closeranks.run.proof import Record
 from closeranks.storage.open import open_storage
 from closeranks.testing import run_world
-
-from .test_capture import refuse
+from tests.capture.taking import TakingSaver
+from tests.capture.test_capture import refuse
 
 WAIT_S = 60.0
 
 
-def make(folder: Path, rank: int = 0, num_ranks: int = 1, **options: object) -> Saver:
+def make(folder: Path, rank: int = 0, num_ranks: int = 1, **options: object) -> TakingSaver:
     config = CheckpointConfig.model_validate({"timeout_s": 30.0, **options})
-    return Saver(rank, num_ranks, "token", 1, "data=1", Settings.from_config(config, str(folder)), config)
+    return TakingSaver(rank, num_ranks, "token", 1, "data=1", Settings.from_config(config, str(folder)), config)
 
 
 @pytest.fixture
-def saver(tmp_path: Path) -> Iterator[Saver]:
+def saver(tmp_path: Path) -> Iterator[TakingSaver]:
     made = make(tmp_path)
     yield made
     made.close()
@@ -57,14 +56,14 @@ def kinds(reports: Sequence[Report], save: str) -> list[str]:
     return [report.kind for report in reports if report.save == save]
 
 
-def test_what_is_saved_is_the_state_at_take_while_training_goes_on(saver: Saver, tmp_path: Path) -> None:
+def test_what_is_saved_is_the_state_at_take_while_training_goes_on(saver: TakingSaver, tmp_path: Path) -> None:
     state = torch.randn(3 << 20)
     before = state.clone()
-    saver.warm(items(state))
+    saver.make_ready(items(state))
     for step in (10, 20):
         saver.take(step, items(state), {"progress": {"step": step}}, 0.5)
         loss = (state[:1000] ** 2).sum()  # forward and backward read it
-        assert saver.join() >= 0.0
+        assert saver.land() >= 0.0
         state.mul_(1.5).add_(loss)
         reports = saver.wait(WAIT_S)
         assert kinds(reports, f"token-{step // 10 - 1}")[-1] == "committed"
@@ -74,9 +73,9 @@ def test_what_is_saved_is_the_state_at_take_while_training_goes_on(saver: Saver,
     assert (manifest.tree, manifest.metric) == ({"progress": {"step": 20}}, 0.5)
 
 
-def test_a_save_that_comes_too_soon_is_told_of_and_the_next_one_counts(saver: Saver, tmp_path: Path) -> None:
+def test_a_save_that_comes_too_soon_is_told_of_and_the_next_one_counts(saver: TakingSaver, tmp_path: Path) -> None:
     state, gate = torch.ones(10), threading.Event()
-    saver._background.do(gate.wait)
+    saver.capture._background.do(gate.wait)
     saver.take(40, items(state), {})
     assert saver.is_busy
     saver.take(41, items(state), {})
@@ -84,19 +83,19 @@ def test_a_save_that_comes_too_soon_is_told_of_and_the_next_one_counts(saver: Sa
     assert told == ["the save of step 40 is still being written"]
     assert saver.is_busy
     gate.set()
-    saver.join()
+    saver.land()
     saver.wait(WAIT_S)
     assert not saver.is_busy
     saver.take(42, items(state), {})
-    saver.join()
+    saver.land()
     reports = saver.wait(WAIT_S)
     assert "committed" in kinds(reports, "token-2")  # all ranks count alike, whoever was busy
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000040", "step-00000042"]
 
 
-def test_items_that_cannot_be_saved_are_a_report(saver: Saver) -> None:
+def test_items_that_cannot_be_saved_are_a_report(saver: TakingSaver) -> None:
     saver.take(1, [StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))], {})
-    assert saver.join() == 0.0
+    assert saver.land() == 0.0
     reports = saver.poll()
     assert kinds(reports, "token-0") == ["failed", "released"]
     assert "model/w is (3,)" in reports[0].what
@@ -104,9 +103,9 @@ def test_items_that_cannot_be_saved_are_a_report(saver: Saver) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_a_type_that_no_checkpoint_holds_is_told_at_take_and_not_before(saver: Saver) -> None:
+def test_a_type_that_no_checkpoint_holds_is_told_at_take_and_not_before(saver: TakingSaver) -> None:
     wrong = items(torch.zeros(3, dtype=torch.complex32))
-    saver.warm(wrong)
+    saver.make_ready(wrong)
     assert saver.poll() == []
     saver.take(1, wrong, {})
     reports = saver.wait(WAIT_S)
@@ -118,10 +117,10 @@ def test_without_threads_there_are_reports_and_no_exception(tmp_path: Path, monk
     saver, state = make(tmp_path), items(torch.zeros(3))
     with monkeypatch.context() as no_threads:
         no_threads.setattr(threading.Thread, "start", refuse)
-        saver.warm(state)
+        saver.make_ready(state)
         saver.take(1, state, {})
-        assert saver._capture._task is None
-        assert saver.join() == 0.0
+        assert saver.land() == 0.0
+        assert saver.land() == 0.0
         reports = saver.poll()
         assert kinds(reports, "token-0") == ["failed", "released"]
         assert "can't start new thread" in reports[0].what
@@ -131,16 +130,16 @@ def test_without_threads_there_are_reports_and_no_exception(tmp_path: Path, monk
     saver.close()
 
 
-def test_a_state_that_changed_before_join_is_no_checkpoint(saver: Saver, tmp_path: Path) -> None:
+def test_a_state_that_changed_before_join_is_no_checkpoint(saver: TakingSaver, tmp_path: Path) -> None:
     state, gate = torch.ones(10), threading.Event()
-    saver._background.do(gate.wait)
+    saver.capture._background.do(gate.wait)
     saver.take(1, items(state), {})
     state.add_(1.0)
     gate.set()
-    saver.join()
+    saver.land()
     reports = saver.wait(WAIT_S)
     assert [(report.kind, report.what) for report in reports] == [
-        ("failed", "'w0' changed while it was copied"),
+        ("failed", "'w0' changed while it was copied, and not by the optimizer"),
         ("released", ""),
     ]
     assert not list(tmp_path.glob("step-*/manifest.json"))
@@ -169,7 +168,7 @@ def test_what_is_given_up_here_is_told_to_the_others(
     state, wrong = torch.ones(10), [StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))]
     saver.take(1, wrong, {})
     assert not saver.is_busy
-    saver._background.do(gate.wait)
+    saver.capture._background.do(gate.wait)
     saver.take(2, items(state), {"wrong": object()})
     state.add_(1.0)
     saver.take(3, items(state), {})
@@ -180,7 +179,7 @@ def test_what_is_given_up_here_is_told_to_the_others(
     whys = {save: why for save, told_by, why in told.words if told_by == rank}
     assert list(whys) == [save for save, _, _ in told.words]  # each once
     assert "model/w is (3,)" in whys["token-0"]
-    assert whys["token-1"] == "'w0' changed while it was copied"
+    assert whys["token-1"] == "'w0' changed while it was copied, and not by the optimizer"
     assert whys["token-2"] == "the save of step 2 is still being written"
     assert "model/w is (3,)" in whys["token-3"]
     trains = threading.current_thread().name
@@ -189,7 +188,7 @@ def test_what_is_given_up_here_is_told_to_the_others(
     ]
 
 
-def test_a_tree_that_is_no_json_is_told_to_the_others(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_that_is_no_json_is_told_to_the_others(saver: TakingSaver, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told(monkeypatch)
     saver.take(1, items(torch.zeros(3)), {"wrong": object()})
     saver.wait(WAIT_S)
@@ -199,26 +198,26 @@ def test_a_tree_that_is_no_json_is_told_to_the_others(saver: Saver, monkeypatch:
 
 
 def test_training_does_not_wait_for_word_to_a_place_that_is_stuck(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
+    saver: TakingSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
     monkeypatch.setattr(writing, "tell_failure", lambda order, settings, why: gate.wait(), raising=False)
     saver.take(1, [StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))], {})
     saver.take(2, items(torch.zeros(3)), {})
-    saver.join()
+    saver.land()
     assert "committed" in kinds(saver.wait(WAIT_S), "token-1")
     gate.set()
 
 
 def test_closed_twice_it_touches_nothing_of_others(tmp_path: Path) -> None:
     saver = make(tmp_path)
-    fd = saver._capture._buffer.fd
+    fd = saver._slot.fd
     saver.close()
     os.dup2(0, fd)  # the number belongs to somebody else now
     saver.close()
     os.close(fd)
     saver.take(1, items(torch.zeros(3)), {})
-    assert saver.join() == 0.0
+    assert saver.land() == 0.0
     assert kinds(saver.poll(), "token-0") == ["failed", "released"]
 
 
@@ -239,9 +238,9 @@ def test_a_record_of_a_run_leaves_no_thread_and_no_descriptor(tmp_path: Path) ->
     assert held() == before
 
 
-def test_a_tree_that_is_no_json_is_a_report_and_the_next_save_counts(saver: Saver) -> None:
+def test_a_tree_that_is_no_json_is_a_report_and_the_next_save_counts(saver: TakingSaver) -> None:
     saver.take(1, items(torch.zeros(3)), {"wrong": object()})
-    saver.join()
+    saver.land()
     reports = saver.wait(WAIT_S)
     assert kinds(reports, "token-0") == ["failed", "released"]
     assert "not JSON serializable" in reports[0].what
@@ -253,21 +252,21 @@ def test_a_place_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     saver = make(tmp_path / "file" / "checkpoints")
     saver.take(1, items(torch.zeros(3)), {})
-    saver.join()
+    saver.land()
     assert set(kinds(saver.wait(WAIT_S), "token-0")) == {"failed", "released"}
     assert "failed" in kinds(saver.save_now(2, items(torch.zeros(3)), {}), "token-1")
     saver.close()
 
 
-def test_a_writer_that_dies_is_replaced(saver: Saver, tmp_path: Path) -> None:
+def test_a_writer_that_dies_is_replaced(saver: TakingSaver, tmp_path: Path) -> None:
     state = torch.ones(10)
-    saver.warm(items(state))
+    saver.make_ready(items(state))
     saver._background.drain()
     process = saver._courier._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     saver.take(1, items(state), {})
-    saver.join()
+    saver.land()
     saver._background.drain()
     assert saver.is_busy
     os.kill(process.pid, signal.SIGKILL)
@@ -275,12 +274,12 @@ def test_a_writer_that_dies_is_replaced(saver: Saver, tmp_path: Path) -> None:
     assert kinds(reports, "token-0") == ["failed", "released"]
     assert "SIGKILL" in reports[0].what
     saver.take(2, items(state), {})
-    saver.join()
+    saver.land()
     assert "committed" in kinds(saver.wait(WAIT_S), "token-1")
     assert torch.equal(read(tmp_path, "step-00000002", "w0"), state)
 
 
-def test_saved_at_once_it_is_the_same_without_buffer_or_process(saver: Saver, tmp_path: Path) -> None:
+def test_saved_at_once_it_is_the_same_without_buffer_or_process(saver: TakingSaver, tmp_path: Path) -> None:
     state = [torch.randn(9 << 20), torch.arange(12).view(3, 4).t(), torch.tensor(2.0), torch.empty(0)]
     saver.take(1, items(*state), {"n": 1}, is_full=True)
     saver.wait(WAIT_S)
@@ -298,9 +297,9 @@ def test_saved_at_once_it_is_the_same_without_buffer_or_process(saver: Saver, tm
     assert "committed" in kinds(saver.wait(WAIT_S), "token-2")
 
 
-def test_a_save_under_way_is_given_up_when_patience_ends(saver: Saver, tmp_path: Path) -> None:
+def test_a_save_under_way_is_given_up_when_patience_ends(saver: TakingSaver, tmp_path: Path) -> None:
     state = torch.ones(10)
-    saver.warm(items(state))
+    saver.make_ready(items(state))
     saver._background.drain()
     process = saver._courier._process
     assert process is not None
@@ -327,7 +326,7 @@ def test_full_and_remote_saves_follow_the_config(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_where_there_is_no_second_place_nothing_goes_to_it(saver: Saver) -> None:
+def test_where_there_is_no_second_place_nothing_goes_to_it(saver: TakingSaver) -> None:
     for step in range(1000):
         assert saver._order(step, {}, None, to_remote=True, is_full=None).to_remote
         assert not saver.went_remote(step)
@@ -357,7 +356,7 @@ def save_together(folder: Path) -> list[str]:
         StateTensor("model", "split", half, mine),
     ]
     saver.take(5, both, {"rank": rank} if rank == 0 else None)
-    saver.join()
+    saver.land()
     alike.zero_()
     mine.zero_()
     reports = saver.wait(WAIT_S)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from closeranks.capture.slots import About
 from closeranks.elastic.choosing import (
     OWN_FILES,
     PEER_FILES,
@@ -20,7 +21,6 @@ from closeranks.elastic.choosing import (
     seats_of,
 )
 from closeranks.elastic.images import partners
-from closeranks.elastic.slots import About
 
 LAYOUT = "same"
 

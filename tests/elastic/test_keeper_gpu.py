@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from closeranks.capture.devices import HALF_BYTES
+from closeranks.capture.pinning import Pinned
+from closeranks.capture.slots import DATA_AT, About, Sealed, check
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.pieces import Piece
-from closeranks.elastic.devices import HALF_BYTES
-from closeranks.elastic.keeper import Berths, Keeper
-from closeranks.elastic.pinning import Pinned
+from closeranks.elastic.keeper import Berths
 from closeranks.elastic.recalling import DamagedCopy, Recalled
-from closeranks.elastic.slots import DATA_AT, About, Sealed, check
+from tests.capture.taking import Kept
 from tests.elastic.boxes import make_boxes, shared_memory
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +50,7 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
     if not is_pinned:
         monkeypatch.setattr(Pinned, "pin", lambda pinned, is_enough: False)
     one, other = make_boxes(place, 2)
-    kept = Keeper(Berths((one[0], one[1]), (other[2], other[3])))
+    kept = Kept(Berths((one[0], one[1]), (other[2], other[3])))
     held = holdings()
     busy = torch.randn(4096, 4096, device="cuda")
     for step in range(3):
@@ -72,13 +73,13 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
                 fresh = torch.zeros_like(item.tensor)
                 recalled.read_into(item.section, item.key, item.piece, fresh)
                 assert torch.equal(fresh, was), item.key
-    assert [pinned.is_whole for pinned in kept._pins.values()] == [is_pinned] * 2
+    assert [pinned.is_whole for pinned in kept.capture._pins.values()] == [is_pinned] * 2
     kept.close()
 
 
 def test_training_goes_on_as_soon_as_a_copy_has_landed(place: Path) -> None:
     (box,) = make_boxes(place, 1)
-    kept, held = Keeper(Berths((box[0], box[1]))), holdings()
+    kept, held = Kept(Berths((box[0], box[1]))), holdings()
     for step in range(4):
         expected = [item.tensor.clone() for item in held]
         kept.begin(replace(ABOUT, step=step), held, b"{}")
@@ -100,7 +101,7 @@ def test_training_goes_on_as_soon_as_a_copy_has_landed(place: Path) -> None:
 
 def test_damage_is_told_when_all_threads_are_done(place: Path) -> None:
     (box,) = make_boxes(place, 1)
-    kept, held = Keeper(Berths((box[0], box[1]))), holdings()
+    kept, held = Kept(Berths((box[0], box[1]))), holdings()
     kept.begin(ABOUT, held, b"{}")
     kept.join()
     kept.close()
@@ -115,16 +116,16 @@ def test_damage_is_told_when_all_threads_are_done(place: Path) -> None:
 
 def test_a_slot_is_pinned_once_and_given_back(place: Path) -> None:
     (box,) = make_boxes(place, 1)
-    kept, held = Keeper(Berths((box[0], box[1]))), holdings()
-    kept.make_ready(held)
-    kept._background.drain()
-    pins = dict(kept._pins)
+    kept, held = Kept(Berths((box[0], box[1]))), holdings()
+    kept.keeper.make_ready(kept.capture, held)
+    kept.capture._background.drain()
+    pins = dict(kept.capture._pins)
     assert [pinned.is_whole for pinned in pins.values()] == [True, True]
     for step in range(3):
         kept.begin(replace(ABOUT, step=step), held, b"{}")
         kept.join()
-    assert kept._pins == pins
+    assert kept.capture._pins == pins
     kept.close()
-    again = Pinned(pins[box[0]].memory)  # CUDA refuses what is pinned already
+    again = Pinned(next(iter(pins.values())).memory)  # CUDA refuses what is pinned already
     assert again.pin(threading.Event())
     again.release()

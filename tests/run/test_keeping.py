@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from closeranks import Hook, Session
+from closeranks.capture import slots
+from closeranks.capture.slots import Sealed as SealedSlot
+from closeranks.capture.slots import check, inspect
 from closeranks.core.environment import set_world
 from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapshotting, StepDone, Warned
 from closeranks.core.world import World
-from closeranks.elastic import slots
 from closeranks.elastic.keeper import Joined, Keeper
 from closeranks.elastic.shelf import Shelf
-from closeranks.elastic.slots import Sealed as SealedSlot
-from closeranks.elastic.slots import check, inspect
+from closeranks.facts.memory import copies_bytes
 from closeranks.run.overseer import settle_in
 from tests.elastic.boxes import make_boxes, shared_memory
 from tests.run import small
@@ -265,3 +271,60 @@ def test_every_n_th_step_costs_at_most_n(place: Path) -> None:
     twice = [json.loads(line) for line in lines if json.loads(line)[0] in (5, 6)]
     assert twice[:2] == twice[2:]
     assert sorted(losses(case)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+# Beside saves
+
+
+class StoppedWriter(Hook):
+    """From the second step on nobody writes: a save that was taken stays in its slot."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self._is_stopped = False
+
+    def on_step(self, session: Session, step: StepDone) -> None:
+        saver = session._copies.saving._own
+        while step.step == 2 and not self._is_stopped:
+            process = saver._courier._process if saver is not None else None
+            if process is not None:
+                os.kill(process.pid, signal.SIGSTOP)
+                self._is_stopped = True
+            time.sleep(0.01)
+
+
+@pytest.mark.world
+def test_a_kill_while_a_save_is_being_written_redoes_no_more_than_one_step(place: Path) -> None:
+    tables = {"elastic": {"snapshot_every": 1}, "checkpoint": {"save": True, "every": 3}}
+    case = Case(place / "run", "data=2 zero=2", deaths=((1, "step:6"),), tables=tables, steps=8, hooks=(StoppedWriter,))
+    run_and_die(case)
+    run(replace(case, generation=1, deaths=(), hooks=()))
+    (restored,) = events(case, Restored)
+    assert restored.source == "memory"
+    assert restored.step >= 5
+    saved = [event.step for event in events(case, Saved)]
+    assert 3 not in saved  # its slot was still held when the worker was killed
+    undisturbed = Case(place / "whole", "data=2 zero=2", tables={**tables, **NO_SAVES}, steps=8)
+    run(undisturbed)
+    assert_same(undisturbed, case)
+
+
+@pytest.mark.usefixtures("alone")
+def test_copies_and_a_save_take_the_memory_that_the_formula_says(tmp_path: Path, shelf: Shelf) -> None:
+    """Two whole copies and one of what is saved, which is all of it on one rank; each with its header and index, and
+    in slices of two MiB."""
+    with small.open_session(
+        tmp_path, model=Large, elastic={"snapshot_every": 1}, checkpoint={"every": 2}, train={"steps": 4}
+    ) as session:
+        for step in session:
+            step.run()
+        state = sum(one.tensor.numel() * one.tensor.element_size() for one in session.state.tensors())
+        keeper, saver = session._copies.keeping._keeper, session._copies.saving._own
+        assert keeper is not None
+        assert saver is not None
+        held = keeper.num_bytes + len(saver._slot.bytes)
+        assert copies_bytes(state) + state <= held <= copies_bytes(state) + state + 3 * (4 << 20)
+
+
+class Large(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 1 << 19), nn.Linear(1 << 19, 2))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.elastic.slots import About, Slot, encode_entries, encode_index
+from closeranks.capture.slots import About, Slot, encode_entries, encode_index
 from closeranks.run.rescued_files import find_rescued, forget_rescued
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from closeranks.capture.slots import DATA_AT, Sealed, inspect
 from closeranks.core import faults
 from closeranks.core.events import Restored, Resumed
-from closeranks.elastic.slots import DATA_AT, Sealed, inspect
 from closeranks.testing import WorldError
 from tests.elastic.boxes import shared_memory
 from tests.faults.cases import AROUND_RECOVERY

@@ -42,9 +42,9 @@ class Slow(Hook):
     """Waits for each save before the next step, so that none is missed for want of time."""
 
     def on_step(self, session: Session, step: Any) -> None:
-        saver = session._saving._own
+        saver = session._copies.saving._own
         for report in saver.wait(60) if saver is not None else ():
-            session._saving._hear(report)
+            session._copies.saving._hear(report)
 
 
 def go(folder: Path, layout: str, checkpoint: dict[str, Any], steps: int = STEPS) -> list[float]:
@@ -147,10 +147,10 @@ def test_an_evaluation_that_is_no_number_is_not_the_best(tmp_path: Path) -> None
     from closeranks.core.events import Evaluated
 
     with open_session(tmp_path / "run", checkpoint={"keep_best": 1, "every": 0}) as session:
-        session._saving.evaluated(Evaluated(step=1, loss=float("nan")))
-        assert session._saving._saved_step == -1
-        session._saving.evaluated(Evaluated(step=2, loss=3.0))
-        assert session._saving._saved_step == 2
+        session._copies.saving.evaluated(Evaluated(step=1, loss=float("nan")))
+        assert session._copies.saving._saved_step == -1
+        session._copies.saving.evaluated(Evaluated(step=2, loss=3.0))
+        assert session._copies.saving._saved_step == 2
 
 
 @pytest.mark.usefixtures("alone")
@@ -177,7 +177,7 @@ class Shoot(Hook):
 
     def on_step(self, session: Session, step: Any) -> None:
         time.sleep(0.03)
-        saver = session._saving._own
+        saver = session._copies.saving._own
         assert saver is not None
         if session.world.rank == 1 and step.step in (9, 12):
             while (process := saver._courier._process) is None:
@@ -203,8 +203,8 @@ def shot(folder: Path) -> int:
     with open_session(folder, hooks=[Shoot()], train={"steps": 60}, checkpoint=checkpoint) as session:
         for step in session:
             step.run()
-        assert session._saving._own is not None
-        return session._saving._own._num_saves
+        assert session._copies.saving._own is not None
+        return session._copies.saving._own._num_saves
 
 
 @pytest.mark.usefixtures("alone")

@@ -24,8 +24,6 @@ from closeranks.checkpoint.documents import seal, unseal
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
-CHUNK_BYTES = 32 << 20
-"""Chunks are cut at this size: a reader that needs a few rows reads, and checks, no more than this around them."""
 MANIFEST, LATEST = "manifest.json", "latest"
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 

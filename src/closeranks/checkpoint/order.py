@@ -35,7 +35,7 @@ class Order:
     num_ranks: int
     layout: str
     chunks: tuple[Chunk, ...]
-    """In the order their bytes lie in the buffer: back to back from its first byte, without gaps."""
+    """In the order their bytes lie in shared memory: back to back, without gaps."""
     is_full: bool
     """Write all, refer to nothing."""
     to_remote: bool
@@ -43,11 +43,15 @@ class Order:
     tree: Mapping[str, Any] | None
     """Rank 0 only: everything of the state that is no tensor."""
     metric: float | None
+    begin: int = 0
+    """Where the first chunk lies in the memory."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of each chunk's first byte in the buffer."""
-        return (0, *accumulate(chunk.num_bytes for chunk in self.chunks[:-1])) if self.chunks else ()
+        """Of each chunk's first byte."""
+        return tuple(accumulate((chunk.num_bytes for chunk in self.chunks[:-1]), initial=self.begin))[
+            : len(self.chunks)
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -126,6 +130,7 @@ def encode_order(order: Order) -> dict[str, Any]:
         "to_remote": order.to_remote,
         "tree": None if order.tree is None else dict(order.tree),
         "metric": order.metric,
+        "begin": order.begin,
     }
 
 

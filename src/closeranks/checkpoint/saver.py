@@ -1,13 +1,12 @@
 """How does a rank save without stopping to train?
 
-    take    copies what forward may change, begins to copy the rest, and returns
-    join    before the optimizer changes the state: waits for the rest of the copy, if it is not done
+    ask     a target for the capture that copies the state (``capture.capture``)
     poll    what has become of saves since the last time
 
-The copy is handed to a writer in another process, which does everything else. Costs one copy of this rank's share in
-shared memory for as long as the saver is open, and a process of some tens of MB. Invariants: no failure of a save is
-raised here, each is a report; all ranks name a save alike because they count the calls of ``take`` and ``save_now``,
-whatever became of each; the buffer is never written to while a writer may read it.
+What this rank writes of the state is copied into a slot of the saver's own, and handed to a writer in another process,
+which does everything else. Costs that slot for as long as the saver is open, and a process of some tens of MB.
+Invariants: no failure of a save is raised here, each is a report; all ranks name a save alike because they count the
+calls of ``ask`` and ``save_now``, whatever became of each; the slot is never written to while a writer may read it.
 """
 
 from __future__ import annotations
@@ -21,15 +20,18 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from closeranks.capture.capture import Capture, Copied
+from closeranks.capture.plan import Plan
+from closeranks.capture.slots import DATA_AT, Slot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint import writing
-from closeranks.checkpoint.capture import Capture, Captured
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.courier import Courier
-from closeranks.checkpoint.manifest import folder_name
+from closeranks.checkpoint.manifest import Chunk, folder_name
 from closeranks.checkpoint.order import Order, Report, Settings, Tier
-from closeranks.checkpoint.sources import Straight
+from closeranks.checkpoint.sources import Straight, chunks_of
 from closeranks.core.background import Background, Job
+from closeranks.core.errors import CheckpointError
 from closeranks.core.faults import declare, point
 
 _POLL_S = 0.02
@@ -39,6 +41,8 @@ _NUM_RECENT = 4
 _LAST_WORDS_S = 5.0
 """For word of a save that was given up to reach the other ranks, when this one closes."""
 _log = logging.getLogger(__name__)
+BEGUN = declare("capture.begun", "a save was asked for, and the state is about to be copied")
+COPIED = declare("capture.copied", "the copy is complete; the writer does not know of it yet")
 SENT = declare("saver.sent", "the writer has the order; the trainer goes on")
 
 
@@ -62,7 +66,7 @@ class Saver:
         self._background = Background("checkpoint")
         self._messenger = Background("checkpoint-word")
         """Writes to storage, which may be stuck: what the state is copied by must not wait for that."""
-        self._capture = Capture(self._background)
+        self._slot = Slot()
         self._courier = Courier(settings)
         self._courier_lock = threading.Lock()
         self._noted: SimpleQueue[Report] = SimpleQueue()
@@ -73,41 +77,35 @@ class Saver:
         self._orders: dict[str, Order] = {}
         self._is_closed = False
 
-    def warm(self, items: Sequence[StateTensor]) -> None:
-        """Start the writer and give the buffer its memory now, in the background, so that the first save
-        need not. What cannot be saved is told of by ``take``."""
+    def warm(self, capture: Capture, tensors: Sequence[StateTensor]) -> None:
+        """Start the writer and give the slot its memory now, in the background, so that the first save need not. What
+        cannot be saved is told of by the first save."""
         try:
             self._background.do(self._start_writer)
-            self._capture.warm(items)
+            capture.make_ready(tensors, SaveTarget(self, None, self._slot))
         except Exception as error:
             _log.info("nothing was made ready for the first save: %s", error)
 
-    def take(
+    def ask(
         self,
         step: int,
-        items: Sequence[StateTensor],
         tree: Mapping[str, Any] | None,
         metric: float | None = None,
         *,
         to_remote: bool | None = None,
         is_full: bool | None = None,
-    ) -> None:
-        """Save the state as it is now. ``tree`` is handed over: it may not change any more. Whether all is written, and
-        whether to the second place too, follows the config's rhythm unless it is said."""
+    ) -> list[SaveTarget]:
+        """A target for the state as it is now; none where the save before is still being written. ``tree`` is handed
+        over: it may not change any more. Whether all is written, and whether to the second place too, follows the
+        config's rhythm unless it is said."""
         order = self._order(step, tree, metric, to_remote, is_full)
         self._listen()
         if self._holder is not None:
-            self._give_up(order, f"the save of step {self._holder.step} is still being written")
-            return
+            self.give_up(order, f"the save of step {self._holder.step} is still being written")
+            return []
         self._holder = order
-        try:
-            self._capture.begin(items, lambda captured: self._hand_over(order, captured))
-        except Exception as error:  # it cannot be saved, but it can be trained
-            self._give_up(order, _in_words(error))
-
-    def join(self) -> float:
-        """From here on the state may change; seconds of stall."""
-        return self._capture.join()
+        point(BEGUN)
+        return [SaveTarget(self, order, self._slot)]
 
     def poll(self) -> list[Report]:
         """What came to pass since the last call; never waits."""
@@ -118,7 +116,6 @@ class Saver:
     def wait(self, timeout_s: float) -> list[Report]:
         """Until no save is under way any more, or the time is up."""
         until = time.monotonic() + timeout_s
-        self._capture.join()
         while self.is_in_flight and time.monotonic() < until:
             time.sleep(_POLL_S)
         return self.poll()
@@ -146,11 +143,6 @@ class Saver:
             writing.tell_failure(order, self._settings, _in_words(error))
         return reports
 
-    @property
-    def device_wait_s(self) -> float:
-        """How long a device waited for the last copy, beside what ``join`` returned."""
-        return self._capture.device_wait_s
-
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step lies once it counts."""
         return f"{self._settings.place.rstrip('/')}/{folder_name(step, self._part)}"
@@ -175,11 +167,10 @@ class Saver:
         if self._is_closed:
             return
         self._is_closed = True
-        self._capture.join()
         _hand(self._background, self._stop_writer)
         self._background.close()
         self._messenger.close(_LAST_WORDS_S)
-        self._capture.close()
+        self._slot.close()
 
     # What becomes of a save.
 
@@ -245,7 +236,7 @@ class Saver:
             if report.kind == "failed" and order is not None:
                 _hand(self._messenger, partial(writing.tell_failure, order, self._settings, report.what))
 
-    def _give_up(self, order: Order, what: str) -> None:
+    def give_up(self, order: Order, what: str) -> None:
         """Told here at once, and in a while to rank 0's writer, which would wait for this rank's part."""
         for report in _given_up(order.save, order.step, self._tiers(order), what):
             self._noted.put(report)
@@ -258,17 +249,19 @@ class Saver:
             self._background.drain()
         return reports + self.poll()
 
+    def hand_over(self, order: Order, chunks: tuple[Chunk, ...]) -> None:
+        """The copy is complete; by the thread that made it."""
+        if not _hand(self._background, lambda: self._send(replace(order, chunks=chunks, begin=DATA_AT))):
+            self.give_up(order, "no thread can be started that would hand it to a writer")
+
     # What follows runs on the background's thread.
 
-    def _hand_over(self, order: Order, captured: Captured) -> None:
-        if captured.problem:
-            self._give_up(order, captured.problem)
-            return
+    def _send(self, order: Order) -> None:
         try:
             with self._courier_lock:
-                self._courier.send(replace(order, chunks=captured.chunks), captured.fd)
+                self._courier.send(order, self._slot.fd)
         except Exception as error:  # a tree that is no JSON, most likely; the courier may think that it was sent
-            self._give_up(order, _in_words(error))
+            self.give_up(order, _in_words(error))
             self._stop_writer(untold=order.save)
         else:
             point(SENT)
@@ -283,6 +276,41 @@ class Saver:
             for report in self._courier.close():
                 if report.save != untold:
                     self._noted.put(report)
+
+
+class SaveTarget:
+    """One save, as a target of a capture: what this rank writes, packed. ``order`` None: nothing is saved yet."""
+
+    def __init__(self, saver: Saver, order: Order | None, slot: Slot) -> None:
+        self._saver, self._order = saver, order
+        self.slots: Sequence[Slot] = (slot,)
+
+    def entries(self, plan: Plan) -> Sequence[int]:
+        return plan.saved
+
+    def open(self, plan: Plan) -> Sequence[int]:
+        self.upcoming(plan)
+        return plan.packed
+
+    def halfway(self) -> None: ...
+
+    def finish(self, plan: Plan, crcs: Sequence[int], copied: Copied) -> None:
+        assert self._order is not None
+        point(COPIED)
+        try:
+            chunks = chunks_of(plan, crcs)
+        except CheckpointError as error:
+            self.fail(error.what, None)
+        else:
+            self._saver.hand_over(self._order, chunks)
+
+    def fail(self, problem: str, error: BaseException | None) -> None:
+        assert self._order is not None
+        self._saver.give_up(self._order, problem)
+
+    def upcoming(self, plan: Plan) -> Sequence[Slot]:
+        self.slots[0].reserve(plan.num_saved_bytes, 0)
+        return self.slots
 
 
 def _hand(background: Background, job: Job) -> bool:

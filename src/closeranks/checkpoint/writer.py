@@ -91,7 +91,7 @@ class Writer:
     def _take(self, message: wire.Message) -> None:
         order = decode_order(message.body)
         point(RECEIVED)
-        source = _from_buffer(order, message.fd)
+        source = _from_memory(order, message.fd)
         with self._changed:
             self._newest = order.save
             self._orders.append(Task(order, source, writing.Release(order, self._report)))
@@ -179,12 +179,12 @@ class Writer:
             wire.send(self._connection, body)
 
 
-def _from_buffer(order: Order, fd: int | None) -> Source:
+def _from_memory(order: Order, fd: int | None) -> Source:
     """Mapped, not copied, and never writable from here; unmapped when the last view of it is gone."""
     if fd is None or not order.num_bytes:
         whole = memoryview(b"")
     else:
-        whole = memoryview(mmap.mmap(fd, order.num_bytes, access=mmap.ACCESS_READ))
+        whole = memoryview(mmap.mmap(fd, order.begin + order.num_bytes, access=mmap.ACCESS_READ))
     if fd is not None:
         os.close(fd)
     offsets = order.offsets

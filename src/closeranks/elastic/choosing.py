@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from closeranks.elastic.slots import About
+from closeranks.capture.slots import About
 
 OWN_FILES = (0, 1)
 PEER_FILES = (2, 3)

@@ -18,10 +18,10 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
+from closeranks.capture.plan import copy_and_digest, octets
+from closeranks.capture.slots import Entry, Octets, Sealed, SlotError, flipped
 from closeranks.core.overlaps import Box, Run, plan
 from closeranks.core.pieces import Piece
-from closeranks.elastic.slots import Entry, Octets, Sealed, SlotError, flipped
-from closeranks.elastic.sources import copy_and_digest, octets
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.elastic.slots import DATA_AT, HEADER_BYTES, Octets, Slot, decode_header, digests_problem
+from closeranks.capture.slots import DATA_AT, HEADER_BYTES, Octets, Slot, decode_header, digests_problem
 
 _PIECE_BYTES = 64 << 20
 _NO_HEADER = bytes(HEADER_BYTES)

@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 
 from closeranks.agent.progress import Phase
+from closeranks.capture.capture import Capture
+from closeranks.capture.slots import About
 from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode
 from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_cost
 from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, Seat, free_file, seats_of
 from closeranks.elastic.images import can_spare_a_host, layout_digest
-from closeranks.elastic.keeper import Berths, Joined, Keeper
+from closeranks.elastic.keeper import Berths, Joined, Keeper, Snapshot
 from closeranks.elastic.shelf import Shelf
-from closeranks.elastic.slots import About
-from closeranks.elastic.sources import num_digesters
 from closeranks.elastic.vote import Ballot
 from closeranks.run.component import Component
 from closeranks.run.context import Context
@@ -52,12 +52,13 @@ class Keeping(Component):
         self,
         context: Context,
         state: State,
+        capture: Capture,
         taken: TakenOver,
         emit: Callable[[Event], None],
         overseer: Overseer,
         rhythm: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self._context, self._state = context, state
+        self._context, self._state, self._capture = context, state, capture
         self._emit, self._overseer, self._rhythm = emit, overseer, rhythm
         self._boundaries = context.boundaries
         self._told: deque[StepDone] = deque(maxlen=context.boundaries.gap)
@@ -65,8 +66,7 @@ class Keeping(Component):
         self._taken = taken
         self._images = images(context, state)
         self._kept_by = kept_by(context, state, self._images)
-        num_threads = num_digesters(_num_cores(), context.world.local_size)
-        self._keeper = Keeper(self._berths(taken.shelf), num_threads) if taken.shelf else None
+        self._keeper = Keeper(self._berths(taken.shelf)) if taken.shelf else None
         every = context.job.elastic.snapshot_every
         self._is_auto = every == "auto"
         self._every = max(1, every) if isinstance(every, int) else int(taken.origin.tree.get("every", 1))
@@ -92,26 +92,27 @@ class Keeping(Component):
             self._sealed = step
             self._overseer.kept(step)
         else:
-            self._begin(self._keeper, step)
+            self._capture.begin(self._state.tensors(), self._snapshot(self._keeper, step))
 
     def is_due(self, step: int) -> bool:
         """Whether ``after`` will copy the state of this step. All ranks have one state at boundaries."""
         is_time = step - self._begun >= self._every and self._boundaries.is_boundary(step)
         return self._keeper is not None and is_time
 
-    def after(self, step: int) -> None:
-        """After a commit, when nothing more happens to the state before the next step."""
+    def after(self, step: int) -> list[Snapshot]:
+        """After a commit, when nothing more happens to the state before the next step: where a copy of it goes."""
         if self._keeper is None:
-            return
+            return []
         now = time.monotonic()
         self._steps.append(max(0.0, now - self._stepped_at - self._lost_s))
         self._stepped_at, self._lost_s, self._done = now, 0.0, step
         if self._is_time(step):
             self._decide(self._keeper, step)
         if self.is_due(step):
-            self._begin(self._keeper, step)
-        elif step == self._first + 1:  # not earlier: until its first step is done, others wait for this generation
-            self._keeper.make_ready(self._state.tensors())
+            return self._snapshot(self._keeper, step)
+        if step == self._first + 1:  # not earlier: until its first step is done, others wait for this generation
+            self._keeper.make_ready(self._capture, self._state.tensors())
+        return []
 
     def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
         self._told.append(entry.done)
@@ -121,14 +122,10 @@ class Keeping(Component):
         be: once all ranks have voted, the slot of the one before that is free."""
         if self._keeper is None:
             return
-        self._keeper.land()
+        self._capture.land()
         step = self._done + 1
         if self.is_due(step) or self._is_time(step) or self._keeper.is_done:
             self._join(self._keeper)
-
-    def before_evaluation(self) -> None:
-        if self._keeper is not None:
-            self._keeper.land()
 
     def seal(self, step: int) -> bool:
         """All ranks, at the end of a generation: whether every one has this very step in memory now."""
@@ -136,7 +133,7 @@ class Keeping(Component):
             self._join(self._keeper)
             if self._begun != step:
                 self._context.groups.world.gather_text("")  # all have sealed the one before
-                self._begin(self._keeper, step)
+                self._capture.begin(self._state.tensors(), self._snapshot(self._keeper, step))
                 self._join(self._keeper)
         return all(self._context.groups.world.gather_text("yes" if self._sealed == step else ""))
 
@@ -153,7 +150,7 @@ class Keeping(Component):
         if self._keeper is not None:
             self._keeper.close()
 
-    def _begin(self, keeper: Keeper, step: int) -> None:
+    def _snapshot(self, keeper: Keeper, step: int) -> list[Snapshot]:
         world = self._context.world
         about = About(
             generation=world.generation,
@@ -169,10 +166,11 @@ class Keeping(Component):
         tree["last"] = "".join(to_line(encode(done)).decode() for done in self._told if after < done.step <= step)
         if world.is_lead:
             tree["rhythm"] = self._rhythm()
-        keeper.begin(about, self._state.tensors(), json.dumps(tree).encode())
         self._begun = step
+        return keeper.snapshot(about, json.dumps(tree).encode())
 
     def _join(self, keeper: Keeper) -> None:
+        self._capture.land()
         joined = keeper.join()
         if joined is not None:
             self._hear(joined)

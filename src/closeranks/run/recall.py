@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from closeranks.capture.slots import Sealed, SlotError
 from closeranks.checkpoint.catalogue import FOLDER, find
 from closeranks.core.errors import CheckpointError
-from closeranks.elastic.slots import Sealed, SlotError
 from closeranks.run.job import Job
 from closeranks.run.past import Past, past_of
 from closeranks.run.rescued_files import find_rescued

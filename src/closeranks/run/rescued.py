@@ -9,9 +9,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from closeranks.capture.slots import Sealed, SlotError
 from closeranks.core.errors import CheckpointError
 from closeranks.elastic.recalling import Recalled
-from closeranks.elastic.slots import Sealed, SlotError
 from closeranks.parallel.group import Group
 from closeranks.run.rescued_files import Rescued, find_rescued
 from closeranks.run.saved_tree import sound_tree

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from closeranks.agent.rescue import FOLDER
+from closeranks.capture.slots import inspect
 from closeranks.elastic.choosing import Copy, Place, complete_states
-from closeranks.elastic.slots import inspect
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from closeranks.capture.plan import num_digesters
+from closeranks.capture.slots import About, Sealed, Slot, SlotError, inspect, void
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Event, Restored, Resumed, StepDone, Warned, decode
 from closeranks.core.faults import declare, point
@@ -43,8 +45,6 @@ from closeranks.elastic.images import images_of, layout_digest, partners
 from closeranks.elastic.recalling import DamagedCopy, Recalled
 from closeranks.elastic.shelf import Shelf
 from closeranks.elastic.shipping import receive, send
-from closeranks.elastic.slots import About, Sealed, Slot, SlotError, inspect, void
-from closeranks.elastic.sources import num_digesters
 from closeranks.elastic.vote import Ballot
 from closeranks.run.component import Component, Unique
 from closeranks.run.context import Context
@@ -281,7 +281,7 @@ class _Attempt:
         point(BEFORE_VERIFY)
         try:
             sealed = [Sealed(paths.get(name) or self._path(copy)) for name, copy in wanted.items()]
-            num_threads = num_digesters(len(os.sched_getaffinity(0)), self.context.world.local_size)
+            num_threads = num_digesters(self.context.world.local_size)
             with Recalled(sealed, num_threads) as recalled:
                 self.run_state.restore(recalled)
         except DamagedCopy as error:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.agent.progress import Phase
+from closeranks.capture.capture import Capture
 from closeranks.checkpoint.config import seconds_of
 from closeranks.checkpoint.manifest import parse_folder
 from closeranks.checkpoint.order import Report, Settings
 from closeranks.checkpoint.rhythm import Rhythm
-from closeranks.checkpoint.saver import Saver
-from closeranks.checkpoint.sources import plan
+from closeranks.checkpoint.saver import Saver, SaveTarget
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.core.refuges import advice, refuges
@@ -69,10 +69,17 @@ class Saving(Component):
     """The saves of one session, in the order of its steps."""
 
     def __init__(
-        self, context: Context, state: State, folder: Path, emit: Callable[[Event], None], origin: Origin
+        self,
+        context: Context,
+        state: State,
+        capture: Capture,
+        folder: Path,
+        emit: Callable[[Event], None],
+        origin: Origin,
     ) -> None:
         config = context.job.checkpoint
-        self._context, self._state, self._emit, self._config = context, state, emit, config
+        self._context, self._state, self._capture = context, state, capture
+        self._emit, self._config = emit, config
         self._folder = folder
         settings = Settings.from_config(config, str(folder / FOLDER))
         remote = absolute(settings.remote) if settings.remote else ""
@@ -115,7 +122,7 @@ class Saving(Component):
             self._rhythm.stepped(self._asked_s - last_s)
         if not self._is_warm and self._asked_s >= self._warm_s and self._own is not None:
             self._is_warm = True
-            self._own.warm(self._state.saved_tensors())
+            self._own.warm(self._capture, self._state.tensors())
         if self._is_asked or self._is_granted:  # an accelerator's host reads a vote one step late
             return False
         if self._context.world.is_lead:
@@ -142,13 +149,13 @@ class Saving(Component):
         """Whether ``proceed`` is due, when nothing more happens between two steps."""
         return self._is_granted
 
-    def proceed(self, step: int) -> None:
-        """All ranks: take what was granted, if anything was."""
+    def proceed(self, step: int) -> list[SaveTarget]:
+        """All ranks: where a copy of the state goes that was granted, if any was."""
         if not self._is_granted:
-            return
+            return []
         self._is_granted = False
         self._context.pace.enter(Phase.SAVE)
-        self._begin(step)
+        return self._ask(step)
 
     def evaluated(self, result: Evaluated) -> None:
         """All ranks, with the same loss: one of the best so far is taken at once, before hooks may change anything."""
@@ -156,29 +163,29 @@ class Saving(Component):
         keep = self._config.keep_best if self._config.save and math.isfinite(result.loss) else 0
         if keep and (len(self._best) < keep or result.loss < max(self._best)):
             self._best = sorted([*self._best, result.loss])[:keep]
-            self._begin(result.step)
-            self._finish_copy()
+            if targets := self._ask(result.step):
+                self._capture.begin(self._state.tensors(), targets)
+                self._finish_copy()
 
     def settle(self) -> None:
         """Tell what has become of earlier saves; never waits."""
         for report in self._own.poll() if self._own is not None else ():
             self._hear(report)
 
-    def _begin(self, step: int) -> None:
-        """Take the state as it is now; returns before anything is written."""
+    def _ask(self, step: int) -> list[SaveTarget]:
+        """For the state as it is now."""
         if step == self._saved_step:
-            return
-        started_s = time.monotonic()
+            return []
         try:
             self._own = self._own or self._open(self._settings)
         except SetupError as error:  # on all ranks alike
             self._emit(SaveFailed(step, error.what, self._context.world.rank))
-            return
+            return []
         self._is_pending = self._context.world.is_lead
         self._rhythm.taken()
-        self._own.take(step, self._state.saved_tensors(), self._tree(step, is_ending=False), self._metric(step))
         self._saved_step = step
-        self._stalls = {step: time.monotonic() - started_s}
+        self._stalls = {step: 0.0}
+        return self._own.ask(step, self._tree(step, is_ending=False), self._metric(step))
 
     # When nothing else is to do
 
@@ -215,7 +222,7 @@ class Saving(Component):
         Memory and temporary files are this host's alone: where there are several, their agents see to it."""
         context = self._context
         looks = context.world.is_lead and context.world.local_size == context.world.size
-        num_bytes = plan(self._state.saved_tensors()).num_bytes * context.world.size
+        num_bytes = self._capture.num_saved_bytes(self._state.tensors()) * context.world.size
         here = refuges(self._folder, num_bytes) if looks else iter(())
         while place := context.groups.world.share_text(str(next(here, ""))):
             saver = self._open(replace(self._settings, place=place, remote="", keep_last=1 << 30))
@@ -242,7 +249,7 @@ class Saving(Component):
         for number in range(num_tries):
             is_last = number == num_tries - 1
             tree = self._tree(step, is_ending=True)
-            reports = saver.save_now(step, self._state.saved_tensors(), tree, self._metric(step), patience_s=patience_s)
+            reports = saver.save_now(step, self._state.tensors(), tree, self._metric(step), patience_s=patience_s)
             failed = {r.tier: r.what for r in reports if r.kind == "failed" and r.save == reports[-1].save}
             for report in reports:  # once: a place that counts already says so again at every try
                 if (report.kind, report.tier) not in told and (is_last or report.kind != "failed"):
@@ -265,14 +272,11 @@ class Saving(Component):
         """From here on the optimizer may change the state."""
         self._finish_copy()
 
-    def before_evaluation(self) -> None:
-        self._finish_copy()
-
     def _finish_copy(self) -> None:
         """Wait until the state may change."""
-        stalled_s = self._own.join() if self._own is not None else 0.0
-        if self._saved_step in self._stalls:
-            self._stalls[self._saved_step] += stalled_s
+        self._capture.land()
+        if self._saved_step in self._stalls and not self._stalls[self._saved_step]:
+            self._stalls[self._saved_step] = self._capture.stall_s
 
     def _open_early(self, step: int) -> Saver | None:
         """A place that cannot be used is the person's mistake when a run begins; later it is a save that failed, and
@@ -328,8 +332,7 @@ class Saving(Component):
                     self._rhythm.mended()
             case "committed":
                 self._good.add(here)
-                is_beside = report.step in self._stalls
-                stall_s = self._stalls[report.step] + self._own.device_wait_s if is_beside else 0.0
+                stall_s = self._stalls.get(report.step, 0.0)
                 if report.tier == "primary":
                     forget_rescued(self._folder, report.step)
                     self._is_pending = False

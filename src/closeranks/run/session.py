@@ -22,20 +22,19 @@ from closeranks.core.requests import SAVE
 from closeranks.run.agreement import Agreement
 from closeranks.run.build import build
 from closeranks.run.collector import CollectorPause
+from closeranks.run.copies import Copies
 from closeranks.run.ending import FINISHED, Ending
 from closeranks.run.evaluate import evaluate
 from closeranks.run.folder import record_job
 from closeranks.run.hooks import Hook, Hooks
 from closeranks.run.ingredients import Described, from_job, from_python, hooks_of
 from closeranks.run.job import Job
-from closeranks.run.keeping import Keeping
 from closeranks.run.ledger import Ledger, Settled
 from closeranks.run.narrator import overseen
 from closeranks.run.opening import prepare_process, started_event
 from closeranks.run.overseer import take_shelf
 from closeranks.run.restoring import take_over
 from closeranks.run.result import Result
-from closeranks.run.saving import Saving
 from closeranks.run.step import Step, check_at_rest
 from closeranks.run.work import loss_here
 from closeranks.telemetry.profiler import StepProfiler
@@ -86,7 +85,7 @@ class Session:
             self._furnish(hooks)
             self._opened = opened.pop_all()
         ends = (self._profiler.close, self.engine.supply.close, self._collector.release, self._emit_end)
-        for close in (*ends, self._keeping.close, self._saving.close, self._end_hooks):
+        for close in (*ends, self._copies.close, self._end_hooks):
             self._opened.callback(close)
 
     def _furnish(self, hooks: Sequence[Hook]) -> None:
@@ -102,10 +101,8 @@ class Session:
         taken = take_over(self.engine, self.state, self.folder, take_shelf())
         self.num_done = taken.origin.step
         """Steps finished so far, those before a resume included."""
-        self._saving = Saving(self.context, self.state, self.folder, self._emit, taken.origin)
-        told = (self._emit, self._overseer, self._saving.rhythm_state)
-        self._keeping = Keeping(self.context, self.state, taken, *told)
-        self.engine.components.add(self._saving, self._keeping)
+        self._copies = Copies(self.context, self.state, taken, self._emit, self._overseer)
+        self.engine.components.add(self._copies.saving, self._copies.keeping, self._copies)
         self._ledger = Ledger(self.engine)
 
     @property
@@ -133,7 +130,7 @@ class Session:
         self._pause(Phase.EVALUATE)
         self._eval = evaluate(self.engine, self._built.eval_source, self.num_done)
         self._emit(self._eval)
-        self._saving.evaluated(self._eval)
+        self._copies.saving.evaluated(self._eval)
         self._hooks.on_eval(self, self._eval)
         self._ledger.restart_clock()
         return self._eval
@@ -141,7 +138,7 @@ class Session:
     def save(self, place: Path | str | None = None) -> str:
         """Write a checkpoint, in ``place`` or among the run's own, and wait until it counts; every rank calls it."""
         self._pause(Phase.SAVE)
-        path = self._saving.save_now(self.num_done, place, is_hurried=self._ending.reason == "drained")
+        path = self._copies.saving.save_now(self.num_done, place, is_hurried=self._ending.reason == "drained")
         self._ledger.restart_clock()
         return path
 
@@ -176,12 +173,12 @@ class Session:
         if self.world.is_lead and (problem := record_job(self.job, self.folder, must=self.world.is_first)):
             self._emit(Warned(problem))
         self._emit(self.started_event())
-        self._keeping.introduce(self._built.warnings)
+        self._copies.keeping.introduce(self._built.warnings)
         self.model.train()
         self._hooks.on_start(self)
         self.engine.supply.start(self.num_done, self.folder, self._emit, must_log=self.world.is_first)
         self._collector.hold()
-        self._keeping.start(self.num_done)
+        self._copies.keeping.start(self.num_done)
         self._ledger.restart_clock()
 
     def _commit(self, step: Step) -> None:
@@ -191,10 +188,9 @@ class Session:
         self._collector.at_boundary(self.num_done)
         if self.context.boundaries.passes(self.num_done, self.job.train.eval_every) and self._may_judge:
             self.evaluate()
-        if self._saving.is_granted or self._keeping.is_due(self.num_done):
+        if self._copies.are_due(self.num_done):
             self._note(self._ledger.flush())  # what is saved knows of every sample that was skipped
-        self._saving.proceed(self.num_done)
-        self._keeping.after(self.num_done)  # evaluated and all: whoever takes over has nothing to make up for
+        self._copies.take(self.num_done)  # evaluated and all: whoever takes over has nothing to make up for
 
     def _pause(self, phase: Phase) -> None:
         """Before anything but training: no step is half-way, and every verdict is read."""
@@ -212,13 +208,13 @@ class Session:
             if entry.requests and self.num_done < self.context.schedule.num_steps:  # the end saves anyway
                 self._ending.act(entry.requests)
                 if SAVE in entry.requests and not self._ending:
-                    self._saving.grant()
+                    self._copies.saving.grant()
 
     def _conclude(self) -> None:
         """The state comes first: bad evaluation data must not cost it. One of the best is saved with its judgement."""
         self._note(self._ledger.flush())
         if self._ending.is_regrouped:
-            self._keeping.hand_over(self.num_done, self.save)
+            self._copies.keeping.hand_over(self.num_done, self.save)
             return
         acts: list[Callable[[], object]] = [self.save] if self.job.checkpoint.save else []
         has_judged = self._eval is not None and self._eval.step == self.num_done

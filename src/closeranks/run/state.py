@@ -54,10 +54,6 @@ class State:
             self._listed, self._version = self._list(), version
         return self._listed
 
-    def saved_tensors(self) -> list[StateTensor]:
-        """Those of them that a checkpoint takes from this rank, or from another of their holders."""
-        return [one for one in self.tensors() if one.is_ours]
-
     def tree(self, step: int) -> dict[str, Any]:
         """What is no tensor, as far as it changes from step to step or shows whether a state belongs to a job."""
         found: dict[str, Any] = {"identity": self._identity, "progress": self._progress(step)}

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from closeranks.capture.capture import Capture
+from closeranks.capture.slots import About, Sealed
 from closeranks.core.linux import num_threads
 from closeranks.core.protocols import Batch
 from closeranks.core.world import World
@@ -33,7 +35,6 @@ from closeranks.data.order import Ints
 from closeranks.data.sources.open import open_source
 from closeranks.elastic.keeper import Berths, Keeper
 from closeranks.elastic.recalling import Recalled
-from closeranks.elastic.slots import About, Sealed
 from closeranks.models.build import spec_for
 from closeranks.run import heirloom
 from closeranks.run.build import Ingredients, build
@@ -193,9 +194,11 @@ def _keep_and_recall(state: State) -> None:
     """A copy of the state into memory of our own, and back. Not by ``take_over``, which counts a process's sessions."""
     with ExitStack() as opened:
         paths = [_memory(opened), _memory(opened)]
-        keeper = Keeper(Berths(own=(paths[0], paths[1])))
+        capture, keeper = Capture(), Keeper(Berths(own=(paths[0], paths[1])))
         opened.callback(keeper.close)
-        keeper.begin(About(0, 1, "stand-in", 1), state.tensors(), json.dumps(state.document(1)).encode())
+        opened.callback(capture.close)
+        about, tree = About(0, 1, "stand-in", 1), json.dumps(state.document(1)).encode()
+        capture.begin(state.tensors(), keeper.snapshot(about, tree))
         keeper.join()
         state.restore(Recalled([Sealed(paths[0])]))
 

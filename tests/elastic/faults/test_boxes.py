@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from closeranks.capture.slots import About, Entry, Sealed, Slot, check, encode_entries, encode_index, inspect
 from closeranks.elastic.faults.boxes import Headers, flip_bit, newest_sealed
 from closeranks.elastic.faults.fault import Fault
 from closeranks.elastic.faults.inject import Injector
-from closeranks.elastic.slots import About, Entry, Sealed, Slot, check, encode_entries, encode_index, inspect
 from tests.elastic.faults.crews import Seen, Shown, until
 
 NUM_BYTES = 3 << 20

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from closeranks.capture.shares import Holding, shares
 from closeranks.checkpoint.datafile import SaveError, read_back, write
 from closeranks.checkpoint.digests import crc32c, item_bytes
 from closeranks.checkpoint.manifest import Chunk, DataFile, Entry, Part, data_name
-from closeranks.checkpoint.shares import Holding, shares
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import Storage, StorageError

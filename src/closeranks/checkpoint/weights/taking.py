@@ -11,9 +11,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from closeranks.capture.shares import CHUNK_BYTES
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.digests import crc32c
-from closeranks.checkpoint.manifest import CHUNK_BYTES, Chunk, folder_name
+from closeranks.checkpoint.manifest import Chunk, folder_name
 from closeranks.checkpoint.order import Order, Report, Settings
 from closeranks.checkpoint.weights.protocol import Weights, bands
 from closeranks.checkpoint.weights.shards import Going, Watcher, octets

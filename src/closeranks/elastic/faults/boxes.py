@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from closeranks.elastic.slots import DATA_AT, HEADER_BYTES, About, Sealed, SlotError, decode_header, encode_header
+from closeranks.capture.slots import DATA_AT, HEADER_BYTES, About, Sealed, SlotError, decode_header, encode_header
 
 _VALID = encode_header(About(0, 0, "", 1), 0, b"")[:8]
 """How a sealed header begins."""

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.checkpoint import shares as room
-from closeranks.checkpoint.manifest import CHUNK_BYTES
-from closeranks.checkpoint.shares import WHOLE_BYTES, Holding, Share, shares
+from closeranks.capture import shares as room
+from closeranks.capture.shares import CHUNK_BYTES, WHOLE_BYTES, Holding, Share, shares
 from closeranks.core.overlaps import plan, runs
 from closeranks.core.pieces import Piece
 

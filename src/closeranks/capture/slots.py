@@ -137,8 +137,12 @@ def decode_index(data: bytes) -> Index:
 class Slot:
     """One file, open for writing. Call sequence: ``reserve``, ``invalidate``, fill ``data``, ``seal``."""
 
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, path: str | None = None) -> None:
+        """``path`` None: memory of this process, which goes with the last process that has ``fd`` open."""
+        if path is None:
+            self.fd = os.memfd_create("closeranks-private", os.MFD_CLOEXEC)
+        else:
+            self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory: mmap.mmap | None = None
         self.bytes: Octets = np.empty(0, np.uint8)
         """All of it. Whoever holds a part of it keeps the mapping."""
@@ -147,13 +151,13 @@ class Slot:
     def reserve(self, num_data: int, num_index: int) -> None:
         """Room for so much, with its memory; ``OSError`` where there is none. What lay in it stays valid or invalid."""
         wanted = _index_at(num_data) + num_index
-        size = os.fstat(self._fd).st_size
+        size = os.fstat(self.fd).st_size
         if size < wanted:
             # An index may grow from step to step, and mapping anew costs much more than its room.
             size = _round_up(wanted + num_index // 2, _SLICE_BYTES)
-            os.posix_fallocate(self._fd, 0, size)
+            os.posix_fallocate(self.fd, 0, size)
         if len(self.bytes) < wanted:
-            self._memory = unshare_memory(mmap.mmap(self._fd, size))
+            self._memory = unshare_memory(mmap.mmap(self.fd, size))
             self.bytes = np.frombuffer(self._memory, np.uint8)
             self._num_touched = 0
 
@@ -192,12 +196,12 @@ class Slot:
     def give_up(self) -> None:
         """Where nothing was ever written, say, if that is possible at all, that something should have been."""
         with suppress(OSError):
-            if not os.pread(self._fd, len(_NOTHING), 0).strip(b"\0"):
-                os.pwrite(self._fd, _VOID, 0)
+            if not os.pread(self.fd, len(_NOTHING), 0).strip(b"\0"):
+                os.pwrite(self.fd, _VOID, 0)
 
     def close(self) -> None:
         self._memory, self.bytes = None, np.empty(0, np.uint8)
-        os.close(self._fd)
+        os.close(self.fd)
 
     def _writable(self) -> mmap.mmap:
         assert self._memory is not None, "reserve comes first"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from closeranks.capture import capture as room
+from closeranks.capture.capture import Capture
+from closeranks.capture.plan import Span, plan
+from closeranks.capture.shares import CHUNK_BYTES
+from closeranks.capture.slots import DATA_AT, Slot
 from closeranks.capture.tensors import StateTensor
-from closeranks.checkpoint import capture as room
-from closeranks.checkpoint.buffer import Buffer, populate
-from closeranks.checkpoint.capture import Capture, Captured
 from closeranks.checkpoint.digests import crc32c
-from closeranks.checkpoint.manifest import CHUNK_BYTES
-from closeranks.checkpoint.sources import Straight, elements, plan
+from closeranks.checkpoint.sources import Straight
 from closeranks.core.background import Background
-from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
+from tests.capture.taking import Captured, Taking, stored
 
 
 def item(key: str, tensor: Tensor, **options: object) -> StateTensor:
@@ -55,20 +55,6 @@ def outcome(captured: list[Captured], gate: Gate) -> Captured:
     return captured.pop()
 
 
-def stored(found: Captured) -> dict[str, bytes]:
-    """By key: what lies in the buffer, each chunk checked against its digest."""
-    assert not found.problem
-    with mmap.mmap(found.fd, os.fstat(found.fd).st_size, access=mmap.ACCESS_READ) as memory:
-        values: dict[str, bytes] = {}
-        offset = 0
-        for chunk in found.chunks:
-            data = memory[offset : offset + chunk.num_bytes]
-            assert crc32c(data) == chunk.crc32c
-            values[chunk.key] = values.get(chunk.key, b"") + data
-            offset += chunk.num_bytes
-    return values
-
-
 def raw(tensor: Tensor) -> bytes:
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
@@ -97,20 +83,23 @@ def kinds() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("is_steady", [True, False])
 def test_every_kind_of_tensor_arrives_as_it_is(gate: Gate, is_steady: bool) -> None:
-    capture, captured = Capture(gate.background), list[Captured]()
+    capture, captured = Capture(background=gate.background), list[Captured]()
     gate.open()
     tensors = kinds()
-    capture.begin([item(key, tensor, is_steady=is_steady) for key, tensor in tensors.items()], captured.append)
-    capture.join()
+    capture.begin([item(key, tensor, is_steady=is_steady) for key, tensor in tensors.items()], [Taking(captured)])
+    capture.land()
     found = stored(outcome(captured, gate))
     assert found == {key: raw(tensor.detach()) for key, tensor in tensors.items()}
     capture.close()
 
 
-def test_elements_lie_aligned_in_the_buffer() -> None:
-    for slot in plan([item(key, tensor) for key, tensor in kinds().items()]).slots:
-        if slot.chunk.dtype != "complex64":
-            assert slot.offset % kinds()[slot.chunk.key].element_size() == 0
+def test_elements_lie_aligned_in_every_slot() -> None:
+    planned = plan([item(key, tensor) for key, tensor in kinds().items()])
+    for number, offset in zip(planned.saved, planned.packed, strict=True):
+        entry = planned.entries[number]
+        assert entry.offset % 64 == 0
+        if entry.dtype != "complex64":
+            assert offset % kinds()[entry.key].element_size() == 0
 
 
 def test_a_range_of_strided_memory_is_copied_without_the_rest() -> None:
@@ -118,19 +107,19 @@ def test_a_range_of_strided_memory_is_copied_without_the_rest() -> None:
     flat = tensor.contiguous().view(-1)
     for first in range(24):
         for last in range(first, 25):
-            assert torch.equal(elements(tensor, first, last).view(torch.int64), flat[first:last])
+            assert torch.equal(Span(0, first, last).of(tensor), flat[first:last])
 
 
 def test_what_forward_may_change_is_copied_at_once_and_the_rest_before_join(gate: Gate) -> None:
     """The copy has not begun when both change: what was steady by promise is taken too late, and that is the proof
     that it is taken in the background. Changed behind torch's back, which would notice."""
     steady, unsteady = torch.zeros(100), torch.zeros(100)
-    capture, captured = Capture(gate.background), list[Captured]()
-    capture.begin([item("steady", steady), item("unsteady", unsteady, is_steady=False)], captured.append)
+    capture, captured = Capture(background=gate.background), list[Captured]()
+    capture.begin([item("steady", steady), item("unsteady", unsteady, is_steady=False)], [Taking(captured)])
     steady.numpy().fill(1.0)
     unsteady.fill_(1.0)
     gate.open()
-    capture.join()
+    capture.land()
     found = stored(outcome(captured, gate))
     assert found == {"steady": raw(torch.ones(100)), "unsteady": raw(torch.zeros(100))}
     capture.close()
@@ -142,18 +131,19 @@ def trained(steps_before_join: int) -> tuple[bytes, bytes]:
     gate = Gate()
     state = torch.randn(CHUNK_BYTES // 4 + 1000)
     before = raw(state)
-    capture, captured = Capture(gate.background), list[Captured]()
-    capture.begin([item("w", state)], captured.append)
+    capture, captured = Capture(background=gate.background), list[Captured]()
+    capture.begin([item("w", state)], [Taking(captured)])
     for _ in range(steps_before_join):
         state.data.add_(1.0)
     gate.open()
     (state[:100] @ state[:100]).item()
-    capture.join()
+    capture.land()
     state.mul_(-3.0)
     gate.background.drain()
     found = captured.pop()
-    with mmap.mmap(found.fd, sum(chunk.num_bytes for chunk in found.chunks), access=mmap.ACCESS_READ) as memory:
-        result = before, memory[:]
+    num_bytes = sum(chunk.num_bytes for chunk in found.chunks)
+    with mmap.mmap(found.fd, DATA_AT + num_bytes, access=mmap.ACCESS_READ) as memory:
+        result = before, memory[DATA_AT:]
     gate.background.close()
     capture.close()
     return result
@@ -179,10 +169,10 @@ def test_memory_that_changes_between_digest_and_copy_is_found(gate: Gate, monkey
         return found
 
     monkeypatch.setattr(room, "crc32c", digest_then_change)
-    capture, captured = Capture(gate.background), list[Captured]()
+    capture, captured = Capture(background=gate.background), list[Captured]()
     gate.open()
-    capture.begin([item("w", state)], captured.append)
-    capture.join()
+    capture.begin([item("w", state)], [Taking(captured)])
+    capture.land()
     found = outcome(captured, gate)
     assert not found.problem
     with pytest.raises(AssertionError):
@@ -192,11 +182,11 @@ def test_memory_that_changes_between_digest_and_copy_is_found(gate: Gate, monkey
 
 def changed_by(change: Callable[[], object], items: list[StateTensor], gate: Gate) -> Captured:
     """Captured while ``change`` happens after ``begin`` and before the copy."""
-    capture, captured = Capture(gate.background), list[Captured]()
-    capture.begin(items, captured.append)
+    capture, captured = Capture(background=gate.background), list[Captured]()
+    capture.begin(items, [Taking(captured)])
     change()
     gate.open()
-    capture.join()
+    capture.land()
     found = outcome(captured, gate)
     if not found.problem:
         stored(found)
@@ -210,7 +200,7 @@ def test_a_change_before_join_is_a_problem_that_names_the_tensor(gate: Gate, is_
     view, other = flat[10:20], torch.zeros(5)
     changed = flat if is_by_base else view
     found = changed_by(lambda: changed.add_(1.0), [item("other", other), item("view", view)], gate)
-    assert found == Captured(problem="'view' changed while it was copied")
+    assert found == Captured(problem="'view' changed while it was copied, and not by the optimizer")
 
 
 def test_a_change_while_it_is_copied_is_a_problem(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,16 +211,16 @@ def test_a_change_while_it_is_copied_is_a_problem(gate: Gate, monkeypatch: pytes
         return crc32c(data, value)
 
     monkeypatch.setattr(room, "crc32c", digest_then_change)
-    assert changed_by(lambda: None, [item("w", state)], gate).problem == "'w' changed while it was copied"
+    assert changed_by(lambda: None, [item("w", state)], gate).problem.startswith("'w' changed while it was copied")
 
 
 def test_a_change_after_join_is_none(gate: Gate) -> None:
     state = torch.zeros(1000)
-    capture, captured = Capture(gate.background), list[Captured]()
+    capture, captured = Capture(background=gate.background), list[Captured]()
     gate.open()
     for _ in range(3):
-        capture.begin([item("w", state)], captured.append)
-        capture.join()
+        capture.begin([item("w", state)], [Taking(captured)])
+        capture.land()
         state.add_(1.0)
         assert not outcome(captured, gate).problem
     capture.close()
@@ -258,11 +248,11 @@ def test_forward_and_backward_raise_no_alarm(gate: Gate) -> None:
 
 def test_a_parameter_that_gets_other_memory_is_saved_as_it_was(gate: Gate) -> None:
     weight = torch.nn.Parameter(torch.zeros(10))
-    capture, captured = Capture(gate.background), list[Captured]()
-    capture.begin([item("w", weight)], captured.append)
+    capture, captured = Capture(background=gate.background), list[Captured]()
+    capture.begin([item("w", weight)], [Taking(captured)])
     weight.data = torch.ones(10)
     gate.open()
-    capture.join()
+    capture.land()
     assert stored(outcome(captured, gate)) == {"w": raw(torch.zeros(10))}
     capture.close()
 
@@ -271,109 +261,127 @@ def refuse(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_without_a_thread_there_is_nothing_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     background = Background("test")
-    capture = Capture(background)
+    capture, captured = Capture(background=background), list[Captured]()
     with monkeypatch.context() as no_threads:
         no_threads.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start"):
-            capture.begin([item("w", torch.zeros(3))], lambda captured: None)
-    assert capture._task is None
-    assert capture.join() == 0.0
-    captured = list[Captured]()
-    capture.begin([item("w", torch.zeros(3))], captured.append)  # there are threads again
+        capture.begin([item("w", torch.zeros(3))], [Taking(captured)])
+    assert "can't start" in captured.pop().problem
+    assert capture.land() == 0.0
+    capture.begin([item("w", torch.zeros(3))], [Taking(captured)])  # there are threads again
     capture.join()
-    background.close()
     assert not captured.pop().problem
-    with pytest.raises(RuntimeError, match="closed"):
-        background.do(lambda: None)
-    capture.close()
+    assert capture.close()
 
 
-def test_the_buffer_is_kept_and_grows(gate: Gate) -> None:
-    capture, captured = Capture(gate.background), list[Captured]()
+def test_the_slot_is_kept_and_grows(gate: Gate) -> None:
+    capture, captured = Capture(background=gate.background), list[Captured]()
+    target = Taking(captured)
     gate.open()
-    fds = set()
     for size in (10, 3 << 20, 5, 9 << 20):
-        tensor = torch.arange(size, dtype=torch.int32)
-        capture.warm([item("w", tensor)])
-        capture.begin([item("w", tensor)], captured.append)
-        capture.join()
+        state = [item("w", torch.arange(size, dtype=torch.int32))]
+        capture.make_ready(state, target)
+        capture.begin(state, [target])
+        capture.land()
         found = outcome(captured, gate)
-        fds.add(found.fd)
-        assert stored(found) == {"w": raw(tensor)}
+        assert stored(found) == {"w": raw(state[0].tensor)}
         assert all(chunk.num_bytes <= CHUNK_BYTES for chunk in found.chunks)
-    assert len(fds) == 1
     capture.close()
+
+
+def test_two_targets_get_the_same_bytes_from_one_pass(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[int] = []
+
+    def count(data: memoryview, value: int = 0) -> int:
+        digested.append(len(data))
+        return crc32c(data, value)
+
+    monkeypatch.setattr(room, "crc32c", count)
+    state = [item(key, tensor) for key, tensor in kinds().items()]
+    capture, one, other = Capture(background=gate.background), list[Captured](), list[Captured]()
+    gate.open()
+    capture.begin(state, [Taking(one), Taking(other)])
+    capture.join()
+    assert stored(one[0]) == stored(other[0]) == {key: raw(tensor.detach()) for key, tensor in kinds_of(state).items()}
+    assert sum(digested) == sum(chunk.num_bytes for chunk in one[0].chunks)
+    capture.close()
+
+
+def kinds_of(state: list[StateTensor]) -> dict[str, Tensor]:
+    return {one.key: one.tensor for one in state}
+
+
+def test_a_target_without_memory_fails_alone(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture, one, other = Capture(background=gate.background), list[Captured](), list[Captured]()
+    poor = Taking(one)
+    monkeypatch.setattr(poor, "open", no_memory)
+    gate.open()
+    capture.begin([item("w", torch.ones(3))], [poor, Taking(other)])
+    capture.join()
+    assert "No space left on device" in one[0].problem
+    assert stored(other[0]) == {"w": raw(torch.ones(3))}
+    capture.close()
+
+
+def no_memory(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_holders_capture_their_shares_and_together_all(gate: Gate) -> None:
     tensor, small = torch.randn(3 << 20), torch.randn(10)
     gate.open()
     parts: list[dict[str, bytes]] = []
+    capture = Capture(background=gate.background)
     for holder in range(3):
-        capture, captured = Capture(gate.background), list[Captured]()
+        captured = list[Captured]()
         both = [item(key, value, holder=holder, num_holders=3) for key, value in (("w", tensor), ("b", small))]
-        capture.begin(both, captured.append)
-        capture.join()
+        capture.begin(both, [Taking(captured)])
+        capture.land()
         parts.append(stored(outcome(captured, gate)))
-        capture.close()
+    capture.close()
     assert {part["w"] for part in parts} == {raw(third) for third in tensor.chunk(3)}
     assert [part["b"] for part in parts if "b" in part] == [raw(small)]
 
 
 def test_a_copy_that_fails_reaches_nobody_but_the_report(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(buffer: Buffer, num_bytes: int) -> bool:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Buffer, "reserve", no_memory)
-    capture, captured = Capture(gate.background), list[Captured]()
-    capture.begin([item("w", torch.zeros(3))], captured.append)
+    monkeypatch.setattr(Slot, "reserve", no_memory)
+    capture, captured = Capture(background=gate.background), list[Captured]()
+    capture.begin([item("w", torch.zeros(3))], [Taking(captured)])
     gate.open()
-    assert capture.join() >= 0.0
+    assert capture.land() >= 0.0
     assert "No space left on device" in outcome(captured, gate).problem
-    assert capture.join() == 0.0
+    assert capture.land() == 0.0
     capture.close()
 
 
-def test_items_that_cannot_be_saved_are_refused_by_name(gate: Gate) -> None:
-    capture = Capture(gate.background)
+def test_what_cannot_be_saved_is_told_by_name(gate: Gate) -> None:
+    capture, captured = Capture(background=gate.background), list[Captured]()
+    gate.open()
     wrong = StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))
-    with pytest.raises(CheckpointError, match=r"model/w is \(3,\) where \(4,\)"):
-        capture.begin([wrong], lambda captured: None)
-    with pytest.raises(CheckpointError, match="model/q cannot be saved"):
-        capture.begin([item("q", torch.empty(3, dtype=torch.bits8))], lambda captured: None)
+    capture.begin([wrong], [Taking(captured)])
+    assert "model/w is (3,), not (4,)" in captured.pop().problem
+    capture.begin([item("q", torch.empty(3, dtype=torch.bits8))], [Taking(captured)])
+    capture.join()
+    assert "model/q cannot be saved" in captured.pop().problem
     capture.close()
 
 
-def test_join_tells_how_long_it_waited(gate: Gate) -> None:
-    capture, captured = Capture(gate.background), list[Captured]()
-    capture.begin([item("w", torch.zeros(3))], captured.append)
+def test_landing_tells_how_long_it_took(gate: Gate) -> None:
+    capture, captured = Capture(background=gate.background), list[Captured]()
+    capture.begin([item("w", torch.zeros(3))], [Taking(captured)])
     threading.Timer(0.2, gate.open).start()
-    assert capture.join() >= 0.15
+    assert capture.land() >= 0.15
     assert not outcome(captured, gate).problem
     capture.close()
 
 
-def test_pages_are_given_their_memory_ahead(gate: Gate) -> None:
-    buffer = Buffer()
-    assert buffer.reserve(8 << 20)
-    assert not buffer.reserve(5)
-    before = os.fstat(buffer.fd).st_blocks
-    assert populate(buffer.bytes, threading.Event())
-    assert (before, os.fstat(buffer.fd).st_blocks * 512) == (0, 8 << 20)
-    stopped = threading.Event()
-    stopped.set()
-    assert not populate(buffer.bytes, stopped)
-    buffer.close()
-
-
 def test_straight_from_memory_the_digests_are_the_same(gate: Gate) -> None:
     items = [item(key, tensor) for key, tensor in kinds().items()] + [item("large", torch.randn(9 << 20))]
-    capture, captured = Capture(gate.background), list[Captured]()
+    capture, captured = Capture(background=gate.background), list[Captured]()
     gate.open()
-    capture.begin(items, captured.append)
-    capture.join()
+    capture.begin(items, [Taking(captured)])
+    capture.land()
     straight = Straight(items)
     assert straight.chunks() == outcome(captured, gate).chunks
     assert [crc32c(straight(n)) for n in range(len(straight.chunks()))] == [c.crc32c for c in straight.chunks()]
@@ -399,16 +407,16 @@ class Pace:
 def pace_beside_a_copy(gate: Gate) -> float:
     """The best of two copies of 96 MiB; the first one, which faults pages in, does not count."""
     state = [item(f"w{n}", torch.ones(8 << 20)) for n in range(3)]
-    capture, captured, shares = Capture(gate.background), list[Captured](), list[float]()
+    capture, captured, shares = Capture(background=gate.background), list[Captured](), list[float]()
     for _ in range(3):
-        capture.begin(state, captured.append)
-        task, pace, turns = capture._task, Pace(), 0
+        capture.begin(state, [Taking(captured)])
+        task, pace, turns = capture._last, Pace(), 0
         assert task is not None
-        while not task.is_taken.is_set():
+        while not task.has_landed.is_set():
             for _ in range(100):
                 turns += 1
         shares.append(pace.share())
-        capture.join()
+        capture.land()
         assert not outcome(captured, gate).problem
     capture.close()
     return max(shares[1:])

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import torch
 
-from closeranks.elastic.slots import Octets
+from closeranks.capture.slots import Octets
 
 _PIECE_BYTES = 64 << 20
 _PORTABLE = 1

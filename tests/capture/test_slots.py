@@ -16,14 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from closeranks.capture.tensors import StateTensor
-from closeranks.core import faults
-from closeranks.core.pieces import Piece
-from closeranks.elastic import keeper as keeping
-from closeranks.elastic import slots as slotting
-from closeranks.elastic.keeper import Berths, Keeper
-from closeranks.elastic.recalling import DamagedCopy, Recalled
-from closeranks.elastic.slots import (
+from closeranks.capture import slots as slotting
+from closeranks.capture.slots import (
     DATA_AT,
     HEADER_BYTES,
     About,
@@ -38,6 +32,13 @@ from closeranks.elastic.slots import (
     inspect,
     void,
 )
+from closeranks.capture.tensors import StateTensor
+from closeranks.core import faults
+from closeranks.core.pieces import Piece
+from closeranks.elastic import keeper as keeping
+from closeranks.elastic.keeper import Berths
+from closeranks.elastic.recalling import DamagedCopy, Recalled
+from tests.capture.taking import Kept
 from tests.elastic.boxes import make_boxes, shared_memory
 
 ABOUT = About(generation=2, step=7, image="p0-s1-t0", num_images=4, layout="0123456789abcdef", rank=1, run=3)
@@ -61,8 +62,8 @@ def holdings(value: float) -> list[StateTensor]:
     ]
 
 
-def keep(boxes: tuple[str, ...], step: int, turns: int = 1, beside: tuple[str, str] | None = None) -> Keeper:
-    kept = Keeper(Berths((boxes[0], boxes[1]), beside))
+def keep(boxes: tuple[str, ...], step: int, turns: int = 1, beside: tuple[str, str] | None = None) -> Kept:
+    kept = Kept(Berths((boxes[0], boxes[1]), beside))
     for number in range(turns):
         kept.begin(
             replace(ABOUT, step=step + number), holdings(float(step + number)), json.dumps({"at": step}).encode()
@@ -338,7 +339,7 @@ def test_a_copy_that_has_landed_is_of_its_step_whatever_comes_before_its_seal(
     (box,) = make_boxes(place, 1)
     may_seal = threading.Event()
     monkeypatch.setattr(slotting, "point", lambda label: may_seal.wait(20.0))
-    kept, held = Keeper(Berths((box[0], box[1]))), holdings(7.0)
+    kept, held = Kept(Berths((box[0], box[1]))), holdings(7.0)
     kept.begin(ABOUT, held, b"{}")
     kept.land()
     assert not kept.is_done

@@ -1,4 +1,4 @@
-"""Captures from a device: the training stream waits for the copy, the host does not."""
+"""Captures from a device: what is copied is what was there, and training waits for its landing alone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from statistics import median
 import pytest
 import torch
 
+from closeranks.capture.capture import Capture
+from closeranks.capture.pinning import Pinned
 from closeranks.capture.tensors import StateTensor
-from closeranks.checkpoint.buffer import Buffer
-from closeranks.checkpoint.capture import Capture, Captured
 from closeranks.checkpoint.sources import Straight
 from closeranks.core.background import Background
 from closeranks.core.pieces import Piece
-
-from .test_capture import item, kinds, raw, stored
-from .test_saver import WAIT_S, make, read
+from tests.capture.taking import Captured, Taking, stored
+from tests.capture.test_capture import item, kinds, raw
+from tests.checkpoint.test_saver import WAIT_S, make, read
 
 pytestmark = pytest.mark.gpu
 
@@ -41,38 +41,35 @@ def on_device() -> dict[str, torch.Tensor]:
     return {**moved, "int64": kinds()["int64"]}
 
 
-def captured_of(capture: Capture, background: Background, items: list[StateTensor]) -> Captured:
-    found: list[Captured] = []
-    capture.begin(items, found.append)
+def captured_of(capture: Capture, target: Taking, items: list[StateTensor]) -> Captured:
+    capture.begin(items, [target])
     capture.join()
-    background.drain()
-    return found.pop()
+    return target.outcomes.pop()
 
 
 @pytest.mark.parametrize("pins", [True, False])
 def test_every_kind_of_tensor_arrives_as_it_is(
     background: Background, monkeypatch: pytest.MonkeyPatch, pins: bool
 ) -> None:
-    """Where CUDA refuses to pin shared memory, by way of a second buffer."""
+    """Where CUDA refuses to pin shared memory, by way of memory that it has pinned itself."""
     if not pins:
-        monkeypatch.setattr(Buffer, "pin", lambda buffer: False)
-    capture, tensors = Capture(background), on_device()
+        monkeypatch.setattr(Pinned, "pin", lambda pinned, is_enough: False)
+    capture, tensors, target = Capture(background=background), on_device(), Taking([])
     items = [item(key, tensor) for key, tensor in tensors.items()]
-    capture.warm(items)
-    found = captured_of(capture, background, items)
+    capture.make_ready(items, target)
+    found = captured_of(capture, target, items)
     assert stored(found) == {key: raw(tensor.detach().cpu()) for key, tensor in tensors.items()}
-    assert capture._buffer.is_pinned is pins
-    assert capture._buffer.bytes.is_pinned() is pins
+    assert [pinned.is_whole for pinned in capture._pins.values()] == [pins]
     assert Straight(items).chunks() == found.chunks
     capture.close()
 
 
-def test_the_buffer_grows_and_stays_pinned(background: Background) -> None:
-    capture = Capture(background)
+def test_the_slot_grows_and_stays_pinned(background: Background) -> None:
+    capture, target = Capture(background=background), Taking([])
     for size in (1000, 30 << 20, 10):
         tensor = torch.randn(size, device="cuda")
-        assert stored(captured_of(capture, background, [item("w", tensor)])) == {"w": raw(tensor.cpu())}
-        assert capture._buffer.bytes.is_pinned()
+        assert stored(captured_of(capture, target, [item("w", tensor)])) == {"w": raw(tensor.cpu())}
+        assert [pinned.is_whole for pinned in capture._pins.values()] == [True]
     capture.close()
 
 
@@ -82,8 +79,9 @@ def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, byte
     which would notice."""
     state = torch.randn(64 << 20, device="cuda")
     before = raw(state.cpu())
-    capture, found = Capture(background), list[Captured]()
-    capture.warm([item("w", state)])
+    capture, found = Capture(background=background), list[Captured]()
+    target = Taking([])
+    capture.make_ready([item("w", state)], target)
     background.drain()
     gate = threading.Event()
     if not is_joined:
@@ -91,9 +89,10 @@ def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, byte
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(5):
         matrix @ matrix
-    capture.begin([item("w", state)], found.append)
+    target.outcomes = found
+    capture.begin([item("w", state)], [target])
     if is_joined:
-        capture.join()
+        capture.land()
     state.data.neg_()
     gate.set()
     capture.join()
@@ -119,51 +118,53 @@ def test_a_change_before_join_would_be_seen(background: Background) -> None:
 def test_a_change_before_join_is_a_problem(background: Background, is_sent_off: bool) -> None:
     """Before the copies are asked of the device, or after that and before they are done."""
     state = torch.randn(64 << 20, device="cuda")
-    capture, found, gate = Capture(background), list[Captured](), threading.Event()
-    capture.warm([item("w", state)])
+    capture, found, gate = Capture(background=background), list[Captured](), threading.Event()
+    target = Taking([])
+    capture.make_ready([item("w", state)], target)
     background.drain()
     if not is_sent_off:
         background.do(gate.wait)
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(5):
         matrix @ matrix
-    capture.begin([item("w", state)], found.append)
-    task = capture._task
-    assert task is not None
+    target.outcomes = found
+    capture.begin([item("w", state)], [target])
     if is_sent_off:
-        task.is_taken.wait()
+        time.sleep(0.01)  # the matrix products take longer
     state.neg_()
     gate.set()
     capture.join()
     background.drain()
-    assert found.pop().problem == "'w' changed while it was copied"
+    assert found.pop().problem.startswith("'w' changed while it was copied")
     capture.close()
 
 
-def test_a_change_after_join_is_none_while_the_device_still_copies(background: Background) -> None:
+def test_a_change_after_landing_is_none(background: Background) -> None:
     state = torch.randn(64 << 20, device="cuda")
-    capture = Capture(background)
-    capture.warm([item("w", state)])
+    capture = Capture(background=background)
+    target = Taking([])
+    capture.make_ready([item("w", state)], target)
     background.drain()
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(3):
         found = list[Captured]()
         for _ in range(5):
             matrix @ matrix
-        capture.begin([item("w", state)], found.append)
-        capture.join()
+        target.outcomes = found
+        capture.begin([item("w", state)], [target])
+        capture.land()
         state.neg_()
-        background.drain()
+        capture.join()
         assert not found.pop().problem
     capture.close()
 
 
 def test_what_forward_may_change_is_copied_at_once(background: Background) -> None:
     counter = torch.zeros(1000, device="cuda")
-    capture, found = Capture(background), list[Captured]()
+    capture, found = Capture(background=background), list[Captured]()
     gate = threading.Event()
     background.do(gate.wait)
-    capture.begin([item("n", counter, is_steady=False)], found.append)
+    capture.begin([item("n", counter, is_steady=False)], [Taking(found)])
     counter.add_(1.0)
     gate.set()
     capture.join()
@@ -175,16 +176,17 @@ def test_what_forward_may_change_is_copied_at_once(background: Background) -> No
 def test_a_saver_saves_from_a_device_both_ways(tmp_path: Path) -> None:
     state = torch.randn(3000, 1000, device="cuda")
     before = state.cpu()
-    saver = make(tmp_path)
-    whole = StateTensor("model", "w", Piece.whole("w", (3000, 1000)), state)
-    saver.warm([whole])
-    saver.take(1, [whole], {})
-    saver.join()
+    saver, capture = make(tmp_path), Capture()
+    whole = [StateTensor("model", "w", Piece.whole("w", (3000, 1000)), state)]
+    saver.warm(capture, whole)
+    capture.begin(whole, saver.ask(1, {}))
+    capture.land()
     state.zero_()
     saver.wait(WAIT_S)
     assert torch.equal(read(tmp_path, "step-00000001", "w"), before)
-    saver.save_now(2, [whole], {})
+    saver.save_now(2, whole, {})
     assert torch.equal(read(tmp_path, "step-00000002", "w"), torch.zeros(3000, 1000))
+    capture.close()
     saver.close()
 
 
@@ -195,17 +197,17 @@ class Loop:
         self.state = [torch.randn(64 << 20, device="cuda") for _ in range(8)]
         self._matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
-    def run(self, capture: Capture | None, items: list[StateTensor], found: list[Captured]) -> tuple[float, float]:
-        """Seconds of thirty steps, with a capture at the first, and what ``join`` waited on the host."""
+    def run(self, capture: Capture | None, items: list[StateTensor], target: Taking) -> tuple[float, float]:
+        """Seconds of thirty steps, with a capture at the first, and what ``land`` waited on the host."""
         torch.cuda.synchronize()
         began_at, waited_s = time.perf_counter(), 0.0
         for step in range(30):
             if capture is not None and step == 0:
-                capture.begin(items, found.append)
+                capture.begin(items, [target])
             for _ in range(6):
                 self._matrix @ self._matrix
             if capture is not None:
-                waited_s += capture.join()
+                waited_s += capture.land()
             for tensor in self.state:
                 tensor.mul_(1.0001)
         torch.cuda.synchronize()
@@ -216,16 +218,16 @@ def test_the_stall_is_a_small_part_of_a_blocking_copy(
     background: Background, record_property: Callable[[str, object], None]
 ) -> None:
     """2 GiB: what a capture adds to the loop, beside what copying with the loop at rest takes. Interleaved rounds."""
-    capture, loop, found = Capture(background), Loop(), list[Captured]()
+    capture, loop, target = Capture(background=background), Loop(), Taking([])
     items = [item(f"w{number}", tensor) for number, tensor in enumerate(loop.state)]
-    capture.warm(items)
+    capture.make_ready(items, target)
     background.drain()
     added_s, waited_s, blocking_s = [], [], []
     for number in range(6):
-        alone_s, _ = loop.run(None, items, found)
-        beside_s, join_s = loop.run(capture, items, found)
-        background.drain()
-        assert not found[-1].problem
+        alone_s, _ = loop.run(None, items, target)
+        beside_s, join_s = loop.run(capture, items, target)
+        capture.join()
+        assert not target.outcomes[-1].problem
         began_at = time.perf_counter()
         for tensor in loop.state:
             tensor.cpu()
@@ -237,7 +239,6 @@ def test_the_stall_is_a_small_part_of_a_blocking_copy(
         "added_ms": 1000 * median(added_s),
         "host_waited_ms": 1000 * median(waited_s),
         "blocking_copy_ms": 1000 * median(blocking_s),
-        "copy_and_digest_ms": 1000 * median(one.seconds for one in found[1:]),
     }
     for name, value in figures.items():
         record_property(name, round(value, 2))

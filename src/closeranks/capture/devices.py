@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from closeranks.elastic.pinning import Pinned
-from closeranks.elastic.slots import DATA_AT, Entry, Octets
-from closeranks.elastic.sources import octets
+from closeranks.capture.pinning import Pinned
+from closeranks.capture.plan import octets
+from closeranks.capture.slots import DATA_AT, Octets
 
 HALF_BYTES = 64 << 20
 _FLIGHT_BYTES = 256 << 20
@@ -89,16 +89,18 @@ class Ferry:
             late_s.append(fence.elapsed_time(now) / 1000)
         return max(0.0, min(late_s))
 
-    def land_in(self, pinned: Pinned, sources: Sequence[Tensor], entries: Sequence[Entry]) -> Iterator[list[int]]:
+    def land_in(
+        self, pinned: Pinned, sources: Sequence[Tensor], places: Sequence[tuple[int, int]]
+    ) -> Iterator[list[int]]:
         """Straight into a slot, once the state is ``reach``ed; the numbers of those that have arrived. All are on
-        their way before the first is told."""
+        their way before the first is told. ``places``: offset in the slot's data and length of each."""
         flights: list[tuple[list[int], list[torch.cuda.Event]]] = []
         flight, num_bytes, devices = list[int](), 0, {source.device for source in sources if source.is_cuda}
-        for number, (source, entry) in enumerate(zip(sources, entries, strict=True)):
-            self._send_in(pinned, source, entry)
+        for number, (source, place) in enumerate(zip(sources, places, strict=True)):
+            self._send_in(pinned, source, *place)
             flight.append(number)
-            num_bytes += entry.num_bytes
-            if num_bytes >= _FLIGHT_BYTES or number == len(entries) - 1:
+            num_bytes += place[1]
+            if num_bytes >= _FLIGHT_BYTES or number == len(places) - 1:
                 flights.append((flight, [self._marked(device) for device in devices]))
                 flight, num_bytes = [], 0
         for numbers, events in flights:
@@ -106,14 +108,14 @@ class Ferry:
                 event.synchronize()
             yield numbers
 
-    def _send_in(self, pinned: Pinned, source: Tensor, entry: Entry) -> None:
-        begin = DATA_AT + entry.offset
+    def _send_in(self, pinned: Pinned, source: Tensor, offset: int, num_bytes: int) -> None:
+        begin = DATA_AT + offset
         if not source.is_cuda:
-            np.copyto(pinned.memory[begin : begin + entry.num_bytes], octets(source))
+            np.copyto(pinned.memory[begin : begin + num_bytes], octets(source))
             return
         with torch.cuda.stream(self._stream(source.device)):
             data = source.contiguous().view(-1).view(torch.uint8)
-            for start, stop in pinned.cuts(begin, begin + entry.num_bytes):
+            for start, stop in pinned.cuts(begin, begin + num_bytes):
                 place = torch.from_numpy(pinned.memory[start:stop])
                 place.copy_(data[start - begin : stop - begin], non_blocking=True)
 

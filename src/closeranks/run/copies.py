@@ -1,0 +1,48 @@
+"""The copies of its state that a session takes: in memory for recovery, on disks as checkpoints, in one pass where both
+are due at the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from closeranks.capture.capture import Capture, Target
+from closeranks.capture.plan import num_digesters
+from closeranks.core.events import Event
+from closeranks.run.component import Component
+from closeranks.run.context import Context
+from closeranks.run.keeping import Keeping
+from closeranks.run.overseer import Overseer
+from closeranks.run.restoring import TakenOver
+from closeranks.run.saving import Saving
+from closeranks.run.state import State
+
+
+class Copies(Component):
+    def __init__(
+        self, context: Context, state: State, taken: TakenOver, emit: Callable[[Event], None], overseer: Overseer
+    ) -> None:
+        self._state = state
+        self._capture = Capture(num_digesters(context.world.local_size))
+        self.saving = Saving(context, state, self._capture, taken.folder, emit, taken.origin)
+        self.keeping = Keeping(context, state, self._capture, taken, emit, overseer, self.saving.rhythm_state)
+
+    def are_due(self, step: int) -> bool:
+        """Whether ``take`` will copy the state of this step."""
+        return self.saving.is_granted or self.keeping.is_due(step)
+
+    def take(self, step: int) -> None:
+        """After a commit, when nothing more happens to the state before the next step."""
+        targets: list[Target] = [*self.saving.proceed(step), *self.keeping.after(step)]
+        if targets:
+            self._capture.begin(self._state.tensors(), targets)
+
+    def before_evaluation(self) -> None:
+        self._capture.land()
+
+    def close(self) -> None:
+        """Whatever one of them raises."""
+        with ExitStack() as closing:
+            closing.callback(self.keeping.close)
+            closing.callback(self.saving.close)
+            closing.callback(self._capture.close)

@@ -1,0 +1,120 @@
+"""Targets and keepers for tests: a save whose outcome is looked at here, and a keeper with a capture of its own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from closeranks.capture.capture import Capture, Copied
+from closeranks.capture.plan import Plan
+from closeranks.capture.slots import DATA_AT, About, Slot
+from closeranks.capture.tensors import StateTensor
+from closeranks.checkpoint.digests import crc32c
+from closeranks.checkpoint.manifest import Chunk
+from closeranks.checkpoint.saver import Saver
+from closeranks.checkpoint.sources import chunks_of
+from closeranks.core.errors import CheckpointError
+from closeranks.elastic.keeper import Berths, Joined, Keeper
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What came of one copy."""
+
+    chunks: tuple[Chunk, ...] = ()
+    fd: int = -1
+    problem: str = ""
+
+
+class Taking:
+    """What a save takes of the state, into a slot of its own."""
+
+    def __init__(self, outcomes: list[Captured]) -> None:
+        self.slots: Sequence[Slot] = (Slot(),)
+        self.outcomes = outcomes
+
+    def entries(self, plan: Plan) -> Sequence[int]:
+        return plan.saved
+
+    def open(self, plan: Plan) -> Sequence[int]:
+        self.upcoming(plan)
+        return plan.packed
+
+    def halfway(self) -> None: ...
+
+    def finish(self, plan: Plan, crcs: Sequence[int], copied: Copied) -> None:
+        try:
+            self.outcomes.append(Captured(chunks_of(plan, crcs), self.slots[0].fd))
+        except CheckpointError as error:
+            self.fail(error.what, None)
+
+    def fail(self, problem: str, error: BaseException | None) -> None:
+        self.outcomes.append(Captured(problem=problem))
+
+    def upcoming(self, plan: Plan) -> Sequence[Slot]:
+        self.slots[0].reserve(plan.num_saved_bytes, 0)
+        return self.slots
+
+
+def stored(found: Captured) -> dict[str, bytes]:
+    """By key: what lies in the slot, each chunk checked against its digest."""
+    assert not found.problem
+    with mmap.mmap(found.fd, os.fstat(found.fd).st_size, access=mmap.ACCESS_READ) as memory:
+        values: dict[str, bytes] = {}
+        offset = DATA_AT
+        for chunk in found.chunks:
+            data = memory[offset : offset + chunk.num_bytes]
+            assert crc32c(data) == chunk.crc32c
+            values[chunk.key] = values.get(chunk.key, b"") + data
+            offset += chunk.num_bytes
+    return values
+
+
+class Kept:
+    """A keeper, and the capture that fills its slots."""
+
+    def __init__(self, berths: Berths) -> None:
+        self.capture, self.keeper = Capture(), Keeper(berths)
+
+    def begin(self, about: About, tensors: Sequence[StateTensor], tree: bytes) -> None:
+        self.capture.begin(tensors, self.keeper.snapshot(about, tree))
+
+    def land(self) -> None:
+        self.capture.land()
+
+    @property
+    def is_done(self) -> bool:
+        return self.keeper.is_done
+
+    def join(self) -> Joined | None:
+        self.capture.land()
+        return self.keeper.join()
+
+    def close(self) -> None:
+        self.capture.close()
+        self.keeper.close()
+
+
+class TakingSaver(Saver):
+    """A saver with a capture of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capture = Capture()
+
+    def take(self, step: int, tensors: Sequence[StateTensor], *args: Any, **options: Any) -> None:
+        if targets := self.ask(step, *args, **options):
+            self.capture.begin(tensors, targets)
+
+    def make_ready(self, tensors: Sequence[StateTensor]) -> None:
+        self.warm(self.capture, tensors)
+
+    def land(self) -> float:
+        return self.capture.land()
+
+    def close(self) -> None:
+        self.capture.close()
+        super().close()
