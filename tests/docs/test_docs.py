@@ -23,6 +23,7 @@ from closeranks.cli.main import app
 from closeranks.elastic.config import ElasticConfig
 from closeranks.elastic.faults.fault import KINDS
 from closeranks.facts import digits, llama, pairs
+from closeranks.run.component import Component
 from closeranks.run.job import Job, load_job
 from closeranks.sync.config import COMPRESSORS
 from tests.docs.pages import (
@@ -209,6 +210,11 @@ def test_compressors_and_faults_are_all_told() -> None:
     rows = {page: (ROOT / "docs" / f"{page}.md").read_text() for page in ("sync", "drills")}
     assert set(COMPRESSORS) <= set(re.findall(r"(?m)^\| `(\w+)` \|", rows["sync"]))
     assert set(KINDS) <= set(re.findall(r"(?m)^\| `(\w+)\(", rows["drills"]))
+
+
+def test_the_methods_of_a_component_are_all_told() -> None:
+    told = {re.split(r"\W", span)[0] for span in code_spans(ROOT / "docs" / "components.md")}
+    assert {name for name in vars(Component) if not name.startswith("_")} <= told
 
 
 def test_public_names_are_all_told() -> None:
