@@ -36,6 +36,7 @@ class ImportThreads:
     def watching(self) -> Iterator[None]:
         """Import statements of the user's own modules are counted each by itself."""
         original: Callable[..., Any] = builtins.__import__
+        is_own("")  # finds out now, with imports of its own, what it tells from then on without any
 
         def counting(name: str, globals: Mapping[str, Any] | None = None, *rest: Any, **more: Any) -> Any:
             file = (globals or {}).get("__file__")
