@@ -57,9 +57,9 @@ def vote(payload: dict[str, Any], link: WorkerLink) -> None:
         link.progress(step, Phase.VOTE)
         asked = link.poll()
         heard = torch.tensor([float(WHISTLE in asked)], dtype=torch.float64)
-        outcome = station.cast(Ballot(number, number, number, {}, asked, extra=heard), scale).read()
+        outcome = station.cast(Ballot(number, number, number, {}, asked, extra={"heard": heard}), scale).read()
         verdicts.append(sorted(request.kind for request in outcome.requests))
-        if outcome.extra == (world.size,):
+        if outcome.extra["heard"] == [world.size]:
             break
     (folder / f"verdicts-{world.rank}.json").write_text(json.dumps(verdicts))
     while len(list(folder.glob("verdicts-*.json"))) < world.size:  # whoever leaves now could fail another's last vote
