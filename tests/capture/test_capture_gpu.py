@@ -18,7 +18,7 @@ from closeranks.checkpoint.sources import Straight
 from closeranks.core.background import Background
 from closeranks.core.pieces import Piece
 from tests.capture.taking import Captured, Taking, stored
-from tests.capture.test_capture import item, kinds, raw
+from tests.capture.test_capture import check_a_target_without_memory_fails_alone, item, kinds, raw
 from tests.checkpoint.test_saver import WAIT_S, make, read
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +71,10 @@ def test_the_slot_grows_and_stays_pinned(background: Background) -> None:
         assert stored(captured_of(capture, target, [item("w", tensor)])) == {"w": raw(tensor.cpu())}
         assert [pinned.is_whole for pinned in capture._pins.values()] == [True]
     capture.close()
+
+
+def test_a_target_without_memory_fails_alone(background: Background) -> None:
+    check_a_target_without_memory_fails_alone(background, "cuda")
 
 
 def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, bytes]:

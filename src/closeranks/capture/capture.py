@@ -85,6 +85,8 @@ class Copied:
     ready: Ready
     watch: Watch
     ferry: Ferry
+    untold: list[Target] = field(init=False)
+    """Targets that do not know yet what became of it."""
     begun_s: float = 0.0
     """Spent by the thread that trains."""
     stall_s: float = 0.0
@@ -93,6 +95,14 @@ class Copied:
     """Processor time of the copying threads."""
     has_landed: threading.Event = field(default_factory=threading.Event)
     is_done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.untold = list(self.targets)
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Fewer targets are left, which take no more than these."""
+        kept = [pair for pair in zip(self.numbers, self.sources, strict=True) if pair[0] in numbers]
+        self.numbers, self.sources[:] = [number for number, _ in kept], [source for _, source in kept]
 
     def lateness(self) -> float:
         """How long training would have stood still by now, had it waited until now."""
@@ -132,7 +142,8 @@ class Capture:
         began_at = time.perf_counter()
         planned = self._planned(tensors)
         numbers = sorted(set[int]().union(*(target.entries(planned) for target in targets)))
-        clones = {number: one.tensor.detach().clone() for number, one in self._hasty.items()}
+        wanted = {planned.spans[at].tensor for at in numbers}
+        clones = {n: one.tensor.detach().clone() for n, one in self._hasty.items() if n in wanted}
         sources = list[Tensor]()
         for at in numbers:
             span = planned.spans[at]
@@ -210,7 +221,7 @@ class Capture:
                 copied.ready.reach()
                 self._copy(copied)
         except BaseException as error:  # training goes on; who wanted the copy decides what that means
-            self._fail(copied.targets, _in_words(error), error)
+            self._fail(copied.untold, _in_words(error), error)
         finally:
             copied.sources.clear()
             copied.busy_s += time.thread_time() - began_s
@@ -226,9 +237,12 @@ class Capture:
             try:
                 places[target] = dict(zip(target.entries(copied.plan), target.open(copied.plan), strict=True))
             except OSError as error:
+                copied.untold.remove(target)
                 self._fail([target], f"there is no memory for copies of the state ({error.strerror})")
         if not places:
             return
+        if len(places) < len(copied.targets):
+            copied.keep_only(set[int]().union(*places.values()))
         first = max(places, key=lambda target: len(places[target]))  # all that is copied at all goes into it
         pinned = self._pinned(first.slots[0], copied.ready)
         digests = self._passing(copied, places) if pinned is None else self._straight(copied, places, first, pinned)
@@ -236,6 +250,7 @@ class Capture:
             self._restless.update(changed)
             self._tensors = None
             list(digests)  # nobody reads the slots any more when they are written again
+            copied.untold.clear()
             self._fail(list(places), f"'{changed[0]}' changed while it was copied, and not by the optimizer")
             return
         copied.stall_s = copied.lateness()
@@ -243,7 +258,11 @@ class Capture:
         copied.has_landed.set()
         crcs = dict(zip(copied.numbers, digests, strict=True))
         for target, where in places.items():
-            target.finish(copied.plan, [crcs[number] for number in where], copied)
+            copied.untold.remove(target)
+            try:
+                target.finish(copied.plan, [crcs[number] for number in where], copied)
+            except BaseException as error:  # its own affair: the others have what they wanted
+                self._fail([target], _in_words(error), error)
 
     def _fail(self, targets: Sequence[Target], problem: str, error: BaseException | None = None) -> None:
         for target in targets:
