@@ -59,6 +59,7 @@ def test_every_kind_of_tensor_arrives_as_it_is(
     capture.make_ready(items, target)
     found = captured_of(capture, target, items)
     assert stored(found) == {key: raw(tensor.detach().cpu()) for key, tensor in tensors.items()}
+    capture._pinner.drain()
     assert [pinned.is_whole for pinned in capture._pins.values()] == [pins]
     assert Straight(items).chunks() == found.chunks
     capture.close()
@@ -77,6 +78,26 @@ def test_a_target_without_memory_fails_alone(background: Background) -> None:
     check_a_target_without_memory_fails_alone(background, "cuda")
 
 
+def test_a_copy_into_a_pinned_slot_does_not_wait_for_another_to_be_pinned(
+    background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture, target, state = Capture(background=background), Taking([]), [item("w", torch.ones(1000, device="cuda"))]
+    capture.make_ready(state, target)
+    capture._pinner.drain()
+    has_begun, gate = threading.Event(), threading.Event()
+
+    def pin(pinned: Pinned, is_enough: threading.Event) -> bool:
+        has_begun.set()
+        return gate.wait()
+
+    monkeypatch.setattr(Pinned, "pin", pin)
+    capture.make_ready(state, Taking([]))
+    has_begun.wait()
+    assert stored(captured_of(capture, target, state)) == {"w": raw(torch.ones(1000))}
+    gate.set()
+    capture.close()
+
+
 def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, bytes]:
     """A state that training changes, right after ``join`` or without it: what it was, what became of it, and what was
     captured. Behind a long queue of work the copy has not begun when the change is asked for, behind torch's back,
@@ -86,7 +107,7 @@ def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, byte
     capture, found = Capture(background=background), list[Captured]()
     target = Taking([])
     capture.make_ready([item("w", state)], target)
-    background.drain()
+    capture._pinner.drain()
     gate = threading.Event()
     if not is_joined:
         background.do(gate.wait)
@@ -125,7 +146,7 @@ def test_a_change_before_join_is_a_problem(background: Background, is_sent_off: 
     capture, found, gate = Capture(background=background), list[Captured](), threading.Event()
     target = Taking([])
     capture.make_ready([item("w", state)], target)
-    background.drain()
+    capture._pinner.drain()
     if not is_sent_off:
         background.do(gate.wait)
     matrix = torch.randn(8192, 8192, device="cuda")
@@ -148,7 +169,7 @@ def test_a_change_after_landing_is_none(background: Background) -> None:
     capture = Capture(background=background)
     target = Taking([])
     capture.make_ready([item("w", state)], target)
-    background.drain()
+    capture._pinner.drain()
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(3):
         found = list[Captured]()
@@ -225,7 +246,7 @@ def test_the_stall_is_a_small_part_of_a_blocking_copy(
     capture, loop, target = Capture(background=background), Loop(), Taking([])
     items = [item(f"w{number}", tensor) for number, tensor in enumerate(loop.state)]
     capture.make_ready(items, target)
-    background.drain()
+    capture._pinner.drain()
     added_s, waited_s, blocking_s = [], [], []
     for number in range(6):
         alone_s, _ = loop.run(None, items, target)

@@ -73,6 +73,7 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
                 fresh = torch.zeros_like(item.tensor)
                 recalled.read_into(item.section, item.key, item.piece, fresh)
                 assert torch.equal(fresh, was), item.key
+    kept.capture._pinner.drain()
     assert [pinned.is_whole for pinned in kept.capture._pins.values()] == [is_pinned] * 2
     kept.close()
 
@@ -118,7 +119,7 @@ def test_a_slot_is_pinned_once_and_given_back(place: Path) -> None:
     (box,) = make_boxes(place, 1)
     kept, held = Kept(Berths((box[0], box[1]))), holdings()
     kept.keeper.make_ready(kept.capture, held)
-    kept.capture._background.drain()
+    kept.capture._pinner.drain()
     pins = dict(kept.capture._pins)
     assert [pinned.is_whole for pinned in pins.values()] == [True, True]
     for step in range(3):

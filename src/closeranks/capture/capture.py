@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -91,6 +92,8 @@ class Copied:
     """Spent by the thread that trains."""
     stall_s: float = 0.0
     """How long training stood still until it had landed."""
+    send_s: float = 0.0
+    """How long devices took to send what lies on them."""
     busy_s: float = 0.0
     """Processor time of the copying threads."""
     has_landed: threading.Event = field(default_factory=threading.Event)
@@ -117,6 +120,7 @@ class Capture:
         self._background = background or Background("capture")
         self._crew = ThreadPoolExecutor(num_threads, "capture")  # starts none before it is needed
         self._ferry = Ferry()
+        self._pinner = Background("pin")  # seconds a slot: a copy into one that is pinned must not wait for another
         self._pins: dict[Slot, Pinned] = {}
         self._is_closing = threading.Event()
         self._plan, self._signature = NOTHING, signature(())
@@ -178,7 +182,7 @@ class Capture:
         planned = self._planned(tensors)
         ready = Ready(self._views)
         if ready.events:
-            self._background.do(lambda: self._pin_upcoming(target, planned, ready))
+            self._pinner.do(lambda: self._pin_upcoming(target, planned, ready))
         else:
             threading.Thread(target=_touch, args=(target, planned), name="touch", daemon=True).start()
 
@@ -207,12 +211,13 @@ class Capture:
         self._is_closing.set()
         is_idle = self._last is None or self._last.is_done.wait(timeout_s)
         self._background.close(timeout_s if is_idle else 0.0)
+        is_idle = self._pinner.close(timeout_s) and is_idle
         self._crew.shutdown(wait=False)
         while is_idle and self._pins:
             self._pins.popitem()[1].release()
         return is_idle
 
-    # What follows runs on the background's thread.
+    # What follows runs on the background's thread, and pinning on one of its own.
 
     def _run(self, copied: Copied) -> None:
         began_s = time.thread_time()
@@ -227,9 +232,9 @@ class Capture:
             copied.busy_s += time.thread_time() - began_s
             copied.has_landed.set()
             copied.is_done.set()
-        if copied.ready.events:
+        if copied.ready.events and not self._is_closing.is_set():
             for target in copied.targets:
-                self._pin_upcoming(target, copied.plan, copied.ready)
+                self._pinner.do(partial(self._pin_upcoming, target, copied.plan, copied.ready))
 
     def _copy(self, copied: Copied) -> None:
         places = dict[Target, dict[int, int]]()
@@ -245,6 +250,7 @@ class Capture:
             copied.keep_only(set[int]().union(*places.values()))
         first = max(places, key=lambda target: len(places[target]))  # all that is copied at all goes into it
         pinned = self._pinned(first.slots[0], copied.ready)
+        began_at = time.perf_counter()
         digests = self._passing(copied, places) if pinned is None else self._straight(copied, places, first, pinned)
         if changed := copied.watch.changed():
             self._restless.update(changed)
@@ -254,6 +260,7 @@ class Capture:
             self._fail(list(places), f"'{changed[0]}' changed while it was copied, and not by the optimizer")
             return
         copied.stall_s = copied.lateness()
+        copied.send_s = time.perf_counter() - began_at if copied.ready.events else 0.0
         copied.sources.clear()
         copied.has_landed.set()
         crcs = dict(zip(copied.numbers, digests, strict=True))
@@ -321,14 +328,15 @@ class Capture:
         long."""
         if not ready.events:
             return None
-        known = self._pins.get(slot)
-        if known is None or known.memory is not slot.bytes:
-            if known is not None:
-                known.release()
-            known = self._pins[slot] = Pinned(slot.bytes)
-            slot.touch_all(self._crew.map)
-            with ready.entered():
-                known.pin(self._is_closing)
+        with slot.lock:
+            known = self._pins.get(slot)
+            if known is None or known.memory is not slot.bytes:
+                if known is not None:
+                    known.release()
+                known = self._pins[slot] = Pinned(slot.bytes)
+                slot.touch_all(self._crew.map)
+                with ready.entered():
+                    known.pin(self._is_closing)
         return known if known.is_whole else None
 
     def _pin_upcoming(self, target: Target, plan: Plan, ready: Ready) -> None:

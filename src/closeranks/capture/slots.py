@@ -23,6 +23,7 @@ import json
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -146,20 +147,23 @@ class Slot:
         self._memory: mmap.mmap | None = None
         self.bytes: Octets = np.empty(0, np.uint8)
         """All of it. Whoever holds a part of it keeps the mapping."""
+        self.lock = threading.Lock()
+        """Held while it is given memory, or that memory is pinned."""
         self._num_touched = 0
 
     def reserve(self, num_data: int, num_index: int) -> None:
         """Room for so much, with its memory; ``OSError`` where there is none. What lay in it stays valid or invalid."""
         wanted = _index_at(num_data) + num_index
-        size = os.fstat(self.fd).st_size
-        if size < wanted:
-            # An index may grow from step to step, and mapping anew costs much more than its room.
-            size = _round_up(wanted + num_index // 2, _SLICE_BYTES)
-            os.posix_fallocate(self.fd, 0, size)
-        if len(self.bytes) < wanted:
-            self._memory = unshare_memory(mmap.mmap(self.fd, size))
-            self.bytes = np.frombuffer(self._memory, np.uint8)
-            self._num_touched = 0
+        with self.lock:
+            size = os.fstat(self.fd).st_size
+            if size < wanted:
+                # An index may grow from step to step, and mapping anew costs much more than its room.
+                size = _round_up(wanted + num_index // 2, _SLICE_BYTES)
+                os.posix_fallocate(self.fd, 0, size)
+            if len(self.bytes) < wanted:
+                self._memory = unshare_memory(mmap.mmap(self.fd, size))
+                self.bytes = np.frombuffer(self._memory, np.uint8)
+                self._num_touched = 0
 
     def data(self, num_data: int) -> Octets:
         return self.bytes[DATA_AT : DATA_AT + num_data]

@@ -44,12 +44,13 @@ class Background:
         self.do(is_done.set)
         is_done.wait()
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """When the jobs given so far are done, or the time is up."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """When the jobs given so far are done, or the time is up; whether they are done."""
         self._is_closed = True
         if self._is_started:
             self._jobs.put(None)
             self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

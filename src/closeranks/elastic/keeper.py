@@ -67,6 +67,8 @@ class Joined:
     """and until it was sealed, had training waited for that."""
     busy_s: float
     """Processor time of the copying threads."""
+    send_s: float = 0.0
+    """How long devices took to send what lies on them."""
     problem: str = ""
 
 
@@ -121,9 +123,9 @@ class Keeper:
             raise newest.error
         copied, step = newest.copied, newest.about.step
         if copied is None:
-            return Joined(step, newest.is_sealed, 0.0, 0.0, 0.0, newest.problem)
+            return Joined(step, newest.is_sealed, 0.0, 0.0, 0.0, problem=newest.problem)
         stall_s, late_s = copied.begun_s + copied.stall_s, copied.begun_s + newest.late_s
-        return Joined(step, newest.is_sealed, stall_s, late_s, copied.busy_s, newest.problem)
+        return Joined(step, newest.is_sealed, stall_s, late_s, copied.busy_s, copied.send_s, newest.problem)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Whoever fails does not wait long for a peer that will never answer; what it leaves is torn, and says so."""

@@ -76,7 +76,7 @@ class Keeping(Component):
         self._is_warned = False
         self._stepped_at, self._lost_s = 0.0, 0.0
         self._num_heard, self._has_decided = 0, False
-        self._steps, self._stalls, self._lates = list[float](), list[float](), list[float]()
+        self._steps, self._stalls, self._lates, self._sends = (list[float]() for _ in range(4))
 
     def introduce(self, warnings: Sequence[str]) -> None:
         """Say where this generation begins. ``warnings``: what a person should know of the run."""
@@ -181,12 +181,13 @@ class Keeping(Component):
             self._overseer.kept(joined.step)
         self._num_heard += 1
         if self._num_heard == _NUM_FIRST + 1:
-            self._stalls.clear()
-            self._lates.clear()
+            for costs in (self._stalls, self._lates, self._sends):
+                costs.clear()
         num_threads = 1 if self._context.device.type == "cuda" else torch.get_num_threads()
         num_busy = self._context.world.local_size * num_threads
         for seconds, costs in ((joined.stall_s, self._stalls), (joined.late_s, self._lates)):
             costs.append(true_cost(seconds, joined.busy_s, _num_cores(), num_busy))
+        self._sends.append(joined.send_s)
         self._lost_s += joined.late_s if self._every == 1 else joined.stall_s
         if joined.problem and not self._is_warned:
             self._is_warned = True
@@ -204,15 +205,18 @@ class Keeping(Component):
         if self._num_heard <= (_NUM_FIRST if self._is_auto else 0):  # on all ranks alike: what was begun is joined
             return
         self._has_decided = True
-        own = [median(self._steps[1:] or self._steps)]
-        own += [median_low(costs) for costs in (self._stalls, self._lates)]
+        steps = sorted(self._steps[1:] or self._steps)
+        # With a copy every second step, half of them are without.
+        own = [median(steps) if self._context.device.type == "cpu" else steps[len(steps) // 4]]
+        own += [median_low(costs) for costs in (self._stalls, self._lates, self._sends)]
         told = [json.loads(text) for text in self._context.groups.world.gather_text(json.dumps(own))]
-        step_s, stall_s, late_s = (max(numbers) for numbers in zip(*told, strict=True))
-        for numbers in (self._steps, self._stalls, self._lates):
+        step_s, stall_s, late_s, send_s = (max(numbers) for numbers in zip(*told, strict=True))
+        for numbers in (self._steps, self._stalls, self._lates, self._sends):
             del numbers[:-1]
         if self._is_auto:
-            self._every = steps_between(stall_s, late_s, step_s, self._context.job.elastic.snapshot_cost)
-        cost_s = late_s if self._every == 1 else stall_s
+            share = self._context.job.elastic.snapshot_cost
+            self._every = steps_between(stall_s, late_s, step_s, share, send_s)
+        cost_s = late_s if self._every == 1 else max(stall_s, send_s - step_s)
         if self._every != self._told_every:
             self._told_every = self._every
             if self._context.world.is_lead:
