@@ -47,6 +47,14 @@ def captured_of(capture: Capture, target: Taking, items: list[StateTensor]) -> C
     return target.outcomes.pop()
 
 
+def made_ready(background: Background, items: list[StateTensor]) -> tuple[Capture, Taking]:
+    """A target whose slot is pinned."""
+    capture, target = Capture(background=background), Taking([])
+    capture.make_ready(items, target)
+    capture._pinner.drain()
+    return capture, target
+
+
 @pytest.mark.parametrize("pins", [True, False])
 def test_every_kind_of_tensor_arrives_as_it_is(
     background: Background, monkeypatch: pytest.MonkeyPatch, pins: bool
@@ -81,9 +89,8 @@ def test_a_target_without_memory_fails_alone(background: Background) -> None:
 def test_a_copy_into_a_pinned_slot_does_not_wait_for_another_to_be_pinned(
     background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture, target, state = Capture(background=background), Taking([]), [item("w", torch.ones(1000, device="cuda"))]
-    capture.make_ready(state, target)
-    capture._pinner.drain()
+    state = [item("w", torch.ones(1000, device="cuda"))]
+    capture, target = made_ready(background, state)
     has_begun, gate = threading.Event(), threading.Event()
 
     def pin(pinned: Pinned, is_enough: threading.Event) -> bool:
@@ -104,17 +111,13 @@ def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, byte
     which would notice."""
     state = torch.randn(64 << 20, device="cuda")
     before = raw(state.cpu())
-    capture, found = Capture(background=background), list[Captured]()
-    target = Taking([])
-    capture.make_ready([item("w", state)], target)
-    capture._pinner.drain()
+    capture, target = made_ready(background, [item("w", state)])
     gate = threading.Event()
     if not is_joined:
         background.do(gate.wait)
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(5):
         matrix @ matrix
-    target.outcomes = found
     capture.begin([item("w", state)], [target])
     if is_joined:
         capture.land()
@@ -122,7 +125,7 @@ def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, byte
     gate.set()
     capture.join()
     background.drain()
-    values = stored(found.pop())["w"]
+    values = stored(target.outcomes.pop())["w"]
     capture.close()
     return before, raw(state.cpu()), values
 
@@ -143,16 +146,13 @@ def test_a_change_before_join_would_be_seen(background: Background) -> None:
 def test_a_change_before_join_is_a_problem(background: Background, is_sent_off: bool) -> None:
     """Before the copies are asked of the device, or after that and before they are done."""
     state = torch.randn(64 << 20, device="cuda")
-    capture, found, gate = Capture(background=background), list[Captured](), threading.Event()
-    target = Taking([])
-    capture.make_ready([item("w", state)], target)
-    capture._pinner.drain()
+    capture, target = made_ready(background, [item("w", state)])
+    gate = threading.Event()
     if not is_sent_off:
         background.do(gate.wait)
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(5):
         matrix @ matrix
-    target.outcomes = found
     capture.begin([item("w", state)], [target])
     if is_sent_off:
         time.sleep(0.01)  # the matrix products take longer
@@ -160,27 +160,22 @@ def test_a_change_before_join_is_a_problem(background: Background, is_sent_off: 
     gate.set()
     capture.join()
     background.drain()
-    assert found.pop().problem.startswith("'w' changed while it was copied")
+    assert target.outcomes.pop().problem.startswith("'w' changed while it was copied")
     capture.close()
 
 
 def test_a_change_after_landing_is_none(background: Background) -> None:
     state = torch.randn(64 << 20, device="cuda")
-    capture = Capture(background=background)
-    target = Taking([])
-    capture.make_ready([item("w", state)], target)
-    capture._pinner.drain()
+    capture, target = made_ready(background, [item("w", state)])
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(3):
-        found = list[Captured]()
         for _ in range(5):
             matrix @ matrix
-        target.outcomes = found
         capture.begin([item("w", state)], [target])
         capture.land()
         state.neg_()
         capture.join()
-        assert not found.pop().problem
+        assert not target.outcomes.pop().problem
     capture.close()
 
 
@@ -243,10 +238,9 @@ def test_the_stall_is_a_small_part_of_a_blocking_copy(
     background: Background, record_property: Callable[[str, object], None]
 ) -> None:
     """2 GiB: what a capture adds to the loop, beside what copying with the loop at rest takes. Interleaved rounds."""
-    capture, loop, target = Capture(background=background), Loop(), Taking([])
+    loop = Loop()
     items = [item(f"w{number}", tensor) for number, tensor in enumerate(loop.state)]
-    capture.make_ready(items, target)
-    capture._pinner.drain()
+    capture, target = made_ready(background, items)
     added_s, waited_s, blocking_s = [], [], []
     for number in range(6):
         alone_s, _ = loop.run(None, items, target)
