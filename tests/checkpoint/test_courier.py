@@ -226,6 +226,21 @@ def test_closing_gives_up_unless_it_is_asked_to_wait(tmp_path: Path) -> None:
         assert hasty.close() == []
 
 
+def test_a_writer_that_takes_long_to_die_is_reaped_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it is niced on a busy machine: a process that nobody waits for stays a zombie as long as its parent."""
+    monkeypatch.setattr("closeranks.checkpoint.courier._DEATH_S", 0.0)
+    one = Courier(settings(tmp_path))
+    one.start()
+    process = one._process
+    assert process is not None
+    one.close()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "reap"]:
+        thread.join()
+    assert process.returncode is not None
+
+
 def test_the_writer_is_nice_small_quick_and_without_torch(tmp_path: Path) -> None:
     with courier(settings(tmp_path, nice=7)) as one:
         started_at = time.monotonic()

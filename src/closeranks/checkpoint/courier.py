@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,7 +62,6 @@ class Courier:
         self._connection: socket.socket | None = None
         self._flights: dict[str, Flight] = {}
         self._unheard: list[Report] = []
-        self._ended: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         """Begin before the first order, so that it need not wait; one that cannot start is told of by ``send``."""
@@ -182,21 +182,11 @@ class Courier:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(leave_s)
             self._process.kill()
-            self._ended.append(self._process)
+            _reap(self._process)
             self._process = None
-        self._reap(_DEATH_S)
         flights, self._flights = list(self._flights.values()), {}
         for flight in flights:
             self._unheard += _given_up(flight, self._settings, why)
-
-    def _reap(self, wait_s: float) -> None:
-        """A writer in a dead disk's grip cannot be ended yet, only left to itself until it can."""
-        for process in list(self._ended):
-            try:
-                process.wait(wait_s)
-                self._ended.remove(process)
-            except subprocess.TimeoutExpired:
-                _log.warning("the writer, process %d, cannot be ended yet", process.pid)
 
     def _last_words(self) -> str:
         """How the writer ended; it has hung up, so that it is gone or about to be."""
@@ -208,6 +198,16 @@ class Courier:
         if code < 0:
             return f"the writer was killed by {signal.Signals(-code).name}"
         return f"the writer ended with exit status {code}"
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    """A writer in a dead disk's grip, or niced on a busy machine, is waited for in the background until it ends."""
+    try:
+        process.wait(_DEATH_S)
+    except subprocess.TimeoutExpired:
+        _log.warning("the writer, process %d, cannot be ended yet", process.pid)
+        with suppress(RuntimeError):  # no thread can be started
+            threading.Thread(target=process.wait, name="reap", daemon=True).start()
 
 
 def _given_up(flight: Flight, settings: Settings, why: str) -> list[Report]:
