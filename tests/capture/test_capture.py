@@ -466,7 +466,7 @@ def test_a_copy_that_kept_the_lock_would_be_felt(monkeypatch: pytest.MonkeyPatch
     libc = ctypes.PyDLL(None) if keeps_lock else ctypes.CDLL(None)
 
     def slow(data: memoryview, value: int = 0) -> int:
-        libc.usleep(20_000)
+        libc.usleep(100_000)  # long beside what a busy machine makes the copy itself wait
         return crc32c(data, value)
 
     monkeypatch.setattr(room, "crc32c", slow)

@@ -264,11 +264,11 @@ def test_types_may_be_mixed() -> None:
 
 
 def test_large_tensors_keep_their_precision() -> None:
-    """One float32 sum over 25 million values would be 0.3% off."""
+    """One float32 sum over 25 million values would be 0.3% off. Processors with shorter vectors round more often."""
     large, small = torch.full((12_000_001,), 0.1), torch.full((7,), 2.0)
     found = norms_squared([large, small])
     assert found.dtype == torch.float64
-    assert found.tolist() == pytest.approx([12_000_001 * 0.1**2, 28.0], rel=5e-5)
+    assert found.tolist() == pytest.approx([12_000_001 * 0.1**2, 28.0], rel=1e-4)
 
 
 @pytest.mark.gpu

@@ -191,7 +191,7 @@ class _Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_slow:
-            time.sleep(0.05)
+            time.sleep(0.2)
         answer: Tensor = self.inner(x)
         return answer
 
@@ -206,17 +206,17 @@ def _owned(folder: Path, tables: dict[str, Any]) -> float:
 
 @pytest.mark.world
 def test_a_rank_that_holds_all_others_up_has_the_time_alone(tmp_path: Path) -> None:
-    tables = {"train": {"steps": 6, "global_batch": 12}}
+    tables = {"train": {"steps": 4, "global_batch": 12}}
     own = run_world(_owned, 3, tmp_path, tables)
-    assert own[1] > 0.05
-    assert max(own[0], own[2]) < 0.02
+    assert own[1] > 0.2
+    assert max(own[0], own[2]) < 0.1
 
 
 @pytest.mark.world
 def test_waiting_in_collectives_inside_the_forward_is_nobodys_own_time(tmp_path: Path) -> None:
-    tables = {"train": {"steps": 6, "global_batch": 12}, "layout": {"zero": 3}}
+    tables = {"train": {"steps": 4, "global_batch": 12}, "layout": {"zero": 3}}
     own = run_world(_owned, 3, tmp_path, tables)
-    assert max(own) < 0.04
+    assert max(own) < 0.15
 
 
 @pytest.mark.gpu

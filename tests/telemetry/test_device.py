@@ -24,7 +24,7 @@ HOST_ERROR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_matmul_peak_is_a_plausible_figure(dtype: torch.dtype) -> None:
-    assert 1e8 < measure_matmul_flops(CPU, dtype) < 1e15
+    assert 1e6 < measure_matmul_flops(CPU, dtype) < 1e15  # without instructions for bf16 a core reaches 6e7
 
 
 def test_measuring_is_quick_and_leaves_the_random_stream_alone() -> None:

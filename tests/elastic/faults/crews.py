@@ -157,7 +157,7 @@ def tree(count: int, body: str, place: Path) -> Iterator[Tree]:
         process.communicate()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
