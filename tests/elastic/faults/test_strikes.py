@@ -180,6 +180,19 @@ def test_the_kernel_kills_who_may_take_no_page_more(tmp_path: Path) -> None:
     assert not groups_left()
 
 
+@has(MEMORY)
+def test_who_dies_between_two_looks_of_one_turn_was_struck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def once_it_is_dead(victim: Victim) -> bool:
+        until(lambda: is_dead(victim))
+        return True
+
+    is_dead = Victim.is_dead.fget
+    monkeypatch.setattr(Victim, "is_dead", property(once_it_is_dead))
+    with tree(1, "grow", tmp_path) as crew, Injector([Fault("oom", 1, 0)]) as injector:
+        injector(crew.shown())
+        assert [strike.note for strike in injector.strikes] == ["killed by the kernel for want of memory"]
+
+
 def _num_oom_kills() -> int:
     lines = Path("/proc/vmstat").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

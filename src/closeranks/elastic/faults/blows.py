@@ -138,9 +138,10 @@ class _Starve(_Grouped):
         self._group.limit_memory(0)
 
     def turn(self, look: Look) -> bool:
+        is_over = super().turn(look)  # asked before the count: it may die between the two
         if self.struck_at is None and self._group.num_oom_kills:
             self.struck_at, self.note = time.time(), "killed by the kernel for want of memory"
-        return super().turn(look)
+        return is_over
 
 
 def _own_boxes(look: Look, worker: Worker) -> tuple[str, ...]:
