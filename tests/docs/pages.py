@@ -95,3 +95,10 @@ def spoken_commands() -> list[tuple[str, list[str]]]:
     """Every ``closeranks ...`` of running text, which may leave away what it is not about."""
     spans = [(name_of(page), span) for page in PAGES for span in code_spans(page)]
     return [(place, shlex.split(span)[1:]) for place, span in spans if re.match(r"closeranks [a-z-]", span)]
+
+
+def shown_lines() -> list[tuple[str, str]]:
+    """Every line of a shell block and every code span, as (place, text): what somebody may copy and run."""
+    spans = [(name_of(page), span) for page in PAGES for span in code_spans(page)]
+    shell = ((block.place, block.text.replace("\\\n", " ")) for block in all_blocks("bash", "sh"))
+    return spans + [(place, line.partition(" #")[0]) for place, text in shell for line in text.splitlines()]

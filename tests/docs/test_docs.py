@@ -39,6 +39,7 @@ from tests.docs.pages import (
     links,
     name_of,
     prose,
+    shown_lines,
     spoken_commands,
 )
 
@@ -140,6 +141,26 @@ def test_commands_in_running_text_have_a_verb() -> None:
             verb(place, words[0])
 
 
+def test_scripts_that_are_shown_take_the_options_they_are_shown_with() -> None:
+    shown = [(place, re.match(r"(?:\w+=\S+ )*(?:\S*/)?python (\S+\.py)(.*)", line)) for place, line in shown_lines()]
+    found = [(place, ROOT / match[1], match[2]) for place, match in shown if match]
+    assert len(found) >= 20
+    for place, script, words in found:
+        assert script.is_file(), f"{place} runs {script}"
+        for option in re.findall(r" (--[\w-]+)", words):
+            assert f'"{option}"' in script.read_text(), f"{place} passes {option} to {script}"
+
+
+def test_targets_and_modules_that_are_shown_exist() -> None:
+    targets = set(re.findall(r"(?m)^([a-z][\w-]*):", (ROOT / "Makefile").read_text()))
+    for place, line in shown_lines():
+        if made := re.match(r"(?:\w+=\S+ )*make ([a-z][\w-]*)", line):
+            assert made[1] in targets, f"{place} shows make {made[1]}"
+        if module := re.match(r"(?:\S*/)?python -m (tests\.[\w.]+)", line):
+            path = ROOT / module[1].replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{place} runs {module[1]}"
+
+
 def verb(place: str, name: str) -> Any:
     verbs: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert name in verbs, f"{place} shows `closeranks {name}`, which is no verb"
@@ -231,6 +252,21 @@ def test_parameters_are_counted_right() -> None:
         assert figures | {shape.ffn_dim, shape.vocab_size} <= counts[name], name
     assert digits.num_params(digits.DigitsShape()) in counts["digits"]
     assert pairs.num_params(pairs.PairsShape()) in counts["pairs"]
+
+
+def test_the_readme_stays_short_and_shows_one_table() -> None:
+    text = README.read_text()
+    assert 900 <= len(text.split()) <= 1200
+    (table,) = re.findall(r"(?m)^\|[-|]+\n((?:\|.*\n)+)", text)
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
+    assert [row[0].partition(":")[0] for row in rows] == ["recovery", "GPU", "overhead", "checkpoint", "data"]
+    assert all(re.fullmatch(r"`[^`]+`", row[-1]) for row in rows), "each has its command"
+
+
+def test_the_index_names_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    named = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
+    assert not {page for page in PAGES if page.parent == index.parent} - named - {index}
 
 
 def test_the_picture_is_small() -> None:
