@@ -13,6 +13,7 @@ from closeranks.core.config.load import Loaded
 from closeranks.core.config.origin import DEFAULT, Origin
 from closeranks.core.config.table import Table
 from closeranks.core.config.toml import format_value
+from closeranks.core.errors import UserError
 
 UNSET = "(not set)"
 
@@ -46,5 +47,5 @@ def _shown(value: Any) -> str:
         return UNSET
     try:
         return format_value(value)
-    except TypeError:
+    except UserError:
         return repr(value)

@@ -17,7 +17,7 @@ from closeranks.core.config.shape import Spot, find, locate, root_spot, tables_u
 from closeranks.core.config.table import Table
 from closeranks.core.config.toml import Parts, dotted, format_value
 from closeranks.core.config.words import example, expected, given
-from closeranks.core.errors import Problem
+from closeranks.core.errors import Problem, UserError
 from closeranks.core.registry import nearest
 
 _MAX_ERRORS = 50
@@ -172,7 +172,7 @@ def _near(name: str, known: Sequence[str], form: str = "'{}'") -> str:
 def _shown(value: Any) -> str:
     try:
         return format_value(value)
-    except TypeError:
+    except UserError:
         return "..."
 
 
