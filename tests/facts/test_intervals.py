@@ -6,28 +6,22 @@ The simulations are seeded, and large enough that their own error is about a hun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.facts.contention import Sharing, kind_period_s, least_period_s
-from closeranks.facts.hazards import Bathtub, gain, periods_by_age
+from closeranks.facts.contention import Sharing, kind_period_s
+from closeranks.facts.hazards import LIFE_S, ages_of, danger, dangers, gain, lost_by
 from closeranks.facts.intervals import (
     Level,
-    best_num_increments,
     best_period_s,
     daly,
     efficiency,
     efficiency_without_saves,
-    first_order_waste,
     learned_mtbf_s,
     lost_s,
-    num_kept_for,
     prior_mtbf_s,
-    silent_period_s,
     storage_cost,
     waste,
     young,
@@ -37,6 +31,11 @@ from closeranks.facts.spans import literal, words
 from tests.facts.playing import play, share_store
 
 MINUTE, HOUR = 60.0, 3600.0
+
+
+def first_order_waste(period_s: float, level: Level) -> float:
+    """s/T + (T/2 + L + R)/mu: what the exact share comes to while periods are short beside mean lives."""
+    return level.stall_s / period_s + (period_s / 2 + level.durable_s + level.restart_s) * level.rate
 
 
 # --- figures
@@ -78,7 +77,7 @@ def test_first_order_figures_of_restarting_every_eleven_minutes() -> None:
 # --- laws
 
 SPANS = st.floats(0.01, 1e5)
-LEVELS = st.builds(Level, st.just("any"), st.floats(1.0, 1e7), SPANS, SPANS, SPANS, st.integers(1, 4))
+LEVELS = st.builds(Level, st.just("any"), st.floats(1.0, 1e7), SPANS, SPANS, SPANS)
 
 
 @given(st.floats(1e-3, 1e8), LEVELS)
@@ -113,7 +112,6 @@ def test_exact_and_first_order_meet_where_lives_are_long(
 def test_a_medium_that_does_not_keep_up_makes_training_wait() -> None:
     level = Level("disk", math.inf, 0.0, 10.0)
     assert efficiency(1.0, level) == pytest.approx(0.1)
-    assert efficiency(1.0, Level("disk", math.inf, 0.0, 10.0, in_flight=5)) == pytest.approx(0.5)
     assert efficiency(10.0, level) == 1.0
 
 
@@ -121,27 +119,6 @@ def test_never_saving_is_hopeless_for_long_jobs_and_free_for_safe_ones() -> None
     assert efficiency_without_saves(24 * HOUR, 3 * HOUR, 60.0) < 0.005
     assert efficiency_without_saves(24 * HOUR, 1e12, 60.0) == pytest.approx(1.0)
     assert efficiency_without_saves(24 * HOUR, 1.0, 60.0) == 0.0
-
-
-def test_silent_errors() -> None:
-    """Without them it is Young's; with nothing else a whole period is lost, so it is shorter by sqrt(2)."""
-    assert silent_period_s(0.0, 5.0, math.inf, HOUR) == pytest.approx(young(HOUR, 5.0))
-    assert silent_period_s(2.0, 3.0, HOUR, math.inf) == pytest.approx(young(HOUR, 5.0) / math.sqrt(2))
-    assert [num_kept_for(latency, 60.0) for latency in (0.0, 59.0, 60.0, 61.0)] == [1, 2, 2, 3]
-
-
-def test_increments() -> None:
-    """The best count loses no more than its neighbours: writing (d k + 1) per k + 1 saves, loading k d at a failure."""
-    dirty, full_s, load_s, period_s, mtbf_s = 0.05, 30.0, 30.0, 60.0, HOUR
-
-    def overhead(count: float) -> float:
-        writing = full_s * (1 - dirty) / (count * period_s)
-        return writing + count / 2 * dirty * load_s / mtbf_s
-
-    best = best_num_increments(dirty, full_s, load_s, period_s, mtbf_s)
-    assert overhead(best) <= min(overhead(0.9 * best), overhead(1.1 * best))
-    assert best_num_increments(1.0, full_s, load_s, period_s, mtbf_s) == 0
-    assert math.isinf(best_num_increments(0.0, full_s, load_s, period_s, mtbf_s))
 
 
 def test_priors_and_learning() -> None:
@@ -228,23 +205,6 @@ def test_what_every_save_costs_stays_when_a_level_is_dropped() -> None:
     assert found.placed[0].level.stall_s == pytest.approx(5.0 + levels[len(found.dropped)].stall_s)
 
 
-def test_three_levels_nest_in_whole_multiples() -> None:
-    levels = [
-        Level("memory", HOUR, 0.01, 0.01),
-        Level("disk", 8 * HOUR, 0.5, 5.0),
-        Level("store", 72 * HOUR, 5.0, 60.0),
-    ]
-    found = nest(levels)
-    counts = [place.every for place in found.placed]
-    assert counts[0] == 1
-    assert counts[1] > 1
-    assert counts[2] % counts[1] == 0
-    assert [place.period_s for place in found.placed] == pytest.approx([count * found.period_s for count in counts])
-    ideal = sum(math.sqrt(2 * level.rate * level.stall_s) for level in levels)
-    late = sum(level.rate * level.durable_s for level in levels)
-    assert found.waste == pytest.approx(ideal + late, rel=0.03)
-
-
 @given(st.floats(5.0, 2000.0))
 def test_no_given_period_beats_the_nesting(period_s: float) -> None:
     assert waste_at([NEAR, FAR], period_s) >= nest([NEAR, FAR]).waste * 0.99
@@ -267,9 +227,9 @@ def test_random_phases_played_out(num_jobs: int, load: float) -> None:
 def test_sharing_keeps_its_bounds(transfer_s: float, num_jobs: int, period_s: float) -> None:
     sharing = Sharing(transfer_s, num_jobs, period_s)
     assert transfer_s <= sharing.random_s * (1 + 1e-12)
-    assert sharing.random_s <= sharing.aligned_s == least_period_s(transfer_s, num_jobs)
+    assert sharing.random_s <= sharing.aligned_s == num_jobs * transfer_s
     assert Sharing(transfer_s, 1, period_s).random_s == transfer_s
-    assert (sharing.load <= 1) == (period_s >= least_period_s(transfer_s, num_jobs)) or math.isclose(sharing.load, 1)
+    assert (sharing.load <= 1) == (period_s >= num_jobs * transfer_s) or math.isclose(sharing.load, 1)
 
 
 @pytest.mark.parametrize("num_jobs", [1, 2, 4, 16, 64, 300])
@@ -277,7 +237,7 @@ def test_a_little_slack_is_kinder_than_a_full_store(num_jobs: int) -> None:
     def lost(period_s: float) -> float:
         return period_s / 2 + Sharing(10.0, num_jobs, period_s).random_s
 
-    kind, least = kind_period_s(10.0, num_jobs), least_period_s(10.0, num_jobs)
+    kind, least = kind_period_s(10.0, num_jobs), num_jobs * 10.0
     assert kind >= least
     assert lost(kind) <= min(lost(least * (1 + step / 100)) for step in range(300)) * 1.001
 
@@ -285,24 +245,17 @@ def test_a_little_slack_is_kinder_than_a_full_store(num_jobs: int) -> None:
 # --- machines that live a day
 
 
-def integral(of: Callable[[float], float], last: float, num: int = 20_000) -> float:
-    return sum(of((place + 0.5) * last / num) for place in range(num)) * last / num
-
-
-def test_the_bathtub_is_one() -> None:
-    tub = Bathtub()
-    assert tub.lost_by(0.0) == 0.0
-    assert 0.9 < tub.lost_by(tub.life_s) < 1.0
-    young_one, middle, old = (tub.relative(first * HOUR, last * HOUR) for first, last in ((0, 1), (8, 16), (23, 24)))
-    assert middle < 0.1 < 1 < young_one
-    assert old > 1
-    dead = integral(lambda age: tub.hazard(age) * (1 - tub.lost_by(age)), tub.life_s)
-    assert dead == pytest.approx(tub.lost_by(tub.life_s), rel=1e-4)
+def test_machines_are_lost_in_a_bathtub() -> None:
+    assert lost_by(0.0) == 0.0
+    assert 0.9 < lost_by(LIFE_S) < 1.0
+    early, middle, late = (danger(first * HOUR, last * HOUR) for first, last in ((0, 1), (8, 16), (23, 24)))
+    assert middle < 0.1 < 1 < early
+    assert late > 1
 
 
 def test_danger_has_mean_one_and_periods_follow_it() -> None:
-    ages = periods_by_age(Bathtub(), 3 * HOUR, 0.15, floor_s=5.0)
-    assert sum(age.danger * (age.last_s - age.first_s) for age in ages) / (24 * HOUR) == pytest.approx(1.0)
+    ages = ages_of(3 * HOUR, 0.15, floor_s=5.0)
+    assert sum(age.danger * (age.last_s - age.first_s) for age in ages) / LIFE_S == pytest.approx(1.0)
     for age in ages:
         assert age.period_s == pytest.approx(max(5.0, young(3 * HOUR / age.danger, 0.15)))
     assert ages[0].period_s < ages[1].period_s < ages[2].period_s > ages[3].period_s > ages[4].period_s
@@ -310,11 +263,11 @@ def test_danger_has_mean_one_and_periods_follow_it() -> None:
 
 def test_the_gain_is_what_following_the_danger_spares() -> None:
     """Overheads added up over a life, one period against the best of each moment."""
-    tub, mtbf_s, cost_s = Bathtub(), 3 * HOUR, 0.2
-    edges = [tub.life_s * place / 480 for place in range(481)]
-    rates = [tub.relative(first, last) / mtbf_s for first, last in pairwise(edges)]
+    mtbf_s, cost_s = 3 * HOUR, 0.2
+    rates = [one / mtbf_s for one in dangers()[1]]
+    assert sum(rates) / len(rates) == pytest.approx(1 / mtbf_s)
     fixed_s = young(mtbf_s, cost_s)
     fixed = sum(cost_s / fixed_s + rate * fixed_s / 2 for rate in rates)
     bent = sum(math.sqrt(2 * cost_s * rate) for rate in rates)
-    assert gain(tub) == pytest.approx(1 - bent / fixed, rel=1e-6)
-    assert 0.2 < gain(tub) < 0.7
+    assert gain() == pytest.approx(1 - bent / fixed, rel=1e-6)
+    assert 0.2 < gain() < 0.7

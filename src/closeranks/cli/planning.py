@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from closeranks.cli.copies import copies_line, hosts_of, rank_copies
+from closeranks.cli.pictures import check_picture, drawing
 from closeranks.core.config.overrides import split_pairs
 from closeranks.core.environment import num_gpus
-from closeranks.core.errors import ConfigError, Problem, SetupError
+from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.registry import did_you_mean, is_dotted
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.mesh import tensor_crossing
@@ -174,7 +175,11 @@ def show_layout(
         raise ConfigError(problems)
     cost = cost_of(subject, layout_for(job, num_ranks))
     if picture is not None:
-        _draw(cost, picture)
+        from closeranks.plan.mesh_picture import draw_layout
+
+        check_picture(picture)
+        with drawing(picture):
+            draw_layout(cost, picture)
     if as_json:
         ranks = {"num_ranks": num_ranks, "ranks": listing.ranks_as_json(cost)}
         copies = {"host_copies_bytes": rank_copies(job, cost, per_host)}
@@ -246,13 +251,3 @@ def _schedule_lines(cost: Cost) -> list[str]:
 
     made = schedule_for(cost.layout.schedule, cost.layout.pipeline, cost.num_micro)
     return schedule_text(timeline(made)).splitlines()
-
-
-def _draw(cost: Cost, picture: Path) -> None:
-    from closeranks.plan.mesh_picture import draw_layout
-
-    if not picture.parent.is_dir():
-        raise SetupError(f"there is no folder {picture.parent} to draw into", "Make it, or name another.")
-    if picture.suffix.lower() != ".png":
-        raise SetupError(f"{picture} does not end in .png", "Pictures are drawn as PNG.")
-    draw_layout(cost, picture)

@@ -4,8 +4,8 @@ The model: the store carries ``transfer_s`` worth of one job's save when it is a
 among all saves under way (processor sharing); every job saves once per ``period_s``. Random phases: a queue with
 processor sharing, whose mean stay is transfer / (1 - load of the others), and which never exceeds the worst case.
 Aligned: all begin at once and all end at once, after everybody's bytes. Invariant: 1 job waits for nobody; random
-phases never take longer than aligned ones; below ``least_period_s`` the store falls behind without end, whatever the
-phases.
+phases never take longer than aligned ones; where the saves of all do not fit into one period the store falls behind
+without end, whatever the phases.
 """
 
 from __future__ import annotations
@@ -40,16 +40,11 @@ class Sharing:
         return min(self.aligned_s, self.transfer_s / (1 - others)) if others < 1 else self.aligned_s
 
 
-def least_period_s(transfer_s: float, num_jobs: int) -> float:
-    """Every job's saves must fit into one period."""
-    return num_jobs * transfer_s
-
-
 def kind_period_s(transfer_s: float, num_jobs: int) -> float:
     """The period that loses least to a failure in a crowd: half of it, and the time a save is under way.
 
-    At the least period the store is full and a save takes as long as in step with all others; a little slack
-    (b + sqrt(2 x b), with b the others' transfers) shortens the stay more than it lengthens the period.
+    Where the saves of all just fit into a period the store is full, and a save takes as long as in step with all. A
+    little slack (b + sqrt(2 x b), with b the others' transfers) shortens the stay more than it lengthens the period.
     """
     others_s = (num_jobs - 1) * transfer_s
-    return max(least_period_s(transfer_s, num_jobs), others_s + math.sqrt(2 * transfer_s * others_s))
+    return max(num_jobs * transfer_s, others_s + math.sqrt(2 * transfer_s * others_s))

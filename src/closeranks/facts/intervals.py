@@ -43,8 +43,6 @@ class Level:
     """From the beginning of a save until it counts."""
     restart_s: float = 0.0
     """Noticing the failure, starting again, loading from here."""
-    in_flight: int = 1
-    """Saves that may be under way at once."""
     least_s: float = 0.0
     """A shorter period the medium cannot carry for other reasons, such as other jobs."""
 
@@ -55,7 +53,7 @@ class Level:
     @property
     def floor_s(self) -> float:
         """No save should begin sooner after another: the medium would not keep up."""
-        return max(self.least_s, self.durable_s / self.in_flight)
+        return max(self.least_s, self.durable_s)
 
 
 def young(mtbf_s: float, cost_s: float) -> float:
@@ -93,11 +91,6 @@ def waste(period_s: float, level: Level) -> float:
     return 1 - efficiency(period_s, level)
 
 
-def first_order_waste(period_s: float, level: Level) -> float:
-    """s/T + (T/2 + L + R)/mu: what the exact share comes to while periods are short beside mean lives."""
-    return level.stall_s / period_s + (period_s / 2 + level.durable_s + level.restart_s) * level.rate
-
-
 def lost_s(period_s: float, level: Level) -> float:
     """Expected time per failure that must be worked again; the restart is not in it."""
     between_s = _between_s(period_s, level)
@@ -122,24 +115,6 @@ def _kept(lives: float) -> float:
     if lives <= 0:
         return 1.0
     return lives / math.expm1(lives) if lives < _TOO_LONG else 0.0
-
-
-def silent_period_s(verify_s: float, cost_s: float, silent_mtbf_s: float, mtbf_s: float) -> float:
-    """Period of verify-and-save when some errors show only when looked for: such an error loses a whole period."""
-    return math.sqrt((verify_s + cost_s) / (1 / silent_mtbf_s + 1 / (2 * mtbf_s)))
-
-
-def num_kept_for(latency_s: float, period_s: float) -> int:
-    """How many checkpoints must stay so that one is older than an error found ``latency_s`` after it struck."""
-    return math.ceil(latency_s / period_s) + 1
-
-
-def best_num_increments(dirty: float, full_s: float, load_s: float, period_s: float, mtbf_s: float) -> float:
-    """Increments between two full saves, when ``dirty`` of the state changes in a period and each increment must be
-    loaded after the base. 0 where everything changes, infinite where nothing does."""
-    if dirty <= 0:
-        return math.inf
-    return math.sqrt(2 * max(0.0, 1 - dirty) * full_s * mtbf_s / (period_s * dirty * load_s))
 
 
 def prior_mtbf_s(num_ranks: int) -> float:

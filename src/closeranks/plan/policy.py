@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from closeranks.facts.contention import Sharing, kind_period_s
-from closeranks.facts.hazards import Age, Bathtub, gain, periods_by_age
+from closeranks.facts.hazards import Age, ages_of, gain
 from closeranks.facts.intervals import (
     Level,
     best_period_s,
@@ -140,8 +140,8 @@ class Policy:
 
 def policy_for(situation: Situation) -> Policy:
     nesting = nesting_for(situation)
-    tub, first = Bathtub(), nesting.placed[0].level
-    ages = periods_by_age(tub, situation.mtbf_s, first.stall_s, first.floor_s) if situation.is_preemptible else ()
+    first = nesting.placed[0].level
+    ages = ages_of(situation.mtbf_s, first.stall_s, first.floor_s) if situation.is_preemptible else ()
     return Policy(
         situation=situation,
         nesting=nesting,
@@ -150,7 +150,7 @@ def policy_for(situation: Situation) -> Policy:
         storage=_storage(situation, nesting),
         crowds=tuple(_crowd(situation, num) for num in sorted({*COMPARED_JOBS, situation.num_jobs})),
         ages=ages,
-        age_gain=gain(tub) if ages else 0.0,
+        age_gain=gain() if ages else 0.0,
     )
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from closeranks.facts.contention import Sharing
-from closeranks.facts.hazards import Bathtub
+from closeranks.facts.hazards import dangers
 from closeranks.facts.intervals import best_period_s, waste
 from closeranks.facts.levels import waste_at
 from closeranks.facts.spans import words
@@ -181,10 +180,8 @@ def _draw_crowd(axes: Any, policy: Policy) -> None:
 
 
 def _draw_ages(axes: Any, policy: Policy) -> None:
-    tub = Bathtub()
-    edges = [tub.life_s * place / 480 for place in range(481)]
-    hours = [edge / HOUR_S for edge in edges[:-1]]
-    danger = [tub.relative(first, last) for first, last in pairwise(edges)]
+    starts_s, danger = dangers()
+    hours = [start_s / HOUR_S for start_s in starts_s]
     axes.fill_between(hours, danger, 0.01, color="#e7eef6", linewidth=0)
     axes.plot(hours, danger, color=_QUIETLY, linewidth=2.0)
     for age in policy.ages:

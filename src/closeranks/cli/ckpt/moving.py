@@ -45,13 +45,19 @@ def bar() -> Iterator[Bar]:
         yield Bar(progress)
 
 
-def parse_size(text: str) -> int:
+def bytes_of(text: str) -> float:
     """``5GB``, ``500MB``, ``2GiB`` in bytes; without the i in units of ten, as Hugging Face's own tools take them."""
     letters = text.strip().lstrip("0123456789.")
     unit = letters.strip().upper()
+    if unit not in _UNITS:
+        raise ValueError(f"'{letters}' is no unit of sizes")
+    return float(text.strip().removesuffix(letters)) * _UNITS[unit]
+
+
+def parse_size(text: str) -> int:
     try:
-        num_bytes = int(float(text.strip().removesuffix(letters)) * _UNITS[unit])
-    except (KeyError, ValueError):
+        num_bytes = int(bytes_of(text))
+    except ValueError:
         raise UserError(f"--shard-size: '{text}' is no size", "Write it like 5GB or 500MB.") from None
     if num_bytes < 1:
         raise UserError(f"--shard-size: '{text}' has no room for anything", "Write it like 5GB or 500MB.")

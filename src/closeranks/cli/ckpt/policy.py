@@ -6,7 +6,6 @@ was given on the command line stands, what a run measured comes next, and the re
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,9 +29,6 @@ written and kept, what many jobs on one store do to each other, and a [checkpoin
 picture shows the same. Without options: a job of 24 hours on preemptible machines that fails every 3 hours.
 """
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)(?:/S)?")
-_SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30}
-_SIZES["TIB"] = 2.0**40
 _SPARE = ("cost", "kept", "written", "saves", "store in use", "redo per failure", "needed every")
 """Columns that a narrow terminal does without, in this order."""
 _BANDWIDTH, _REMOTE_BANDWIDTH = "1.5GB/s", "0.5GB/s"
@@ -69,6 +65,7 @@ def policy(
     picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG, too.", metavar="OUT.png")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
+    from closeranks.cli.pictures import check_picture, drawing
     from closeranks.plan.policy import Situation, policy_for
 
     base = Situation(
@@ -77,10 +74,13 @@ def policy(
     given = Given(mtbf, ranks, length, save_cost, durable, restart, step, state, bandwidth, remote_bandwidth)
     measured = _measured(run) if run is not None else Measured()
     situation = _situation(base, given, measured)
-    _check_picture(picture)
+    check_picture(picture)
     found = policy_for(situation)
     if picture is not None:
-        _draw(found, picture)
+        from closeranks.plan.policy_picture import draw_policy
+
+        with drawing(picture):
+            draw_policy(found, picture)
     if as_json:
         _print_json(found)
     else:
@@ -200,10 +200,12 @@ def _seconds(option: str, text: str) -> float:
 
 
 def _bytes(option: str, text: str) -> float:
-    match = _SIZE.fullmatch(text.strip().upper())
-    if match is None or match[2] not in _SIZES:
-        raise _refusal(option, text, "is no number of bytes", "14GB, 512MiB or 1.5GB/s")
-    return float(match[1]) * _SIZES[match[2]]
+    from closeranks.cli.ckpt.moving import bytes_of
+
+    try:
+        return bytes_of(text.strip().upper().removesuffix("/S"))
+    except ValueError:
+        raise _refusal(option, text, "is no number of bytes", "14GB, 512MiB or 1.5GB/s") from None
 
 
 def _positive(option: str, text: str) -> float:
@@ -217,27 +219,6 @@ def _refusal(option: str, text: str, what: str, example: str) -> Exception:
     from closeranks.core.errors import UserError
 
     return UserError(f"{option}: '{text}' {what}", f"Write it like {example}.")
-
-
-def _check_picture(picture: Path | None) -> None:
-    from closeranks.core.errors import SetupError
-
-    if picture is None:
-        return
-    if not picture.parent.is_dir():
-        raise SetupError(f"there is no folder {picture.parent} to draw into", "Make it, or name another.")
-    if picture.suffix.lower() != ".png":
-        raise SetupError(f"{picture} does not end in .png", "Pictures are drawn as PNG.")
-
-
-def _draw(found: Policy, picture: Path) -> None:
-    from closeranks.core.errors import SetupError
-    from closeranks.plan.policy_picture import draw_policy
-
-    try:
-        draw_policy(found, picture)
-    except OSError as error:
-        raise SetupError(f"{picture} cannot be written: {error.strerror or error}", "Name another place.") from error
 
 
 def _print_json(found: Policy) -> None:

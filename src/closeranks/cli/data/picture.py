@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.cli.data.surveying import Surveyed
-from closeranks.core.errors import SetupError
 
 _INK, _QUIET, _GRID, _BAR, _MARK = "#1f2933", "#7b8794", "#dfe4ea", "#2b6cb0", "#c2601a"
 _DPI = 130
@@ -27,10 +26,7 @@ def draw(found: Sequence[Surveyed], path: Path) -> None:
     FigureCanvasAgg(figure)
     for axes, one in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
         _draw_one(axes, one)
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise SetupError(f"{path} cannot be written: {error.strerror or error}", "Name another place.") from error
+    figure.savefig(path, dpi=_DPI)
 
 
 def _draw_one(axes: Any, found: Surveyed) -> None:

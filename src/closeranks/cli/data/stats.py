@@ -54,8 +54,9 @@ def stats(
 ) -> None:
     import json
 
-    from closeranks.cli.data.surveying import Wish, check_picture, survey
+    from closeranks.cli.data.surveying import Wish, survey
     from closeranks.cli.data.verify import progress
+    from closeranks.cli.pictures import check_picture, drawing
 
     check_picture(picture)
     words = [] if place is None else [place, *(overrides or [])]
@@ -64,7 +65,8 @@ def stats(
     if picture is not None:
         from closeranks.cli.data.picture import draw
 
-        draw(found, picture)
+        with drawing(picture):
+            draw(found, picture)
     if as_json:
         print(json.dumps([one.told() for one in found], indent=1))
     else:

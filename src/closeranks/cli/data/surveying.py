@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.cli.data.opening import Opened, open_config, open_path
-from closeranks.core.errors import SetupError, UserError
+from closeranks.core.errors import UserError
 from closeranks.data.building.survey import Survey, survey_records, survey_tokens
 
 
@@ -134,13 +134,3 @@ def _survey(opened: Opened, wish: Wish, on_progress: Callable[[int, int], None])
         assert opened.records is not None
         found = survey_records(opened.records, limit=wish.limit, on_progress=on_progress)
     return Surveyed(opened.name, found, opened.text_bytes)
-
-
-def check_picture(picture: Path | None) -> None:
-    """Before anything is read: counting may take an hour."""
-    if picture is None:
-        return
-    if not picture.parent.is_dir():
-        raise SetupError(f"there is no folder {picture.parent} to draw into", "Make it, or name another.")
-    if picture.suffix.lower() != ".png":
-        raise SetupError(f"{picture} does not end in .png", "Pictures are drawn as PNG.")

@@ -1,0 +1,30 @@
+"""May a picture be drawn where a person wants it?
+
+Invariant: a place that cannot take it is one sentence, told before anything is computed where that can be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from closeranks.core.errors import SetupError
+
+
+def check_picture(picture: Path | None) -> None:
+    """Before anything is read: counting may take an hour."""
+    if picture is None:
+        return
+    if not picture.parent.is_dir():
+        raise SetupError(f"there is no folder {picture.parent} to draw into", "Make it, or name another.")
+    if picture.suffix.lower() != ".png":
+        raise SetupError(f"{picture} does not end in .png", "Pictures are drawn as PNG.")
+
+
+@contextmanager
+def drawing(picture: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(f"{picture} cannot be written: {error.strerror or error}", "Name another place.") from error
