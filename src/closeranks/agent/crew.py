@@ -38,7 +38,6 @@ class Crew:
         self._loop = loop
         self._listener = listener
         self._num_oom_kills = num_oom_kills()
-        self.fenced_at: float | None = None
         berth = berth or Berth(plan.payload, plan.config.host, [], self.pass_store_on)
         self.members = [Member(world, plan, loop, listener, berth) for world in worlds]
         for member in self.members:
@@ -50,7 +49,6 @@ class Crew:
 
     def fence(self) -> None:
         """SIGKILL to all that live, and no more births."""
-        self.fenced_at = time.monotonic()
         for member in self.members:
             member.fence()
         self._nursery.cancel()

@@ -106,11 +106,6 @@ class Outcome:
     rescued: str = ""
     """Where the state lies that nobody had the time to save, in a sentence."""
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether every worker left by itself; False where patience ended and some were killed."""
-        return all(status == 0 for status in self.statuses.values())
-
 
 def plan_fields(plan: LaunchPlan) -> dict[str, Any]:
     """What another host must know to run workers of this plan; what it may find out for itself is left out. ``job`` is

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from closeranks.agent.failure import NO_STORE, FailureReport, describe
+from closeranks.agent.failure import NO_STORE, describe
 from closeranks.agent.progress import ProgressWord
 from closeranks.agent.store import bind_store
 from closeranks.agent.wire import LineBuffer, Message, encode
@@ -142,13 +142,11 @@ class WorkerLink:
 
     # --- the end
 
-    def report_failure(self, error: BaseException, step: int | None = None) -> FailureReport:
-        """Tell the agent of an exception, once: the first is the cause. Without a step, the progress word's is told."""
-        report = describe(error, self._word.read().step if step is None else step)
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the agent of an exception, once: the first is the cause."""
         if not self._failed:
             self._failed = True
-            self._send({"type": "failure", "failure": report.fields()})
-        return report
+            self._send({"type": "failure", "failure": describe(error, self._word.read().step).fields()})
 
     def finish(self) -> None:
         """The entry has returned; whatever is still to be told leaves now."""

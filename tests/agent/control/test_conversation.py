@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.agent.control.conversation import Conversation, Fields
-from closeranks.agent.control.sealing import FRAME_BYTES, HELLO_BYTES, MAGIC, Hello, Refused, Role, draw_seals
+from closeranks.agent.control.sealing import HELLO_BYTES, MAGIC, Hello, Refused, Role, draw_seals
 from closeranks.core.errors import CloseranksError
 
 from .stage import OTHER_TOKEN, TOKEN
@@ -18,6 +18,8 @@ MOST = 1 << 16
 UP = [{"type": "join", "host": "h1"}, {"type": "beat", "at": 1.5}, {"text": "grüß", "none": None}]
 DOWN = [{"type": "welcome", "rank": 3}, {"list": [1, 2, {"deep": True}]}]
 NAMES: tuple[Role, Role] = ("client", "server")
+FRAME_BYTES = len(draw_seals(TOKEN, Hello("client", bytes(32)), Hello("server", bytes(32))).client.wrap(b""))
+"""What a frame takes beside its body."""
 
 
 def pair(*, token: object = None, nonces: tuple[bytes, bytes] | None = None) -> tuple[Conversation, Conversation]:
@@ -67,7 +69,8 @@ def hear(role: Role, stream: bytes, piece: int = 1 << 20) -> tuple[list[Fields],
             heard.extend(side.feed(stream[start : start + piece]))  # what came before a refusal stays in the list
     except Refused as error:
         return heard, error.what
-    assert side.held_bytes <= MOST + FRAME_BYTES + HELLO_BYTES
+    waiting = len(side._greeting) + (len(side._unwrapper._buffer) if side._unwrapper else 0)
+    assert waiting <= MOST + FRAME_BYTES + HELLO_BYTES
     return heard, ""
 
 

@@ -158,7 +158,7 @@ def test_a_real_http_client_and_openssl_are_refused(stage: Stage) -> None:
         stage.loop.watch(ended, lambda ended=ended: stage.loop.forget(ended))
         stage.until(lambda process=process: process.poll() is not None)
         os.close(ended)
-    stage.until(lambda: not server.num_strangers)
+    stage.until(lambda: not server._strangers)
     assert (heard.opened, heard.messages, len(heard.notes)) == ([], [], 1)
 
 

@@ -48,7 +48,7 @@ def test_a_large_message_does_not_block_and_arrives(stage: Stage) -> None:
     _, lead, client, _ = joined(stage)
     text = "x" * ((16 << 20) - 11)
     assert client.send({"text": text})  # type: ignore[attr-defined]
-    assert client.peer.queued_bytes > 1 << 20, "sixteen megabytes do not fit a socket's buffer"  # type: ignore[attr-defined]
+    assert len(client.peer._talk.outbox) > 1 << 20, "sixteen megabytes do not fit a socket's buffer"  # type: ignore[attr-defined]
     stage.until(lambda: lead.messages)
     assert lead.fields == [{"text": text}]
 
@@ -94,7 +94,7 @@ def test_foreign_callers_are_refused_with_one_sentence(stage: Stage, data: bytes
     assert "it was refused" in lead.notes[0]
     assert client.send({"type": "beat"})  # type: ignore[attr-defined]
     stage.until(lambda: lead.messages)
-    assert (lead.closed, host.closed, server.num_strangers) == ([], [], 0)
+    assert (lead.closed, host.closed, len(server._strangers)) == ([], [], 0)
 
 
 def test_random_bytes_of_any_length_disturb_nobody(stage: Stage) -> None:
@@ -109,7 +109,7 @@ def test_random_bytes_of_any_length_disturb_nobody(stage: Stage) -> None:
                 stage.turn(time.monotonic())
         assert client.send({"number": number})  # type: ignore[attr-defined]
         stage.turn(time.monotonic())
-    stage.until(lambda: len(lead.messages) == 200 and not server.num_strangers)
+    stage.until(lambda: len(lead.messages) == 200 and not server._strangers)
     assert [fields["number"] for fields in lead.fields] == list(range(200))
     assert (lead.closed, host.closed) == ([], [])
     assert len(lead.notes) == 1
@@ -218,7 +218,7 @@ def test_who_says_nothing_or_drips_is_dropped_at_the_deadline(stage: Stage) -> N
     began = time.monotonic()
     with caller(server) as mute, caller(server) as slow:
         hello = iter(b"closeranks-control" + b"c\x00\x01" + bytes(32))
-        stage.until(lambda: server.num_strangers == 2)
+        stage.until(lambda: len(server._strangers) == 2)
         while not is_closed_by_other(slow):
             slow.send(bytes([next(hello)]))
             limit = time.monotonic() + 0.02
@@ -236,10 +236,10 @@ def test_strangers_are_bounded_and_who_joins_still_gets_in(stage: Stage) -> None
     server, lead = stage.server(terms=Terms(handshake_s=60.0, max_strangers=8))
     flood = [socket.create_connection(server.address) for _ in range(40)]
     stage.until(lambda: sum(map(is_closed_by_other, flood)) >= 32)
-    assert server.num_strangers == 8
+    assert len(server._strangers) == 8
     _, host = stage.client(server.address)
     stage.until(lambda: host.opened and lead.opened)
-    assert server.num_strangers <= 8
+    assert len(server._strangers) <= 8
     assert lead.notes == ["127.0.0.1 has too many connections without a token; it was refused."]
     for stranger in flood:
         stranger.close()
@@ -282,7 +282,7 @@ def test_memory_stays_bounded_under_a_flood_of_strangers(stage: Stage) -> None:
                 stranger.setblocking(False)
                 stranger.send(b"closeranks-control" + b"c\x00\x01" + bytes(32) if turn else blob)
                 stage.turn(time.monotonic())
-        stage.until(lambda: server.num_strangers == 0)
+        stage.until(lambda: not server._strangers)
         assert resident_bytes() - before < 8 << 20
     assert len(lead.notes) == 1
 
@@ -295,7 +295,7 @@ def test_a_caller_that_ends_in_the_middle_is_told_apart(stage: Stage) -> None:
     place = len(relay.seen[0][0])
     relay.up = lambda data, at: data if at < place else data[:30]
     client.send({"text": "x" * 200})
-    stage.until(lambda: lead.opened[0].held_bytes)
+    stage.until(lambda: not lead.opened[0]._talk.is_between_messages)
     relay.cut()
     stage.until(lambda: lead.closed and host.closed)
     assert lead.closed[0][1] == "closed the connection in the middle of a message"
@@ -374,5 +374,5 @@ def test_without_a_descriptor_left_it_rests_and_goes_on(stage: Stage) -> None:
             os.close(fd)
     stage.until(lambda: lead.opened and host.opened)
     endpoint.close()
-    stage.until(lambda: not server.num_strangers)
+    stage.until(lambda: not server._strangers)
     assert client.is_open

@@ -62,11 +62,6 @@ class Conversation:
         """Whether the other side was shown our proof: if it leaves now, that is its answer."""
         return self.is_open or (self._ours.role == "client" and self._seal is not None)
 
-    @property
-    def held_bytes(self) -> int:
-        """What has arrived and waits for its end."""
-        return len(self._greeting) + (self._unwrapper.num_bytes if self._unwrapper else 0)
-
     def queue(self, fields: Fields) -> None:
         """Seal a message into the outbox; the conversation must be open."""
         if self._seal is None or not self.is_open:

@@ -69,16 +69,6 @@ class Peer:
         return self.was_open and not self._is_closed and not self._why
 
     @property
-    def queued_bytes(self) -> int:
-        """What was sent and has not left this process."""
-        return len(self._talk.outbox)
-
-    @property
-    def held_bytes(self) -> int:
-        """What has arrived of a message that has not ended."""
-        return self._talk.held_bytes
-
-    @property
     def deadline(self) -> float | None:
         """When the handshake must be over."""
         return None if self.was_open or self._is_closed else self._patience

@@ -35,8 +35,6 @@ _LENGTH = struct.Struct(">I")
 _LENGTH_TAG_BYTES = 16
 _HEADER_BYTES = _LENGTH.size + _LENGTH_TAG_BYTES
 _TAG_BYTES = hashlib.sha256().digest_size
-FRAME_BYTES = _HEADER_BYTES + _TAG_BYTES
-"""What a frame takes beside its body."""
 _PART = struct.Struct(">BQ")
 _OF_LENGTH, _OF_BODY = 0, 1
 
@@ -153,10 +151,6 @@ class Unwrapper:
     @property
     def is_empty(self) -> bool:
         return not self._buffer and self._length is None
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self._buffer)
 
     def allow(self, max_bytes: int) -> None:
         """From now on bodies may be as large as this."""

@@ -66,10 +66,6 @@ class ControlServer:
         return tuple(self._peers)
 
     @property
-    def num_strangers(self) -> int:
-        return len(self._strangers)
-
-    @property
     def deadline(self) -> float | None:
         """When ``wake`` must be called at the latest."""
         oldest = next(iter(self._strangers), None)

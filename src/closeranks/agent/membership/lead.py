@@ -223,18 +223,14 @@ class Lead:
         generation.asks.append(ask)
         return [self._send(seat.peer, ask) for seat in generation.open_seats()]
 
-    def break_up(self, what: str, now: float, facts: Mapping[str, Any] | None = None) -> Effects:
+    def break_up(self, what: str, now: float) -> Effects:
         """Fence the generation: a hang was seen, or patience is over."""
-        return [] if self._is_silent(now) else self._break(Cause("ordered", "", what, facts or {}), now)
+        return [] if self._is_silent(now) else self._break(Cause("ordered", "", what), now)
 
     def quarantine(self, name: str, what: str) -> Effects:
-        """It gets no workers in the next generations; it stays connected and may be pardoned."""
+        """It gets no workers in the next generations; it stays connected."""
         self.quarantined.add(name)
         return [Changed(name, "quarantined", what)]
-
-    def pardon(self, name: str) -> Effects:
-        self.quarantined.discard(name)
-        return [Changed(name, "pardoned")]
 
     def dismiss(self, reason: str, now: float, *, rescues: bool = False) -> Effects:
         """The job is over: every host is sent home, and so is whoever is heard from now on. ``rescues``: with what its
@@ -287,7 +283,7 @@ class Lead:
 
     def _on_beat(self, peer: Peer, beat: Beat, now: float) -> Effects:
         pace = self._trust(peer, now)
-        peer.progress, peer.heard_at = beat.progress, now
+        peer.progress = beat.progress
         effects: Effects = [self._send(peer, BeatBack(beat.seq, pace.beat_s, pace.lease_s))]
         if not peer.is_heard:
             peer.is_heard = True

@@ -21,6 +21,8 @@ MAX_BEATS_PER_S = 2000
 """What the lead takes in a second; with more hosts than this allows, each speaks less often."""
 BEATS_PER_LEASE = 4
 """A lease outlives the loss of all beats but the last of so many."""
+_BEAT_S, _LEASE_S = 0.25, 3.0
+"""Of a fleet in which that is slow enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ class Pace:
         return self.lease_s + self.margin_s
 
 
-def pace_for(num_hosts: int, *, beat_s: float = 0.25, lease_s: float = 3.0) -> Pace:
+def pace_for(num_hosts: int) -> Pace:
     """The same rhythm for everybody, slower in a large fleet: 10,000 hosts speak every 5 s and hold leases of 20 s."""
-    slowed_s = max(beat_s, num_hosts / MAX_BEATS_PER_S)
-    held_s = max(lease_s, BEATS_PER_LEASE * slowed_s)
+    slowed_s = max(_BEAT_S, num_hosts / MAX_BEATS_PER_S)
+    held_s = max(_LEASE_S, BEATS_PER_LEASE * slowed_s)
     return Pace(slowed_s, held_s, margin_for(held_s))
 
 

@@ -32,7 +32,6 @@ class Peer:
     gone_at: float = math.inf
     """When its workers are dead for another reason than its lease."""
     progress: tuple[RankProgress, ...] = ()
-    heard_at: float = -math.inf
 
     @property
     def identity(self) -> tuple[int, int]:
