@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from .trouble import Chaos, Fault
 
-KINDS = ("crash", "hang", "cut", "deaf", "fault", "leave", "quarantine")
+KINDS = ("crash", "hang", "cut", "deaf", "fault", "leave")
 
 
 def faults(num_hosts: int) -> st.SearchStrategy[tuple[Fault, ...]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from closeranks.agent.membership.effects import Deposed, End, Kill, LeadEffect, Send, Settled, Start, TakeAsk
+from closeranks.agent.membership.effects import Deposed, End, Kill, LeadEffect, Send, Start, TakeAsk
 from closeranks.agent.membership.follower import Follower
 from closeranks.agent.membership.generation import Phase
 from closeranks.agent.membership.lead import Lead
@@ -103,7 +103,6 @@ class Cluster:
         self.nodes = [Node(index, self.rng) for index in range(chaos.num_hosts)]
         self.register = self.parts.register(LEASE_S)
         self.register_rate = 1 + self.rng.choice((-1, 1)) * DRIFT
-        self.quarantined: set[str] = set()
         for node in self.nodes:
             self.at(self.rng.uniform(0, 2), lambda node=node: self.boot(node))
         for fault in chaos.faults:
@@ -224,11 +223,6 @@ class Cluster:
                 self.on(node, node.life, lambda: self.follow(node, node.follower.broke({"rank": 0})))
             case "leave" if node.is_up and node.index != 0:
                 self.on(node, node.life, lambda: self.follow(node, node.follower.leave("preempted")))
-            case "quarantine" if node.index != 0 and self.chaos.num_contenders == 1:
-                self.quarantined.add(node.name)
-                lead = self.nodes[0].lead
-                if lead is not None:
-                    lead.quarantine(node.name, "too many faults")
 
     def unhang(self, node: Node, life: int) -> None:
         if node.life != life or not node.is_up:
@@ -302,7 +296,6 @@ class Cluster:
         now = self.local(node)
         quiet_until = now + pace_for(self.chaos.num_hosts).patience_s if term > 1 else now
         node.lead = self.parts.lead(term, until=until, quiet_until=quiet_until)
-        node.lead.quarantined |= self.quarantined
 
     def led(self, node: Node, effects: list[LeadEffect]) -> None:
         for effect in effects:
@@ -311,9 +304,6 @@ class Cluster:
                     self.act(letter.term)
                     host = self.nodes[int(letter.host[1:])]
                     self.send(node.index, host.index, lambda host=host, letter=letter: self.deliver(host, letter))
-                case Settled(available=available):
-                    if {host.name for host in available} & self.quarantined:
-                        raise Violation("a quarantined host is offered")
                 case Deposed():
                     node.lead = None
 
@@ -466,7 +456,7 @@ class Cluster:
             raise Violation(f"{len(leading)} leads after the calm")
         lead = leading[0].lead
         assert lead is not None
-        wanted = {n.name for n in self.nodes if n.is_up and not n.follower.is_over} - self.quarantined
+        wanted = {n.name for n in self.nodes if n.is_up and not n.follower.is_over}
         wanted = {name for name in wanted if self.takes_part(leading[0], name)}
         if not wanted:
             return

@@ -70,11 +70,18 @@ class CountsNoMargin(Lead):
 
 
 class ForgetsJoinsWhileBreaking(Lead):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.forgotten: set[str] = set()
+
+    def _is_available(self, peer: Peer) -> bool:
+        return peer.name not in self.forgotten and super()._is_available(peer)
+
     def _on_beat(self, peer: Peer, beat: Beat, now: float) -> Any:
         is_new = not peer.is_heard and self.phase == Phase.BREAKING
         effects = super()._on_beat(peer, beat, now)
         if is_new:
-            self.quarantined.add(peer.name)
+            self.forgotten.add(peer.name)
         return effects
 
 

@@ -167,7 +167,7 @@ def test_a_host_that_leaves_stays_until_its_generation_is_over() -> None:
     court = Court(Parts(), "a", "b")
     court.begin("a", "b")
     assert court.say("b", Leaving("preempted"), 0.5) == [Changed("b", "leaving", "preempted", 2)]
-    assert court.lead.stage("b") == "leaving"
+    assert [host.name for host in court.lead.available] == ["a"]
     court.say("a", Done(0), 0.6)
     effects = court.say("b", Done(0), 0.6)
     assert [type(body) for body in bodies(effects)] == [Dismiss]
@@ -175,13 +175,10 @@ def test_a_host_that_leaves_stays_until_its_generation_is_over() -> None:
     assert len(of(Settled, effects)[0].available) == 1
 
 
-def test_a_quarantined_host_is_known_but_not_offered() -> None:
-    court = Court(Parts(), "a", "b")
-    court.lead.quarantine("b", "five faults")
-    assert [host.name for host in court.lead.available] == ["a"]
-    assert court.lead.stage("b") == "quarantined"
+def test_a_generation_begins_only_with_hosts_that_are_here() -> None:
+    court = Court(Parts(), "a")
     with pytest.raises(CloseranksError, match="cannot begin while it is settled: b"):
-        court.begin("b")
+        court.begin("a", "b")
 
 
 def test_a_lead_without_authority_says_nothing() -> None:

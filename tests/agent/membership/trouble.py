@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Fault:
     """``crash`` (and start again), ``hang`` (of the agent alone), ``cut`` (of its network), ``deaf`` (agents do not
-    reach it, its workers still reach the others'), ``fault`` (of a worker), ``leave`` or ``quarantine``."""
+    reach it, its workers still reach the others'), ``fault`` (of a worker) or ``leave``."""
 
     at: float
     kind: str

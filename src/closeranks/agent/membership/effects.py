@@ -12,7 +12,7 @@ from typing import Any, Literal
 from closeranks.agent.membership.messages import Ask, Begin, Event, Letter, Note, Output
 
 Why = Literal["done", "fault", "lost", "rejoined", "restarted", "ordered"]
-Change = Literal["joined", "leaving", "left", "lost", "quarantined"]
+Change = Literal["joined", "leaving", "left", "lost"]
 
 
 @dataclass(frozen=True, slots=True)

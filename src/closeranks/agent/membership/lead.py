@@ -80,7 +80,6 @@ class Lead:
         self.until = until
         self.quiet_until = quiet_until
         self.generation: Generation | None = None
-        self.quarantined: set[str] = set()
         self._plan = dict(plan or {})
         self._pace = pace
         self._newest = generation
@@ -104,24 +103,10 @@ class Lead:
         )
 
     def _is_available(self, peer: Peer) -> bool:
-        return peer.is_heard and not peer.is_leaving and peer.name not in self.quarantined
-
-    def stage(self, name: str) -> str:
-        """``joining``, ``ready``, ``member``, ``leaving``, ``quarantined``, ``lost``, or nothing for a stranger."""
-        peer = self._peers.get(name)
-        if peer is None or peer.is_lost:
-            return "lost" if peer else ""
-        if peer.is_leaving:
-            return "leaving"
-        if name in self.quarantined:
-            return "quarantined"
-        seat = self._seat(peer)
-        if seat is not None and self.phase != Phase.SETTLED:
-            return "member"
-        return "ready" if peer.is_heard else "joining"
+        return peer.is_heard and not peer.is_leaving
 
     def peer(self, name: str) -> Peer | None:
-        """The host's newest session: its last progress and when that was heard."""
+        """The host's newest session, with its last progress."""
         return self._peers.get(name)
 
     def may_begin(self, now: float) -> bool:
@@ -226,11 +211,6 @@ class Lead:
     def break_up(self, what: str, now: float) -> Effects:
         """Fence the generation: a hang was seen, or patience is over."""
         return [] if self._is_silent(now) else self._break(Cause("ordered", "", what), now)
-
-    def quarantine(self, name: str, what: str) -> Effects:
-        """It gets no workers in the next generations; it stays connected."""
-        self.quarantined.add(name)
-        return [Changed(name, "quarantined", what)]
 
     def dismiss(self, reason: str, now: float, *, rescues: bool = False) -> Effects:
         """The job is over: every host is sent home, and so is whoever is heard from now on. ``rescues``: with what its
