@@ -15,16 +15,8 @@ import numpy as np
 
 from closeranks.core.errors import DataError
 from closeranks.core.keys import derive_seed
-from closeranks.data.permutation import (
-    Ints,
-    UInts,
-    numbered_keys,
-    permute,
-    permute_each,
-    sample_indices,
-    unpermute,
-)
-from closeranks.data.schedule import MicroBatch, Schedule, steps_for, steps_for_epochs, total_for_epochs
+from closeranks.data.permutation import Ints, numbered_keys, permute, permute_each, sample_indices, unpermute
+from closeranks.data.schedule import MicroBatch, Schedule
 
 __all__ = [
     "BlockOrder",
@@ -34,13 +26,7 @@ __all__ = [
     "Order",
     "Schedule",
     "SequentialOrder",
-    "UInts",
     "permute",
-    "sample_indices",
-    "steps_for",
-    "steps_for_epochs",
-    "total_for_epochs",
-    "unpermute",
 ]
 
 

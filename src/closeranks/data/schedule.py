@@ -123,13 +123,3 @@ class Schedule:
 def total_for_epochs(num_samples: int, epochs: float) -> int:
     """Samples that ``epochs`` passes see, at least one."""
     return max(1, round(num_samples * epochs))
-
-
-def steps_for(total_samples: int, global_batch: int) -> int:
-    """Steps that ``total_samples`` take, the last one short where they do not come out even."""
-    return steps_to(total_samples, global_batch)
-
-
-def steps_for_epochs(num_samples: int, global_batch: int, epochs: float) -> int:
-    """Steps that ``epochs`` passes over the samples take."""
-    return steps_for(total_for_epochs(num_samples, epochs), global_batch)

@@ -247,7 +247,7 @@ def test_images_are_described_and_saved(made: Path, tmp_path: Path) -> None:
 
 
 def test_a_position_of_a_job(made: Path, tmp_path: Path) -> None:
-    from closeranks.data.order import sample_indices
+    from closeranks.data.permutation import sample_indices
 
     table = f'[run]\nseed = 3\n[data]\nname = "tokens"\npath = "{made / "bytes"}"\nseq_len = 32'
     told = json.loads(data("show", 40, job(tmp_path, table), "--json").out)

@@ -26,7 +26,6 @@ class Repeats:
     num_seen: int
     num_kept: int
     """Of those, how many are in the sample."""
-    num_distinct: int
     num_repeated: int
     """Copies in the sample beyond the first of each."""
     most: int
@@ -99,7 +98,6 @@ class Duplicates:
         return Repeats(
             num_seen=self._seen,
             num_kept=len(digests),
-            num_distinct=int((~is_copy).sum()),
             num_repeated=int(is_copy.sum()),
             most=most,
             first_copies=tuple(copies.tolist()),

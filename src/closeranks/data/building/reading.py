@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from closeranks.core.errors import DataError
 from closeranks.data.building.archives import members
 from closeranks.data.building.inputs import IMAGES, JSONL, PACKED_MDS, TAR, TEXT, Input
 from closeranks.data.building.packed_mds import unpacked
@@ -234,10 +233,3 @@ def _kind(value: Any) -> str:
     number = "a number"
     names = {"NoneType": "null", "dict": "an object", "int": number, "float": number, "str": "text", "list": "a list"}
     return names.get(type(value).__name__, f"a value of type {type(value).__name__}")
-
-
-def first_item(items: Iterator[Item], shown: str) -> Item:
-    """To look at before anything is written."""
-    for item in items:
-        return item
-    raise DataError(f"'{shown}' holds no documents", "Name an input that does.")

@@ -95,11 +95,6 @@ class Crew:
             os.close(plan_fd)
         self._let_go(step + plan.settings.prefetch)
 
-    @property
-    def num_slots(self) -> int:
-        """Pieces of shared memory that reading ahead takes, each as large as a batch."""
-        return sum(process.inbox.num_slots for process in self._processes)
-
     def read(self, step: int) -> list[Loaded]:
         """``Stopped`` where the crew was stopped meanwhile."""
         if self._failure is not None:

@@ -133,10 +133,6 @@ class Inbox:
         self.free: deque[int] = deque()
         """Slots that nobody sees any more; filled by whichever thread drops the last tensor."""
 
-    @property
-    def num_slots(self) -> int:
-        return len(self._slots)
-
     def add(self, slot: int, fd: int) -> None:
         self._slots[slot] = mmap.mmap(fd, 0)
 
