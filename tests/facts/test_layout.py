@@ -1,17 +1,17 @@
-"""Layouts as values: the text form is exact, legality names every obstacle, enumeration is complete."""
+"""Layouts as values: the text form is exact, legality names every obstacle."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import ConfigError
-from closeranks.facts.layout import SCHEDULES, Demands, Layout, divisors, enumerate_layouts, legal_problems
+from closeranks.facts.layout import SCHEDULES, Demands, Layout, divisors, legal_problems
 from closeranks.facts.llama import PRESETS
+from tests.facts.powers import layouts_of_powers
 
 TINY = PRESETS["tiny"]
 DEMANDS = Demands(
@@ -73,23 +73,9 @@ def test_parse_reports_every_mistake_at_once() -> None:
     ]
 
 
-@given(st.integers(1, 48))
-def test_enumeration_is_exact_and_without_repeats(num_ranks: int) -> None:
-    found = enumerate_layouts(num_ranks)
-    assert all(layout.num_ranks == num_ranks for layout in found)
-    assert len(set(found)) == len(found)
-    powers = [1, 2, 4, 8, 16, 32]
-    expected = {
-        Layout(data=num_ranks // (t * p * c), zero=zero, tensor=t, pipeline=p, context=c)
-        for t, p, c, zero in product(powers, powers, powers, range(4))
-        if num_ranks % (t * p * c) == 0
-    }
-    assert set(found) == expected
-
-
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_tiny_is_legal_under_every_layout_of_up_to_eight_ranks(num_ranks: int) -> None:
-    for layout in enumerate_layouts(num_ranks):
+    for layout in layouts_of_powers(num_ranks):
         assert legal_problems(layout, DEMANDS) == ()
 
 

@@ -19,7 +19,6 @@ from closeranks.facts.llama import (
     parameter_shapes,
     rope_frequencies,
     shape_problems,
-    state_bytes,
 )
 
 PUBLISHED = {
@@ -70,26 +69,14 @@ def test_closed_form_equals_the_sum_over_names(shape: LlamaShape) -> None:
 
 @given(shapes, st.integers(1, 4096))
 def test_flops_conventions(shape: LlamaShape, seq_len: int) -> None:
-    full, causal = flops_per_token(shape, seq_len), flops_per_token(shape, seq_len, causal=True)
+    full = flops_per_token(shape, seq_len)
     assert full == 6 * num_matmul_params(shape) + 12 * shape.num_layers * shape.dim * seq_len
-    assert full - causal == 6 * shape.num_layers * shape.dim * seq_len
     assert flops_per_token(replace(shape, tied=not shape.tied), seq_len) == full
 
 
 def test_flops_of_8b_are_those_torchtitan_reports() -> None:
     """338.65 TFLOP/s at 5,847 tokens/s and a sequence of 8192: 57.9 GFLOP a token."""
     assert flops_per_token(PRESETS["8b"], 8192) == pytest.approx(338.65e12 / 5847, rel=1e-3)
-
-
-def test_state_bytes() -> None:
-    shape = PRESETS["1b"]
-    count = num_params(shape)
-    assert state_bytes(shape).total == 16 * count
-    assert state_bytes(shape, precision="bf16").total == 16 * count
-    assert state_bytes(shape, precision="float64", optimizer="sgd").total == 24 * count
-    assert state_bytes(shape, zero=1, shard=8).total == 8 * count + count
-    assert state_bytes(shape, zero=2, shard=8).total == 4 * count + 12 * count // 8
-    assert state_bytes(shape, zero=3, shard=8).total == 16 * count // 8
 
 
 def test_plain_rotary_frequencies_fall_geometrically() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from closeranks.facts.pairs import PairsShape, flops_per_sample, num_params, parameter_shapes
+from math import prod
+
+from closeranks.facts.pairs import PairsShape, flops_per_sample, parameter_shapes
 
 
 def test_counts_of_a_small_shape() -> None:
     shape = PairsShape(user_dim=2, item_dim=3, hidden_dim=4, vector_dim=5)
     assert parameter_shapes(shape)["item_tower.hidden.weight"] == (4, 3)
-    assert num_params(shape) == (8 + 4 + 20 + 5) + (12 + 4 + 20 + 5) + 2 * (15 + 1)
+    assert sum(map(prod, parameter_shapes(shape).values())) == (8 + 4 + 20 + 5) + (12 + 4 + 20 + 5) + 2 * (15 + 1)
     assert flops_per_sample(shape) == 4 * (8 + 12) + 6 * (20 + 20 + 30)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.facts.layout import SCHEDULES, Layout, enumerate_layouts
+from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.llama import PRESETS, LlamaShape, llama_anatomy, num_params
 from closeranks.facts.mesh import Mesh
 from closeranks.facts.spread import (
@@ -22,6 +22,7 @@ from closeranks.facts.spread import (
     shared_names,
     stages_of,
 )
+from tests.facts.powers import layouts_of_powers
 
 TINY = PRESETS["tiny"]
 WIDTH = 4
@@ -29,7 +30,7 @@ ADAM = 2
 SMALL = [
     layout
     for num_ranks in range(1, 9)
-    for layout in enumerate_layouts(num_ranks)
+    for layout in layouts_of_powers(num_ranks)
     if layout.context == 1 and layout.pipeline <= 8
 ]
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.facts.layout import Layout, enumerate_layouts, legal_problems
+from closeranks.facts.layout import Layout, legal_problems
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import Costing, Subject, cost_of, layouts_of, sort_out
 from closeranks.run.describe import subject_of
 from closeranks.run.job import load_job
+from tests.facts.powers import layouts_of_powers
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny.toml"
@@ -31,7 +32,7 @@ def test_every_way_to_part_the_ranks_is_there_once(num_ranks: int) -> None:
     found = list(layouts_of(num_ranks))
     assert len(set(found)) == len(found)
     assert all(layout.num_ranks == num_ranks for layout in found)
-    powers = {layout for layout in enumerate_layouts(num_ranks) if layout.context == 1}
+    powers = {layout for layout in layouts_of_powers(num_ranks) if layout.context == 1}
     assert {layout for layout in powers if layout.data > 1 or layout.zero == 0} <= set(found)
 
 

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.facts.layout import Layout, enumerate_layouts, legal_problems
+from closeranks.facts.layout import Layout, legal_problems
 from closeranks.run.job import demands, load_job, micro_batch_size
+from tests.facts.powers import layouts_of_powers
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.toml"
-LAYOUTS = [layout for size in range(1, 9) for layout in enumerate_layouts(size)]
+LAYOUTS = [layout for size in range(1, 9) for layout in layouts_of_powers(size)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

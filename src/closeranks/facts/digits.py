@@ -50,10 +50,6 @@ def num_statistics(shape: DigitsShape) -> int:
     return 2 * 3 * shape.channels
 
 
-def num_params(shape: DigitsShape) -> int:
-    return sum(prod(dims) for dims in parameter_shapes(shape).values())
-
-
 def flops_per_sample(shape: DigitsShape) -> float:
     """Forward and backward of the products; the image needs no gradient, so the stem saves a third."""
     shapes = parameter_shapes(shape)

@@ -222,16 +222,3 @@ def divisors(number: int, most: int | None = None) -> list[int]:
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     large = [number // size for size in reversed(small) if size * size != number]
     return [size for size in (*small, *large) if size <= (most or number)]
-
-
-def enumerate_layouts(num_ranks: int) -> tuple[Layout, ...]:
-    """All layouts of exactly this many ranks: tensor, pipeline and context powers of two, data what is left."""
-    powers = [size for size in divisors(num_ranks) if size & (size - 1) == 0]
-    return tuple(
-        Layout(data=num_ranks // model_ranks, zero=zero, tensor=tensor, pipeline=pipeline, context=context)
-        for tensor in powers
-        for pipeline in powers
-        for context in powers
-        if num_ranks % (model_ranks := tensor * pipeline * context) == 0
-        for zero in range(4)
-    )

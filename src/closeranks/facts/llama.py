@@ -10,9 +10,7 @@ import math
 from dataclasses import dataclass
 from math import pi, prod
 
-from closeranks.facts import memory
 from closeranks.facts.anatomy import Anatomy, Rule, anatomy
-from closeranks.facts.memory import OptimizerName, Precision, StateBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,27 +166,15 @@ def num_matmul_params(shape: LlamaShape) -> int:
     return shape.num_layers * matrices + shape.vocab_size * shape.dim
 
 
-def flops_per_token(shape: LlamaShape, seq_len: int, *, causal: bool = False) -> float:
+def flops_per_token(shape: LlamaShape, seq_len: int) -> float:
     """Model FLOPs of forward and backward for one token.
 
     Six for each matmul weight (two forward, four backward), and for attention's two products over the sequence
     12 * layers * heads * head size * seq_len: every query meets every key, the convention torchtitan, nanotron and
-    llm-foundry report MFU in. ``causal=True`` counts the half that a causal mask leaves. Recompute is never counted.
+    llm-foundry report MFU in. Recompute is never counted.
     """
     attention = 12 * shape.num_layers * shape.num_heads * shape.head_dim * seq_len
-    return float(6 * num_matmul_params(shape) + (attention / 2 if causal else attention))
-
-
-def state_bytes(
-    shape: LlamaShape,
-    *,
-    precision: Precision = "float32",
-    optimizer: OptimizerName = "adamw",
-    zero: int = 0,
-    shard: int = 1,
-) -> StateBytes:
-    """Bytes of weights, gradients and optimizer state on one rank; see ``facts.memory`` for the convention."""
-    return memory.state_bytes(num_params(shape), precision=precision, optimizer=optimizer, zero=zero, shard=shard)
+    return float(6 * num_matmul_params(shape) + attention)
 
 
 def rope_frequencies(shape: LlamaShape) -> tuple[float, ...]:

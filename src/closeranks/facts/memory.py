@@ -1,8 +1,7 @@
-"""How many bytes does a model's state take on one rank: weights, gradients and what the optimizer remembers?
+"""How many bytes does an element take, of what a rank holds, and how many such tensors does an optimizer remember?
 
 Weights, gradients and optimizer state are float32 under bf16 and fp16 too (autocast casts copies on the fly), so only
-float64 changes the width. Invariant: ``state_bytes`` is state alone; activations, gathered shards and buffers of the
-collectives come on top, each under a name of its own (``facts.spread``, ``facts.activations``).
+float64 changes the width. ``facts.spread`` and ``facts.activations`` count what a rank holds with it.
 """
 
 from __future__ import annotations
@@ -49,19 +48,6 @@ class Part:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StateBytes:
-    """Bytes on the rank that holds the most."""
-
-    params: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.params + self.gradients + self.optimizer
-
-
 COPIES_IN_TURN = 2
 """Copies of a state in host memory, written in turn: whoever is killed while writing one leaves the other whole."""
 
@@ -78,22 +64,3 @@ def widths(precision: Precision) -> Widths:
 def num_remembered(optimizer: OptimizerName) -> int:
     """Tensors of a parameter's size that the optimizer keeps for it."""
     return _TENSORS_REMEMBERED[optimizer]
-
-
-def state_bytes(
-    num_params: int,
-    *,
-    precision: Precision = "float32",
-    optimizer: OptimizerName = "adamw",
-    zero: int = 0,
-    shard: int = 1,
-) -> StateBytes:
-    """State of ``num_params`` parameters with ZeRO stage ``zero`` over ``shard`` ranks (1: the optimizer's share is
-    split, 2: gradients too, 3: weights too)."""
-    width = widths(precision).state
-    whole, split = num_params * width, -(-num_params // shard) * width
-    return StateBytes(
-        params=split if zero >= 3 else whole,
-        gradients=split if zero >= 2 else whole,
-        optimizer=(split if zero >= 1 else whole) * num_remembered(optimizer),
-    )

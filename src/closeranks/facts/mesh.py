@@ -56,10 +56,6 @@ class Mesh:
         _, replicas, shards, tensors = self.sizes
         return ((place.pipeline * replicas + place.replica) * shards + place.shard) * tensors + place.tensor
 
-    def data_rank(self, rank: int) -> int:
-        place = self.place(rank)
-        return place.replica * self.sizes[2] + place.shard
-
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ on ``axes`` alone, in order of their first rank."""
         return self.parted(lambda place: tuple(getattr(place, axis) for axis in AXES if axis not in axes))

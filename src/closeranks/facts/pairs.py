@@ -7,7 +7,6 @@ stand here because the synthetic data and the model must agree on them without k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,6 @@ def parameter_shapes(shape: PairsShape) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = (num_out, num_in)
         shapes[f"{name}.bias"] = (num_out,)
     return shapes
-
-
-def num_params(shape: PairsShape) -> int:
-    return sum(prod(dims) for dims in parameter_shapes(shape).values())
 
 
 def flops_per_sample(shape: PairsShape) -> float:

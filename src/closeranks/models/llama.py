@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import sqrt
 
 import torch
 from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import Batch, Chain, Crossing, Loss, ShardingRule
-from closeranks.facts.llama import LlamaShape, block_shapes, flops_per_token
+from closeranks.facts.llama import LlamaShape, flops_per_token, unit_costs
 from closeranks.models.batches import take
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import LlamaConfig
@@ -87,7 +87,7 @@ class LlamaChain:
         self.shape = shape
         blocks = [f"model.layers.{layer}" for layer in range(shape.num_layers)]
         self.units = ("model.embed_tokens", *blocks, "model.norm", "lm_head")
-        self.costs = _unit_flops(shape, seq_len)
+        self.costs = unit_costs(shape, seq_len)
 
     def enter(self, module: nn.Module, batch: Batch) -> Tensor:
         return _parted(batch).tokens
@@ -149,19 +149,6 @@ def _vocabulary_named(shape: LlamaShape) -> Iterator[None]:
     except IndexError as error:
         what = f"a token id lies outside the model's vocabulary of {shape.vocab_size}"
         raise ModelError(what, "Set model.vocab_size to the tokenizer's size (256 for bytes).") from error
-
-
-def _unit_flops(shape: LlamaShape, seq_len: int) -> tuple[float, ...]:
-    """Forward and backward of each unit for one token, as ``flops_per_token`` counts them; lookup and norm, which are
-    bound by memory, as the few operations they are."""
-    matrices = sum(prod(dims) for dims in block_shapes(shape).values() if len(dims) == 2)
-    block = float(6 * matrices + 12 * shape.dim * seq_len)
-    return (
-        float(shape.dim),
-        *[block] * shape.num_layers,
-        float(6 * shape.dim),
-        float(6 * shape.vocab_size * shape.dim),
-    )
 
 
 SHARDING_RULES = (
