@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from closeranks.core.errors import UserError
 from closeranks.elastic.faults.blows import BLOWS
 from closeranks.elastic.faults.fault import KINDS, Fault, check_faults
-from closeranks.elastic.faults.grammar import Asked, parse_fault, parse_faults
+from closeranks.elastic.faults.grammar import Asked, parse_faults
 
 
 @st.composite
@@ -31,7 +31,7 @@ def test_every_kind_is_done_by_something_and_fits_the_help() -> None:
 
 @given(faults())
 def test_a_fault_prints_as_the_text_it_is_read_from(fault: Fault) -> None:
-    assert parse_fault(str(fault)) == fault
+    assert parse_faults(str(fault)) == Asked((fault,))
 
 
 @given(st.lists(faults(), min_size=1, max_size=5), st.sampled_from([", ", ",", ";", " ", "  ,\n"]))
@@ -43,7 +43,7 @@ def test_many_faults_in_a_line_are_read_in_their_order(many: list[Fault], gap: s
 def test_any_text_is_read_or_refused_in_words(text: str) -> None:
     asked, refused = _read(text)
     assert (asked is None) == bool(refused)
-    assert asked is None or all(parse_fault(str(fault)) == fault for fault in asked.faults)
+    assert asked is None or all(parse_faults(str(fault)) == Asked((fault,)) for fault in asked.faults)
 
 
 def _read(text: str) -> tuple[Asked | None, str]:
@@ -54,8 +54,8 @@ def _read(text: str) -> tuple[Asked | None, str]:
 
 
 def test_the_spelling_that_the_docs_show() -> None:
-    assert str(parse_fault("kill(rank=1,step=3)")) == "kill(rank=1, step=3)"
-    assert str(parse_fault(" slow( step=5 , rank=2, share=0.1 ) ")) == "slow(rank=2, step=5, share=0.1)"
+    read = parse_faults("kill(rank=1,step=3)  slow( step=5 , rank=2, share=0.1 ) ").faults
+    assert [str(fault) for fault in read] == ["kill(rank=1, step=3)", "slow(rank=2, step=5, share=0.1)"]
     assert str(Fault("zygote", 4)) == "zygote(step=4)"
     assert str(Fault("kill2", 4, 0, 3, at=0.5)) == "kill2(rank=0, other=3, step=4, at=0.5)"
     assert str(Fault("diskfull", 2, steps=3)) == "diskfull(step=2, steps=3)"

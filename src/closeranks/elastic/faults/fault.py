@@ -102,10 +102,6 @@ class Fault:
         return KINDS[self.kind]
 
     @property
-    def has_rank(self) -> bool:
-        return "rank" in self.about.takes
-
-    @property
     def victims(self) -> tuple[int, ...]:
         """Ranks that it strikes; none where it is not a worker that is struck."""
         return tuple(getattr(self, name) for name in ("rank", "other") if name in self.about.takes)

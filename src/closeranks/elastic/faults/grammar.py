@@ -31,14 +31,6 @@ class Asked:
     """Those that leave it to a campaign, each once."""
 
 
-def parse_fault(text: str) -> Fault:
-    """One fault with its arguments."""
-    asked = parse_faults(text)
-    if len(asked.faults) != 1 or asked.kinds:
-        raise UserError(f"`{text}` is not one fault with its arguments", _EXAMPLE)
-    return asked.faults[0]
-
-
 def parse_faults(text: str) -> Asked:
     """All that a line asks for, in its order; a line that asks for nothing is a mistake."""
     faults: list[Fault] = []
