@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from closeranks.optim.optimizer import Optimizer, freeze, whole_leaves
 from tests.optim import test_layerwise, test_optimizer
-from tests.optim.test_optimizer import ONE, ZERO, build, config, everything, fill, model, plain
+from tests.optim.test_optimizer import ONE, ZERO, build, config, everything, fill, model, plain, restore
 
 # By step: embed.weight, mid.weight, mid.bias, norm.weight, norm.bias.
 PATTERN = [{"mid.weight"}, set(), {"mid.weight", "norm.bias"}, {"embed.weight", "mid.bias"}, set(), {"norm.bias"}]
@@ -95,7 +95,7 @@ def test_counts_of_their_own_survive_a_restore(keys: dict[str, Any]) -> None:
         optimizers[0].step(step, zeroed(through, step, absent), ONE, ONE, absent=absent)
         if step == 2:
             second.load_state_dict(first.state_dict())
-            optimizers[2].load_state(optimizers[1].state())
+            restore(optimizers[2], optimizers[1].state())
         mine = (first, optimizers[1]) if step < 2 else (second, optimizers[2])
         mine[1].step(step, zeroed(mine[0], step, absent), ONE, ONE, absent=absent)
     assert everything(second, optimizers[2]) == everything(through, optimizers[0])
@@ -103,7 +103,7 @@ def test_counts_of_their_own_survive_a_restore(keys: dict[str, Any]) -> None:
     last = model()
     final = build(last, settings, num_steps=9)
     last.load_state_dict(through.state_dict())
-    final.load_state(optimizers[0].state())
+    restore(final, optimizers[0].state())
     optimizers[0].step(6, fill(through, 6), ONE, ONE)
     final.step(6, fill(last, 6), ONE, ONE)
     assert everything(last, final) == everything(through, optimizers[0])

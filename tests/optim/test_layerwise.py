@@ -25,6 +25,7 @@ from tests.optim.test_optimizer import (
     everything,
     fill,
     model,
+    restore,
 )
 
 ADAPTED = {"embed.weight", "mid.weight"}
@@ -140,7 +141,7 @@ def test_a_restored_run_goes_on_bit_for_bit(keys: dict[str, Any]) -> None:
     for step in range(3):
         optimizer.step(step, fill(first, step), ONE, ONE)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    restored.load_state(copy.deepcopy(optimizer.state()))
+    restore(restored, copy.deepcopy(optimizer.state()))
     for step in range(3, 6):
         optimizer.step(step, fill(first, step), ONE, ONE)
         restored.step(step, fill(second, step), ONE, ONE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeranks.core.errors import CheckpointError, ConfigError, ModelError
+from closeranks.core.errors import ConfigError, ModelError
 from closeranks.core.protocols import Leaf
 from closeranks.optim.config import GroupConfig, OptimConfig, ScheduleConfig
 from closeranks.optim.optimizer import Optimizer, freeze, parameter_facts, state_key, whole_leaves
@@ -65,6 +65,13 @@ def bits(value: Any) -> Any:
 
 def everything(module: nn.Module, optimizer: Optimizer) -> Any:
     return bits({**module.state_dict(), "optimizer": optimizer.state()})
+
+
+def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """As a run does it: what is remembered is filled in place, then the optimizer is told."""
+    for leaf, key, tensor in optimizer.memory():
+        tensor.copy_(state["parameters"][state_key(leaf.piece)][key])
+    optimizer.restored()
 
 
 def plain(
@@ -170,24 +177,12 @@ def test_a_restored_run_goes_on_bit_for_bit(keys: dict[str, Any], rule: Any, opt
     second = model()
     second.load_state_dict(weights)
     restored = build(second, config(**keys), num_steps=9)
-    restored.load_state(state)
+    restore(restored, state)
     assert everything(second, restored) == everything(first, optimizer)
     for step in range(3, 6):
         optimizer.step(step, fill(first, step), ONE, ONE)
         restored.step(step, fill(second, step), ONE, ONE)
     assert everything(second, restored) == everything(first, optimizer)
-
-
-def test_state_goes_by_name_not_by_order() -> None:
-    module = model()
-    optimizer = build(module, config(), num_steps=9)
-    optimizer.step(0, fill(module, 0), ONE, ONE)
-    state = copy.deepcopy(optimizer.state())
-    state["parameters"] = dict(reversed(state["parameters"].items()))
-    regrouped = (GroupConfig(pattern="norm.*", lr_scale=0.5),)
-    other = build(model(), config(groups=regrouped), num_steps=9)
-    other.load_state(state)
-    assert bits(other.state()["parameters"]) == bits(optimizer.state()["parameters"])
 
 
 def test_state_is_there_before_the_first_step_and_holds_a_tied_parameter_once() -> None:
@@ -198,48 +193,12 @@ def test_state_is_there_before_the_first_step_and_holds_a_tied_parameter_once() 
         assert all(not value.any() for value in memory.values())
 
 
-def test_state_is_referenced_and_loaded_in_place() -> None:
+def test_state_is_referenced() -> None:
     module = model()
     optimizer = build(module, config(), num_steps=9)
     held = optimizer.state()
     optimizer.step(0, fill(module, 0), ONE, ONE)
     assert held["parameters"]["mid.weight"]["step"].item() == 1.0
-    optimizer.load_state(build(model(), config(), num_steps=9).state())
-    assert not held["parameters"]["mid.weight"]["exp_avg"].any()
-
-
-def _without(state: dict[str, Any], name: str) -> dict[str, Any]:
-    return {**state, "parameters": {key: value for key, value in state["parameters"].items() if key != name}}
-
-
-def _renamed(state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "parameters": {f"x.{key}": value for key, value in state["parameters"].items()}}
-
-
-def _reshaped(state: dict[str, Any]) -> dict[str, Any]:
-    memory = {**state["parameters"]["norm.bias"], "exp_avg": torch.zeros(1)}
-    return {**state, "parameters": {**state["parameters"], "norm.bias": memory}}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda state: _without(state, "mid.bias"), "only this model has the trainable parameter 'mid.bias'"),
-        (_renamed, r"'.*', and 9 more differ"),
-        (_reshaped, r"norm.bias \(exp_avg\) is torch.float32 \(1,\), not torch.float32 \(6,\)"),
-        (lambda state: {**state, "algorithm": "sgd"}, "the saved optimizer is 'sgd', the job's is 'adamw'"),
-    ],
-)
-def test_a_foreign_state_is_refused_and_nothing_is_loaded(change: Any, said: str) -> None:
-    module = model()
-    saved = build(module, config(), num_steps=9)
-    saved.step(0, fill(module, 0), ONE, ONE)
-    optimizer = build(model(), config(), num_steps=9)
-    before = bits(optimizer.state())
-    with pytest.raises(CheckpointError, match=said) as caught:
-        optimizer.load_state(change(saved.state()))
-    assert caught.value.fix
-    assert bits(optimizer.state()) == before
 
 
 def test_frozen_parameters_have_no_gradient_no_state_and_do_not_move() -> None:
@@ -389,10 +348,6 @@ def test_the_state_of_shards_goes_by_name_and_part() -> None:
     names = list(optimizer.state()["parameters"])
     assert names[:3] == ["embed.weight[5:11,0:6]", "mid.weight[0:6,0:6][18:36]", "mid.bias[0:6][3:6]"]
     assert names == [state_key(leaf.piece) for leaf in leaves]
-    restored = Optimizer(cut(model(), 1), freeze(model(), config()), config(), num_steps=1)
-    restored.load_state(optimizer.state())
-    with pytest.raises(CheckpointError, match="trainable parameter"):
-        restored.load_state(build(model(), config(), num_steps=1).state())
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

@@ -47,6 +47,10 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "width": ({"model": narrow}, r"'0\.weight' has shape \(6, 4\) here and \(8, 4\) in the saved state\. Resume with"),
     "depth": ({"model": deep}, r"2 tensors do not match, such as '4\.bias'\. Resume with the model"),
     "optimizer": ({"optim": {"name": "sgd"}}, r"the saved optimizer is 'adamw', the job's is 'sgd'\. Set optim\.name"),
+    "frozen": (
+        {"optim": {"groups": [{"pattern": "0.*", "frozen": True}]}},
+        r"only the saved optimizer has the trainable parameter '0\.bias'\. Use the model and the frozen groups",
+    ),
 }
 
 

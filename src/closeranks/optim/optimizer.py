@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from closeranks.core.errors import CheckpointError, ModelError
+from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Leaf
 from closeranks.optim import layerwise  # noqa: F401  registers lars and lamb
@@ -161,18 +161,6 @@ class Optimizer:
         memory = {state_key(leaf.piece): dict(self._optimizer.state[leaf.tensor]) for leaf in self._leaves}
         return {"algorithm": self._config.name, "parameters": memory}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Copy a saved state into place; refuses one of another rule or of other leaves."""
-        if state.get("algorithm") != self._config.name:
-            what = f"the saved optimizer is '{state.get('algorithm')}', the job's is '{self._config.name}'"
-            raise CheckpointError(what, "Set optim.name back, or start a new run from the weights alone.")
-        saved: Mapping[str, Mapping[str, Tensor]] = state["parameters"]
-        _check_names(set(saved), {state_key(leaf.piece) for leaf in self._leaves})
-        pairs = [(target, _checked(saved, state_key(leaf.piece), key, target)) for leaf, key, target in self.memory()]
-        for target, value in pairs:
-            target.copy_(value)
-        self.restored()
-
 
 def state_key(piece: Piece) -> str:
     """The parameter's name; of a shard, the name and which part: ``w[0:4,2:8]``, or ``w[0:4,2:8][3:9]`` of its rows."""
@@ -197,24 +185,3 @@ def _param_groups(leaves: Sequence[Leaf], assignment: Assignment) -> list[dict[s
     for leaf in leaves:
         groups[number[leaf.piece.name]]["params"].append(leaf.tensor)
     return groups
-
-
-def _check_names(saved: set[str], wanted: set[str]) -> None:
-    odd = sorted(saved ^ wanted)
-    if odd:
-        where = "only the saved optimizer" if odd[0] in saved else "only this model"
-        more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
-        what = f"{where} has the trainable parameter '{odd[0]}'{more}"
-        raise CheckpointError(what, "Use the model and the frozen groups of the saved run, or start a new one.")
-
-
-def _checked(saved: Mapping[str, Mapping[str, Tensor]], place: str, key: str, target: Tensor) -> Tensor:
-    value = saved[place].get(key)
-    if value is None:
-        what = f"the saved optimizer has no {place} ({key})"
-        raise CheckpointError(what, "Use the optimizer settings of the saved run.")
-    if value.shape != target.shape or value.dtype != target.dtype:
-        kinds = f"{value.dtype} {tuple(value.shape)}, not {target.dtype} {tuple(target.shape)}"
-        what = f"the saved {place} ({key}) is {kinds}"
-        raise CheckpointError(what, "Use the model and the precision of the saved run.")
-    return value
