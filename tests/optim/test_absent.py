@@ -95,7 +95,7 @@ def test_counts_of_their_own_survive_a_restore(keys: dict[str, Any]) -> None:
         optimizers[0].step(step, zeroed(through, step, absent), ONE, ONE, absent=absent)
         if step == 2:
             second.load_state_dict(first.state_dict())
-            restore(optimizers[2], optimizers[1].state())
+            restore(optimizers[2], optimizers[1])
         mine = (first, optimizers[1]) if step < 2 else (second, optimizers[2])
         mine[1].step(step, zeroed(mine[0], step, absent), ONE, ONE, absent=absent)
     assert everything(second, optimizers[2]) == everything(through, optimizers[0])
@@ -103,7 +103,7 @@ def test_counts_of_their_own_survive_a_restore(keys: dict[str, Any]) -> None:
     last = model()
     final = build(last, settings, num_steps=9)
     last.load_state_dict(through.state_dict())
-    restore(final, optimizers[0].state())
+    restore(final, optimizers[0])
     optimizers[0].step(6, fill(through, 6), ONE, ONE)
     final.step(6, fill(last, 6), ONE, ONE)
     assert everything(last, final) == everything(through, optimizers[0])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from closeranks.core.errors import ConfigError, ModelError
 from closeranks.core.protocols import Leaf
 from closeranks.optim.config import GroupConfig, OptimConfig, ScheduleConfig
-from closeranks.optim.optimizer import Optimizer, freeze, parameter_facts, state_key, whole_leaves
+from closeranks.optim.optimizer import Optimizer, freeze, parameter_facts, whole_leaves
 
 ONE = torch.tensor(1.0)
 ZERO = torch.tensor(0.0)
@@ -64,13 +63,22 @@ def bits(value: Any) -> Any:
 
 
 def everything(module: nn.Module, optimizer: Optimizer) -> Any:
-    return bits({**module.state_dict(), "optimizer": optimizer.state()})
+    return bits({**module.state_dict(), "optimizer": state_of(optimizer)})
 
 
-def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """As a run does it: what is remembered is filled in place, then the optimizer is told."""
+def state_of(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """What it remembers, by the names of whole parameters."""
+    found: dict[str, dict[str, Tensor]] = {}
     for leaf, key, tensor in optimizer.memory():
-        tensor.copy_(state["parameters"][state_key(leaf.piece)][key])
+        found.setdefault(leaf.piece.name, {})[key] = tensor
+    return found
+
+
+def restore(optimizer: Optimizer, other: Optimizer) -> None:
+    """As a run does it: what is remembered is filled in place, then the optimizer is told."""
+    state = state_of(other)
+    for leaf, key, tensor in optimizer.memory():
+        tensor.copy_(state[leaf.piece.name][key])
     optimizer.restored()
 
 
@@ -173,11 +181,10 @@ def test_a_restored_run_goes_on_bit_for_bit(keys: dict[str, Any], rule: Any, opt
     optimizer = build(first, config(**keys), num_steps=9)
     for step in range(3):
         optimizer.step(step, fill(first, step), ONE, ONE)
-    weights, state = copy.deepcopy(first.state_dict()), copy.deepcopy(optimizer.state())
     second = model()
-    second.load_state_dict(weights)
+    second.load_state_dict(first.state_dict())
     restored = build(second, config(**keys), num_steps=9)
-    restore(restored, state)
+    restore(restored, optimizer)
     assert everything(second, restored) == everything(first, optimizer)
     for step in range(3, 6):
         optimizer.step(step, fill(first, step), ONE, ONE)
@@ -186,9 +193,9 @@ def test_a_restored_run_goes_on_bit_for_bit(keys: dict[str, Any], rule: Any, opt
 
 
 def test_state_is_there_before_the_first_step_and_holds_a_tied_parameter_once() -> None:
-    state = build(model(), config(), num_steps=1).state()
-    assert list(state["parameters"]) == ["embed.weight", "mid.weight", "mid.bias", "norm.weight", "norm.bias"]
-    for memory in state["parameters"].values():
+    state = state_of(build(model(), config(), num_steps=1))
+    assert list(state) == ["embed.weight", "mid.weight", "mid.bias", "norm.weight", "norm.bias"]
+    for memory in state.values():
         assert set(memory) == {"step", "exp_avg", "exp_avg_sq"}
         assert all(not value.any() for value in memory.values())
 
@@ -196,9 +203,9 @@ def test_state_is_there_before_the_first_step_and_holds_a_tied_parameter_once() 
 def test_state_is_referenced() -> None:
     module = model()
     optimizer = build(module, config(), num_steps=9)
-    held = optimizer.state()
+    held = state_of(optimizer)
     optimizer.step(0, fill(module, 0), ONE, ONE)
-    assert held["parameters"]["mid.weight"]["step"].item() == 1.0
+    assert held["mid.weight"]["step"].item() == 1.0
 
 
 def test_frozen_parameters_have_no_gradient_no_state_and_do_not_move() -> None:
@@ -207,7 +214,7 @@ def test_frozen_parameters_have_no_gradient_no_state_and_do_not_move() -> None:
     assert freeze(module, frozen).frozen == ("mid.weight", "mid.bias")
     assert [name for name, p in module.named_parameters() if not p.requires_grad] == ["mid.weight", "mid.bias"]
     optimizer = build(module, frozen, num_steps=3)
-    assert not [name for name in optimizer.state()["parameters"] if name.startswith("mid.")]
+    assert not [name for name in state_of(optimizer) if name.startswith("mid.")]
     before = bits(dict(module.state_dict()))
     optimizer.step(0, fill(module, 0), ONE, ONE)
     after = bits(dict(module.state_dict()))
@@ -219,7 +226,7 @@ def test_what_the_module_froze_itself_stays_frozen() -> None:
     module.embed.weight.requires_grad_(False)
     assert freeze(module, config()).frozen == ()
     optimizer = build(module, config(), num_steps=3)
-    assert "embed.weight" not in optimizer.state()["parameters"]
+    assert "embed.weight" not in state_of(optimizer)
     optimizer.step(0, fill(module, 0), ONE, ONE)
 
 
@@ -289,7 +296,7 @@ def test_a_parameter_without_gradient_stays() -> None:
     before = module.norm.bias.detach().clone()
     optimizer.step(0, gradients, ONE, ONE)
     assert torch.equal(module.norm.bias, before)
-    assert optimizer.state()["parameters"]["norm.bias"]["step"].item() == 0.0
+    assert state_of(optimizer)["norm.bias"]["step"].item() == 0.0
 
 
 def cut(module: Model, rank: int) -> tuple[Leaf, ...]:
@@ -341,21 +348,11 @@ def test_memory_is_told_leaf_by_leaf() -> None:
     assert len(told) == 3 * len(leaves)
 
 
-def test_the_state_of_shards_goes_by_name_and_part() -> None:
-    module = model()
-    leaves = cut(module, 1)
-    optimizer = Optimizer(leaves, freeze(module, config()), config(), num_steps=1)
-    names = list(optimizer.state()["parameters"])
-    assert names[:3] == ["embed.weight[5:11,0:6]", "mid.weight[0:6,0:6][18:36]", "mid.bias[0:6][3:6]"]
-    assert names == [state_key(leaf.piece) for leaf in leaves]
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_rank_may_hold_nothing(name: Any) -> None:
     optimizer = Optimizer((), freeze(model(), config()), config(name=name), num_steps=1)
     optimizer.step(0, [], ONE, ONE)
     assert list(optimizer.memory()) == []
-    assert optimizer.state()["parameters"] == {}
 
 
 @pytest.mark.gpu

@@ -111,18 +111,14 @@ def test_what_was_asked_for_is_read_from_the_message(message: str, num_bytes: fl
 def test_memory_is_counted_by_what_holds_it() -> None:
     module = nn.Sequential(nn.Linear(100, 50, bias=False), nn.Linear(50, 10, bias=False))
     module[0].weight.grad = torch.zeros(50, 100)
-    moment = torch.zeros(50, 100)
-    state = {
-        "0.weight": {"exp_avg": moment, "again": [moment], "step": torch.zeros(1), "lr": 0.1},
-        "far": torch.empty(9, device="meta"),
-    }
-    use = memory_use(module, state, CPU, RuntimeError(HOST_ERROR))
+    remembered = [torch.zeros(50, 100), torch.zeros(1), torch.empty(9, device="meta")]
+    use = memory_use(module, remembered, CPU, RuntimeError(HOST_ERROR))
     assert use.parameters_bytes == 4 * (5000 + 500)
     assert use.gradients_bytes == 4 * 5000
     assert use.optimizer_bytes == 4 * 5000 + 4
     assert use.requested_bytes == 4096
     assert use.total_bytes > use.in_use_bytes > 0
-    text = explain_out_of_memory(module, state, CPU, RuntimeError(HOST_ERROR), is_mixed=False)
+    text = explain_out_of_memory(module, remembered, CPU, RuntimeError(HOST_ERROR), is_mixed=False)
     assert "Largest parameters: 0.weight (19.5 KiB), 1.weight (2.0 KiB)." in text
     assert "train.micro_batch" in text
 
@@ -143,5 +139,5 @@ def test_on_an_accelerator() -> None:
         torch.empty(1 << 45, device=cuda)
     assert is_out_of_memory(caught.value)
     module = nn.Linear(1000, 1000, device=cuda)
-    assert "ran out of memory" in explain_out_of_memory(module, {}, cuda, caught.value, is_mixed=True)
-    assert memory_use(module, {}, cuda, caught.value).requested_bytes == 4 << 45
+    assert "ran out of memory" in explain_out_of_memory(module, (), cuda, caught.value, is_mixed=True)
+    assert memory_use(module, (), cuda, caught.value).requested_bytes == 4 << 45

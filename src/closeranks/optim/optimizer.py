@@ -156,19 +156,6 @@ class Optimizer:
             for key, tensor in self._optimizer.state[leaf.tensor].items():
                 yield leaf, key, tensor
 
-    def state(self) -> dict[str, Any]:
-        """The rule's name and, by ``state_key``, what it remembers: a whole parameter's goes by its name."""
-        memory = {state_key(leaf.piece): dict(self._optimizer.state[leaf.tensor]) for leaf in self._leaves}
-        return {"algorithm": self._config.name, "parameters": memory}
-
-
-def state_key(piece: Piece) -> str:
-    """The parameter's name; of a shard, the name and which part: ``w[0:4,2:8]``, or ``w[0:4,2:8][3:9]`` of its rows."""
-    if piece.flat is None and piece.is_whole:
-        return piece.name
-    box = ",".join(f"{start}:{start + size}" for start, size in zip(piece.start, piece.size, strict=True))
-    return f"{piece.name}[{box}]" if piece.flat is None else f"{piece.name}[{box}][{piece.flat[0]}:{piece.flat[1]}]"
-
 
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply in place, one kernel for all tensors of a type."""

@@ -10,10 +10,9 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -155,19 +154,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(
-    module: nn.Module, optimizer_state: Mapping[str, Any], device: torch.device, error: BaseException, *, is_mixed: bool
+    module: nn.Module, remembered: Iterable[Tensor], device: torch.device, error: BaseException, *, is_mixed: bool
 ) -> str:
     """What took the memory and what to change; ``is_mixed``: it computes in half precision already.
 
-    ``optimizer_state`` may nest; tensors on other devices do not count. Call before anything is freed: parameters,
+    ``remembered`` by the optimizer; tensors on other devices do not count. Call before anything is freed: parameters,
     gradients and optimizer state are read as they stand.
     """
-    use = memory_use(module, optimizer_state, device, error)
+    use = memory_use(module, remembered, device, error)
     return explain(replace(use, is_float32=use.is_float32 and not is_mixed))
 
 
 def memory_use(
-    module: nn.Module, optimizer_state: Mapping[str, Any], device: torch.device, error: BaseException
+    module: nn.Module, remembered: Iterable[Tensor], device: torch.device, error: BaseException
 ) -> MemoryUse:
     here = {name: parameter for name, parameter in module.named_parameters() if parameter.device.type == device.type}
     gradients = [parameter.grad for parameter in here.values() if parameter.grad is not None]
@@ -178,7 +177,7 @@ def memory_use(
         requested_bytes=requested_bytes(str(error)),
         parameters_bytes=sum(_num_bytes(parameter) for parameter in here.values()),
         gradients_bytes=sum(_num_bytes(gradient) for gradient in gradients),
-        optimizer_bytes=_unique_bytes(optimizer_state, device),
+        optimizer_bytes=sum(_num_bytes(tensor) for tensor in remembered if tensor.device.type == device.type),
         largest=tuple(TensorSize(name, _num_bytes(parameter)) for name, parameter in here.items()),
         is_float32=any(parameter.dtype == torch.float32 for parameter in here.values()),
     )
@@ -189,22 +188,6 @@ def _num_bytes(tensor: Tensor) -> int:
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     local = to_local() if to_local is not None else tensor
     return local.numel() * local.element_size()
-
-
-def _unique_bytes(state: Any, device: torch.device) -> int:
-    unique = {id(tensor): tensor for tensor in _tensors(state) if tensor.device.type == device.type}
-    return sum(_num_bytes(tensor) for tensor in unique.values())
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _tensors(value)
 
 
 def _total_bytes(device: torch.device) -> int:
