@@ -13,6 +13,7 @@ from closeranks.core.errors import ModelError
 from closeranks.parallel.exchange import _DTYPES, _HEADER, MOST_UNDERWAY, Exchange, Form, Letter
 from closeranks.parallel.group import Group
 from closeranks.testing import run_world
+from tests.parallel.messages import Messages, Traffic, counted
 
 CPU = torch.device("cpu")
 
@@ -50,7 +51,13 @@ def outputs() -> list[Tensor]:
     return [numbers.view(2, 6) * 2, numbers.view(4, 3).T * 3, numbers.view(2, 6) * 4]
 
 
-def there_and_back() -> tuple[list[Tensor], int, int, int, list[bool]]:
+def counted_there_and_back() -> tuple[list[Tensor], Messages, list[bool]]:
+    with counted() as sent:
+        received, leaves = there_and_back()
+    return received, sent, [leaf.requires_grad for leaf in leaves]
+
+
+def there_and_back() -> tuple[list[Tensor], list[Tensor]]:
     exchange, others = opened(), outputs()
     forward = [Letter("forward", 0, micro) for micro in range(3)]
     backward = [Letter("backward", 0, micro) for micro in range(3)]
@@ -70,17 +77,18 @@ def there_and_back() -> tuple[list[Tensor], int, int, int, list[bool]]:
             exchange.send(letter, leaf.expand(leaf.shape) + 1, 0)
         received = [leaf.detach() for leaf in leaves]
     exchange.finish()
-    return received, exchange.num_headers, exchange.num_sent, exchange.sent_bytes, [x.requires_grad for x in leaves]
+    return received, leaves
 
 
 @pytest.mark.world
 def test_hidden_states_go_there_and_gradients_back() -> None:
-    (back, *sender), (there, *receiver) = run_world(there_and_back, 2)
+    (back, *sender), (there, *receiver) = run_world(counted_there_and_back, 2)
     for output, arrived, returned in zip(outputs(), there, back, strict=True):
         assert torch.equal(arrived, output)
         assert torch.equal(returned, output + 1)
-    assert sender == [2, 3, 3 * 12 * 8, []]  # two kinds, so two headers
-    assert receiver == [0, 3, 3 * 12 * 8, [True] * 3]
+    all_three = Traffic(3, 3 * 12 * 8)
+    assert sender == [Messages(2, forward=all_three), []]  # two kinds, so two headers
+    assert receiver == [Messages(0, backward=all_three), [True] * 3]
 
 
 def many_then_read() -> int:

@@ -19,11 +19,11 @@ from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.programs import Instruction, program_for
 from closeranks.facts.stages import V_SHAPED, placement
 from closeranks.facts.timeline import peak_in_flight
-from closeranks.parallel.exchange import Traffic
 from closeranks.parallel.group import Group
 from closeranks.parallel.pipeline import Pipeline, last_gradients, open_pipeline
 from closeranks.parallel.stages import cut_stages, stage_ranges
 from closeranks.testing import WorldError, run_world
+from tests.parallel.messages import Traffic, counted
 from tests.parallel.toy import DEPTH, DIM, LENGTH, Toy, ToyChain, ToyWork, batches, gradients, run_alone, toy
 
 MICROS = (1, 3, 4, 6)
@@ -66,10 +66,10 @@ def built(
 def train(schedule: str, num_micro: int, prepare: Prepare = leave, **options: bool) -> Told:
     pipeline, chain = built(schedule, prepare, **options)
     work = ToyWork(chain, batches(num_micro))
-    pipeline.run(work)
+    with counted() as sent:
+        pipeline.run(work)
     found = {name: gradient for stage in pipeline.stages.values() for name, gradient in gradients(stage).items()}
-    sent = pipeline.exchange.sent
-    return Told(found, work.losses, pipeline.most_held, sent["forward"], sent["backward"], work.backwards)
+    return Told(found, work.losses, pipeline.most_held, sent.forward, sent.backward, work.backwards)
 
 
 def train_all(cases: Iterable[tuple[str, int]], prepare: Prepare = leave, **options: bool) -> dict[Any, Told]:
@@ -237,17 +237,18 @@ def evaluate(schedule: str, num_micro: int) -> tuple[dict[int, float], int, int]
     for stage in pipeline.stages.values():
         stage.eval()
     work = ToyWork(chain, batches(num_micro, seed=5))
-    held, sent = pipeline.most_held, pipeline.exchange.num_sent
-    pipeline.forward_only(work)
+    held = pipeline.most_held
+    with counted() as sent:
+        pipeline.forward_only(work)
     after = [gradients(stage) for stage in pipeline.stages.values()]
     assert all(torch.equal(a[name], b[name]) for a, b in zip(before, after, strict=True) for name in a)
     assert pipeline.most_held == held
     assert work.backwards == []
-    num_sent = pipeline.exchange.num_sent - sent
+    assert sent.backward == Traffic()
     for stage in pipeline.stages.values():
         stage.train()
     pipeline.run(ToyWork(chain, batches(3)))
-    return work.losses, num_sent, len(pipeline.stages)
+    return work.losses, sent.forward.num_sent, len(pipeline.stages)
 
 
 @pytest.mark.world
@@ -411,9 +412,10 @@ def steps_of_many_sizes() -> list[int]:
     """Micro-batches of a known size need no further header."""
     pipeline, chain = built("1f1b")
     headers = []
-    for num_micro in (3, 3, 1, 4):
-        pipeline.run(ToyWork(chain, batches(num_micro)))
-        headers.append(pipeline.exchange.num_headers)
+    with counted() as sent:
+        for num_micro in (3, 3, 1, 4):
+            pipeline.run(ToyWork(chain, batches(num_micro)))
+            headers.append(sent.num_headers)
     return headers
 
 

@@ -79,14 +79,6 @@ class Letter:
 
 
 @dataclass(slots=True)
-class Traffic:
-    """What was sent one way, headers aside."""
-
-    num_sent: int = 0
-    sent_bytes: int = 0
-
-
-@dataclass(slots=True)
 class _Parcel:
     work: dist.Work
     tensor: Tensor
@@ -103,8 +95,6 @@ class Exchange:
 
     group: Group
     device: torch.device
-    sent: dict[Way, Traffic] = field(default_factory=lambda: {"forward": Traffic(), "backward": Traffic()})
-    num_headers: int = 0
     _forms: dict[tuple[int, Hashable], Form] = field(default_factory=dict, init=False)
     _underway: deque[_Parcel] = field(default_factory=deque, init=False)
     _posted: dict[Letter, _Parcel] = field(default_factory=dict, init=False)
@@ -113,21 +103,12 @@ class Exchange:
         """A collective. NCCL sets a group up in the first call that all its ranks make together, not in a message."""
         self.group.sum(torch.zeros(1, device=self.device))
 
-    @property
-    def num_sent(self) -> int:
-        return sum(traffic.num_sent for traffic in self.sent.values())
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(traffic.sent_bytes for traffic in self.sent.values())
-
     def announce(self, boundary: int, signature: Hashable, form: Form, peer: int) -> None:
         """Tell the other end what comes, the first time; later it must look the same."""
         known = self._forms.setdefault((boundary, signature), form)
         if known is form:
             header = torch.tensor(form.encode(), dtype=torch.int64, device=self.device)
             self._track(self._start(dist.isend, header, peer, boundary))
-            self.num_headers += 1
         elif known != form:
             what = f"stage {boundary} gave {form} for a micro-batch like one that gave {known}"
             fix = "A stage's output may depend on the shapes of its micro-batch alone; freeze before the first step."
@@ -143,11 +124,7 @@ class Exchange:
         return self._forms[key]
 
     def send(self, letter: Letter, tensor: Tensor, peer: int) -> None:
-        parcel = self._start(dist.isend, tensor.detach().contiguous(), peer, letter.tag)
-        traffic = self.sent[letter.way]
-        traffic.num_sent += 1
-        traffic.sent_bytes += parcel.tensor.nbytes
-        self._track(parcel)
+        self._track(self._start(dist.isend, tensor.detach().contiguous(), peer, letter.tag))
 
     def post(self, letter: Letter, form: Form, peer: int) -> None:
         """Begin to receive."""
