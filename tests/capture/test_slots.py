@@ -25,7 +25,6 @@ from closeranks.capture.slots import (
     Sealed,
     Slot,
     SlotError,
-    check,
     decode_index,
     encode_entries,
     encode_index,
@@ -38,6 +37,7 @@ from closeranks.core.pieces import Piece
 from closeranks.elastic import keeper as keeping
 from closeranks.elastic.keeper import Berths
 from closeranks.elastic.recalling import DamagedCopy, Recalled
+from tests.capture.changes import changed
 from tests.capture.taking import Kept
 from tests.elastic.boxes import make_boxes, shared_memory
 
@@ -84,7 +84,7 @@ def test_what_was_kept_comes_back_bit_for_bit(place: Path) -> None:
     keep(box, 7).close()
     assert inspect(box[0]).about == ABOUT
     assert inspect(box[1]).reason == "empty"
-    assert check(Sealed(box[0])) == ""
+    assert changed(box[0]) == []
     assert Sealed(box[0]).index.tree == {"at": 7}
     for held in holdings(7.0):
         assert torch.equal(
@@ -125,7 +125,7 @@ def is_noticed(path: str) -> bool:
     try:
         recalled(path)
     except DamagedCopy:
-        return check(Sealed(path)) != ""
+        return changed(path) != []
     return False
 
 
@@ -214,7 +214,7 @@ def test_a_kill_at_any_point_leaves_the_step_before(place: Path, label: str, tur
         (other,) = [found for found in looked if not found.about]
         assert other.reason == ("torn: it was being written")
     for path in box[:2]:
-        assert inspect(path).about is None or check(Sealed(path)) == ""
+        assert inspect(path).about is None or changed(path) == []
 
 
 @pytest.mark.parametrize("passing", range(1, 7))

@@ -114,7 +114,6 @@ def test_what_a_killed_commit_left_in_a_checkpoint_goes_and_what_is_not_ours_sta
 
 def test_a_damaged_manifest_is_left_for_people_to_look_at() -> None:
     damaged = Folder(folder_name(1), ("data-00000-of-00001.safetensors", MANIFEST), None)
-    assert damaged.is_damaged
     what = removal([damaged, folder(2), folder(3), folder(4)], Keep(2), folder_name(4))
     assert what.checkpoints == what.folders == (folder_name(2),)
 

@@ -26,7 +26,6 @@ from closeranks.elastic.faults.fault import KINDS
 from closeranks.facts import digits, llama, pairs
 from closeranks.run.component import Component
 from closeranks.run.job import Job, load_job
-from closeranks.sync.config import COMPRESSORS
 from tests.docs.pages import (
     ADDED,
     PAGES,
@@ -43,6 +42,7 @@ from tests.docs.pages import (
     shown_lines,
     spoken_commands,
 )
+from tests.sync.compress.names import COMPRESSORS
 
 README = ROOT / "README.md"
 RUNNABLE = [page for page in PAGES if any(block.mark == "run" for block in blocks(page))]

@@ -12,11 +12,12 @@ import torch
 
 from closeranks.capture.devices import HALF_BYTES
 from closeranks.capture.pinning import Pinned
-from closeranks.capture.slots import DATA_AT, About, Sealed, check
+from closeranks.capture.slots import DATA_AT, About, Sealed
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.pieces import Piece
 from closeranks.elastic.keeper import Berths
 from closeranks.elastic.recalling import DamagedCopy, Recalled
+from tests.capture.changes import changed
 from tests.capture.taking import Kept
 from tests.elastic.boxes import make_boxes, shared_memory
 
@@ -67,7 +68,7 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
         for item in held:
             item.tensor.sub_(0.25)  # the optimizer
         for path in (one[step % 2], other[2 + step % 2]):
-            assert check(Sealed(path)) == ""
+            assert changed(path) == []
             recalled = Recalled([Sealed(path)])
             for item, was in zip(held, expected, strict=True):
                 fresh = torch.zeros_like(item.tensor)

@@ -15,9 +15,9 @@ from closeranks.core.errors import ConfigError
 from closeranks.core.events import Compressed, RunStarted
 from closeranks.core.pieces import cut_out
 from closeranks.run.job import load_job
-from closeranks.sync.config import COMPRESSORS as NAMES
 from tests.run.generations import TABLES, Case, assert_same, events, losses, run, run_and_die, state
 from tests.run.saved import tensors
+from tests.sync.compress.names import COMPRESSORS as NAMES
 
 pytestmark = pytest.mark.world
 

@@ -16,8 +16,7 @@ from torch import nn
 
 from closeranks import Hook, Session
 from closeranks.capture import slots
-from closeranks.capture.slots import Sealed as SealedSlot
-from closeranks.capture.slots import check, inspect
+from closeranks.capture.slots import inspect
 from closeranks.core.environment import set_world
 from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapshotting, StepDone, Warned
 from closeranks.core.world import World
@@ -25,6 +24,7 @@ from closeranks.elastic.keeper import Joined, Keeper
 from closeranks.elastic.shelf import Shelf
 from closeranks.facts.memory import copies_bytes
 from closeranks.run.overseer import settle_in
+from tests.capture.changes import changed
 from tests.elastic.boxes import make_boxes, shared_memory
 from tests.run import small
 from tests.run.generations import Case, assert_same, events, files, losses, run, run_and_die
@@ -57,7 +57,7 @@ def steps_of(shelf: Shelf) -> list[int | None]:
 def test_a_run_leaves_its_last_two_steps_in_its_box(tmp_path: Path, shelf: Shelf) -> None:
     small.train(tmp_path, elastic={"snapshot_every": 1}, **NO_SAVES)
     assert steps_of(shelf) == [4, 3, None, None]
-    assert all(check(SealedSlot(path)) == "" for path in shelf.boxes[0][:2])
+    assert all(changed(path) == [] for path in shelf.boxes[0][:2])
 
 
 @pytest.mark.usefixtures("alone")

@@ -18,12 +18,12 @@ from closeranks.optim.norms import norm_squared
 from closeranks.parallel.group import Group
 from closeranks.sync.compress.build import CODECS, compressed_ways
 from closeranks.sync.compress.compressed import Plan
-from closeranks.sync.config import COMPRESSORS as NAMES
 from closeranks.sync.config import CompressConfig
 from closeranks.sync.memory import FACTOR, OWED, RESIDUAL
 from closeranks.sync.places import Load
 from closeranks.sync.ways import TwoLevels, Way, WayMaker, flat_ways
 from closeranks.testing import run_world
+from tests.sync.compress.names import COMPRESSORS as NAMES
 from tests.sync.strategies import (
     Pieces,
     Strategy,

@@ -373,14 +373,6 @@ def digests_problem(file: Octets, lengths: Lengths, index: bytes) -> str:
     return ""
 
 
-def check(sealed: Sealed) -> str:
-    """The first tensor whose bytes are not those that were copied, in words; nothing where all are. Reads all of it."""
-    for entry, crc in zip(sealed.index.entries, sealed.index.crcs, strict=True):
-        if crc32c(sealed.data(entry).data) != crc:
-            return flipped(sealed, entry)
-    return ""
-
-
 def flipped(sealed: Sealed, entry: Entry) -> str:
     """How a copy is spoken of whose bytes changed in memory."""
     about = sealed.about

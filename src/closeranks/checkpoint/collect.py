@@ -73,10 +73,6 @@ class Folder:
     """None where it has no manifest, or one that cannot be read."""
 
     @property
-    def is_damaged(self) -> bool:
-        return self.holding is None and MANIFEST in self.files
-
-    @property
     def age(self) -> tuple[int, int]:
         return age(self.name)
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MIB = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Member:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -54,10 +54,6 @@ class CompressConfig(Table):
         """In steps."""
         warmup = self.warmup if self.warmup is not None else (0.1 if self.name == "onebit" else 0.0)
         return math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
-
-
-COMPRESSORS: tuple[str, ...] = tuple(get_args(CompressConfig.model_fields["name"].annotation))[1:]
-"""All names but "none"."""
 
 
 class LocalConfig(Table):

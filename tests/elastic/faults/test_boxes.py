@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from closeranks.capture.slots import About, Entry, Sealed, Slot, check, encode_entries, encode_index, inspect
+from closeranks.capture.slots import About, Entry, Sealed, Slot, encode_entries, encode_index, inspect
 from closeranks.elastic.faults.boxes import Headers, flip_bit, newest_sealed
 from closeranks.elastic.faults.fault import Fault
 from closeranks.elastic.faults.inject import Injector
+from tests.capture.changes import changed
 from tests.elastic.faults.crews import Seen, Shown, until
 
 NUM_BYTES = 3 << 20
@@ -61,11 +62,10 @@ def test_a_flip_changes_one_bit_of_the_newest_copy_and_is_noticed(box: list[str]
     bit = flip_bit(newest, random.Random(seed))
     after = [Path(path).read_bytes() for path in box]
     assert after[1] == before[1]
-    changed = [place for place, (a, b) in enumerate(zip(before[0], after[0], strict=True)) if a != b]
-    assert changed == [bit // 8]
+    assert [place for place, (a, b) in enumerate(zip(before[0], after[0], strict=True)) if a != b] == [bit // 8]
     assert before[0][bit // 8] ^ after[0][bit // 8] == 1 << bit % 8
     assert inspect(box[0]).about is not None, "header and index are whole"
-    assert "changed" in check(Sealed(box[0]))
+    assert changed(box[0])
 
 
 def test_where_nothing_is_sealed_nothing_is_flipped(box: list[str]) -> None:
@@ -137,7 +137,7 @@ def test_bitflip_strikes_the_newest_copy_and_kills(box: list[str]) -> None:
         assert process.wait(60) == -signal.SIGKILL
     sound = [path for path in box if not inspect(path).reason]
     newest = max(sound, key=lambda path: Sealed(path).about.step)
-    assert [bool(check(Sealed(path))) for path in sound] == [path == newest for path in sound]
+    assert [bool(changed(path)) for path in sound] == [path == newest for path in sound]
     assert f"of the copy of step {Sealed(newest).about.step}" in injector.strikes[0].note
 
 

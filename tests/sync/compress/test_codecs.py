@@ -13,7 +13,8 @@ from closeranks.sync.compress.halves import BFloat16, Float16
 from closeranks.sync.compress.int8 import STEPS, Int8
 from closeranks.sync.compress.onebit import BLOCK, OneBit
 from closeranks.sync.compress.topk import TopK
-from closeranks.sync.config import COMPRESSORS, CompressConfig
+from closeranks.sync.config import CompressConfig
+from tests.sync.compress.names import COMPRESSORS
 
 REGISTERED = [make(CompressConfig()) for make in CODECS.values()]
 each_codec = pytest.mark.parametrize("codec", [*REGISTERED, TopK(0.3)], ids=lambda codec: type(codec).__name__)
