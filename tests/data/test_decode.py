@@ -257,7 +257,7 @@ def test_the_time_counts_as_decoding() -> None:
     records = [{"png": encoded(picture((300, 300)))}] * 4
     with measure() as times:
         decode_batch(records)
-    assert times.decode_s > 0.5 * times.total_s > 0.0
+    assert times.decode_s > times.read_s + times.fetch_s + times.collate_s
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP"])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.programs import Instruction, program_for
+from closeranks.facts.schedules import schedule_for
 from closeranks.facts.stages import V_SHAPED, placement
 from closeranks.facts.timeline import peak_in_flight
 from closeranks.parallel.group import Group
@@ -105,8 +106,8 @@ def test_every_schedule_gives_the_gradients_of_one_process(num_ranks: int) -> No
     for schedule, num_micro in cases():
         ranks = [one[schedule, num_micro] for one in told]
         assert_alike(ranks, *alone(num_micro))
-        program = program_for(schedule, num_ranks, num_micro)
-        assert tuple(one.most_held for one in ranks) == peak_in_flight(program.compute)
+        expected = peak_in_flight(schedule_for(schedule, num_ranks, num_micro))
+        assert tuple(one.most_held for one in ranks) == expected
         assert_bytes(ranks, num_ranks, schedule, num_micro)
         for one in ranks:  # each stage is told once that its gradients are complete, and after all others of its
             for stage in {stage for stage, _ in one.backwards}:
@@ -138,7 +139,7 @@ def test_a_first_half_that_is_all_gives_the_same_and_holds_less() -> None:
     for schedule, num_micro in given:
         ranks = [one[schedule, num_micro] for one in told]
         assert_alike(ranks, *alone(num_micro))
-        bounds = peak_in_flight(program_for(schedule, 2, num_micro).compute)
+        bounds = peak_in_flight(schedule_for(schedule, 2, num_micro))
         assert all(one.most_held <= bound for one, bound in zip(ranks, bounds, strict=True))
         for one in ranks:
             assert [is_last for stage, is_last in one.backwards if stage == 0] == [False] * (num_micro - 1) + [True]

@@ -147,11 +147,11 @@ class CheckpointReader:
                 _part(made, overlap.target, overlap.box).copy_(_part(values, overlap.source, overlap.box))
 
 
-def open_newest(place: str, also: Sequence[str] = ()) -> CheckpointReader:
+def open_newest(place: str) -> CheckpointReader:
     """The checkpoint to go on from at a run's folder, a folder of checkpoints, one of them, or a URL of those: the
     first whose manifest, files and headers are sound. Others are passed over with a word in the log."""
     passed: list[str] = []
-    catalogue = find(place, also)
+    catalogue = find(place)
     for found in catalogue.candidates():
         try:
             reader = CheckpointReader(found.storage, found.name)

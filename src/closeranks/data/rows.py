@@ -128,13 +128,13 @@ class RowReader:
         return DataError(f"sample {bad.sample} of {self.source.identity} is bad: {bad.told}", fix)
 
 
-def read_plain(source: Source, ids: Ints, settings: ReadSettings, known: Mapping[int, BadSample] | None = None) -> Rows:
+def read_plain(source: Source, ids: Ints, settings: ReadSettings) -> Rows:
     """These samples by the job's rules, outside of any order. ``num_rows`` is 0 where all were bad; the batch then
     holds the next good samples of the source, for whom a forward pass is a collective."""
     whole = placed(source)
     size = len(whole)
     after = ((ids[-1] + 1 + number * len(ids) + np.arange(len(ids))) % size for number in range(MAX_STAND_INS))
-    return RowReader(whole, settings, known or {}).read(ids, after)
+    return RowReader(whole, settings, {}).read(ids, after)
 
 
 def read_batch(source: PlacedSource, ids: Ints) -> Batch:

@@ -41,10 +41,6 @@ class StageTimes:
             self.collate_s + other.collate_s,
         )
 
-    @property
-    def total_s(self) -> float:
-        return self.read_s + self.fetch_s + self.decode_s + self.collate_s
-
 
 class _Clock(threading.local):
     """``seconds`` is None while nobody measures in this thread."""

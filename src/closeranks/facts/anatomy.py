@@ -59,10 +59,6 @@ class Unit:
 class Anatomy:
     units: tuple[Unit, ...]
 
-    @property
-    def num_params(self) -> int:
-        return sum(prod(weight.shape) for weight in distinct(self.units))
-
 
 def distinct(units: Iterable[Unit]) -> tuple[Weight, ...]:
     """The weights of these units, a tied one once."""

@@ -1,20 +1,17 @@
 """What does each pipeline rank do, one instruction after the other, so that no order of sends can lock it up?
 
 A program is a schedule with its messages written out. Invariant: there is one order of all instructions of all ranks in
-which every send stands beside its receive, so that a program runs to its end even on a transport where both block; and
-``Program.parse(str(program)) == program``.
+which every send stands beside its receive, so that a program runs to its end even on a transport where both block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from closeranks.core.errors import UserError
-from closeranks.facts.actions import KINDS, Action, Word
+from closeranks.facts.actions import Action
 from closeranks.facts.proof import first_problem
 from closeranks.facts.schedules import Schedule, schedule_for
 from closeranks.facts.timeline import spans_by_end, timeline
@@ -44,7 +41,6 @@ class Instruction:
 class Program:
     """What each rank computes, sends and receives, in order; as text the schedule's name, then a line per rank."""
 
-    num_ranks: int
     num_stages: int
     num_micro: int
     schedule: str
@@ -56,38 +52,6 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join([self.schedule, *(" ".join(map(str, row)) for row in self.ranks)])
-
-    @classmethod
-    def parse(cls, text: str) -> Program:
-        """Read what ``str`` wrote, or what somebody wrote by hand: a stage stands where its instructions do."""
-        name, *lines = text.splitlines() or [""]
-        rows = [[Word.parse(word) for word in line.split()] for line in lines]
-        placement = tuple(tuple(sorted({word.stage for word in row})) for row in rows)
-        home = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
-        ranks = tuple(tuple(_instruction(word, home) for word in row) for row in rows)
-        num_micro = max((word.micro + 1 for word in chain(*rows)), default=0)
-        return cls(len(ranks), len(home), num_micro, name, ranks, placement)
-
-    @property
-    def compute(self) -> Schedule:
-        """The schedule that it carries out."""
-        rows = tuple(tuple(_actions(row)) for row in self.ranks)
-        return Schedule(self.schedule, self.num_micro, rows, self.placement)
-
-
-def _instruction(word: Word, home: dict[int, int]) -> Instruction:
-    for kind in get_args(InstructionKind):
-        if kind == word.kind:
-            peer = home.get(word.stage + _DIRECTIONS[kind]) if kind in _DIRECTIONS else None
-            return Instruction(kind, word.stage, word.micro, peer)
-    raise UserError(f"'{word}' is no instruction", f"Its kind is one of {', '.join(get_args(InstructionKind))}.")
-
-
-def _actions(row: Sequence[Instruction]) -> Iterator[Action]:
-    for instruction in row:
-        for kind in KINDS:
-            if kind == instruction.kind:
-                yield Action(instruction.stage, kind, instruction.micro)
 
 
 @cache
@@ -119,7 +83,7 @@ def lower(schedule: Schedule) -> Program:
             rows[rank].append(send)
             rows[peer].append(receive)
     ranks = tuple(map(tuple, rows))
-    return Program(len(ranks), len(home), schedule.num_micro, schedule.name, ranks, schedule.placement)
+    return Program(len(home), schedule.num_micro, schedule.name, ranks, schedule.placement)
 
 
 def _message(action: Action, target: int, rank: int, peer: int) -> tuple[Instruction, Instruction]:

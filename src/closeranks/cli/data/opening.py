@@ -94,9 +94,9 @@ def _open(name: str, files: Files, format: str, place: IndexPlace) -> Opened:
     return Opened(name, format, files, records=open_records(files, format, place))
 
 
-def open_config(config: DataConfig, name: str = "") -> Iterator[Opened]:
+def open_config(config: DataConfig) -> Iterator[Opened]:
     """The stored data of a job's table; of a mixture, each part."""
-    for part, table in _tables(config, name or config.name):
+    for part, table in _tables(config, config.name):
         files = open_files(table.path, cache=table.cache, cache_bytes=table.cache_bytes)
         place = IndexPlace(table.index, table.cache)
         shown = f"{part} ({table.path})"
