@@ -126,8 +126,9 @@ class Unsayable(Table):
         (Unsayable(args={"a": [1, None]}), "args.a"),
         (Unsayable(args={"a": object()}), "args.a"),
         (Unsayable(args={"a": "\ud800"}), "args.a"),
+        (Unsayable(args={"\ud800": 1}), "args"),
     ],
-    ids=["none", "none in a table", "none in an array", "an object", "half a character"],
+    ids=["none", "none in a table", "none in an array", "an object", "half a character", "half a key"],
 )
 def test_what_toml_cannot_hold_is_named_not_changed(table: Unsayable, place: str) -> None:
     with pytest.raises(UserError, match="a TOML file cannot hold") as caught:

@@ -19,7 +19,8 @@ from closeranks.core.errors import UserError
 Parts = tuple[str | int, ...]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+_HALF = re.compile("[\ud800-\udfff]")
+"""Of a surrogate pair: no character."""
 
 
 def dotted(parts: Iterable[str | int]) -> str:
@@ -31,7 +32,8 @@ def format_value(value: Any) -> str:
     """One value as the right side of ``key = value``; tables are written inline."""
     from tomlkit import inline_table
 
-    return inline_table().append("value", _plain(value, ())).value.item("value").as_string()
+    written = inline_table().append("value", _plain(value, ())).as_string()
+    return written.removeprefix("{value = ").removesuffix("}")
 
 
 def dump_toml(value: Table) -> str:
@@ -50,17 +52,16 @@ def _plain(value: Any, parts: Parts) -> Any:
     if isinstance(value, Table):
         return {key: _plain(part, (*parts, key)) for key, part in _said(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(part, (*parts, str(key))) for key, part in value.items()}
+        return {_plain(str(key), parts): _plain(part, (*parts, str(key))) for key, part in value.items()}
     if isinstance(value, list | tuple):
         is_tables = all(isinstance(part, Table | Mapping) for part in value)
         return [_plain(part, (*parts, place) if is_tables else parts) for place, part in enumerate(value)]
     if isinstance(value, PurePath):
         return _plain(str(value), parts)
-    is_text = isinstance(value, str)
-    if not isinstance(value, str | bool | int | float | date | time) or (is_text and _HALF_A_PAIR.search(value)):
-        what = f"{dotted(parts)} holds {value!r}, which a TOML file cannot hold"
-        raise UserError(what, "Use text, numbers, true or false, dates, arrays and tables of them.")
-    return value
+    if isinstance(value, bool | int | float | date | time) or (isinstance(value, str) and not _HALF.search(value)):
+        return value
+    what = f"{dotted(parts)} holds {value!r}, which a TOML file cannot hold"
+    raise UserError(what, "Use text, numbers, true or false, dates, arrays and tables of them.")
 
 
 def _said(table: Table) -> Iterable[tuple[str, Any]]:
