@@ -15,6 +15,7 @@ from closeranks.plan.layouts import cost_of
 from closeranks.run.describe import ALIGN_BYTES, subject_of
 from closeranks.run.job import load_job
 from closeranks.sync import shards
+from tests.run.counted import num_params
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +57,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", ["tiny", "digits", "pairs"])
 def test_our_models_are_described_by_their_shapes(name: str) -> None:
     subject = subject_of(load_job(ROOT / "examples" / f"{name}.toml").value)
-    assert subject.anatomy.num_params > 1000
+    assert num_params(subject.anatomy) > 1000
     cost = cost_of(subject, Layout(2, zero=3))
     assert cost.fullest.state.total > 0
     assert (subject.llama is not None) == (name == "tiny") == bool(cost.fullest.activations)
@@ -64,7 +65,7 @@ def test_our_models_are_described_by_their_shapes(name: str) -> None:
 
 def test_a_users_model_is_counted_without_memory(beside: Path) -> None:
     subject = subject_of(load_job(own_job(beside, "Net"), ["model.args.width=16"]).value)
-    assert subject.anatomy.num_params == 10 * 16 + 3 * (16 * 16 + 16)
+    assert num_params(subject.anatomy) == 10 * 16 + 3 * (16 * 16 + 16)
     assert [unit.name for unit in subject.anatomy.units if unit.is_block] == ["blocks.0", "blocks.1", "blocks.2"]
     assert subject.llama is None
     assert cost_of(subject, Layout(2)).fullest.activations == ()

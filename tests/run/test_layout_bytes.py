@@ -17,6 +17,7 @@ from closeranks.plan.layouts import RankCost, cost_of
 from closeranks.run.describe import subject_of
 from closeranks.run.job import Job, load_job
 from closeranks.testing import run_world
+from tests.run.counted import num_params
 from tests.run.traffic import Kind, Traffic
 
 pytestmark = pytest.mark.world
@@ -119,7 +120,7 @@ def test_replicas_send_the_ring_formula_once_per_step_however_they_accumulate(tm
         found.append((calls, payload))
         rows = cost_of(subject_of(job), layout).ranks[0].volumes
         gradients = next(row for row in rows if row.what == "gradients")
-        num_bytes = subject_of(job).anatomy.num_params * 4
+        num_bytes = num_params(subject_of(job).anatomy) * 4
         assert gradients.payload_bytes == num_bytes
         assert gradients.sent_bytes == num_bytes
     assert found[0] == found[1]

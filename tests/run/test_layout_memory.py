@@ -27,6 +27,7 @@ from closeranks.run.job import Job, load_job
 from closeranks.run.optimizer import OptimizerStep
 from closeranks.testing import run_world
 from tests.parallel.live_bytes import LiveBytes
+from tests.run.counted import num_params
 
 pytestmark = pytest.mark.world
 
@@ -85,7 +86,7 @@ def test_zero_keeps_what_the_formulas_say(tmp_path: Path, zero: int) -> None:
     job, layout = job_of(f"data=4 zero={zero}"), Layout.parse(f"data=4 zero={zero}")
     subject = subject_of(job)
     state = cost_of(subject, layout).ranks[0].state
-    whole = subject.anatomy.num_params * 4
+    whole = num_params(subject.anatomy) * 4
     share = {1: (1.0, 1.0, 0.5), 2: (1.0, 0.25, 0.5), 3: (0.25, 0.25, 0.5)}[zero]
     assert (state.parameters, state.gradients, state.optimizer) == pytest.approx(
         [part * whole for part in share], rel=0.05
