@@ -297,7 +297,7 @@ def table_of(policy: Policy) -> str:
     if 4 * slowest_s > _TIMEOUT_S:
         lines += [_line("timeout_s", str(math.ceil(4 * slowest_s / 60) * 60))]
     if situation.is_preemptible:
-        lines += [_line("resume", '"auto"', "the same command goes on where it was")]
+        lines += [_line("resume", '"auto"', "the same command resumes where it stopped")]
     return "\n".join(lines)
 
 
