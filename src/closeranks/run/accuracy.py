@@ -1,7 +1,7 @@
-"""What compression loses in this run, and whether it is more than it was.
+"""Measures the error that gradient compression adds in this run, and warns when it grows.
 
-In sampled steps the ranks add up what each measured (``sync.compress.compressed``), and rank 0 tells it once the step's
-account is read: an event for machines, a warning for people when it drifts. Costs one small all-reduce in such a step.
+In sampled steps the ranks sum what each measured (``sync.compress.compressed``). Rank 0 reports it once the host has
+read the step's result: as an event, and as a warning when it drifts. Cost: one small all-reduce in each sampled step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Accuracy:
-    """Call sequence: ``measure`` in every step or synchronisation, ``settle`` when the step's account is read.
+    """Call sequence: ``measure`` in every step or synchronisation, ``settle`` when the host has read the step's result.
 
-    With ``plan`` None nothing is compressed; one rank ``tells``.
+    ``plan`` None: nothing is compressed. ``tells``: True on the one rank that emits the events.
     """
 
     def __init__(self, plan: Plan | None, group: Group, device: torch.device, *, tells: bool) -> None:
@@ -35,7 +35,7 @@ class Accuracy:
         self._drift = Drift()
 
     def measure(self, number: int, step: int, losses: Callable[[], Sequence[Tensor]]) -> None:
-        """``number``: what sampling counts by; ``step``: under which step it is told."""
+        """``number``: the count that decides whether this one is sampled; ``step``: the step it is reported for."""
         if self.plan is None or not self.plan.is_sampled(number):
             return
         found = torch.zeros(4, dtype=torch.float64, device=self._device)
@@ -44,7 +44,7 @@ class Accuracy:
         self._measured[step] = self._group.sum(found)
 
     def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
-        """All ranks; where the step was not taken, what was measured of it means nothing."""
+        """Called on all ranks. If the step was not taken, its measurement is discarded."""
         found = self._measured.pop(done.step, None)
         if found is None or not self._tells or not done.taken:
             return
@@ -55,7 +55,7 @@ class Accuracy:
 
 
 class GradientAccuracy(Component):
-    """Of gradients, in every step."""
+    """Measures the compression of gradients, which happens in every step."""
 
     def __init__(self, accuracy: Accuracy, reducer: Reducer) -> None:
         self._accuracy, self._reducer = accuracy, reducer

@@ -1,4 +1,5 @@
-"""What do the ranks of a session agree on once they have met? Its folder, and the past of the run that it continues."""
+"""What all ranks of a session agree on once their group has formed: its folder, and the batch history of the run it
+continues."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ class Agreement:
     job: Job
     world: World
     held: ExitStack
-    """Takes what rank 0 owns from now on."""
+    """Holds the leases of rank 0 until it is closed."""
     prepared: Path | None
-    """The folder, where whoever started us has prepared it."""
+    """The run folder, if the launcher has prepared one."""
 
     def folder(self, group: Group) -> Path:
-        """All ranks."""
+        """Collective."""
         self.prepared = self.prepared or agree_on_folder(self.job, self.world, group.share_text, self.held)
         return self.prepared
 
     def past(self, group: Group) -> Past:
-        """All ranks. Found out by whoever started us, or by rank 0 now."""
+        """Collective. The launcher has looked it up already, or rank 0 does so now."""
         folder = self.folder(group)
         return heirloom.past() or share_past(self.job, folder, looks=self.world.is_lead, share_text=group.share_text)

@@ -1,7 +1,7 @@
-"""In what portions do this run's gradients travel?
+"""Chooses the bucket size for this run's gradients.
 
-As the job says; as an earlier generation did; or as it is measured now. Invariant: all ranks come to the same answer by
-the same way, as measuring is a collective.
+It is the job's setting, else the size that an earlier generation used, else what is measured now. Invariant: all ranks
+take the same branch and get the same size, as measuring is a collective.
 """
 
 from __future__ import annotations

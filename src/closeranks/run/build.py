@@ -1,7 +1,7 @@
 """Builds a run: opens the group, applies the layout to the model, and lists the components.
 
-The one place where rooms meet, and where the order of components stands. It decides nothing: choices stand in the job,
-arithmetic in the rooms.
+The one place that connects all packages and fixes the order of components. It decides nothing: the choices are in the
+job, the arithmetic in the other packages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from closeranks.sync.tuning import Tuned
 
 @dataclass(frozen=True, slots=True)
 class Ingredients:
-    """What a job or a user's Python names: the model's spec, what it learns from and what it is judged on."""
+    """What a job file or a user's Python names: the model's spec, the training data and the evaluation data."""
 
     spec: ModelSpec
     source: Source
@@ -71,21 +71,21 @@ class Ingredients:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A run that has not begun."""
+    """A run that is built and has not started."""
 
     engine: Engine
     state: State
     eval_source: Source | None
     warnings: tuple[str, ...]
     started: Mapping[str, Any]
-    """Fields of ``RunStarted`` that are known from what was measured and chosen here."""
+    """Fields of ``RunStarted`` that were measured or chosen while building."""
 
 
 def build(
     job: Job, world: World, ingredients: Ingredients, recall: Callable[[Group], Past] = lambda _: Past()
 ) -> Built:
-    """``recall``: what the job fixed when it ran before, agreed on by all ranks; asked only of a job that is resumed,
-    once the ranks have met."""
+    """``recall``: collective that returns what earlier parts of the run fixed; called only for a resumed job, once the
+    group has formed."""
     is_new = not job.checkpoint.resume
     planned = _plan(job, world, ingredients, Past()) if is_new else None
     device = choose_device(job, world)
@@ -102,7 +102,7 @@ def build(
 
 
 class _Plan(NamedTuple):
-    """What is decided before anything is built."""
+    """Everything that is decided before the build starts."""
 
     job: Job
     layout: Layout
@@ -127,7 +127,7 @@ def _plan(job: Job, world: World, ingredients: Ingredients, past: Past) -> _Plan
 def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch.device, opened: OpenedGroup) -> Built:
     job, layout, num_replicas, schedule = planned
     spec, precision, num_steps = ingredients.spec, Precision(job.train.precision), schedule.num_steps
-    # All ranks of a host measure at once, as they will compute; before the model takes memory.
+    # All ranks of a host measure at the same time, as they will compute, and before the model takes memory.
     measured_flops = heirloom.matmul_flops(device, precision.compute)
     with own_sockets():
         groups = open_groups(opened.group, layout, device, job.run.timeout_s, num_replicas)
@@ -135,7 +135,7 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
     frozen = Freezing(job.optim)
     applied = apply(spec, wishes_of(job, layout), groups, device, prepare=frozen.decide)
     chosen = choose_ways(job, layout, groups, world, num_steps)
-    # Its hooks see gradients before the reducer's, which are made after them, take those away.
+    # Made before the reducer: its hooks must see each gradient before the reducer's hooks take it away.
     trained = (held.parameter for held in applied.held)
     noise = NoiseGauge(job.train.noise_every, trained, schedule, groups.home.data, device)
     buckets = buckets_for(job, layout, groups, spec, applied.held, measured_flops, device)
@@ -190,7 +190,7 @@ def _started(measured_flops: float, buckets: Tuned) -> dict[str, Any]:
 
 
 def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterator[str]:
-    """What a person should know of the choices."""
+    """Warnings about the choices that were made."""
     yield from filter(
         None,
         (
@@ -203,7 +203,7 @@ def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterato
 
 
 def _hosts_of(world: World) -> Sequence[int]:
-    """Of each rank, its host; where the launcher does not say, as many to a host as there are on this one."""
+    """The host of each rank. If the launcher does not say, every host has as many ranks as this one."""
     return world.hosts or [rank // max(1, world.local_size) for rank in range(world.size)]
 
 

@@ -1,6 +1,6 @@
-"""When may Python's garbage collector run?
+"""Runs Python's garbage collector at the same steps on every rank.
 
-A collection in the middle of a step stalls every other rank, and each rank would stall at another time. Invariant:
+A collection in the middle of a step stalls every other rank, and each rank would stall at a different time. Invariant:
 between ``hold`` and ``release`` it runs only at step boundaries, at the same steps on every rank.
 """
 
@@ -16,15 +16,15 @@ class CollectorPause:
 
     def hold(self) -> None:
         self._was_enabled = gc.isenabled()
-        self._has_frozen = gc.get_freeze_count() == 0  # else whoever forked this process did, and all but the run's own
+        self._has_frozen = gc.get_freeze_count() == 0  # else the zygote froze all but the run's own objects
         gc.collect()
         if self._has_frozen:
-            gc.freeze()  # modules, config and parameters live as long as the run: never look at them again
+            gc.freeze()  # modules, config and parameters live as long as the run: never traverse them again
         gc.disable()
 
     def at_boundary(self, step: int) -> None:
         if step % self._every == 0:
-            gc.collect()  # what was there at the start is frozen: only what the run itself left is looked at
+            gc.collect()  # what existed at the start is frozen: only the run's own objects are traversed
 
     def release(self) -> None:
         if self._has_frozen:

@@ -1,22 +1,22 @@
-"""What a run is made of: components with a part in the phases of a step, in the state, or in both.
+"""The interface of components: the parts of a run that act in the phases of a step, hold state, or both.
 
-A component overrides the methods it needs and knows nothing of the others. The step calls each phase on all of them,
-in the order of the list in ``run.build``; on every rank alike, so that a phase may contain collectives.
+A component overrides the methods it needs and does not depend on the others. The step calls each phase on all of them
+in the order of the list in ``run.build``, which is the same on every rank, so a phase may contain collectives.
 
     begin            the step opens
     before_forward   a micro-batch is about to run through one of this rank's stages
     before_backward  its loss is known (not called with a pipeline, whose schedule runs backward)
     after_backward   its gradients are added up (likewise)
     before_vote      gradients are complete on this rank: add what the ranks must agree on to the ballot
-    after_vote       the verdict is known on the device; gradients stand, the state is still that of the last step
+    after_vote       the verdict is known on the device; gradients are intact, the state is still that of the last step
     update           change the state by the verdict, without waiting for the host
-    after_update     this rank's parameters are updated, nobody else has them yet
-    end              bring them where they are needed, forget the gradients
+    after_update     this rank's parameters are updated, no other rank has them yet
+    end              distribute them to the ranks that need them, drop the gradients
     settled          the host has read the verdict; on an accelerator that is one step later
 
-[Note: state of a component] ``tensors`` lists what must survive, ``tree`` what is no tensor and fits JSON, ``restore``
-reads both back from a state that any layout may have written. What is listed is copied into host memory for recovery
-and written into checkpoints; nothing else has to be done for either.
+[Note: state of a component] ``tensors`` lists the tensors to save, ``tree`` returns everything else as JSON values, and
+``restore`` reads both back from a state that any layout may have written. What is listed is copied into host memory for
+recovery and written into checkpoints; a component does nothing else for either.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 
 class Unique(IntEnum):
-    """How far a rank's state differs from that of the ranks at the same place in other replicas."""
+    """How far a rank's state differs from that of the ranks with the same coordinates in other replicas."""
 
     NOTHING = 0
     REPLICA = 1
-    """Each replica has some of its own."""
+    """Each replica has some state of its own."""
     RANK = 2
-    """Each rank has some of its own."""
+    """Each rank has some state of its own."""
 
 
 class Component:
@@ -88,29 +88,29 @@ class Component:
         return ()
 
     def version(self) -> object:
-        """Equal as long as ``tensors`` would list the same memory; asked in every step."""
+        """Equal as long as ``tensors`` would list the same memory; called in every step."""
         return None
 
     def tree(self) -> Mapping[str, Any]:
         return {}
 
     def check(self, saved: Saved) -> None:
-        """Raise ``CheckpointError`` for a state that this job cannot go on from; reads no tensor."""
+        """Raise ``CheckpointError`` for a state that this job cannot resume from; reads no tensor."""
 
     def restore(self, saved: Saved) -> None: ...
 
     def weights_loaded(self) -> None:
-        """The weights were replaced by those of a file, and the run begins with them."""
+        """The weights were replaced by those of a file, and the run starts from them."""
 
-    # Around an evaluation, which may be of other weights than those that are trained.
+    # Around an evaluation, which may use other weights than those being trained (an EMA).
 
     def before_evaluation(self) -> None:
-        """Called in reverse order: copies of the state come last in the list, and have landed before it changes."""
+        """Called in reverse order: the state's copies are last in the list, so they are complete before it changes."""
 
     def after_evaluation(self) -> None: ...
 
     def started(self) -> Mapping[str, Any]:
-        """What is said of it when the run begins, as fields of ``RunStarted``."""
+        """What to report of it when the run starts, as fields of ``RunStarted``."""
         return {}
 
 
@@ -124,19 +124,19 @@ class Components:
     def __init__(self, components: Iterable[Component]) -> None:
         self._all = list(components)
         self.phases: dict[str, list[Callable[..., Any]]] = {}
-        """By the name of a method: those of all components that override it."""
+        """By method name: the bound methods of all components that override it."""
         self._index()
 
     def __iter__(self) -> Iterator[Component]:
         return iter(self._all)
 
     def add(self, *components: Component) -> None:
-        """Behind all others."""
+        """Append them to the list."""
         self._all += components
         self._index()
 
     def get(self, kind: type[_T]) -> _T:
-        """The one of this class."""
+        """The component of exactly this class."""
         return next(one for one in self._all if type(one) is kind)
 
     def _index(self) -> None:

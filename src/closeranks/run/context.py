@@ -1,7 +1,7 @@
-"""Where one rank of a run stands: its job, its place among the ranks, its device, the run's schedule.
+"""The context of one rank of a run: its job, its position among the ranks, its device, the run's schedule.
 
-Decided before anything is built, and the same for the whole run. Invariant: of everything here that is not this rank's
-own place, all ranks have the same.
+Decided before anything is built and constant for the whole run. Invariant: everything here except the rank's own
+position and device is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class Context:
     """Its ``closers`` run when the run ends."""
     schedule: Schedule
     boundaries: Rounds
-    """After which steps all ranks hold one and the same model: after every one, unless replicas train apart."""
+    """After which steps all ranks hold the same model: after every one, except with Local SGD and DiLoCo."""
     pace: Pace
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank reports losses: one of those that computed the same one (the last stage alone has any)."""
+        """Whether this rank reports losses: of the ranks that computed the same loss, one does (only the last stage
+        has any)."""
         return self.groups.tensor.rank == 0
 
     @property
@@ -73,7 +74,7 @@ def device_index(wanted: str, world: World, available: int, *, is_own: bool = Fa
 
 
 def schedule_of(job: Job, num_samples: int, ends: tuple[Cursor, ...] = ()) -> Schedule:
-    """How the run's positions fall into steps, from either way of giving its length. ``ends``: of earlier parts."""
+    """Which samples fall into which step, for a length in steps or in epochs. ``ends``: of earlier parts of the run."""
     train, micro = job.train, micro_batch_size(job)
     if train.epochs is not None:
         return Schedule.for_epochs(num_samples, train.global_batch, micro, train.epochs, ends)
@@ -81,7 +82,7 @@ def schedule_of(job: Job, num_samples: int, ends: tuple[Cursor, ...] = ()) -> Sc
 
 
 def check_last_step(job: Job, schedule: Schedule, num_ranks: int) -> None:
-    """Synchronised batch norm meets all ranks in every forward: where one has a micro-batch more, it would wait."""
+    """Synchronised batch norm is a collective in every forward: a rank with one micro-batch more would hang."""
     num_micro = schedule.num_micro_batches(schedule.num_steps - 1)
     if job.layout.batch_norm == "sync" and num_micro % num_ranks:
         what = f"synchronised batch norm, but the last step's {num_micro} micro-batches do not divide evenly among "

@@ -1,5 +1,5 @@
-"""The copies of its state that a session takes: in memory for recovery, on disks as checkpoints, in one pass where both
-are due at the same step."""
+"""Begins the captures of a session's state: snapshots in memory for recovery, checkpoints in storage, and one pass for
+both when they are due at the same step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Copies(Component):
         return self.saving.is_granted or self.keeping.is_due(step)
 
     def take(self, step: int) -> None:
-        """After a commit, when nothing more happens to the state before the next step."""
+        """Called after a commit, once nothing else changes the state before the next step."""
         targets: list[Target] = [*self.saving.proceed(step), *self.keeping.after(step)]
         if targets:
             self._capture.begin(self._state.tensors(), targets)
@@ -41,7 +41,7 @@ class Copies(Component):
         self._capture.land()
 
     def close(self) -> None:
-        """Whatever one of them raises."""
+        """Closes all of them, even if one raises."""
         with ExitStack() as closing:
             closing.callback(self.keeping.close)
             closing.callback(self.saving.close)

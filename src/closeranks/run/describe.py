@@ -1,7 +1,7 @@
-"""What does planning need to know of a job?
+"""Describes a job to the planner: the structure of its model, its constraints and its cost settings.
 
-Our own models follow from their shapes, without torch. A user's module is built on the meta device, which holds no
-weights; where that cannot be done the person is told what is missing. Invariant: nothing is trained, drawn or stored.
+Our own models are described by their shapes, without torch. A user's module is built on the meta device, which
+allocates no weights; if that fails, the error says what is missing. Invariant: nothing is trained, sampled or stored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _described(job: Job) -> Subject:
     needs = demands(job, micro_batch_size(job))
     if is_dotted(job.model.name):
         spec, module = _built_on_meta(job)
-        if spec.chain is not None:  # the table may name them by patterns: how many they are is known only now
+        if spec.chain is not None:  # the table may use patterns: the number of layers is known only now
             needs = replace(needs, num_layers=len(spec.chain.units))
         return Subject(_anatomy_of(spec, module), needs, _terms(job, len(spec.metrics), _num_statistics(module)))
     if job.model.name == "llama":
@@ -55,7 +55,7 @@ def _described(job: Job) -> Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Small:
-    """A model of ours that is known by its parameters alone."""
+    """A model of ours that is described by its parameters alone."""
 
     shapes: Callable[[Any], dict[str, tuple[int, ...]]]
     units: tuple[str, ...]
@@ -141,7 +141,7 @@ def _anatomy_of(spec: ModelSpec, module: nn.Module) -> Anatomy:
 
 
 class PlannedBuckets:
-    """The reducers' own bucket plan, for weights that exist as numbers alone (``facts.spread.BucketPlan``)."""
+    """The reducers' own bucket plan, for weights of which only the sizes are known (``facts.spread.BucketPlan``)."""
 
     def __init__(self, sync: SyncConfig) -> None:
         caps = sync.bucket_caps()

@@ -1,6 +1,6 @@
-"""How does a job's layout become a distributed model and a reducer for it?
+"""Parallelises a job's model: turns the job's layout into a distributed model and a reducer for it.
 
-Translates the job's tables into what the rooms ``parallel`` and ``sync`` ask for. It decides nothing of its own.
+Translates the job's tables into what the packages ``parallel`` and ``sync`` take. It decides nothing itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from closeranks.sync.ways import WayMaker
 
 
 class Freezing:
-    """Decides on the whole model which parameters are updated alike, and which not at all."""
+    """Assigns the parameters of the whole model to optimizer groups, and freezes those that are not trained."""
 
     assignment: Assignment
 
@@ -40,7 +40,7 @@ class Freezing:
 
 
 def hold_of(job: Job, layout: Layout) -> str:
-    """What ``auto`` means for this layout."""
+    """``layout.hold``, with ``auto`` resolved for this layout."""
     return facts_hold_of(job.layout.hold, layout)
 
 
@@ -69,7 +69,7 @@ def make_reducer(
     ways: WayMaker | None = None,
     bucket_mib: float = 0.0,
 ) -> Reducer:
-    """``ways``: where not torch's own collectives; ``bucket_mib`` is what ``sync.bucket_mib = "auto"`` came to."""
+    """``ways``: None for torch's own collectives; ``bucket_mib``: the size that ``sync.bucket_mib = "auto"`` chose."""
     sync = job.sync
     travel: dict[str, Any] = {
         **sync.bucket_caps(bucket_mib)._asdict(),

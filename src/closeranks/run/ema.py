@@ -1,4 +1,4 @@
-"""``optim.ema``, as a component: the model is judged and exported by a moving average of its weights."""
+"""``optim.ema``, as a component: a moving average of the weights, which is what is evaluated and exported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ema(Component):
             yield self._model.leaf_state(EMA, leaf, leaf.piece.name, average)
 
     def restore(self, saved: Saved) -> None:
-        """A run that had no average before begins one with its weights."""
+        """If the saved run had no average, start one from its weights."""
         found = saved.shapes(EMA)
         for one in self.tensors():
             source = EMA if one.key in found else MODEL

@@ -1,4 +1,4 @@
-"""How a session ends, and why: finished, drained, stopped by the training code, regrouped, or failed."""
+"""Records how and why a session ends: finished, drained, stopped by the training code, regrouped, or failed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from closeranks.core.events import Event, RunEnded, Warned
 from closeranks.core.requests import DRAIN, REGROUP, STOP, Request
 
 REGROUPED = "regrouped"
-"""How a generation ends that another takes over from by agreement."""
+"""The reason of a generation that ended by agreement, for another to continue."""
 
 
 FINISHED, _FAILED = "finished", "failed"
 
 
 class Ending:
-    """False while the session goes on."""
+    """False while the session is running."""
 
     def __init__(self) -> None:
         self.reason = self.detail = self._wish = ""
@@ -39,14 +39,15 @@ class Ending:
         return frozenset({STOP} if self._wish else ())
 
     def act(self, requests: frozenset[Request]) -> None:
-        """On what all ranks have agreed on. Whoever ends saves, and whoever regroups keeps its state in memory."""
+        """Act on the requests that all ranks have agreed on. A session that ends saves a checkpoint; one that regroups
+        keeps its state in memory."""
         if requests & {DRAIN, STOP}:
             self.reason, self.detail = "drained" if DRAIN in requests else "stopped", self._wish
         elif REGROUP in requests:
             self.reason = self.reason or REGROUPED
 
     def leave(self) -> None:
-        """The user's loop broke off."""
+        """The user's loop was left early."""
         self.reason, self.detail = self.reason or "stopped", self.detail or "left by the loop"
 
     def fail(self, error: BaseException) -> None:
@@ -54,7 +55,7 @@ class Ending:
 
     @contextmanager
     def guarded(self, emit: Callable[[Event], None]) -> Iterator[None]:
-        """Around what is done at the very end: what ended the run stays its cause."""
+        """Wraps the last actions of a session: the error that ended the run stays the reported cause."""
         try:
             yield
         except CloseranksError as error:

@@ -1,4 +1,4 @@
-"""What a step is computed with: the model, how gradients travel, where samples come from, and all components."""
+"""Everything that a step is computed with: the model, the reducer, the batches, the vote and all components."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How good is the model on data it has not learned from?
+"""Evaluates the model on held-out data.
 
-Each data rank judges its share of the held-out samples and one all-reduce adds up loss, weight and metrics. Invariant:
-the result does not depend on the layout, and evaluating leaves no trace in training.
+Each data rank evaluates its share of the samples, and one all-reduce sums loss, weight and metrics. Invariant: the
+result does not depend on the layout, and an evaluation does not change training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def evaluate(engine: Engine, source: Source | None, step: int) -> Evaluated:
         raise DataError("there is no held-out data to evaluate on", "Set data.eval_fraction, or pass eval_data.")
     started_at = time.monotonic()
     job, module = engine.context.job, engine.model.module
-    modes = [(part, part.training) for part in module.modules()]  # a user may train with parts of it at rest
+    modes = [(part, part.training) for part in module.modules()]  # a user may train with some modules in eval mode
     for before in reversed(engine.components.phases["before_evaluation"]):
         before()
     module.eval()
@@ -101,19 +101,20 @@ def _sums(engine: Engine, source: Source) -> Tensor:
 
 
 def _want(source: Source, share: Sequence[MicroBatch]) -> None:
-    """What lies far away is fetched in the order it will be read."""
+    """Let remote data be fetched in the order in which it will be read."""
     ids = [np.arange(micro_batch.first, micro_batch.last, dtype=np.int64) for micro_batch in share]
     if ids:
         placed(source).want(np.concatenate(ids))
 
 
 def wave_size(num_stages: int) -> int:
-    """Micro-batches that a pipeline takes in before the next are read: many a stage, or it mostly fills and drains."""
+    """Micro-batches that are read and fed to the pipeline at once: many per stage, or it mostly fills and drains."""
     return max(8, 4 * num_stages)
 
 
 def _share(context: Context, num_samples: int, *, is_even: bool) -> Iterator[MicroBatch]:
-    """Every so many-th micro-batch. Where each forward is a collective, ranks with one less repeat the last."""
+    """This data rank's micro-batches, one in every ``data.size``. If each forward is a collective (``is_even``), a rank
+    that has one less repeats the last one as padding."""
     limit = min(num_samples, context.job.train.eval_samples or num_samples)
     size, data = micro_batch_size(context.job), context.groups.data
     count = -(-limit // size)
@@ -125,7 +126,7 @@ def _share(context: Context, num_samples: int, *, is_even: bool) -> Iterator[Mic
 
 
 def _read(context: Context, source: Source, micro_batch: MicroBatch) -> Loaded:
-    """By the job's rules for bad samples. One that is bad throughout is worked off with others and counts nothing."""
+    """Follows the job's rules for bad samples. A micro-batch of bad samples alone is computed and not counted."""
     ids = np.arange(micro_batch.first, micro_batch.last, dtype=np.int64)
     rows = read_plain(source, ids, ReadSettings.of(context.job.data))
     if rows.skipped:

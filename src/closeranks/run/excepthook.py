@@ -1,8 +1,8 @@
-"""What a script that Python itself started shows of a user's mistake that it does not catch.
+"""A ``sys.excepthook`` that prints an uncaught ``UserError`` in a script that Python itself runs, not our command line.
 
-One sentence on stderr and exit status 2, as the command line has it; an error that the user's own code raised shows its
-traceback above the sentence, from the first line of that code. Invariants: whoever catches ``closeranks.UserError``
-catches it as before; all other exceptions go to the hook that was there, so their tracebacks stay as they are.
+It prints one sentence on stderr and exits with status 2, as the command line does; if the user's own code raised the
+error, its traceback is printed above the sentence, from the first line of that code. Invariants: code that catches
+``closeranks.UserError`` still does; all other exceptions go to the previous hook, so their tracebacks do not change.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class MistakeHook:
         print(own_traceback(error), end="", file=sys.stderr, flush=True)
         world = detect_world()
         speak(error, turn_of(error, world, None))
-        if not hasattr(sys, "ps1"):  # at a prompt one goes on
+        if not hasattr(sys, "ps1"):  # an interactive prompt continues
             raise SystemExit(error.exit_code)
 
 
 def install() -> None:
-    """May be called again."""
+    """Idempotent."""
     if not isinstance(sys.excepthook, MistakeHook):
         sys.excepthook = MistakeHook(sys.excepthook)
 
 
 def settle(before: ExceptHook, num_ranks: int) -> None:
-    """After torch has formed a group: its own hook puts ``[rank0]:`` before every line, which tells something only
-    where there are several ranks. ``before``: the hook of the time before."""
+    """Called after torch has formed a group: torch's hook puts ``[rank0]:`` before every line, which is useful only
+    with several ranks. ``before``: the hook that was installed before."""
     if num_ranks == 1:
         sys.excepthook = before
     else:
@@ -53,7 +53,7 @@ def settle(before: ExceptHook, num_ranks: int) -> None:
 
 
 def own_traceback(error: UserError) -> str:
-    """Of the error in the user's code that this one tells of; empty where there is none."""
+    """The traceback of the error in the user's code that caused this one; empty if there is none."""
     cause = error.__cause__
     if cause is None or isinstance(cause, CloseranksError) or own_frame(cause) is None:
         return ""

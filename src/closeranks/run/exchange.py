@@ -1,8 +1,8 @@
-"""How do weights get from our checkpoints to Hugging Face's folders, and from there to us?
+"""Exports our checkpoints as Hugging Face folders, and imports such folders as checkpoints.
 
-Both ways are streams, tensor by tensor, and both end in a folder that appears whole or not at all. Invariants: weights
-are never changed but for the format that was asked for; what comes in is a checkpoint that ``checkpoint.weights`` takes
-and a job that fits it, not a state to resume; a model that either side cannot hold is refused before a byte is written.
+Both stream tensor by tensor, and both write their output folder atomically. Invariants: weights are never changed
+except for the dtype that was asked for; an import yields a checkpoint for ``checkpoint.weights`` and a job that fits
+it, not a state to resume; a model that either format cannot represent is refused before a byte is written.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from closeranks.telemetry.folder import Settings
 CONFIG = "config.json"
 NOBODY = Nobody()
 _PUBLISHED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""What a publisher says of weights that no shape tells: kept with an import, given back by an export."""
+"""Published settings that cannot be derived from shapes: kept by an import, written again by an export."""
 _SEQ_LEN = 2048
-"""Of a job that was made for imported weights, where theirs is longer: a context of 128k is nobody's first try."""
+"""Upper limit of the sequence length in a job made for imported weights: a context of 128k is a poor first try."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What came of it."""
+    """The result of an import or export."""
 
     source: str
     place: Path
@@ -54,14 +54,14 @@ class Moved:
     num_bytes: int
     files: tuple[str, ...]
     notes: tuple[str, ...]
-    """What a person should know, one sentence each."""
+    """Notes for people, one sentence each."""
 
 
-# Out
+# Export
 
 
 def export_hf(place: str, out: Path, *, dtype: str = "", shard_bytes: int, watcher: Watcher = NOBODY) -> Moved:
-    """Write the newest sound checkpoint of a place as a folder that transformers loads. ``dtype`` empty: as saved."""
+    """Write the newest sound checkpoint of a place as a folder that transformers loads. Empty ``dtype``: as saved."""
     weights = open_ours(place)
     shape, max_len = _saved_llama(weights, place)
     found = match(parameter_shapes(shape), weights.names(), {}, weights.path)
@@ -101,18 +101,18 @@ def _saved_llama(weights: OurWeights, place: str) -> tuple[LlamaShape, int]:
 
 
 def _main_dtype(tensors: list[Going]) -> str:
-    """The format of most bytes: what transformers is told to load it in."""
+    """The dtype of most bytes: the one that config.json names for loading."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
     return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
 
 
-# In
+# Import
 
 
 def import_hf(place: str, out: Path, *, watcher: Watcher = NOBODY) -> Moved:
-    """Make a run folder of published weights: a checkpoint of step 0 that holds them, and a job that starts from it."""
+    """Make a run folder from published weights: a checkpoint of step 0 with the weights, and a job to start from it."""
     config = _published_config(place)
     weights = open_weights(place)
     table = llama_table(config, f"{_folder_of(place)}/{CONFIG}")
@@ -141,7 +141,7 @@ def _folder_of(place: str) -> Path:
 
 
 def _published_config(place: str) -> dict[str, Any]:
-    """Before the weights are opened: a folder that is not what it should be is refused for what it lacks."""
+    """Read before the weights are opened, so that the error for a wrong folder names the file that is missing."""
     if kind_of(place) == OURS:
         raise CheckpointError(f"{place} is a checkpoint of ours already", "Name it as checkpoint.weights.")
     return read_json(_folder_of(place) / CONFIG)
@@ -169,7 +169,7 @@ def _job(table: Mapping[str, Any], config: Mapping[str, Any], out: Path) -> Job:
 
 
 def _job_text(table: Mapping[str, Any], job: Job) -> str:
-    """A job file with what the weights fix, and a start for the rest."""
+    """A job file with the values that the weights determine, and defaults for the rest."""
     data, train = job.data, job.train
     lines = [
         "# The model of imported weights, and a job that goes on from them. What is under data and train is a start:"

@@ -1,4 +1,4 @@
-"""Where does a run write, and what stands there from the start?
+"""Chooses the folder that a run writes to, and creates it with its first files.
 
 Invariants: an earlier run is never overwritten (a numbered folder is taken instead, unless the run continues it); a
 folder that cannot be written is refused before anything is started. Imports no torch.
@@ -21,8 +21,8 @@ from closeranks.storage.names import OWNER
 
 
 def choose_folder(job: Job, stem: str, own: Path | None = None) -> Path:
-    """The job's folder, or the next free numbered one beside it; a resumed run stays where it was. ``own``: one that
-    whoever started us has made for this run, if no other is asked for."""
+    """The job's folder, or the next free numbered one beside it; a resumed run stays where it was. ``own``: a folder
+    that the launcher has made for this run, in case the job names no other."""
     wanted = _wanted(job, stem)
     _refuse_if_shared(wanted)
     resumed = _resumed(job, wanted)
@@ -35,7 +35,7 @@ def choose_folder(job: Job, stem: str, own: Path | None = None) -> Path:
 
 
 def continues(job: Job, stem: str) -> bool:
-    """Whether the run goes on in the folder of an earlier one, or would if there were one."""
+    """Whether the run continues in the folder of an earlier one, or would if there were one."""
     return _resumed(job, _wanted(job, stem)) is not None
 
 
@@ -50,7 +50,7 @@ def _resumed(job: Job, wanted: Path) -> Path | None:
 
 
 def _refuse_if_shared(folder: Path) -> None:
-    """A run writes a dozen files: not into a folder that is everything's, or the one that somebody works in."""
+    """A run writes a dozen files: refuse the root, the home folder, and the working folder or one around it."""
     place, here = folder.resolve(), Path.cwd()
     home = Path("~").expanduser().resolve()
     if place == Path(place.anchor):
@@ -80,7 +80,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def _would_replace(folder: Path) -> str:
-    """A file in it that a run would write over; empty where there is none."""
+    """The name of a file in it that a run would overwrite; empty if there is none."""
     names = ("config.json", "status.json", "report.md", "curve.png")
     return next((name for name in names if (folder / name).exists()), "")
 
@@ -94,7 +94,8 @@ def _is_claimed(folder: Path) -> bool:
 
 
 def unused(wanted: Path) -> Path:
-    """``wanted`` itself where there is nothing, else the next free one beside it; made, so that no other gets it."""
+    """``wanted`` itself if nothing is there, else the next free one beside it. The folder is created, so that no other
+    process gets it."""
     wanted = wanted.expanduser()
     while True:
         folder = _numbered(wanted) if wanted.exists() else wanted
@@ -113,7 +114,7 @@ def _numbered(wanted: Path, own: Path | None = None) -> Path:
 
 
 def make_free_folder(wanted: Path) -> Path:
-    """A free folder, made with its logs folder: of several that start at the same moment each gets one of its own."""
+    """Create a free folder with its logs folder; runs that start at the same moment each get a folder of their own."""
     while True:
         folder = free_folder(wanted)
         try:
@@ -126,13 +127,13 @@ def make_free_folder(wanted: Path) -> Path:
 
 
 def prepare_folder(job: Job, folder: Path) -> None:
-    """Make the folder; what an earlier part of the run left in it stays as it is until the run really goes on."""
+    """Create the folder. Files of an earlier part of the run are kept until the run has actually started."""
     _write(job, folder, over=False)
 
 
 def record_job(job: Job, folder: Path, *, must: bool = True) -> str:
-    """The run has begun, or goes on: its folder says with which job. What went wrong, unless it ``must``: then that is
-    raised."""
+    """Write the job into the folder, once the run has started or resumed. With ``must`` an error is raised, otherwise
+    its text is returned."""
     try:
         _write(job, folder, over=True)
     except SetupError as error:
@@ -143,7 +144,7 @@ def record_job(job: Job, folder: Path, *, must: bool = True) -> str:
 
 
 def withdraw_folder(folder: Path) -> None:
-    """Take back a folder made for a run that was refused; anything in it that is not ours keeps it alive."""
+    """Remove a folder that was made for a run that was refused; it stays if it holds anything that is not ours."""
     for name in ("logs", "metrics"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("job.toml", "config.json", "status.json", OWNER, f"checkpoints/{OWNER}"):
@@ -172,7 +173,7 @@ def _write(job: Job, folder: Path, *, over: bool) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """A full disk leaves what stood there."""
+    """Atomic: on a full disk the old file stays."""
     aside = path.with_name(f".{path.name}")
     try:
         aside.write_text(text)

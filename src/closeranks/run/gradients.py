@@ -1,4 +1,4 @@
-"""How gradients travel, as a component: the reducer around the update, and what compression left unsent.
+"""Gradient synchronisation, as a component: drives the reducer around the update and saves its error feedback.
 
 The step itself drives the reducer through backward, up to the vote.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 class Gradients(Component):
     def __init__(self, reducer: Reducer, *, is_compressed: bool, has_owners: bool, words: str) -> None:
-        """``has_owners``: whether sums of gradients are coded once more by who owns them, [Note: two shots]; ``words``:
-        how gradients travel, where there is something to say about it."""
+        """``has_owners``: whether the owner of each sum of gradients compresses it again, [Note: two shots]; ``words``:
+        a description of the reduction, empty for the usual one."""
         self.reducer, self._has_owners, self._words = reducer, has_owners, words
         self.unique = Unique.RANK if is_compressed else Unique.NOTHING
 

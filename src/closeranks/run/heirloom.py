@@ -1,8 +1,8 @@
-"""What does a generation take over from the one before, so as not to find it out again?
+"""Caches what one generation has measured or loaded for the next one.
 
-Figures come with the payload; data that lies in memory was opened by the process that forked this one, and is shared.
-Invariant: nothing is handed on that says anything about the state of training; who was handed nothing finds it out as a
-first generation does.
+Figures arrive in the worker's payload; datasets that are read whole were opened by the zygote and are shared with its
+forks. Invariant: nothing cached is part of the training state; without a cached value a generation measures or loads it
+as the first one does.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from closeranks.run.past import Past
 from closeranks.telemetry.device import measure_matmul_flops
 
 KEY = "measured_flops"
-"""Where it stands in a worker's payload, and in the first generation's ``RunStarted``."""
+"""Key of the measured FLOP/s in a worker's payload, and in the first generation's ``RunStarted``."""
 PAST_KEY = "past"
-"""What the job fixed when it ran before, found out by who started the workers; see ``run.past``."""
+"""Key of what earlier parts of the run fixed, looked up by the process that starts the workers; see ``run.past``."""
 BUCKET_KEY = "bucket_mib"
-"""Likewise. It is part of the numerics: measured again, gradients would be added up in another order."""
+"""Key of the bucket size. It affects the numerics: with another size gradients are summed in another order."""
 _IN_MEMORY = ("text", "digits", "pairs")
-"""Data of ours that is read whole when it is opened. Any other is the workers' to open: it may start threads."""
+"""Built-in datasets that are read whole when opened. Workers open all others themselves: those may start threads."""
 
 
 class _Chest:
-    """What this process was handed, before any session is opened."""
+    """What this process was given before any session is opened."""
 
     measured_flops = 0.0
     bucket_mib = 0.0
@@ -46,22 +46,22 @@ def inherit(payload: Mapping[str, Any]) -> None:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """What a matrix product reaches here, measured once in a run: it takes longer than the rest of a small opening."""
+    """FLOP/s of a matrix product on this device, measured once per run: that takes longer than opening a small run."""
     return _Chest.measured_flops or measure_matmul_flops(device, dtype)
 
 
 def bucket_mib() -> float:
-    """The size of buckets that an earlier generation trained with; 0 where there was none."""
+    """The bucket size of an earlier generation; 0 if there was none."""
     return _Chest.bucket_mib
 
 
 def past() -> Past | None:
-    """None where nobody has looked: a script, or a worker that torchrun or srun has started."""
+    """None where no launcher has looked it up: in a script, or in a worker that torchrun or srun started."""
     return _Chest.past
 
 
 def keep_sources(config: DataConfig, seed: int) -> None:
-    """In the process that workers are forked from: those to come need not read the data again."""
+    """Called in the zygote, so that workers forked later need not read the data again."""
     if config.name in _IN_MEMORY:
         for split in ("train", "eval"):
             _Chest.sources[_key(config, split, seed)] = open_source(config, split, seed)
@@ -76,7 +76,7 @@ def source(config: DataConfig, split: Literal["eval"], seed: int) -> Source | No
 
 
 def source(config: DataConfig, split: Split, seed: int) -> Source | None:
-    """What was kept for just this job, or the data opened now."""
+    """The source cached for exactly this job, or else opened now."""
     key = _key(config, split, seed)
     return _Chest.sources[key] if key in _Chest.sources else open_source(config, split, seed)
 

@@ -1,8 +1,8 @@
-"""How does a user take part in a run without touching its loop?
+"""Hooks: callbacks with which a user observes and controls a run without changing its loop.
 
-Call sequence, by the session on every rank alike: ``on_start`` once; ``on_step`` after each step is settled (on an
+Call sequence, by the session on every rank: ``on_start`` once; ``on_step`` after each step is settled (on an
 accelerator one step late, so that nothing waits for it); ``on_eval`` after each evaluation; ``on_end`` once, also after
-a failure, if ``on_start`` came to its end. A hook may call ``session.stop(reason)``: all ranks then stop together at
+a failure, if ``on_start`` returned. A hook may call ``session.stop(reason)``: all ranks then stop together at
 the end of a following step.
 
 Invariant: what a hook raises ends the run with the hook's name in the error; it is never swallowed.
@@ -41,7 +41,7 @@ class Hook:
 
 
 class Hooks:
-    """All hooks of a run, called in their order; the ends in reverse, each of them whatever another raises."""
+    """All hooks of a run, called in order. ``on_end`` is called in reverse, on each of them even if another raises."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = tuple(hooks)
@@ -65,7 +65,7 @@ class Hooks:
 
 
 def _call(hook: Hook, method: str, session: Session, *arguments: Any) -> None:
-    """What is no mistake of the hook's (a lost peer, an error of ours that says what to do) passes as it is."""
+    """Errors that the hook did not cause (a lost peer, an error of ours with its own advice) are raised unchanged."""
     try:
         with session.context.pace.within(Phase.HOOK):
             getattr(hook, method)(session, *arguments)
@@ -110,10 +110,10 @@ class TensorBoard(Hook):
     def on_start(self, session: Session) -> None:
         if not session.world.is_lead:
             return
-        from closeranks.telemetry.tensorboard import TensorBoardSink  # an extra: imported where it is asked for
+        from closeranks.telemetry.tensorboard import TensorBoardSink  # an optional dependency: imported only when used
 
         self._sink = TensorBoardSink(self._folder or session.folder, session.recorder.emit)
-        self._sink.handle(session.started_event())  # told before there was a sink to hear it
+        self._sink.handle(session.started_event())  # it was emitted before the sink existed
         session.recorder.add_sink(self._sink.handle)
 
     def on_end(self, session: Session) -> None:

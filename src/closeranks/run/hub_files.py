@@ -1,9 +1,9 @@
-"""Keeps what a Hugging Face folder says of its weights through a fine-tune, so that an export can say it again.
+"""Keeps the metadata of a Hugging Face folder through a fine-tune, so that an export can write it again.
 
-Ids of special tokens, the longest position, ``generation_config.json`` and the small files of the tokenizer travel in
-the state tree under ``hub``, since the folder may be gone by the time of the export; large tokenizer files are copied
-from the folder where it still is. Invariants: only the file names listed here are ever written, and a folder that lacks
-them, or cannot be read, costs nothing but what it would have told.
+Ids of special tokens, the longest position, ``generation_config.json`` and the small files of the tokenizer are stored
+in the state tree under ``hub``, since the folder may be gone by the time of the export; large tokenizer files are
+copied from the folder if it still exists. Invariants: only the file names listed here are ever written; a folder that
+lacks them, or cannot be read, means less metadata and never an error.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SMALL = (
     *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "chat_template.jinja",
 )
-"""Travel as text in the tree, where they have at most ``_SMALL_BYTES``."""
+"""Stored as text in the tree, if they have at most ``_SMALL_BYTES``."""
 LARGE = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", *SMALL)
 """Copied from the folder that the weights came from."""
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SMALL_BYTES = 256 << 10
 _KEPT = "hub.json"
-"""In the run's folder: a generation that takes over from memory has no tree of a checkpoint."""
+"""In the run folder, for a generation that restores from memory and so has no checkpoint's tree."""
 
 
 def published(place: str) -> dict[str, Any]:
-    """What a place of weights tells beside them: a Hugging Face folder, or a checkpoint whose weights came from one."""
+    """The metadata beside weights: those of a Hugging Face folder, or of a checkpoint whose weights came from one."""
     with suppress(CheckpointError, StorageError, OSError, ValueError, RecursionError):
         if kind_of(place) == OURS:
             return sound_hub(open_ours(place).tree.get("hub"))
@@ -54,7 +54,7 @@ def of_folder(folder: Path) -> dict[str, Any]:
 
 
 def sound_hub(hub: Any) -> dict[str, Any]:
-    """Of what a tree or a file says, what is of the right type."""
+    """The values of a tree or a file that have the right type; all others are dropped."""
     if not isinstance(hub, Mapping):
         return {}
     found = {key: hub[key] for key in _IDS if key in hub and _is_id(hub[key])}
@@ -70,7 +70,8 @@ def sound_hub(hub: Any) -> dict[str, Any]:
 
 
 def kept_hub(folder: Path, tree: Mapping[str, Any], weights: str) -> dict[str, Any]:
-    """For the saves of a run: from the state it goes on from, else from its weights, else as its folder remembers."""
+    """The metadata for a run's checkpoints: from the state it resumes from, else from its folder if that has a copy for
+    these weights, else from the weights."""
     if hub := sound_hub(tree.get("hub")):
         return hub
     if not weights:
@@ -80,13 +81,13 @@ def kept_hub(folder: Path, tree: Mapping[str, Any], weights: str) -> dict[str, A
         if kept["weights"] == weights:
             return sound_hub(kept["hub"])
     if hub := published(weights):
-        with suppress(OSError):  # a full disk is told by what matters more
+        with suppress(OSError):  # a full disk is reported by what matters more
             (folder / _KEPT).write_text(json.dumps({"weights": weights, "hub": hub}) + "\n")
     return hub
 
 
 def write_files(hub: Mapping[str, Any], out: Path) -> tuple[str, ...]:
-    """Beside exported weights; the names of what was written. The tree's own copies win over the folder's."""
+    """Write the files beside exported weights and return their names. The tree's copies win over the folder's."""
     written: list[str] = []
     source = Path(hub["source"]) if hub.get("source") else None
     for name in LARGE:
@@ -108,6 +109,6 @@ def _copied(path: Path, target: Path) -> bool:
 
 
 def _is_id(value: Any) -> bool:
-    """A number, several (a model may end in more ways than one), or null, which says that there is none."""
+    """A token id, several of them (a model may have more than one end token), or null for none."""
     ids = value if isinstance(value, list) else [value]
     return value is None or (0 < len(ids) < 1000 and all(type(one) is int and 0 <= one < 2**31 for one in ids))

@@ -1,6 +1,6 @@
-"""From what is a run made: a job that names things, or objects a user hands over in Python?
+"""Defines a run from a job that names its model and data, or from objects that a user passes in Python.
 
-Both become the same ``Ingredients``. Invariant: nothing of the user's code runs before the job has been checked.
+Both become the same ``Ingredients``. Invariant: none of the user's code runs before the job has been checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from closeranks.run.job import Job, check_vocabulary, load_job
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A checked job, and how to get its ingredients once the process is ready for them."""
+    """A checked job, and a function that loads its model spec and data once the process is set up."""
 
     job: Job
     ingredients: Callable[[], Ingredients]
@@ -97,6 +97,6 @@ def hooks_of(job: Job) -> list[Hook]:
 
 
 def _name_of(thing: Any) -> str:
-    """How an object handed over in Python is named in the job: where its code stands."""
+    """The name in the job of an object passed in Python: the module and qualified name of its code."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"

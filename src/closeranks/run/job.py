@@ -1,4 +1,4 @@
-"""What is a job? The root of all tables, and the problems no single table can see.
+"""The training job: the root of all config tables, and the checks that need more than one table.
 
 Imports no torch: the command line checks a job in milliseconds, on a laptop, before anything is started.
 """
@@ -46,7 +46,7 @@ class Job(Table):
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), extra: Mapping[str, Any] | None = None) -> Loaded[Job]:
-    """The job of a file, Python tables and the command line, in that order; raises with all problems at once."""
+    """Merge a job file, Python tables and the command line, in that order; raises with all problems at once."""
     checks = (check_length, check_pairing, check_axes, check_compress, check_noise, check_replicas, check_profile)
     return load(Job, path, overrides, extra=extra, checks=checks)
 
@@ -66,14 +66,14 @@ def check_length(job: Job) -> Iterable[Problem]:
 
 
 def check_profile(job: Job) -> Iterable[Problem]:
-    """A window beyond the last step would end the run without a trace, and without a word."""
+    """With a window beyond the last step the run would end without a trace and without a message."""
     steps = job.train.steps
     if steps is not None and (what := profile_warning(job, steps)):
         yield Problem("telemetry.profile", what, f"Choose among steps 1 to {steps}.")
 
 
 def profile_warning(job: Job, num_steps: int) -> str:
-    """Empty where the profiler's window holds a step of the run, or nobody asked for one."""
+    """Empty if the profiler's window contains a step of the run, or if there is no window."""
     window = parse_window(job.telemetry.profile)
     if window is None or window.first <= num_steps:
         return ""
@@ -81,7 +81,7 @@ def profile_warning(job: Job, num_steps: int) -> str:
 
 
 def check_pairing(job: Job) -> Iterable[Problem]:
-    """Whether the model can read what the data holds; a user's own code is trusted to know."""
+    """Whether the model can read what the data holds; a user's own model or data is not checked."""
     need, have = job.model.reads, job.data.yields
     if need and have and need != have:
         what = f"model '{job.model.name}' reads {need}, but data '{job.data.name}' holds {have}"
@@ -97,13 +97,13 @@ def _vocabulary_problems(job: Job, num_tokens: int) -> Iterable[Problem]:
 
 
 def check_vocabulary(job: Job, num_tokens: int) -> None:
-    """``num_tokens``: what stored data turned out to hold when it was opened; 0 where it does not say."""
+    """``num_tokens``: the vocabulary size of the data, known once it is open; 0 if the data does not say."""
     if problems := list(_vocabulary_problems(job, num_tokens)):
         raise ConfigError(problems)
 
 
 def check_axes(job: Job) -> Iterable[Problem]:
-    """Axes that have their keys already and cannot be trained on yet."""
+    """Refuse axes that have config keys but are not implemented yet."""
     for name in ("context", "expert"):
         value = getattr(job.layout, name)
         if value != 1:
@@ -112,7 +112,7 @@ def check_axes(job: Job) -> Iterable[Problem]:
 
 
 def check_compress(job: Job) -> Iterable[Problem]:
-    """Whether gradients may travel compressed in this job."""
+    """Whether gradients may be compressed in this job."""
     config = job.sync.compress
     if config.name == "none":
         return
@@ -135,7 +135,7 @@ def check_compress(job: Job) -> Iterable[Problem]:
 
 
 def check_noise(job: Job) -> Iterable[Problem]:
-    """Whether a step has whole gradients of a part of its batch, which the noise scale is measured from."""
+    """Whether a rank has the whole gradients of a part of the batch: the noise scale is measured from those."""
     if not job.train.noise_every:
         return
     layout, train, off = job.layout, job.train, "or train.noise_every = 0"
@@ -160,7 +160,7 @@ def check_replicas(job: Job) -> Iterable[Problem]:
 
 
 def layout_for(job: Job, num_workers: int) -> Layout:
-    """The layout of this many workers: ``data = 0`` takes what the other axes leave."""
+    """The layout for this many workers: ``data = 0`` takes the workers that the other axes leave."""
     table = job.layout
     others = table.tensor * table.pipeline * table.context
     layout = Layout(
@@ -177,10 +177,11 @@ def layout_for(job: Job, num_workers: int) -> Layout:
 
 
 def check_workers(job: Job, num_workers: int, needs: Demands | None = None) -> list[Problem]:
-    """Everything wrong with running this job on so many workers. ``needs``: what is known of a model that is built."""
+    """All problems of running this job on so many workers. ``needs``: the layout constraints of a model that is built;
+    None: those that follow from the job."""
     layout = layout_for(job, num_workers)
     problems: list[Problem] = []
-    if layout.num_ranks not in (0, num_workers):  # 0: an axis is out of range, and that is what is told
+    if layout.num_ranks not in (0, num_workers):  # 0: an axis is out of range, which is reported instead
         verb = "was" if num_workers == 1 else "were"
         what = f"the layout takes {counted(layout.num_ranks, 'worker')}, but {num_workers} {verb} asked for"
         problems.append(Problem("layout", what, f"Start with -n {layout.num_ranks}, or change the layout."))
@@ -201,7 +202,8 @@ _SMALL, _LEAST_MICRO, _USUAL_MICRO = 16, 4, 8
 
 def micro_batch_size(job: Job) -> int:
     """Never a function of the workers, the layout or the machine: dropout, batch norm and rounding must not change with
-    them. An eighth of the global batch; where that is few samples without a sequence length, up to a quarter of it."""
+    them. Unless the job sets it, an eighth of the global batch; for data without a sequence length, at least a quarter
+    of it or 16 samples, whichever is less."""
     whole = job.train.global_batch
     if job.train.micro_batch:
         return job.train.micro_batch

@@ -1,10 +1,11 @@
-"""When does a run copy its state into memory that outlives its workers?
+"""Takes snapshots of a session's state, into memory that outlives the workers.
 
-Before its first step, and after every n-th commit, while the next step computes; each copy has landed before the next
-vote, and is sealed before the vote of the step that is copied next (the same vote where n is 1). With "auto", n follows
-from what copies cost and steps take, on which all ranks agree now and then. Invariants: all ranks take copies of the
-same steps, and none begins one before all have sealed the one before it ([Note: one whole state at any time]); training
-never ends for want of memory; without boxes nothing is done.
+One before the first step, and one after every n-th commit, while the next step computes. Each copy is complete before
+the next vote, and is sealed before the vote of the step that is copied next (the same vote if n is 1). With "auto", n
+follows from the cost of a snapshot and the time of a step, on which all ranks agree from time to time.
+
+Invariants: all ranks take snapshots of the same steps, and none begins one before all have sealed the one before it
+([Note: one whole state at any time]); training never ends for lack of memory; without snapshot memory nothing is done.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
     from closeranks.run.ledger import Settled
 
 _NUM_FIRST = 2
-"""Copies of a generation that make a slot ready, which may take far longer than a copy: one for each of the pair."""
+"""The first snapshots of a generation, one for each slot of the pair: allocating the slot may take far longer than a
+copy."""
 
 
 class Keeping(Component):
-    """The copies of one session, in the order of its steps."""
+    """The snapshots of one session, in the order of its steps."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class Keeping(Component):
         self._emit, self._overseer, self._rhythm = emit, overseer, rhythm
         self._boundaries = context.boundaries
         self._told: deque[StepDone] = deque(maxlen=context.boundaries.gap)
-        """What the last steps came to: whoever takes over tells it where rank 0 was lost before it could."""
+        """Results of the last steps: the next generation reports them if rank 0 was lost before it could."""
         self._taken = taken
         self._images = images(context, state)
         self._kept_by = kept_by(context, state, self._images)
@@ -79,12 +81,12 @@ class Keeping(Component):
         self._steps, self._stalls, self._lates, self._sends = (list[float]() for _ in range(4))
 
     def introduce(self, warnings: Sequence[str]) -> None:
-        """Say where this generation begins. ``warnings``: what a person should know of the run."""
+        """Emit the events that say where this generation starts. ``warnings``: warnings about the run."""
         for event in self._taken.told(warnings, is_lead=self._context.world.is_lead):
             self._emit(event)
 
     def start(self, step: int) -> None:
-        """Before the first step. Where everything lies already where it would be written, nothing is copied."""
+        """Called before the first step. Nothing is copied if every copy is already where it would be written."""
         if self._keeper is None:
             return
         self._stepped_at = time.monotonic()
@@ -95,12 +97,13 @@ class Keeping(Component):
             self._capture.begin(self._state.tensors(), self._snapshot(self._keeper, step))
 
     def is_due(self, step: int) -> bool:
-        """Whether ``after`` will copy the state of this step. All ranks have one state at boundaries."""
+        """Whether ``after`` will copy the state of this step. Only at boundaries do all ranks have the same state."""
         is_time = step - self._begun >= self._every and self._boundaries.is_boundary(step)
         return self._keeper is not None and is_time
 
     def after(self, step: int) -> list[Snapshot]:
-        """After a commit, when nothing more happens to the state before the next step: where a copy of it goes."""
+        """Called after a commit, once nothing else changes the state before the next step. Returns the targets of a
+        snapshot, empty if none is due."""
         if self._keeper is None:
             return []
         now = time.monotonic()
@@ -110,7 +113,7 @@ class Keeping(Component):
             self._decide(self._keeper, step)
         if self.is_due(step):
             return self._snapshot(self._keeper, step)
-        if step == self._first + 1:  # not earlier: until its first step is done, others wait for this generation
+        if step == self._first + 1:  # not earlier: a recovery ends with the first step of its generation
             self._keeper.make_ready(self._capture, self._state.tensors())
         return []
 
@@ -118,8 +121,8 @@ class Keeping(Component):
         self._told.append(entry.done)
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
-        """What was begun has landed, and where a copy may follow this step, the one before it is sealed or never will
-        be: once all ranks have voted, the slot of the one before that is free."""
+        """Completes the copy in progress. If a snapshot may follow this step, also waits until the one before it is
+        sealed or has failed: once all ranks have voted, the slot of the one before that is free."""
         if self._keeper is None:
             return
         self._capture.land()
@@ -128,7 +131,7 @@ class Keeping(Component):
             self._join(self._keeper)
 
     def seal(self, step: int) -> bool:
-        """All ranks, at the end of a generation: whether every one has this very step in memory now."""
+        """Collective, at the end of a generation. Returns whether every rank now has exactly this step in memory."""
         if self._keeper is not None:
             self._join(self._keeper)
             if self._begun != step:
@@ -138,8 +141,8 @@ class Keeping(Component):
         return all(self._context.groups.world.gather_text("yes" if self._sealed == step else ""))
 
     def hand_over(self, step: int, save: Callable[[], object]) -> None:
-        """All ranks, when a generation ends by agreement: the next one finds this very step in memory, whichever host
-        it is that leaves, or else on a disk."""
+        """Collective, when a generation ends by agreement: the next one finds exactly this step in memory, whichever
+        host leaves, or else in a checkpoint."""
         self._context.pace.enter(Phase.KEEP)
         is_safe = self.seal(step) and can_spare_a_host(self._context.hosts, self._images, self._kept_by)
         if not is_safe and self._context.job.checkpoint.save:
@@ -195,18 +198,18 @@ class Keeping(Component):
             self._emit(Warned(what, joined.step))
 
     def _is_time(self, step: int) -> bool:
-        """Counted in boundaries, after which all ranks can agree on something."""
+        """Counted in boundaries, as ranks can agree only there."""
         num_rounds = self._boundaries.number(step) - self._boundaries.number(self._first)
         return self._boundaries.is_boundary(step) and is_time_to_decide(num_rounds, has_decided=self._has_decided)
 
     def _decide(self, keeper: Keeper, step: int) -> None:
-        """All ranks, at the same step. The first step and the first copies, which make everything ready, are left out
-        where there are others. A generation that has taken no others yet goes on as it began."""
-        if self._num_heard <= (_NUM_FIRST if self._is_auto else 0):  # on all ranks alike: what was begun is joined
+        """Collective. The first step and the first snapshots, which include allocation, are left out of the figures if
+        there are others. A generation that has taken no others yet keeps the interval it started with."""
+        if self._num_heard <= (_NUM_FIRST if self._is_auto else 0):  # same on all ranks: all that were begun are joined
             return
         self._has_decided = True
         steps = sorted(self._steps[1:] or self._steps)
-        # With a copy every second step, half of them are without.
+        # The lower quartile is a step without a snapshot: with one every second step, half of the steps have none.
         own = [median(steps) if self._context.device.type == "cpu" else steps[len(steps) // 4]]
         own += [median_low(costs) for costs in (self._stalls, self._lates, self._sends)]
         told = [json.loads(text) for text in self._context.groups.world.gather_text(json.dumps(own))]
@@ -225,7 +228,7 @@ class Keeping(Component):
 
     @property
     def copies(self) -> str:
-        """Where the second copy is, in words."""
+        """Where the second copy of each rank's state is, for people."""
         hosts = self._context.hosts
         pairs = [(hosts[rank], hosts[keeper]) for rank, keeper in enumerate(self._kept_by) if keeper is not None]
         if pairs:
@@ -254,7 +257,7 @@ class Keeping(Component):
         return shelf.boxes[box][first], shelf.boxes[box][second]
 
     def _open_group(self) -> dist.ProcessGroup:
-        """A collective: all ranks. Training's messages and these must not meet."""
+        """Collective. A group of its own, so that snapshots cannot be confused with the messages of training."""
         timeout = timedelta(seconds=self._context.job.run.timeout_s)
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self._context.opened.closers.append(lambda: dist.destroy_process_group(group))

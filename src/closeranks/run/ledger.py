@@ -1,10 +1,9 @@
-"""What did each step come to, and is the run still sane?
+"""Turns the verdict of each step into a ``StepDone``, and stops a run whose loss or gradients stay non-finite.
 
-Verdicts are read late on an accelerator (see [Note: the vote]); the ledger keeps those not read yet, turns each into a
-``StepDone`` and watches for steps that could not be taken. Where verdicts can be read at boundaries only, all of them
-are read there, so that whatever follows happens at a boundary. Invariants: verdicts are
-settled in order and at the same lag on every rank, so that all ranks act on the same step; the times of steps add up to
-the time that went by, however late they are told.
+On an accelerator verdicts are read late (see [Note: the vote]); those not read yet are queued here. With Local SGD
+verdicts can be read only at boundaries; all of them are read there, so that whatever follows happens at a boundary.
+Invariants: verdicts are settled in order and with the same lag on every rank, so that all ranks act on the same step;
+the times of the steps add up to the elapsed time, however late they are reported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from closeranks.telemetry.device import peak_memory_bytes
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """One step's account for people and machines, and what the ranks asked for with it."""
+    """The result of one step, and the requests that the ranks made with its vote."""
 
     done: StepDone
     requests: frozenset[Request]
@@ -35,11 +34,11 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """What a step took."""
+    """The time of a step and what components measured in it."""
 
     seconds: float
     figures: Mapping[str, Any]
-    """Of the components, as fields of ``StepDone``."""
+    """Measured by the components, as fields of ``StepDone``."""
 
 
 @dataclass(slots=True)
@@ -47,7 +46,7 @@ class _Entry:
     index: int
     verdict: Verdict
     spent: _Spent | None = None
-    """Measured when it was pushed, where it is settled much later; None: measured when it is settled."""
+    """Measured when the verdict was pushed, if it is settled much later; None: measured when it is settled."""
 
 
 class Ledger:
@@ -59,11 +58,11 @@ class Ledger:
         self._marked_at = time.monotonic()
 
     def push(self, index: int, verdict: Verdict) -> Iterator[Settled]:
-        """Take a new verdict in and settle those that are due."""
+        """Queue a new verdict and settle those that are due."""
         is_late = self._engine.context.boundaries.gap > 1
         self._pending.append(_Entry(index, verdict, self._measure(index) if is_late else None))
         if is_late and verdict.is_closed and self._lag:
-            verdict.read()  # sync point, once in a round
+            verdict.read()  # sync point, once per synchronisation interval
             self._even_out()
         yield from self._settle(0 if is_late else self._lag)
 
@@ -72,7 +71,7 @@ class Ledger:
         yield from self._settle(0)
 
     def restart_clock(self) -> None:
-        """What happened since the last step was not training."""
+        """Exclude the time since the last step, which was not training."""
         self._marked_at = time.monotonic()
 
     def _settle(self, keep: int) -> Iterator[Settled]:
@@ -84,7 +83,7 @@ class Ledger:
             self._watch(entry.index, outcome)
 
     def _measure(self, index: int) -> _Spent:
-        """Since it was asked last."""
+        """Time and figures since the last call."""
         now = time.monotonic()
         seconds, self._marked_at = now - self._marked_at, now
         figures: dict[str, Any] = {}
@@ -93,7 +92,8 @@ class Ledger:
         return _Spent(seconds, figures)
 
     def _even_out(self) -> None:
-        """An accelerator's host pushes steps ahead of it and waits at the end of a round: its steps took alike."""
+        """Give all steps of an interval the same time: the host enqueues them ahead of the accelerator and waits only
+        at the end of the interval."""
         rest, self._marked_at = time.monotonic() - self._marked_at, time.monotonic()
         spent = [entry.spent for entry in self._pending if entry.spent is not None]
         mean_s = (sum(one.seconds for one in spent) + rest) / max(1, len(spent))
@@ -123,7 +123,7 @@ class Ledger:
         )
 
     def _watch(self, index: int, outcome: Outcome) -> None:
-        """An overflow of fp16 mends itself by a smaller loss scale; anything else that lasts is a mistake."""
+        """Raise after too many non-finite steps. An fp16 overflow is no such step: a smaller loss scale resolves it."""
         job, model = self._engine.context.job, self._engine.model
         loss_scale = outcome.loss_scale * model.loss_divisor
         mends_itself = model.precision.scales_loss and loss_scale > job.optim.loss_scale.minimum
@@ -139,7 +139,7 @@ class Ledger:
 
 
 def advice(precision: str, clip: float) -> str:
-    """What to change where loss or gradients stay not finite."""
+    """What to change if loss or gradients stay non-finite."""
     ways = ["lower optim.lr", "check the loss and the data for extreme values and for divisions by zero"]
     if clip == 0:
         ways.insert(1, "set optim.clip = 1.0")

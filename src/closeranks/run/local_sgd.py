@@ -1,12 +1,12 @@
-"""Local SGD, DiLoCo and streaming DiLoCo, as a component: replicas train apart and synchronise every so many steps.
+"""Local SGD, DiLoCo and streaming DiLoCo, as a component: replicas take local steps and synchronise every so many.
 
-What a synchronisation computes stands in ``sync.outer``, when there is one in ``sync.rounds``, how votes are counted in
-between in ``elastic.apart``. Here they are introduced to a run.
+``sync.outer`` computes the outer step, ``sync.rounds`` says when there is one, and ``elastic.apart`` counts the votes
+in between. This component connects them to a run.
 
-State: replicas each have their own moments, counters and loss scale, and with several fragments their own weights
-between two synchronisations; ``run.saved`` says how those are saved. What all have alike, the anchor and the outer
-momentum, is saved once, piece by piece as weights are. The model in a checkpoint is the anchor: where all replicas
-stood when each fragment was last synchronised.
+State: each replica has its own moments, counters and loss scale, and with several fragments its own weights between two
+synchronisations; ``run.saved`` says how those are saved. What all replicas share, the anchor (DiLoCo's outer weights)
+and the outer momentum, is saved once, piece by piece as weights are. The model in a checkpoint is the anchor: the
+weights that all replicas had when each fragment was last synchronised.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OUTER, _MOMENTUM, _WEIGHTS = "outer/", "outer/momentum/", "outer/weights/"
 
 
 class LocalSgd(Component):
-    """``vote`` counts the votes of this run, ``row`` is where this replica's own state stands in what is saved."""
+    """``vote``: the vote of this run; ``row``: the index of this replica's own state in what is saved."""
 
     unique = Unique.REPLICA
 
@@ -76,7 +76,7 @@ class LocalSgd(Component):
         )
 
     def after_update(self, index: int, verdict: Verdict) -> None:
-        """At a boundary replicas become one again."""
+        """At a boundary, take the outer step: all replicas have the same weights again, of the fragments it covers."""
         context, step = self._context, index + 1
         if not context.boundaries.is_boundary(step):
             return
@@ -103,7 +103,8 @@ class LocalSgd(Component):
         return said
 
     def _rebalance(self, step: int) -> None:
-        """All ranks: what each took for a micro-batch since the last time; a replica is as slow as its slowest."""
+        """Collective. Divides micro-batches by the time that each rank took for one since the last call; a replica is
+        as slow as its slowest rank."""
         context, loader = self._context, self._supply.loader
         home, world = context.groups.home, context.groups.world
         told = torch.zeros(home.count, world.size, dtype=torch.float64, device=context.device)
@@ -128,12 +129,12 @@ class LocalSgd(Component):
             yield from self._own_weights()
 
     def version(self) -> object:
-        """Views of the anchor are made anew each time, which is no more often than replicas synchronise."""
+        """Views of the anchor are made anew on each call, which is at most once per synchronisation."""
         return object() if self._is_streaming else None
 
     def restore(self, saved: Saved) -> None:
-        """The anchor is not taken from the weights, even where these are the same: on an accelerator they may be on
-        their way."""
+        """The anchor is read from the saved state, not copied from the weights even if these are equal: on an
+        accelerator their copy may still be in flight."""
         self.outer.restart()
         found = saved.shapes(SYNC)
         for leaf, anchor, momentum in self.outer.kept():
@@ -153,7 +154,8 @@ class LocalSgd(Component):
         self.outer.restart()
 
     def _own_weights(self) -> Iterator[StateTensor]:
-        """Those of one replica, where replicas do not all stand on the anchor when a fragment is synchronised."""
+        """The weights of this replica. With several fragments they differ from the anchor even at a synchronisation,
+        which covers one fragment."""
         home = self._context.groups.home
         for one in self._model.kept():
             if one.piece.name in self._model.applied.trainable:
@@ -162,8 +164,8 @@ class LocalSgd(Component):
                 yield replace(as_state(SYNC, piece, one.tensor, holders, is_ours=one.is_ours), per_replica=True)
 
     def _memory(self) -> Iterator[Remembered]:
-        """What deltas left unsent; ranks of one replica that hold the same leaves hold the same of it, and the first of
-        them saves it."""
+        """Error feedback of the compressed deltas. Ranks of one replica that hold the same parameter shards have the
+        same error feedback, and the first of them saves it."""
         home = self._context.groups.home
         is_first = (home.replica if self._context.layout.zero else home.data).rank == 0
         for one in self.outer.memory():
@@ -193,7 +195,7 @@ def _make_outer(context: Context, model: Model, reducer: Reducer, plan: Plan | N
 
 
 def _plan(job: Job, across: Group, num_steps: int) -> Plan | None:
-    """When deltas are compressed; every synchronisation is measured, they are few. None: never."""
+    """When deltas are compressed; None: never. Every synchronisation is measured, as they are few."""
     config = job.sync.compress
     if config.name == "none" or across.size == 1:
         return None

@@ -1,7 +1,7 @@
-"""What does training a job look like? The same few lines a user writes around a session.
+"""The training loop: trains a job, or a user's model and data, by iterating a session to its end.
 
-``train`` is the ten-line way from Python; the command line takes the job's way. Both iterate the same session.
-Invariant: what takes seconds to import is imported when a function is called, and the person is told before.
+``train`` is the entry for Python scripts, ``train_job`` the one for the command line. Both iterate the same session.
+Invariant: what takes seconds to import is imported when a function is called, after a message that says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def train(
     collate: Callable[[list[Any]], Any] | None = None,
     **tables: Any,
 ) -> Result:
-    """Train ``model`` (a module, or a function that makes one) on ``data`` and return what it came to.
+    """Train ``model`` (a module, or a function that makes one) on ``data`` and return the result.
 
     ``loss(model, batch)`` returns the mean over the batch's samples, or a ``Loss``, whose extra sums ``metrics`` names.
     ``collate(samples)`` makes the batch of a micro-batch's samples, which are stacked otherwise.
@@ -59,7 +59,8 @@ def train_job(job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) 
 
 
 def _say_what_takes_long() -> None:
-    """Where the session's parts are not loaded yet, as in any script that no command of ours started."""
+    """Print a message if the session's modules are not imported yet, as in a script that none of our commands
+    started."""
     world = detect_world()
     if "closeranks.run.session" not in sys.modules and world.is_lead and world.launcher != "testing":
         outlast_readers()
@@ -81,7 +82,7 @@ def drive(session: Session) -> Result:
 
 
 def out_of_memory(session: Session, error: BaseException) -> SetupError:
-    """The allocator's complaint in words: what took the memory, and what to change."""
+    """An error that explains the allocator's: what took the memory, and what to change."""
     from closeranks.run.optimizer import OptimizerStep
     from closeranks.telemetry.device import explain_out_of_memory
 

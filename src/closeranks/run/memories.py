@@ -1,9 +1,10 @@
-"""How does what compression left unsent find its place again, on other ranks than before?
+"""Restores the error feedback of compression, also on another number of ranks or in another layout.
 
-[Note: nothing owed is lost] What ranks owe counts by its sum, so rows are dealt out: rank r of n takes rows r, r + n,
-and so on. What the owner of a sum owes goes to whoever owns it now; where sums are made without an owner's code, the
-first row takes it. Factors of PowerSGD are taken over where their matrix is cut as before, else they begin anew.
-Invariant: with the ranks and the layout of before, every rank gets back what it had, bit for bit.
+[Note: nothing owed is lost] Only the sum of all ranks' residuals matters, so the saved rows are redistributed: rank r
+of n takes rows r, r + n, and so on. The residual of the owner of a sum goes to the rank that owns the sum now; if sums
+are no longer compressed by an owner, the first row takes it. Factors of PowerSGD are restored if their matrix is
+sharded as before, else they start anew. Invariant: with the same ranks and layout, every rank gets back what it had,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from closeranks.sync.memory import OWED, RESIDUAL, rows_to_read
 
 
 def restore_memories(memories: Sequence[Remembered], saved: Saved, section: str, *, has_owners: bool) -> None:
-    """What a state does not hold, or holds of other shape, starts as it does in a fresh run. ``has_owners``: whether
-    sums are coded by their owners, here or on any rank."""
+    """What a state does not hold, or holds with another shape, starts as in a fresh run. ``has_owners``: whether sums
+    are compressed by their owners, here or on any rank."""
     shapes = saved.shapes(section)
     for one in memories:
         key, own = one.piece.name, one.piece.shape

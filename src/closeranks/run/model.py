@@ -1,7 +1,7 @@
 """This rank's part of the model, as a component: its parameters and buffers are state.
 
-Invariant: each value is listed by every rank that holds it, with how many others do, so that a save can share the
-writing out; nothing is ever gathered.
+Invariant: each value is listed by every rank that holds it, with the number of ranks that do, so that a save can divide
+the writing among them; nothing is ever gathered.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from closeranks.run.saved import MODEL, Saved, check_alike
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor of the model as this rank holds it."""
+    """A parameter or buffer of the model as this rank holds it."""
 
     piece: Piece
     tensor: Tensor
     is_ours: bool
-    """False where a rank off the data axis holds the same and saves it."""
+    """False if a rank on another axis than data holds the same values and saves them."""
     holders: Group | None
-    """Who holds the same values along the data axis; None: this rank alone counts."""
+    """The ranks along the data axis that hold the same values; None: only this rank counts."""
     is_steady: bool
     """Whether nothing but the optimizer changes it."""
     is_cut: bool = False
-    """Whether the data ranks split it."""
+    """Whether it is sharded over the data ranks."""
 
     @property
     def is_spoken(self) -> bool:
-        """Whether this rank speaks for it: each value has one speaker."""
+        """Whether this rank holds the primary copy: each value has exactly one."""
         return self.is_ours and (self.holders is None or self.holders.rank == 0)
 
 
 class RunningStatistics(Component):
-    """Batch norm's running statistics: one update a step, by the mean over all micro-batches."""
+    """Batch norm's running statistics: one update per step, with the mean over all micro-batches."""
 
     def __init__(self, statistics: Sequence[BatchStatistics]) -> None:
-        """``statistics``: of each of this rank's stages."""
+        """``statistics``: one for each of this rank's stages."""
         self._statistics = statistics
 
     def begin(self, index: int) -> None:
@@ -93,7 +93,7 @@ class Model(Component):
         """Losses are sums: divided by a micro-batch's size, they stay within fp16's range under the scale."""
 
     def kept(self) -> Iterator[Kept]:
-        """Every parameter and persistent buffer of this rank; a tied one under its first name."""
+        """Every parameter and persistent buffer of this rank; a tied parameter under its first name."""
         groups = self._groups
         for held in self.applied.held:
             tensor, piece = local_part(held, groups.shard)
@@ -115,18 +115,19 @@ class Model(Component):
     def leaf_state(
         self, section: str, leaf: Leaf, key: str, tensor: Tensor, *, per_replica: bool = False
     ) -> StateTensor:
-        """A tensor that goes with a leaf, under a key of its own: shaped as the leaf, or without dims."""
+        """A state tensor that belongs to a parameter shard, under its own key: of the shard's shape, or a scalar."""
         name, groups = leaf.piece.name, self._groups.home if per_replica else self._groups
         piece, is_ours = replace(leaf.piece, name=key), name in self._spoken
-        if tensor.ndim == 0:  # a counter has no dims whatever the parameter has: who holds the first element has it
+        if tensor.ndim == 0:  # a scalar such as a step counter: the rank that holds the first element saves it
             piece, is_ours = Piece.whole(key, ()), is_ours and _holds_first(leaf.piece)
-        # With zero 1 and 2 every leaf is a shard: a range of rows or, where memory has another order, a box.
+        # With zero 1 and 2 every leaf is a parameter shard: a range of rows, or a tensor box if memory is in another
+        # order.
         is_cut = self.layout.zero in (1, 2) or name in self._cut
         holders = groups.replica if is_cut else groups.data
         return replace(as_state(section, piece, tensor, holders, is_ours=is_ours), per_replica=per_replica)
 
     def version(self) -> object:
-        # What FSDP2 has spread it keeps where it is.
+        # FSDP2 never moves the parameters that it has sharded.
         places = [held.parameter.data_ptr() for held in self.applied.held if not is_sharded(held)]
         return places, [id(tensor) for stage in self.applied.stages.values() for tensor in stage.buffers()]
 
@@ -142,7 +143,7 @@ class Model(Component):
         return (one for one in self.kept() if one.piece.name not in left_out)
 
     def unsaved(self) -> list[str]:
-        """What a module keeps beside parameters and buffers, in words: it is in no checkpoint."""
+        """Warnings about state of modules that is neither parameter nor buffer, and so is in no checkpoint."""
         found = [(n, m) for stage in self.applied.stages.values() for n, m in stage.named_modules()]
         names = [name for name, module in found if type(module).get_extra_state is not nn.Module.get_extra_state]
         return [
@@ -170,7 +171,7 @@ def _holds_first(piece: Piece) -> bool:
 
 
 def loss_divisor(spec: ModelSpec, micro_batch: int) -> float:
-    """The next power of two above a micro-batch's items: dividing by it rounds nothing."""
+    """The number of a micro-batch's items, rounded up to a power of two: dividing by that is exact."""
     return float(1 << (micro_batch * spec.items_per_sample - 1).bit_length())
 
 
@@ -184,7 +185,7 @@ def load_model(module: nn.Module, weights: Weights) -> None:
 
 
 def _buffers(stages: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Each persistent buffer object once. Two stages may share one, or have one each of the same name."""
+    """Each persistent buffer object once. Two stages may share a buffer, or each have one of the same name."""
     seen: set[int] = set()
     for stage in stages:
         persistent = stage.state_dict().keys()
@@ -195,7 +196,8 @@ def _buffers(stages: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def buffer_speaker(name: str, units: Sequence[str], ranges: Sequence[range], placed: Sequence[Sequence[int]]) -> int:
-    """The pipeline rank that saves a buffer: that of its unit's first stage; rank 0 where all have it, in no unit.
+    """The pipeline rank that saves a buffer: that of its unit's first stage; 0 for a buffer outside all units, which
+    every rank has.
 
     ``ranges``: the units of each stage; ``placed``: the stages of each rank.
     """

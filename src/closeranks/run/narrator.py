@@ -1,7 +1,7 @@
-"""Who tells the person what happens in a script that no command of ours started? The session itself, on rank 0.
+"""Prints progress and writes the report, on rank 0, in a script that none of our commands started.
 
-Invariant: under plain ``python``, torchrun or srun a script shows the same lines and leaves the same page as the
-command line does; tests' worlds stay silent.
+Invariant: under plain ``python``, torchrun or srun a script prints the same lines and writes the same pages as the
+command line does; the worlds of tests print nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from closeranks.telemetry.recorder import Recorder
 
 
 def overseen(recorder: Recorder, folder: Path, telemetry: TelemetryConfig, world: World) -> Overseer:
-    """Whoever oversees this session: an agent, a launcher, or itself. It hears what rank 0 records."""
+    """The agent client of this session: that of an agent or a launcher, or a standalone one. It receives the events
+    that rank 0 records."""
     overseer = current_overseer() or narrate(folder, telemetry, world)
     if world.is_lead:
         recorder.add_sink(lambda event: overseer.send_event(encode(event)))
@@ -26,7 +27,7 @@ def overseen(recorder: Recorder, folder: Path, telemetry: TelemetryConfig, world
 
 
 def narrate(folder: Path, telemetry: TelemetryConfig, world: World) -> Overseer:
-    """The overseer of a session that nobody oversees."""
+    """The client of a session without an agent."""
     if world.launcher == "testing" or not world.is_lead:
         return Alone()
     return Alone(_Narrator(folder, telemetry).handle)

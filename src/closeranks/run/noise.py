@@ -1,8 +1,8 @@
-"""How noisy are the gradients of a run? Measured while it trains, at two batch sizes that it has anyway.
+"""Measures the gradient noise scale during training, from gradient norms at two batch sizes that a step has anyway.
 
-The big batch is the step's, whose norm the vote settles. The small one is the first micro-batch of each data rank: on
-measured steps a hook of ours sees each gradient as autograd leaves it, before the reducer's own hook takes it away, so
-nothing is computed twice. Two numbers are then summed over the data ranks.
+The big batch is the global batch, whose norm is part of the vote. The small one is the first micro-batch of each data
+rank: on measured steps a hook of ours sees each gradient as autograd leaves it, before the reducer's own hook takes it
+away, so nothing is computed twice. Two numbers are then summed over the data ranks.
 
 Invariants: our hooks are registered before the reducer's, hence called first; nothing waits for the device (its sums
 are read when the step is settled); all ranks hold the same averages, which are part of the state.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Squared norms of small batches and their number, on the way to the host."""
+    """The sum of the small batches' squared norms and their number, being copied to the host."""
 
     values: Tensor
     event: torch.cuda.Event | None
@@ -48,7 +48,7 @@ class _Sums:
         return cls(host, event)
 
     def read(self) -> tuple[float, float]:
-        """Sync point on CUDA, of a step that is over."""
+        """Sync point on CUDA, with a step that is already over."""
         if self.event is not None:
             self.event.synchronize()
         total, number = self.values.tolist()
@@ -76,7 +76,7 @@ class NoiseGauge(Component):
         self._awaits_first = self._is_due(index)
 
     def before_backward(self, micro_batch: MicroBatch) -> None:
-        """A micro-batch that is short or a spare is no sample of the small batch's size."""
+        """A short or padding micro-batch is not measured: it does not have the small batch's size."""
         is_whole = not micro_batch.is_spare and micro_batch.num_samples == self._schedule.micro_batch
         if self._awaits_first and is_whole:
             self._squares = {}
@@ -91,7 +91,7 @@ class NoiseGauge(Component):
         self._own = torch.stack([total / (weight * scale.double()).square(), one])
 
     def after_vote(self, index: int, verdict: Verdict) -> None:
-        """All ranks, in every step."""
+        """Collective, in every step."""
         if self._is_due(index):
             own = torch.zeros(2, dtype=torch.float64, device=self._device) if self._own is None else self._own
             self._own = None
@@ -111,11 +111,11 @@ class NoiseGauge(Component):
         emit(NoiseSeen(done.step, self._averages.scale, batch))
 
     def tree(self) -> dict[str, Any]:
-        """Empty where nothing is measured."""
+        """Empty if nothing is measured."""
         return {"noise": self._averages.state() if self._every else {}}
 
     def restore(self, saved: Saved) -> None:
-        """A run that did not measure before begins to."""
+        """If the saved run did not measure, start with empty averages."""
         if self._every and (state := saved.tree.get("noise")):
             self._averages = Averages.of_state(state)
 
@@ -124,4 +124,4 @@ class NoiseGauge(Component):
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._squares is not None and parameter.grad is not None:
-            self._squares[parameter] = norm_squared([parameter.grad])  # a second call in one backward has it whole
+            self._squares[parameter] = norm_squared([parameter.grad])  # a second call in one backward has all of it

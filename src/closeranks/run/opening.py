@@ -1,4 +1,4 @@
-"""What must be set before the first tensor exists, and what is said once at the start?
+"""Sets up the process before the first tensor exists, and makes the ``RunStarted`` event.
 
 Process-wide settings (threads, determinism, loopback) are made here, once, from the job. Invariant: nothing later in a
 run changes them.
@@ -33,9 +33,9 @@ from closeranks.telemetry.device import device_name
 
 
 def prepare_process(job: Job, world: World) -> None:
-    if world.launcher in ("single", "torchrun", "slurm"):  # the agent's workers print into a pipe of the agent's
+    if world.launcher in ("single", "torchrun", "slurm"):  # the agent's workers print into a pipe of the agent
         outlast_readers()
-        atexit.register(gc.freeze)  # a script ends a second sooner: nothing is searched for cycles any more
+        atexit.register(gc.freeze)  # a script exits a second sooner, without a last search for cycles
     if world.launcher != "testing":
         keep_from_children()
     _bind_gloo(world)
@@ -49,7 +49,7 @@ def prepare_process(job: Job, world: World) -> None:
 
 
 def _bind_gloo(world: World) -> None:
-    """On one host nothing needs to be reachable from another; on several, by the address that the agents use."""
+    """Bind gloo to loopback on one host; on several, to the interface of the address that the agents use."""
     link = current_link()
     if world.local_size == world.size:
         bind_gloo("lo")
@@ -58,18 +58,18 @@ def _bind_gloo(world: World) -> None:
 
 
 def _threads(job: Job, world: World) -> int:
-    """What the job says, else what the shell says, else an even share of the cores."""
+    """The job's setting, else the environment's, else an equal share of the cores."""
     return job.run.threads or thread_limit() or max(1, _num_cores() // world.local_size)
 
 
 @cache
 def _num_cores() -> int:
-    """As torch counted them before we set anything: a second session of a process shares the same cores anew."""
+    """Cached, as torch counted them before we set anything: a second session in the process must get the same count."""
     return torch.get_num_threads()
 
 
 def started_event(engine: Engine, known: Mapping[str, Any], first_step: int, folder: Path) -> RunStarted:
-    """``known``: what building the run measured."""
+    """``known``: fields that were measured while the run was built."""
     context, model = engine.context, engine.model
     name, layout, said = device_name(context.device), context.layout, dict(known)
     is_spread = layout.zero > 0 or layout.tensor > 1 or layout.pipeline > 1  # no rank holds the whole state

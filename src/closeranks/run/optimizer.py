@@ -1,4 +1,4 @@
-"""The optimizer and the loss scale, as components: what they update in a step, and what they remember between steps."""
+"""The optimizer and the loss scale, as components: their update in a step, and their state between steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SCALE = "loss_scale/"
 
 
 class OptimizerStep(Component):
-    """``name``: the algorithm, as ``optim.name`` has it."""
+    """``name``: the algorithm, as in ``optim.name``."""
 
     def __init__(self, optimizer: Optimizer, name: str, model: Model, reducer: Reducer, usage: Usage) -> None:
         self.optimizer, self._name = optimizer, name
         self._model, self._reducer, self._usage = model, reducer, usage
 
     def update(self, index: int, verdict: Verdict) -> None:
-        absent, gates = self._usage.skips(verdict)  # what no rank had a gradient for
+        absent, gates = self._usage.skips(verdict)  # parameters that no rank had a gradient for
         gradients = self._reducer.gradients()
         self.optimizer.step(index, gradients, verdict.factor, verdict.taken, absent=absent, gates=gates)
 
@@ -40,7 +40,7 @@ class OptimizerStep(Component):
         return {"algorithm": self._name}
 
     def tensors(self) -> Iterator[StateTensor]:
-        """Named ``parameter/exp_avg``; ranks that train in every step together hold the same."""
+        """Named ``parameter/exp_avg``; the same on all ranks that synchronise gradients in every step."""
         for leaf, key, tensor in self.optimizer.memory():
             yield self._model.leaf_state(OPTIMIZER, leaf, f"{leaf.piece.name}/{key}", tensor, per_replica=True)
 

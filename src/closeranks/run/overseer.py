@@ -1,7 +1,7 @@
-"""How does a worker talk to whoever started it?
+"""The client with which a worker talks to its agent, and the standalone one that replaces it.
 
-Under our agent there is a link; under torchrun, srun or plain Python there is nobody, and signals are all we hear.
-Invariant: training code asks one object, and asking costs microseconds.
+Under our agent there is a link to it; under torchrun, srun or plain Python there is no agent, and requests arrive as
+signals only. Invariant: training code calls one object, and a call costs microseconds.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from closeranks.elastic.shelf import Shelf
 
 class Overseer(Protocol):
     has_regrouped: bool
-    """Set when this generation ended by agreement, for another to take over."""
+    """Set when this generation ended by agreement, for another to continue."""
 
     def poll(self) -> frozenset[Request]:
-        """What is being asked of this run now; never waits."""
+        """The requests to this run that are pending now; never blocks."""
         ...
 
     def progress(self, step: int, phase: int) -> None:
-        """Where this worker stands, readable from outside even after it died."""
+        """Publish the worker's step and phase, which stay readable from outside even after it died."""
         ...
 
     def tick(self, *, counts: bool = True) -> None:
-        """A sign of life: one more micro-batch of the step is done."""
+        """A heartbeat: one more micro-batch of the step is done."""
         ...
 
     def own(self, seconds: float, lane: int = 0) -> None:
-        """What a micro-batch cost this worker alone, in a step that is over."""
+        """Report this worker's own compute time per micro-batch, of a step that is over."""
         ...
 
     def kept(self, step: int) -> None:
@@ -49,20 +49,22 @@ class Overseer(Protocol):
 
 
 class Alone:
-    """Nobody started us but a shell or a scheduler: all we hear is signals, once ``listen`` was called."""
+    """Used without an agent, when a shell or a scheduler started the process: requests are signals, once ``listen`` was
+    called."""
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self._asked = Pending()
         self.ending = "drained"
-        """Who asked: ``drained`` a scheduler, ``interrupted`` Ctrl-C, ``disconnected`` a lost terminal."""
+        """Why a drain was requested: ``drained`` by a scheduler, ``interrupted`` by Ctrl-C, ``disconnected`` by the
+        loss of the terminal."""
         self._on_event = on_event
         self.has_regrouped = False
 
     def listen(self) -> None:
-        """From now on SIGTERM, SIGHUP and a first SIGINT ask for a drain, and SIGUSR1 for a save.
+        """Install signal handlers: SIGTERM, SIGHUP and a first SIGINT request a drain, SIGUSR1 a save.
 
-        Called when training is about to begin: before that there is nothing to save and a signal should end us at
-        once, even while torch waits for other ranks, which no Python handler can interrupt.
+        Called when training is about to start: before that there is nothing to save and a signal should end the process
+        at once, even while torch waits for other ranks, which no Python handler can interrupt.
         """
         for number in _HEARD:
             if not is_ignored_hangup(number):
@@ -96,7 +98,7 @@ class Alone:
         self._asked.add(DRAIN)
         if number == signal.SIGHUP:
             self.ending = "disconnected"
-        if number == signal.SIGINT:  # whoever presses Ctrl-C again means it
+        if number == signal.SIGINT:  # a second Ctrl-C interrupts at once
             self.ending = "interrupted"
             signal.signal(number, signal.default_int_handler)
 
@@ -105,20 +107,20 @@ _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def _be_ordinary() -> None:
-    """A process that a worker forks ends by a signal as it would anywhere."""
+    """In a process forked by a worker: restore the default signal handlers, so that a signal ends it as usual."""
     for number in _HEARD:
         if not is_ignored_hangup(number):
             signal.signal(number, signal.SIG_DFL)
 
 
 class _Place:
-    """What the worker's entry knows before any session is opened."""
+    """What the worker's entry point knows before any session is opened."""
 
     link: WorkerLink | None = None
     overseer: Overseer | None = None
     shelf: Shelf = Shelf()
     folder: Path | None = None
-    """Where whoever started us keeps its logs; the first session that names no folder writes there too."""
+    """The launcher's folder, with its logs; the first session that names no folder writes there too."""
 
 
 def settle_in(
@@ -128,7 +130,7 @@ def settle_in(
     folder: Path | None = None,
     shelf: Shelf | None = None,
 ) -> None:
-    """Called once by the worker's entry. ``shelf``: memory that outlives this worker, where no link brings it."""
+    """Called once by the worker's entry point. ``shelf``: paths of the snapshot memory, if no link provides them."""
     _Place.link, _Place.folder = link, folder
     _Place.overseer = overseer or link
     if shelf is None and link is not None:
@@ -137,7 +139,7 @@ def settle_in(
 
 
 def take_shelf() -> Shelf:
-    """For the next session of this process; empty where nobody has memory for us."""
+    """The snapshot memory for the next session of this process; empty if there is none."""
     shelf, _Place.shelf = _Place.shelf, replace(_Place.shelf, run=_Place.shelf.run + 1)
     return shelf
 
@@ -147,11 +149,11 @@ def current_link() -> WorkerLink | None:
 
 
 def current_overseer() -> Overseer | None:
-    """None in a script that no command of ours started."""
+    """None in a script that none of our commands started."""
     return _Place.overseer
 
 
 def take_folder() -> Path | None:
-    """The folder we were given, once: a script's second session gets one of its own."""
+    """The launcher's folder, returned once: a script's second session gets a folder of its own."""
     folder, _Place.folder = _Place.folder, None
     return folder

@@ -1,9 +1,8 @@
-"""A live run owns its folder and the places its checkpoints go to: a second run there is refused.
+"""Leases on a live run's folder and checkpoint places, so that a second run there is refused.
 
-Held by the process that lives as long as the run: the agent under ``closeranks train``, rank 0 of a script and under
-torchrun and srun. Invariants: a run that is refused has changed nothing of the other's; hosts that join
-and all other ranks are no second owner; reading (status, report, sample, ckpt) and ``ckpt prune`` need no ownership.
-Imports no torch.
+They are held by the process that lives as long as the run: the agent under ``closeranks train``; rank 0 in a script and
+under torchrun and srun. Invariants: a run that is refused has changed nothing of the other run; hosts that join and all
+other ranks take no lease; reading (status, report, sample, ckpt) and ``ckpt prune`` need none. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from closeranks.telemetry.folder import RunFolder
 _RETRY_S = 0.05
 _MAX_TRIES = 200
 _MISTAKES = (errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
-"""What is wrong with a place from the start, rather than for a while."""
+"""Permanent errors of a place, as opposed to temporary ones."""
 _OTHER = "Set folder, or make it yours."
 _OWNED: list[tuple[str, Owned]] = []
-"""What this process owns, for ``check_owned``."""
+"""The leases of this process, for ``check_owned``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ class Claim:
 
 
 def agree_on_folder(job: Job, world: World, share_text: Callable[[str], str], held: ExitStack) -> Path:
-    """The folder of a session that nobody prepared one for: rank 0 chooses and owns it until ``held`` closes, every
-    rank takes its word, or raises what rank 0 met."""
+    """Collective. The folder of a session for which no launcher prepared one: rank 0 chooses it, owns it until ``held``
+    closes and broadcasts it; if that fails, every rank raises rank 0's error."""
     if not world.is_lead:
         return _told(share_text(""))
     try:
@@ -72,8 +71,8 @@ def _told(text: str) -> Path:
 
 @contextmanager
 def claimed(job: Job, stem: str, own: Path | None = None) -> Iterator[Claim]:
-    """The folder that this run writes to, owned with its checkpoint places; ``own`` is one that whoever started us has
-    made for it."""
+    """The folder that this run writes to, owned together with its checkpoint places. ``own``: a folder that the
+    launcher has made for it."""
     until = time.monotonic() + job.run.wait_s
     with ExitStack() as held:
         claim = _claim_folder(job, stem, own, until, held)
@@ -89,7 +88,7 @@ def claimed(job: Job, stem: str, own: Path | None = None) -> Iterator[Claim]:
 
 @contextmanager
 def owned_folder(folder: Path, what: str) -> Iterator[None]:
-    """For what is no run but writes like one; ``what`` says what it is: a comparison."""
+    """Own a folder for something that is not a run but writes like one; ``what`` names it, such as "a comparison"."""
     with ExitStack() as held:
         try:
             _own(held, LocalStorage(folder), what=what)
@@ -102,8 +101,7 @@ def owned_folder(folder: Path, what: str) -> Iterator[None]:
 
 
 def check_owned() -> None:
-    """``SetupError`` where another process has taken a place of ours over: what it does there must not be mixed with
-    what we do."""
+    """Raise ``SetupError`` if another process has taken over one of our places: its writes and ours must not mix."""
     for place, mine in _OWNED:
         if mine.is_gone:
             what = f"{place} is no longer this run's: it was not heard of for too long, and another run took it over"
@@ -111,7 +109,8 @@ def check_owned() -> None:
 
 
 def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: ExitStack) -> Claim:
-    """Without a run to continue, a folder that somebody else has just taken is no reason to stop: the next one is."""
+    """A run that continues another needs that folder. A new run tries the next free folder if another run has just
+    taken this one."""
     for _ in range(_MAX_TRIES):
         folder = choose_folder(job, stem, own)
         is_new = not folder.exists()
@@ -134,7 +133,7 @@ def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: Exi
 
 
 def _own(held: ExitStack, storage: Storage, until: float = 0.0, what: str = "a run") -> None:
-    """At once, or as soon as it is free, ``until`` that moment of the monotonic clock."""
+    """Take the lease now, or as soon as it is free. ``until``: when to give up, on the monotonic clock."""
     try:
         mine = held.enter_context(storage.own(what))
     except InUseError as error:
@@ -157,7 +156,7 @@ def _cause(error: StorageError) -> OSError:
 
 
 def _places(job: Job, folder: Path) -> dict[str, str]:
-    """Where this run saves, by key; a place that is the run folder, or named twice, is owned once."""
+    """Where this run saves, by config key, without the run folder itself and without duplicates: each is owned once."""
     config = job.checkpoint
     places: dict[str, str] = {}
     if config.folder or config.save:
@@ -175,7 +174,7 @@ def _identity(place: str) -> str:
 
 
 def _claim_place(job: Job, key: str, place: str, until: float, held: ExitStack) -> None:
-    """A place that cannot be reached or written now is told of: saves there are tried and reported as ever."""
+    """A place that cannot be reached or written now is a warning only: saves there are tried and reported as usual."""
     try:
         _own(held, open_storage(place), until)
     except InUseError as error:

@@ -1,19 +1,19 @@
-"""Where does a worker stand within a step, and what does the step cost it alone?
+"""Publishes the phase of a step that a worker is in, and measures the worker's own compute time.
 
 The step calls ``begin`` when it opens, ``enter`` at each phase, ``start`` when its data is there, ``tick`` after each
-micro-batch, ``stop`` after the last, ``tell`` when it is committed; whoever oversees the worker reads it from outside.
+micro-batch, ``stop`` after the last, ``tell`` when it is committed; the agent reads all of it from outside.
 
-[Note: own time] A slow rank makes all others wait, so the time of a step tells nobody apart. What counts is forward and
-backward without waiting for others:
+[Note: own time] A slow rank makes all others wait, so step times do not show which rank is slow. What is measured is
+forward and backward without the time spent waiting for others:
 
-- on a CPU, where no collective is inside them (replicas, zero=1): the time that went by;
-- with collectives inside (zero=2 and 3, tensor, pipeline): the time that the main thread ran or was ready to. Asleep in
-  a collective it is neither; throttled by a quota, or crowded out by another process, it is ready;
-- on an accelerator, by events on its stream, where no collective is inside; elsewhere not at all, since a stream that
-  waits for a collective looks busy.
+- on a CPU, with no collective inside them (replicas, zero=1): the elapsed time;
+- on a CPU, with collectives inside (zero=2 and 3, tensor, pipeline): the time that the main thread was running or
+  runnable. Asleep in a collective it is neither; throttled by a quota, or preempted by another process, it is runnable;
+- on an accelerator, with no collective inside: by events on its stream. With collectives it is not measured, since a
+  stream that waits for a collective looks busy.
 
-Invariant: nothing here waits. Cost of all of it in a step of one micro-batch, by timeit against a real word: 15-20 us,
-and 0.6 us for every further micro-batch; events on an accelerator (H200) cost 27 us a step.
+Invariant: nothing here blocks. Cost of all of it in a step of one micro-batch, by timeit with real shared memory:
+15-20 us, and 0.6 us for every further micro-batch; events on an accelerator (H200) cost 27 us a step.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from closeranks.core.linux import ThreadClock
 from closeranks.run.overseer import Alone, Overseer
 
 _NUM_OWN = 1000
-"""Steps of which a rank remembers its own time."""
+"""Steps for which a rank keeps its own time."""
 
 
 class Stopwatch(Protocol):
-    """Measures from ``start`` to ``stop``; what came of it is there later, in order."""
+    """Measures from ``start`` to ``stop``; the times are available later, in order."""
 
     def start(self) -> None: ...
 
     def stop(self, num_micro: int) -> None: ...
 
     def taken(self) -> Sequence[float]:
-        """Seconds per micro-batch of the steps that are measured by now, each told once."""
+        """Seconds per micro-batch of the steps measured since the last call."""
         ...
 
     def close(self) -> None: ...
 
 
 class ClockWatch:
-    """By a clock of the host's."""
+    """Measures with a clock of the host."""
 
     def __init__(self, clock: Callable[[], float], close: Callable[[], None] = lambda: None) -> None:
         self._clock, self.close = clock, close
@@ -70,7 +70,7 @@ class ClockWatch:
 
 
 class DeviceWatch:
-    """By events on the current stream of an accelerator; they are read when it has passed them, steps later."""
+    """Measures with events on the current stream of an accelerator; they are read steps later, once it passed them."""
 
     def __init__(self) -> None:
         self._idle: list[torch.cuda.Event] = []
@@ -102,7 +102,7 @@ class DeviceWatch:
 
 
 class NoWatch:
-    """Where a rank's own time cannot be told from the others'."""
+    """For layouts in which a rank's own time cannot be separated from waiting for others."""
 
     def start(self) -> None: ...
 
@@ -125,10 +125,11 @@ def stopwatch(device: torch.device, *, is_apart: bool) -> Stopwatch:
 
 
 class Pace:
-    """What one worker tells of its steps."""
+    """The progress and the times of one worker's steps."""
 
     def __init__(self, overseer: Overseer | None, watch: Stopwatch, *, lane: int = 0, is_even: bool = True) -> None:
-        """``lane``: ranks of the same one have the same work. ``is_even``: all ranks take micro-batches in turn."""
+        """``lane``: ranks with the same lane do the same work. ``is_even``: all ranks process micro-batches in step, so
+        their counts can be compared."""
         self._overseer = overseer or Alone()
         self._watch = watch
         self._lane, self._is_even = lane, is_even
@@ -137,7 +138,7 @@ class Pace:
         self._compiler = _Compiler(self)
 
     def begin(self, step: int) -> None:
-        """Step ``step`` is open (the first is 1); until it takes its data, whoever's loop it is may do as it likes."""
+        """Step ``step`` is open (the first is 1). Until it takes its data, time is spent in the user's loop."""
         self._step = step
         self.enter(Phase.HOOK)
 
@@ -147,7 +148,7 @@ class Pace:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """A phase inside another: hooks, a compiler."""
+        """A phase nested in another: hooks, a compiler."""
         outer = self._phase
         self.enter(phase)
         try:
@@ -163,7 +164,7 @@ class Pace:
         self._overseer.tick(counts=self._is_even)
 
     def stop(self, num_micro: int) -> None:
-        """All micro-batches are done. What follows before the commit is the loop's own."""
+        """All micro-batches are done. Until the commit, time is spent in the user's loop."""
         self._watch.stop(num_micro)
         self.enter(Phase.HOOK)
 
@@ -173,7 +174,7 @@ class Pace:
             self._own.append(seconds)
 
     def pop_own(self) -> float:
-        """Seconds that a micro-batch usually took this rank alone since this was asked last; 0: none was measured."""
+        """Median of this rank's own seconds per micro-batch since the last call; 0: none was measured."""
         own, self._own = list(self._own), deque(maxlen=_NUM_OWN)
         return median(own) if own else 0.0
 
@@ -183,8 +184,8 @@ class Pace:
 
 
 class _Compiler:
-    """A compiler that begins in the middle of a run is a phase of its own: a step that takes a minute because of it is
-    not one that hangs. Only where it is loaded by now; importing it costs seconds."""
+    """Makes a compilation in the middle of a run a phase of its own, so that a step that takes a minute to compile is
+    not taken for a hang. Active only if the compiler is imported already; importing it costs seconds."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace

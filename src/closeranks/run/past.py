@@ -1,8 +1,8 @@
-"""What does an earlier part of a run fix for all that follow?
+"""The batch history of a run: what earlier parts of a resumed run fix for the later ones.
 
-Its short steps, so that a continued run goes on at the very sample where it ended, and its micro-batch where the job
-names none: dropout and batch norm depend on it. Invariant: a function of the saved state and the global batch alone.
-Imports neither torch nor numpy.
+These are the short steps in which they ended, so that a resumed run continues at exactly the next sample, and their
+micro-batch size if the job names none, as dropout and batch norm depend on it. Invariant: a function of the saved state
+and the global batch alone. Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Past:
     ends: tuple[Cursor, ...] = ()
     """Where earlier parts of the run ended inside a step."""
     micro_batch: int = 0
-    """What they trained with; 0: there were none."""
+    """Their micro-batch size; 0: there are no earlier parts."""
 
     def applied_to(self, job: Job) -> Job:
-        """The job as it goes on: a micro-batch that it does not name is the saved one."""
+        """The job with the saved micro-batch size, unless it names one itself."""
         if job.train.micro_batch or not self.micro_batch:
             return job
         return job.model_copy(update={"train": job.train.model_copy(update={"micro_batch": self.micro_batch})})
@@ -38,15 +38,15 @@ class Past:
 
 
 def past_of(tree: Mapping[str, Any], global_batch: int) -> Past:
-    """What a saved state says of it. One that is of no run, or of one with another batch, says nothing: it is refused
-    when it is restored."""
+    """Read from the tree of a saved state. Empty for a state of no run, or of one with another global batch: such a
+    state is refused later, when it is restored."""
     try:
         progress, saved = tree["progress"], tree.get("schedule", {})
         if tree["identity"]["global_batch"] != global_batch:
             return Past()
         cursor = Cursor(int(progress["step"]), int(progress["position"]))
         ends = ends_at(cursor, global_batch, [Cursor(int(step), int(at)) for step, at in saved.get("ends", ())])
-        # States of earlier versions name it only where their job did; it was an eighth of the batch otherwise.
+        # States of earlier versions name it only if their job did; otherwise it was an eighth of the batch.
         named = saved.get("micro_batch") or tree["config"]["train"]["micro_batch"]
         micro_batch = int(named) or max(1, global_batch // 8)
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -1,6 +1,6 @@
-"""Where the files that a job names are looked for: in the working folder, then beside the job file.
+"""Resolves the relative paths of a job: in the working folder first, then beside the job file.
 
-Invariant: a path that is there in the working folder is never taken from elsewhere; URLs, absolute paths and words such
+Invariant: a path that exists in the working folder is never taken from elsewhere; URLs, absolute paths and words such
 as ``stdlib`` stay as they are. Imports no torch.
 """
 
@@ -19,14 +19,14 @@ T = TypeVar("T", bound=Table)
 
 
 def beside(job: Job, job_file: Path) -> Job:
-    """The job with the paths of data and weights that are found beside its file alone."""
+    """The job with resolved paths of data and weights: those that exist only beside its file become absolute."""
     folder = job_file.parent
     checkpoint, data = _located(job.checkpoint, folder), _located(job.data, folder)
     return job.model_copy(update={"checkpoint": checkpoint, "data": data})
 
 
 def found(job: Job, job_file: Path) -> Job:
-    """The same, and nothing is missing; a file may be so on one host alone."""
+    """The same, and raises if a path is missing: it may be missing on one host only."""
     job = beside(job, job_file)
     for problem in missing(job, job_file):
         raise DataError(f"{problem.place}: {problem.what}", problem.fix)
@@ -79,5 +79,5 @@ def _is_relative(value: str) -> bool:
 
 
 def _is_there(path: Path) -> bool:
-    """Some formats are named by what their files' names begin with, or by a pattern."""
+    """Some formats are named by the common prefix of their files, or by a pattern."""
     return path.exists() or "*" in path.name or any(path.parent.glob(f"{path.name}.*"))

@@ -1,13 +1,13 @@
-"""Does a job train the same under another layout?
+"""Checks that a job trains the same under a layout as in one process.
 
 A few steps are recorded on the workers (losses, the first step's gradients, the weights at the end, each rank its own
 pieces), once in one process and once under the layout, and compared tensor by tensor. Invariant: no process holds more
 than one whole tensor beside its own part of the model, and a missing or extra tensor is a difference.
 
-[Note: what a difference is measured by] The size of the tensor itself, but at least a hundredth of that of all tensors
-together. Some gradients are zero by mathematics, such as that of a bias on attention's keys: rounding is all there is
-of them, and differs by its own size from one order of summation to the next. What is missing or wrong elsewhere is
-still found: in float64, where it comes to 1e-11 of the whole.
+[Note: what a difference is measured by] A difference is relative to the norm of the tensor itself, but at least to a
+hundredth of the norm of all tensors together. Some gradients are mathematically zero, such as that of a bias on
+attention's keys: they consist of rounding errors, which differ by their own size from one order of summation to the
+next. An error elsewhere is still found: in float64, if it is 1e-11 of the whole.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from closeranks.run.session import Session
 GRADIENTS, WEIGHTS = "gradients", "weights"
 _SUMMARY = "proof.json"
 _LEAST_SHARE = 1e-2
-"""Of the whole, that a tensor counts for at least when a difference in it is measured."""
+"""The norm that a difference is relative to is at least this fraction of the norm of all tensors."""
 
 
 class _FirstGradients(Component):
-    """Hands the factor of the first step's gradients on, while they stand."""
+    """Calls ``take`` with the factor of the first step's gradients, while these are intact."""
 
     def __init__(self, take: Callable[[Tensor], None]) -> None:
         self._take: Callable[[Tensor], None] | None = take
@@ -59,7 +59,7 @@ class _FirstGradients(Component):
 
 
 class Record(Hook):
-    """Writes what a run came to into a folder that all ranks share."""
+    """Writes a run's losses, first gradients and final weights into a folder that all ranks share."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -93,7 +93,7 @@ class Record(Hook):
 
 
 def _gradients(session: Session, factor: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """As the optimizer takes them: divided by the weight of all ranks, and clipped."""
+    """As the optimizer receives them: divided by the weight of all ranks, and clipped."""
     for leaf in session.engine.reducer.leaves():
         if leaf.is_spoken and leaf.tensor.grad is not None:
             yield leaf.piece, leaf.tensor.grad * factor.to(leaf.tensor.grad.dtype)
@@ -101,13 +101,13 @@ def _gradients(session: Session, factor: Tensor) -> Iterator[tuple[Piece, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that two runs had differently, or had to have alike."""
+    """The difference between two runs in one loss or tensor, zero if there is none."""
 
     kind: Literal["loss", "gradient", "weight"]
     name: str
     """The tensor, or the step of a loss."""
     relative: float
-    """Size of the difference, [Note: what a difference is measured by]; infinite where one run lacks it."""
+    """Size of the difference, [Note: what a difference is measured by]; infinite if one run lacks the quantity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +120,13 @@ class Comparison:
         return max((one.relative for one in self.differences if one.kind == kind), default=math.inf)
 
     def first_beyond(self, tolerances: Mapping[str, float]) -> Difference | None:
-        """The first that differs by more than its kind may; kinds that are not named may differ."""
+        """The first difference beyond the tolerance of its kind; kinds without a tolerance may differ."""
         beyond = (one for one in self.differences if not one.relative <= tolerances.get(one.kind, math.inf))
         return next(beyond, None)
 
 
 def compare(record: Path, reference: Path) -> Comparison:
-    """Losses first, then gradients, then weights: what goes wrong first stands first."""
+    """Losses first, then gradients, then weights: in the order in which an error shows."""
     return Comparison(
         (
             *_compare_losses(record, reference),
@@ -165,9 +165,9 @@ def _compare_tensors(
 
 
 def relative_difference(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
-    """Of one tensor, by norms in float64; two zeros are equal, a value that is not finite is equal to nothing.
+    """Of one tensor, by norms in float64; two zeros are equal, a non-finite value is equal to nothing.
 
-    ``floor``: what the size of the tensor counts for at least.
+    ``floor``: lower bound of the norm that the difference is relative to.
     """
     distance, size = (ours.double() - theirs.double()).norm().item(), theirs.double().norm().item()
     if not math.isfinite(distance):
@@ -177,7 +177,7 @@ def relative_difference(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> 
 
 
 def record_entry(payload: dict[str, Any], link: WorkerLink) -> int:
-    """A worker's part in a proof."""
+    """Worker entry point that trains a job and records it."""
     settle_in(link=link)
     train_job(Job.model_validate(payload["job"]), Path(payload["folder"]), [Record(Path(payload["record"]))])
     return 0

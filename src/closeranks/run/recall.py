@@ -1,6 +1,6 @@
-"""Which past does a job have that is resumed?
+"""Looks up the batch history of a job that is resumed.
 
-Both parts of a ``Past`` must be known before a run is built, so they are looked up in the newest saved state first;
+Both parts of a ``Past`` must be known before a run is built, so they are read from the newest saved state first;
 whether that state is sound and fits the job is decided later, when it is restored. Imports no torch.
 """
 
@@ -23,9 +23,9 @@ _AUTO = "auto"
 
 
 def look_back(job: Job, folder: Path) -> Past:
-    """The past of a job that is resumed, from the newest state that can be looked at; nothing where there is none.
+    """The batch history of a resumed job, from the newest state whose tree can be read; empty if there is none.
 
-    A state that proves damaged later is passed over for an older one of the same run, whose steps end alike.
+    If that state later proves damaged, an older one of the same run is restored, whose steps end at the same samples.
     """
     config = job.checkpoint
     if not config.resume:
@@ -34,17 +34,17 @@ def look_back(job: Job, folder: Path) -> Past:
     place = (config.folder or str(folder / FOLDER)) if is_auto else config.resume
     try:
         found = find(place, [config.remote] if config.remote else []).candidates()
-    except (CheckpointError, StorageError):  # whoever restores says so
+    except (CheckpointError, StorageError):  # reported when the state is restored
         found = ()
     newest = next((one for one in found if one.manifest is not None), None)
     tree = newest.manifest.tree if newest is not None and newest.manifest is not None else {}
     rescued = find_rescued(folder if is_auto else Path(place))
     if rescued is not None and rescued.step > (newest.step if newest else -1):
-        with suppress(SlotError, OSError):  # whoever restores says so
+        with suppress(SlotError, OSError):  # reported when the state is restored
             tree = Sealed(rescued.files[0]).index.tree
     return past_of(tree, job.train.global_batch)
 
 
 def share_past(job: Job, folder: Path, *, looks: bool, share_text: Callable[[str], str]) -> Past:
-    """All ranks: one looks, and the others take its word."""
+    """Collective. The rank with ``looks`` looks it up and broadcasts it."""
     return Past.from_json(json.loads(share_text(json.dumps(look_back(job, folder).to_json()) if looks else "")))

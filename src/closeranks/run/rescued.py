@@ -1,6 +1,6 @@
-"""Can a run go on from what hosts wrote down that had lost their lead?
+"""Restores a run from rescued snapshots: those that hosts wrote to disk after they had lost the job's leader.
 
-Invariant: every byte of it is checked when it is read; what cannot be read on one rank is passed over by all.
+Invariant: every byte is checked when it is read; a state that one rank cannot read is skipped by all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from closeranks.run.state import State
 
 
 def share_rescued(group: Group, run: Path) -> Rescued | None:
-    """Rank 0 looks, so that all ranks try the same."""
+    """Collective. Rank 0 looks and broadcasts, so that all ranks try the same state."""
     found = find_rescued(run) if group.rank == 0 else None
     text = json.dumps([found.step, found.folder, found.files]) if found is not None else ""
     if not (text := group.share_text(text)):
@@ -30,16 +30,16 @@ def share_rescued(group: Group, run: Path) -> Rescued | None:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """How one rank fared with it."""
+    """The outcome on one rank."""
 
     recalled: Recalled | None = None
     problem: str = ""
     refusal: tuple[str, str] | None = None
-    """What does not fit the job, and what to do."""
+    """Why the state does not fit the job, and what to do."""
 
 
 def read_rescued(state: State, rescued: Rescued, *, may_be_done: bool) -> Read:
-    """Into the run. Never raises for what it finds: some ranks may see more of a state than others."""
+    """Restore the run from it. Never raises for a bad state: ranks may see different parts of it and agree first."""
     try:
         with Recalled([Sealed(file) for file in rescued.files]) as recalled:
             try:

@@ -1,7 +1,7 @@
-"""Which state did hosts write down that had lost their lead?
+"""Finds rescued snapshots: the state that hosts wrote to disk after they had lost the job's leader.
 
-What lay in a host's memory lies in the run's folder then, slot by slot (``agent.rescue``). Invariant: only a state of
-which every image is there counts. Imports no torch.
+The contents of each host's snapshot memory are then in the run folder, slot by slot (``agent.rescue``). Invariant: a
+state counts only if every image of it is there. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from closeranks.elastic.choosing import Copy, Place, complete_states
 
 @dataclass(frozen=True, slots=True)
 class Rescued:
-    """The newest whole state of a run's folder."""
+    """The newest complete state in a run folder."""
 
     step: int
     folder: str
@@ -40,6 +40,7 @@ def find_rescued(run: Path) -> Rescued | None:
 
 
 def forget_rescued(run: Path, step: int) -> None:
-    """A checkpoint of this step stands: what hosts wrote down before must not be taken for a part of a later loss."""
+    """Called when a checkpoint of this step is committed: older rescued snapshots must not be mixed with those of a
+    later loss."""
     if (run / FOLDER).exists() and ((found := find_rescued(run)) is None or found.step <= step):
         shutil.rmtree(run / FOLDER, ignore_errors=True)

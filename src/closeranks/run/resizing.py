@@ -1,9 +1,8 @@
-"""What becomes of a job when not all of its workers can be had?
+"""Resizes a job when not all of its workers are available: finds the nearest legal layout for those that are.
 
-The nearest legal layout with as many workers as there are. Invariants: only the layout changes, so that batches, the
-order of samples, learning rate and randomness stay what they were; what is found passes ``check_workers``; with more
-workers at hand there are never fewer at work; no rank is given more of the model than it had while there are enough of
-them for tensor and pipeline as they were. Imports no torch: agents decide with it.
+Invariants: only the layout changes, so batches, the order of samples, learning rate and randomness stay the same; the
+result passes ``check_workers``; more available workers never mean fewer in use; no rank gets a larger part of the model
+as long as there are enough workers for the original tensor and pipeline axes. Imports no torch: agents decide with it.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _TABLE = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A job as it runs on so many workers."""
+    """A job adapted to a number of workers."""
 
     job: Job
     num_workers: int
     words: str = ""
-    """What is different from the job at its full size, for people; empty where nothing is."""
+    """The differences from the job at its full size, for people; empty if there are none."""
 
     @property
     def layout(self) -> Layout:
@@ -37,9 +36,9 @@ class Fitted:
 
 
 def fit(job: Job, num_available: int, num_wanted: int = 0) -> Fitted | None:
-    """The job on at most ``num_available`` workers; None where it cannot run on so few, or does not want to.
+    """The job on at most ``num_available`` workers; None if it cannot run on so few or ``elastic.min_workers`` is more.
 
-    ``job`` is the one the run was started with, never a smaller one, so that a run grows back to what it was.
+    ``job`` is the one the run was started with, never a resized one, so that a run can grow back to its full size.
     ``num_wanted``: how many workers that was; 0: what its layout says.
     """
     full = layout_for(job, num_wanted or num_available)
@@ -54,11 +53,11 @@ def fit(job: Job, num_available: int, num_wanted: int = 0) -> Fitted | None:
 
 
 def _layouts(job: Job, full: Layout, most: int) -> Iterator[Layout]:
-    """What may be tried, best first.
+    """The candidates, best first.
 
-    A job that splits its model over workers has a reason to, its size as a rule. So the split stays while there are
-    enough of them, and some may stand by; else it stays as fine as can be. Then the most workers, then the nearest.
-    Replicas leave whole where they can.
+    A job usually splits its model over workers because of its size. So the split is kept while there are enough
+    workers, even if some stay idle; otherwise the finest possible split comes first. Then the layout with the most
+    workers, then the nearest one. Replicas are removed as a whole if possible.
     """
     split = (full.tensor, full.pipeline, full.schedule)
     alike = (layout for layout in _near(job, full, most) if (layout.tensor, layout.pipeline, layout.schedule) == split)
@@ -68,7 +67,7 @@ def _layouts(job: Job, full: Layout, most: int) -> Iterator[Layout]:
 
 
 def _near(job: Job, full: Layout, most: int) -> Iterator[Layout]:
-    """All legal layouts of at most so many ranks, the largest first; made one by one, for a thousand take a second."""
+    """All legal layouts of at most ``most`` ranks, the largest first; made lazily, as a thousand take a second."""
     needs = demands(job, micro_batch_size(job))
     for size in range(most, 0, -1):
         yield from (layout for layout in nearest_first(full, needs, size) if _is_sure(layout, full, needs, job))
@@ -81,10 +80,11 @@ def _fineness(layout: Layout) -> int:
 
 
 def _is_sure(layout: Layout, full: Layout, needs: Demands, job: Job) -> bool:
-    """Whether nothing that is only known once model and data are open can refuse it: that would end the run.
+    """Whether no check that needs the opened model and data can refuse the layout: a refusal then would end the run.
 
-    A chain that filled so many stages fills fewer; a table of the user's own that splits by four also splits by two;
-    a last step that came out even over the data ranks does so over any divisor of them.
+    A model that can be divided into some number of pipeline stages can be divided into fewer; a user's sharding table
+    that splits by four also splits by two; a last step that is even over the data ranks is even over any divisor of
+    them.
     """
     if layout.num_stages > full.num_stages or (needs.has_tensor_rules and full.tensor % layout.tensor):
         return False
@@ -111,17 +111,17 @@ def _words(full: Layout, layout: Layout, job: Job, fitted: Job) -> str:
 
 
 def _text(layout: Layout) -> str:
-    """Without a schedule where there is nothing to schedule."""
+    """Leaves out the schedule if there is no pipeline."""
     return str(layout if layout.pipeline > 1 else replace(layout, schedule="1f1b"))
 
 
 def samples_of(job: Job, step: int, ends: Sequence[Cursor] = ()) -> str:
-    """Which samples a step takes, in words: where they stand in the run's order, as ``data show`` counts."""
+    """Which samples a step takes, for people: by their position in the run's order, as ``data show`` counts."""
     first = position_after(step - 1, job.train.global_batch, ends)
     last = first + job.train.global_batch - 1
     return f"samples {first} to {last} of the run; `closeranks data show {first} JOB.toml` shows the first"
 
 
 def limits_of(config: ElasticConfig) -> Limits:
-    """What the agent needs of the table ``[elastic]``."""
+    """The values of the table ``[elastic]`` that the agent needs."""
     return Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})

@@ -1,15 +1,16 @@
-"""With which state does a generation begin?
+"""Restores the state that a generation starts from.
 
-The first one as the job says. A later one takes over: from the memory of its own host, from a peer's copy on another,
-from the run's newest sound checkpoint, or as the run began. All ranks tell what they can read, come to the same choice
-and read; a copy that proves damaged is passed over by all of them together, with a word.
+The first generation starts as the job says. A later one restores from the snapshot memory of its own host, from a
+peer's copy on another host, from the run's newest sound checkpoint, or from the run's initial state. All ranks exchange
+what they can read, make the same choice and read; a copy that proves damaged is skipped by all of them together, with a
+warning.
 
-Invariant: when ``take_over`` returns, all ranks hold the state of one and the same step, every byte of it checked, or
-all of them raised. Nothing sound that was kept is changed by it, so that whoever dies in it can begin again.
+Invariant: when ``take_over`` returns, all ranks hold the state of the same step, every byte of it checked, or all of
+them raised. No sound copy is changed meanwhile, so that after a crash the restore can be repeated.
 
-[Note: a spoilt beginning] A state that proves damaged while it is read has left some of itself in the model. Another
-that is read after it covers all of that; the run's own beginning would not. Where nothing else is left, what proved
-damaged is marked as such and this generation ends: the next one begins with a fresh model.
+[Note: a spoilt beginning] A state that proves damaged while it is read has overwritten a part of the model. Another
+state that is read after it overwrites all of that; the run's initial state would not. If no other state is left, the
+damaged copies are marked as such and this generation ends: the next one starts with a fresh model.
 """
 
 from __future__ import annotations
@@ -62,29 +63,29 @@ BEFORE_VERIFY = declare("restore.before_verify", "everything is at hand, and not
 AFTER_VERIFY = declare("restore.after_verify", "this rank has its state back, and does not know of the others")
 FIRST_STEP = declare("restore.first_step", "the first step of a later generation is computed, and not voted on")
 _BEGINNING = "beginning.json"
-"""In the run's folder: what a later generation cannot know of the first."""
+"""In the run folder: what a later generation must know of the first and cannot find out."""
 _NONE_OF_OURS = 1 << 30
 _USUAL = ("empty", "torn")
-"""What a kill leaves of one slot of a pair; the other one is whole."""
+"""What a kill leaves in one slot of a pair; the other one is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """Where a generation begins, and what it found in memory."""
+    """Where a generation starts, and what it found in memory."""
 
     origin: Origin
     shelf: Shelf
     folder: Path
     event: Restored | None = None
     copies: tuple[Copy, ...] = ()
-    """Everything that lay in boxes, of all hosts."""
+    """All copies found in the snapshot memory of all hosts."""
     state: State | None = None
-    """Which of it the generation goes on from; its copies must outlive the first of the new ones."""
+    """The one that the generation starts from; its copies must be kept until the first new snapshot is sealed."""
     is_in_place: bool = False
-    """Whether every rank and every peer has that state where it would be written."""
+    """Whether every rank and every peer has that state in the slot where it would be written."""
 
     def told(self, warnings: Sequence[str], *, is_lead: bool) -> Iterator[Event]:
-        """What is said when the run begins, or goes on: a later generation repeats nothing of the first."""
+        """The events at the start of a generation: a later one does not repeat those of the first."""
         if self.event is not None:
             if is_lead:
                 yield self.event
@@ -97,13 +98,13 @@ class TakenOver:
 
 
 def take_over(engine: Engine, state: RunState, folder: Path, shelf: Shelf) -> TakenOver:
-    """All ranks."""
+    """Collective."""
     context = engine.context
     if not shelf:
         return TakenOver(restore(context, state, folder), shelf, folder)
     if context.world.generation == 0:
         begun = TakenOver(restore(context, state, folder), shelf, folder)
-        _note_beginning(context, folder)  # only now: what is refused leaves the folder as it was
+        _note_beginning(context, folder)  # only now: a refused job leaves the folder unchanged
         return begun
     began_at = time.monotonic()
     point(OPENED)
@@ -119,7 +120,7 @@ def take_over(engine: Engine, state: RunState, folder: Path, shelf: Shelf) -> Ta
     event = Restored(found.step, source, context.world.generation, time.monotonic() - began_at, memory.notes)
     if choice is None:
         return TakenOver(found, shelf, folder, event, memory.copies)
-    if not (folder / _BEGINNING).exists():  # the folder was removed under the run: what it saves now is its own
+    if not (folder / _BEGINNING).exists():  # the run folder was removed: all that is saved from now on is this run's
         _note_beginning(context, folder)
     keepers = kept_by(context, state, [seat.image for seat in memory.seats])
     is_there = is_in_place(choice, memory.sound(), memory.seats, keepers)
@@ -127,7 +128,7 @@ def take_over(engine: Engine, state: RunState, folder: Path, shelf: Shelf) -> Ta
 
 
 class _FirstStep(Component):
-    """A point for faults, in the first step of a later generation."""
+    """A failpoint in the first step of a later generation."""
 
     def __init__(self) -> None:
         self._label = FIRST_STEP
@@ -139,8 +140,8 @@ class _FirstStep(Component):
 
 
 def _untold(folder: Path, origin: Origin) -> Iterator[Event]:
-    """The last step, or those of the last round, where others have its state but rank 0 was lost before it wrote down
-    what it came to."""
+    """The last step, or those of the last synchronisation interval, if other ranks have its state but rank 0 was lost
+    before it recorded the results."""
     lines = [parse_line(line.encode()) for line in origin.tree.get("last", "").splitlines()]
     known = last_step(RunFolder(folder).metrics(0)) if lines else 0
     for event in (decode(line) for line in lines if line):
@@ -154,7 +155,7 @@ def images(context: Context, state: RunState) -> tuple[str, ...]:
 
 
 def kept_by(context: Context, state: RunState, images: Sequence[str]) -> tuple[int | None, ...]:
-    """Who keeps a copy of each rank's image; see ``elastic.second_copies``."""
+    """The rank that keeps a second copy of each rank's image; see ``elastic.second_copies``."""
     wish, hosts = context.job.elastic.second_copies, context.hosts
     is_spared = len(set(hosts)) > 1 and state.unique is not Unique.NOTHING
     if wish == "off" or (wish == "auto" and is_spared):
@@ -174,17 +175,17 @@ def _from_disk(context: Context, state: RunState, folder: Path, memory: _Memory)
 
 
 def _begin_anew(context: Context, folder: Path, memory: _Memory, passed: Sequence[str]) -> NoReturn:
-    """All ranks. See [Note: a spoilt beginning]; this run's checkpoints, none of which is sound, count no more."""
+    """Collective. See [Note: a spoilt beginning]; this run's checkpoints, none of which is sound, no longer count."""
     memory.void()
     _note_beginning(context, folder)
-    context.groups.world.gather_text("")  # who raises first has the others ended
+    context.groups.world.gather_text("")  # the first to raise gets the others killed
     what = "; ".join([*memory.notes, *passed])
     raise CloseranksError(f"no state of this run is sound any more ({what})", "Fresh workers begin from the beginning.")
 
 
 @dataclass
 class _Memory:
-    """What lies in the boxes of all hosts, as all ranks know it."""
+    """The contents of the snapshot memory of all hosts, the same on all ranks."""
 
     context: Context
     run_state: RunState
@@ -194,14 +195,14 @@ class _Memory:
     notes: list[str] = field(default_factory=list)
     bad: set[Place] = field(default_factory=set)
     is_spoilt: bool = False
-    """Whether any rank may hold some of a state that proved damaged."""
+    """Whether any rank's model may hold parts of a state that proved damaged."""
     has_lost: bool = False
-    """Whether there ever was more than the copy of the beginning, which is sealed before the vote of the first step."""
+    """Whether there ever was more than the first snapshot, which is sealed before the vote of the first step."""
 
     def __post_init__(self) -> None:
         self.seats = seats_of(self.context.hosts, images(self.context, self.run_state))
         host = self.seats[self.context.world.rank].host
-        is_speaker = self.seats[self.context.world.rank].box == 0  # all of a host see the same
+        is_speaker = self.seats[self.context.world.rank].box == 0  # all ranks of a host see the same
         told = _told(self.shelf, host) if is_speaker else [[], [], False]
         heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(told))]
         self.copies = tuple(Copy(Place(*place), About(**about)) for rows, *_ in heard for place, about in rows)
@@ -209,7 +210,7 @@ class _Memory:
         self.has_lost = bool(self.notes) or any(is_used for *_, is_used in heard)
 
     def void(self) -> None:
-        """What proved bad is not taken for a copy by a later generation; one of each host sees to it."""
+        """Invalidate the copies that proved bad, so that no later generation uses them; one rank of each host does."""
         seat = self.seats[self.context.world.rank]
         for place in self.bad if seat.box == 0 else ():
             if place.host == seat.host:
@@ -219,7 +220,7 @@ class _Memory:
         return [copy for copy in self.copies if copy.place not in self.bad]
 
     def recall(self) -> tuple[Choice | None, Mapping[str, Any]]:
-        """Try the newest whole state, and what is left without the copies that proved bad, until one is read."""
+        """Try to read the newest complete state; drop the copies that prove bad and repeat until one is read."""
         layout = layout_digest(self.context.layout)
         while (choice := choose(self.sound(), self.seats, layout, self.shelf.run)) is not None:
             point(AGREED)
@@ -227,7 +228,7 @@ class _Memory:
                 attempt = _Attempt(self.context, self.run_state, self.shelf, self.seats, choice, opened)
                 tree, problems = attempt.read()
                 point(AFTER_VERIFY)
-                # All have read when this is over: what was fetched may go.
+                # After this exchange all ranks have finished reading: fetched copies may be freed.
                 heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(problems))]
             blamed = {Place(*place): what for problems in heard for *place, what in problems}
             if not blamed:
@@ -239,8 +240,8 @@ class _Memory:
 
 
 def _told(shelf: Shelf, host: int) -> list[Any]:
-    """What this host's boxes hold, what is to be said of those that hold nothing, and whether any pair was ever written
-    twice: who is killed in the first copy of all has lost nothing."""
+    """What the snapshot memory of this host holds, notes about slots that cannot be used, and whether any pair of slots
+    was ever written twice: a run killed during its very first snapshot has lost nothing."""
     rows, notes, is_used = [], [], False
     for box, paths in enumerate(shelf.boxes):
         for file, path in enumerate(paths):
@@ -254,12 +255,12 @@ def _told(shelf: Shelf, host: int) -> list[Any]:
 
 
 Problem = list[Any]
-"""Host, box and file of a copy, and what is wrong with it."""
+"""Location of a copy (host, worker's memory on that host, file), and what is wrong with it."""
 
 
 @dataclass
 class _Attempt:
-    """One try to read one state."""
+    """One attempt to read one state."""
 
     context: Context
     run_state: RunState
@@ -273,7 +274,7 @@ class _Attempt:
         return self.context.world.rank
 
     def read(self) -> tuple[Mapping[str, Any], list[Problem]]:
-        """Into the run; never raises for what it finds: other ranks may find it sound."""
+        """Restore the run's state; never raises for a bad copy: other ranks may find it sound."""
         paths, problems = self._fetch()
         if problems:
             return {}, problems
@@ -287,7 +288,7 @@ class _Attempt:
         except DamagedCopy as error:
             blamed = [c for n, c in wanted.items() if (paths.get(n) or self._path(c)) == error.slot.path]
             return {}, [_problem(copy, str(error)) for copy in blamed]
-        except (SlotError, OSError) as error:  # nothing in particular: the whole state is no good to us
+        except (SlotError, OSError) as error:  # no particular copy: the whole state cannot be used
             return {}, [_problem(copy, f"the copy of {copy.about.image}: {error}") for copy in wanted.values()]
         return recalled.tree, []
 
@@ -295,7 +296,8 @@ class _Attempt:
         return self.shelf.boxes[copy.place.box][copy.place.file]
 
     def _fetch(self) -> tuple[dict[str, str], list[Problem]]:
-        """Bring what this host lacks, one after the other in the same order everywhere; where it lies now."""
+        """Fetch the copies that this host lacks, one after the other in the same order on all ranks. Returns their
+        paths by image, and the problems."""
         if not self.choice.fetches:
             return {}, []
         got: dict[str, str] = {}
@@ -329,7 +331,7 @@ class _Attempt:
         return problems
 
     def _scratch(self) -> tuple[Slot, str]:
-        """Memory that lasts until all of this host have read it."""
+        """Memory that lasts until all ranks of this host have read it."""
         fd = os.memfd_create("closeranks-fetched", os.MFD_CLOEXEC)
         self.opened.callback(os.close, fd)
         path = f"/proc/{os.getpid()}/fd/{fd}"
@@ -343,7 +345,8 @@ def _problem(copy: Copy, what: str) -> Problem:
 
 
 def _note_beginning(context: Context, folder: Path) -> None:
-    """Under which number this run saves first: what lies there already is of others, or of what it was resumed from."""
+    """Record the first attempt number under which this run saves: checkpoints with lower numbers belong to other runs,
+    or to the one it was resumed from."""
     if not context.world.is_lead or not context.job.checkpoint.save:
         return
     path = folder / _BEGINNING
@@ -352,7 +355,7 @@ def _note_beginning(context: Context, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".tmp").write_text(json.dumps({"first_part": first_part}))
         path.with_suffix(".tmp").replace(path)
-    except (OSError, SetupError):  # saving will say so; without the note no checkpoint is taken for this run's own
+    except (OSError, SetupError):  # the save reports it; without the note no checkpoint counts as this run's own
         with suppress(OSError):
             path.unlink(missing_ok=True)
 

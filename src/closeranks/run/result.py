@@ -1,4 +1,4 @@
-"""What did a run come to?"""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from closeranks.core.events import Evaluated
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The figures of a run that ended; everything else stands in its folder."""
+    """The figures of a run that ended; everything else is in its folder."""
 
     steps: int
     """Optimizer steps finished, those before a resume included."""
     loss: float
-    """Of the last step, over all ranks."""
+    """The loss of the last step, over all ranks."""
     eval: Evaluated | None
-    """The last evaluation, where there was one."""
+    """The last evaluation, if there was one."""
     folder: Path
     reason: str
     """``finished``, ``drained`` (asked to stop), ``stopped`` (a hook or the loop said so) or ``failed``."""

@@ -1,9 +1,9 @@
-"""From which checkpoint does a run go on?
+"""Resumes a run from its newest sound checkpoint.
 
-The newest that every rank can read whole, or what hosts wrote down that had lost their lead, where that is newer. A
-torn, corrupt or missing one is passed over by all ranks together, with a word, for the one before it; what only the job
-can mend (another model, other data) is refused at once. Invariant: after ``resume`` all ranks hold the state of the
-same step, or all of them raised.
+That is the newest that every rank can read completely, or a newer rescued state, written by hosts that had lost the
+job's leader. A torn, corrupt or missing checkpoint is skipped by all ranks together, with a warning, for the one before
+it; a state that does not fit the job (another model, other data) is refused at once. Invariant: after ``resume`` all
+ranks hold the state of the same step, or all of them raised.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from closeranks.storage.protocol import StorageError
 
 
 def restore(context: Context, state: State, folder: Path) -> Origin:
-    """The state that the job says to begin with, put into the run: a checkpoint's, or fresh with given weights."""
+    """Load the state that the job starts from: a checkpoint's, or a fresh one with the weights that the job names."""
     origin = resume(context, state, folder) or Origin()
     weights = context.job.checkpoint.weights
     if weights and not origin.path:
@@ -40,11 +40,11 @@ def restore(context: Context, state: State, folder: Path) -> Origin:
 
 
 def resume(context: Context, state: State, folder: Path) -> Origin | None:
-    """Put the state back that ``checkpoint.resume`` names; None where there is nothing to go on from, and may be."""
+    """Restore the state that ``checkpoint.resume`` names. None: there is none and the job allows that."""
     config = context.job.checkpoint
     if not config.resume:
         return None
-    is_auto = config.resume == AUTO  # which a scheduler may repeat, after the end too
+    is_auto = config.resume == AUTO  # a scheduler may run the job again, even after its end
     place = place_of(context.job, folder) if is_auto else config.resume
     candidates = _share_candidates(context, place, config.remote)
     passed: list[str] = []
@@ -60,8 +60,8 @@ def resume(context: Context, state: State, folder: Path) -> Origin | None:
 
 
 def resume_own(context: Context, state: State, folder: Path, first_part: int, passed: list[str]) -> Origin | None:
-    """The newest sound one of those that this run itself has saved, from ``first_part`` on; None where there is none.
-    ``passed`` takes what is to be said of others."""
+    """The newest sound checkpoint among those that this run itself has saved, from ``first_part`` on; None if there is
+    none. Notes about checkpoints that were skipped are appended to ``passed``."""
     candidates = _share_candidates(context, place_of(context.job, folder), context.job.checkpoint.remote, first_part)
     return _first_sound(context, state, candidates, passed, may_be_done=True)
 
@@ -88,7 +88,7 @@ def _rescued(
     *,
     may_be_done: bool,
 ) -> Origin | None:
-    """What hosts without a lead wrote down, where that is newer than every checkpoint."""
+    """The rescued state, if it is newer than every checkpoint."""
     rescued = share_rescued(context.groups.world, run)
     newest = max((step for _, name in candidates for step, _ in [parse_folder(name) or (0, 0)]), default=-1)
     if rescued is None or rescued.step <= newest:
@@ -103,7 +103,8 @@ def _rescued(
 
 
 def _together(context: Context, found: _Attempt | Read) -> list[str]:
-    """Why any rank could not read it. What only the job can mend is raised on every rank, whoever met it."""
+    """Collective. The reasons why any rank could not read the state. If it does not fit the job on any rank, every rank
+    raises that error."""
     told = [json.loads(text) for text in context.groups.world.gather_text(json.dumps([found.problem, found.refusal]))]
     refusals = [refusal for _, refusal in told if refusal]
     if refusals:
@@ -112,7 +113,7 @@ def _together(context: Context, found: _Attempt | Read) -> list[str]:
 
 
 def _share_candidates(context: Context, place: str, remote: str, first_part: int = 0) -> list[tuple[str, str]]:
-    """Rank 0 looks, so that all ranks try the same ones in the same order."""
+    """Collective. Rank 0 looks and broadcasts, so that all ranks try the same checkpoints in the same order."""
     text = ""
     if context.world.is_lead:
         also = [remote] if remote else []
@@ -127,13 +128,13 @@ class _Attempt:
     reader: CheckpointReader | None
     step: int
     problem: str
-    """Damage; empty where there is none."""
+    """What is damaged; empty if nothing is."""
     refusal: tuple[str, str] | None = None
-    """What does not fit the job, and what to do."""
+    """Why the state does not fit the job, and what to do."""
 
 
 def _try(state: State, url: str, name: str, *, may_be_done: bool) -> _Attempt:
-    """Never raises for what it finds: some ranks may see more of a state than others."""
+    """Never raises for a bad state: ranks may see different parts of it and must agree first."""
     try:
         reader = CheckpointReader(open_storage(url), name)
         sound_tree(reader.tree, reader.path)

@@ -1,4 +1,4 @@
-"""What does a trained model say? Loads a run's newest sound checkpoint and lets it continue a prompt."""
+"""Generates text from a trained model: loads a run's newest sound checkpoint and continues a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from closeranks.run.saved_tree import saved_job
 
 
 def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[bytes]:
-    """The continuation, byte by byte, as the model draws it."""
+    """The continuation, byte by byte, as the model samples it."""
     saved = open_newest(str(folder))
     job = saved_job(saved.tree, saved.path)
     if job.data.name != "text":
@@ -30,11 +30,11 @@ def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, to
             f"{folder} holds a model of '{job.data.name}' data, not of text", "Name a run trained on text."
         )
     if job.model.name != "llama":
-        # A factory of the user's is code that a checkpoint from elsewhere must not choose.
+        # A user's model factory is code: a checkpoint from elsewhere must not choose what is run.
         what = f"{folder} holds the model '{job.model.name}', and this command runs a Llama alone"
         raise ModelError(what, "Load its weights in Python: closeranks ckpt convert RUN OUT.pt --to torch.")
     wanted, found = num_params(cast(LlamaConfig, job.model).shape()), sum(map(prod, saved.shapes("model").values()))
-    if wanted != found:  # before a model of the size that the job claims is made
+    if wanted != found:  # checked before a model of the size that the job claims is allocated
         what = f"{saved.path} is damaged or foreign: its job describes {wanted:,} parameters, and it holds {found:,}"
         raise CheckpointError(what, "Use an earlier checkpoint.")
     spec = spec_for(job.model, seq_len=job.data.seq_len)

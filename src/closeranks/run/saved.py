@@ -1,9 +1,9 @@
-"""A saved state as it is read back: a checkpoint's, or one that was kept in memory.
+"""The interface of a saved state when it is read back: a checkpoint, or a snapshot in memory.
 
-[Note: rows] Where replicas train apart, what each has of its own is saved as a tensor with one dim more in front, a row
-for every replica. A state of R replicas is read by any other number: replica r goes on from row ``r mod R``, a run
-without replicas from row 0; a state without rows goes to every replica alike. ``RowReader`` finds them, so that whoever
-restores asks for plain pieces. Invariant: with as many replicas as before, all get back what they had.
+[Note: rows] With Local SGD and DiLoCo, the state that each replica has of its own is saved as a tensor with one more
+dim in front, a row for every replica. A state of R replicas can be read by any other number: replica r resumes from row
+``r mod R``, a run without replicas from row 0; a state without rows is read by every replica. ``RowReader`` selects the
+row, so that components ask for plain pieces. Invariant: with as many replicas as before, each gets back what it had.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Saved(Protocol):
         ...
 
     def shapes(self, section: str) -> Mapping[str, tuple[int, ...]]:
-        """Whole shapes of what a section holds, by key."""
+        """Full shapes of the tensors in a section, by key."""
         ...
 
     def read(self, section: str, key: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def read_into(self, section: str, key: str, piece: Piece, out: Tensor) -> None:
-        """Into memory that is there."""
+        """Read into existing memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Which of the replicas this rank belongs to."""
+    """The index of this rank's replica, and the number of replicas."""
 
     number: int
     count: int
@@ -80,7 +80,7 @@ class RowReader:
 
 
 def as_row(one: StateTensor, row: Row) -> StateTensor:
-    """What this replica alone has, as its row of what all have, in the same memory."""
+    """This replica's own tensor as its row of the saved tensor of all replicas; shares its memory."""
     tensor = one.tensor if one.piece.flat is not None else one.tensor.unsqueeze(0)
     return replace(one, piece=_row_of(one.piece, row.number, row.count), tensor=tensor)
 

@@ -1,8 +1,8 @@
-"""Checks the values of a saved state that are not tensors before anything acts on them.
+"""Validates the values of a saved state that are not tensors before anything uses them.
 
-A seal proves that a checkpoint was not damaged by accident, not that whoever wrote it was right. Invariant: after
-``sound_tree`` every value that this package reads from a tree has its type and range; keys it does not know are left
-alone, so that a state of a later version can be read.
+A digest proves that a checkpoint was not damaged by accident, not that its writer was correct. Invariant: after
+``sound_tree`` every value that this package reads from a tree has the right type and range; unknown keys are ignored,
+so that a state of a later version can be read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Tree(_Values):
 
 
 def sound_tree(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """The same tree; ``path``: of the checkpoint, for the error."""
+    """Returns the tree itself. ``path``: of the checkpoint, for the error."""
     try:
         _Tree.model_validate(tree)
     except ValidationError as error:
@@ -85,7 +85,7 @@ def sound_tree(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def saved_job(tree: Mapping[str, Any], path: str) -> Job:
-    """The job that a state was saved by. Nothing that it names is imported."""
+    """The job that saved a state. Nothing that it names is imported."""
     config = sound_tree(tree, path).get("config")
     if config is None:
         raise ModelError(f"{path} does not say which job saved it", "Name a run that `closeranks train` made.")

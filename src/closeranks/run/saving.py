@@ -1,9 +1,9 @@
-"""When does a session save, and what does it say of it?
+"""Decides when a session saves checkpoints, takes them, and reports their outcome.
 
-Rank 0 decides that a save is due; the vote carries it, so that all ranks take their parts of the same step. The copy is
-made while the next step computes and is joined before the optimizer changes anything; everything after it happens in
-another process. Invariants: training never waits for a disk and never ends because of one: a save that fails is told
-and tried again; only the last one, which nothing follows, is waited for and may fail the run.
+Rank 0 decides that a save is due; the request is part of the vote, so that all ranks save their parts of the same step.
+The copy is made while the next step computes and is complete before the optimizer changes anything; everything after it
+happens in another process. Invariants: training never waits for a disk and never ends because of one: a save that fails
+is reported and tried again; only the last one, which nothing follows, is waited for and may fail the run.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from closeranks.storage.protocol import StorageError
 
 FOLDER, AUTO = "checkpoints", "auto"
 _TRIES = 3
-"""Of the last save, after which nothing could try again."""
+"""Attempts of the last save, which nothing follows that could try again."""
 _EARLY_S = 10.0
-"""When "auto" makes ready for its first save: shorter runs need no buffer and no process."""
+"""When "auto" prepares for its first save: shorter runs need no buffer and no process."""
 
 
 def place_of(job: Job, folder: Path) -> str:
-    """Where a run's checkpoints lie."""
+    """Where a run's checkpoints are."""
     return absolute(job.checkpoint.folder or str(folder / FOLDER))
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a run begins."""
+    """The step and the state that a run starts from."""
 
     step: int = 0
     path: str = ""
     tree: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """What a person should know of it: checkpoints that were passed over and why, what was odd about weights."""
+    """Warnings about it: checkpoints that were skipped and why, anything unusual about the weights."""
     is_rescued: bool = False
-    """Whether it comes from no checkpoint, but from what hosts wrote down that had lost their lead."""
+    """Whether it is no checkpoint but a rescued state, written by hosts that had lost the job's leader."""
 
 
 class Saving(Component):
@@ -90,10 +90,11 @@ class Saving(Component):
         history = origin.tree.get("rhythm") or {"is_ending": True}
         self._rhythm = Rhythm.from_state(every, mtbf_s, context.world.size, history)
         self._is_asked = self._is_granted = self._is_pending = False
-        """Asked: this rank's wish is in a vote that is not read yet. Granted: all ranks take the next boundary's state.
-        Pending: on rank 0, a checkpoint is on its way that neither counts nor failed yet."""
+        """Asked: this rank's request is in a vote that is not read yet. Granted: all ranks save at the next boundary.
+        Pending: on rank 0, a checkpoint is being written that is neither committed nor failed yet."""
         self._good: set[tuple[int, str]] = set()
-        """Step and tier of what counts, as far as this rank can know: on rank 0 the checkpoint, elsewhere its part."""
+        """Step and tier of what is safe, as far as this rank can know: on rank 0 a committed checkpoint, elsewhere the
+        rank's written part."""
         self._asked_s: float | None = None
         self._stalls: dict[int, float] = {}
         self._judged: Evaluated | None = None
@@ -107,14 +108,14 @@ class Saving(Component):
         self._warm_s = time.monotonic() + (_EARLY_S if every == "auto" else 0.0)
         self._is_warm, self._is_warned = every == 0, False
 
-    # While training goes on
+    # During training
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
         if self._asks(index + 1):
             ballot.requests |= {SAVE}
 
     def _asks(self, step: int) -> bool:
-        """Whether this rank wants a save with the vote of ``step``; called once in every step."""
+        """Whether this rank requests a save in the vote of ``step``; called once in every step."""
         self.settle()
         check_owned()
         last_s, self._asked_s = self._asked_s, time.monotonic()
@@ -123,7 +124,7 @@ class Saving(Component):
         if not self._is_warm and self._asked_s >= self._warm_s and self._own is not None:
             self._is_warm = True
             self._own.warm(self._capture, self._state.tensors())
-        if self._is_asked or self._is_granted:  # an accelerator's host reads a vote one step late
+        if self._is_asked or self._is_granted:  # with an accelerator the host reads a vote one step late
             return False
         if self._context.world.is_lead:
             self._warn_of_haste(step)
@@ -133,7 +134,7 @@ class Saving(Component):
         return self._is_asked
 
     def _warn_of_haste(self, step: int) -> None:
-        """Once, where saves take longer than the steps between them."""
+        """Warn once if saves take longer than the steps between them."""
         every = self._config.every
         if self._is_pending and not self._is_warned and isinstance(every, int) and every and step % every == 0:
             self._is_warned = True
@@ -141,16 +142,16 @@ class Saving(Component):
             self._emit(Warned(what, step))
 
     def grant(self) -> None:
-        """The vote says so: all ranks save at the next boundary."""
+        """The vote granted a save: all ranks save at the next boundary."""
         self._is_asked, self._is_granted = False, True
 
     @property
     def is_granted(self) -> bool:
-        """Whether ``proceed`` is due, when nothing more happens between two steps."""
+        """Whether ``proceed`` will save, once nothing else happens between two steps."""
         return self._is_granted
 
     def proceed(self, step: int) -> list[SaveTarget]:
-        """All ranks: where a copy of the state goes that was granted, if any was."""
+        """Called on all ranks. The targets of the save that was granted; empty if none was."""
         if not self._is_granted:
             return []
         self._is_granted = False
@@ -158,8 +159,9 @@ class Saving(Component):
         return self._ask(step)
 
     def evaluated(self, result: Evaluated) -> None:
-        """All ranks, with the same loss: one of the best so far is taken at once, before hooks may change anything."""
-        self._judged, self._asked_s = result, None  # what passed since the last step was no step
+        """Called on all ranks, with the same loss. A state among the best so far is copied at once, before hooks may
+        change anything."""
+        self._judged, self._asked_s = result, None  # the time since the last step was not training
         keep = self._config.keep_best if self._config.save and math.isfinite(result.loss) else 0
         if keep and (len(self._best) < keep or result.loss < max(self._best)):
             self._best = sorted([*self._best, result.loss])[:keep]
@@ -168,17 +170,17 @@ class Saving(Component):
                 self._finish_copy()
 
     def settle(self) -> None:
-        """Tell what has become of earlier saves; never waits."""
+        """Report the outcome of earlier saves; never blocks."""
         for report in self._own.poll() if self._own is not None else ():
             self._hear(report)
 
     def _ask(self, step: int) -> list[SaveTarget]:
-        """For the state as it is now."""
+        """Begin a save of the current state."""
         if step == self._saved_step:
             return []
         try:
             self._own = self._own or self._open(self._settings)
-        except SetupError as error:  # on all ranks alike
+        except SetupError as error:  # the same on all ranks
             self._emit(SaveFailed(step, error.what, self._context.world.rank))
             return []
         self._is_pending = self._context.world.is_lead
@@ -187,18 +189,18 @@ class Saving(Component):
         self._stalls = {step: 0.0}
         return self._own.ask(step, self._tree(step, is_ending=False), self._metric(step))
 
-    # When nothing else is to do
+    # Between steps and at the end: blocking
 
     def save_now(self, step: int, place: Path | str | None = None, *, is_hurried: bool = False) -> str:
-        """All ranks: make this state durable and return where it lies; waits, tries again, and raises in the end.
+        """Collective. Make this state durable and return its path; blocks, retries, and raises if all attempts fail.
 
-        ``is_hurried``: somebody will kill us soon, and an older save under way is not worth waiting for.
+        ``is_hurried``: the process will be killed soon, and an older save in progress is not worth waiting for.
         """
         if place is None:
             try:
                 self._own = self._own or self._open(self._settings)
                 return self._save_here(self._own, step, is_hurried)
-            except SetupError as error:  # on all ranks alike
+            except SetupError as error:  # the same on all ranks
                 raise self._saved_elsewhere(step, error) from error
         saver = self._open(replace(self._settings, place=str(place), remote="", keep_last=1 << 30))
         try:
@@ -218,8 +220,8 @@ class Saving(Component):
         return saver.path_of(step)
 
     def _saved_elsewhere(self, step: int, error: SetupError) -> SetupError:
-        """All ranks: nothing follows this save, so that its state is put wherever there is room; the error says where.
-        Memory and temporary files are this host's alone: where there are several, their agents see to it."""
+        """Collective. Nothing follows this save, so its state is written wherever there is space; the error says where.
+        Memory and temporary files belong to one host: with several hosts, their agents rescue the state."""
         context = self._context
         looks = context.world.is_lead and context.world.local_size == context.world.size
         num_bytes = self._capture.num_saved_bytes(self._state.tensors()) * context.world.size
@@ -251,15 +253,15 @@ class Saving(Component):
             tree = self._tree(step, is_ending=True)
             reports = saver.save_now(step, self._state.tensors(), tree, self._metric(step), patience_s=patience_s)
             failed = {r.tier: r.what for r in reports if r.kind == "failed" and r.save == reports[-1].save}
-            for report in reports:  # once: a place that counts already says so again at every try
+            for report in reports:  # once: a tier that is committed reports so at every attempt
                 if (report.kind, report.tier) not in told and (is_last or report.kind != "failed"):
                     hear(report)
             told |= {(report.kind, report.tier) for report in reports if report.kind == "committed"}
             if self._everywhere(not failed):
                 return saver.path_of(step)
-        if self._everywhere("primary" not in failed):  # the second place alone could not be reached, which was told
+        if self._everywhere("primary" not in failed):  # only the remote tier failed, which was reported
             return saver.path_of(step)
-        if saver.went_remote(step) and self._everywhere("remote" not in failed):  # and here it alone could be
+        if saver.went_remote(step) and self._everywhere("remote" not in failed):  # only the remote tier succeeded
             return f"{self._settings.remote.rstrip('/')}/{saver.path_of(step).rpartition('/')[2]}"
         what = failed.get("primary") or "another worker could not save its part of the state"
         raise SetupError(what, "Mend that, and resume: the checkpoint before this one still counts.")
@@ -269,7 +271,7 @@ class Saving(Component):
             self._own.close()
 
     def after_vote(self, index: int, verdict: Verdict) -> None:
-        """From here on the optimizer may change the state."""
+        """After this the optimizer may change the state."""
         self._finish_copy()
 
     def _finish_copy(self) -> None:
@@ -279,8 +281,8 @@ class Saving(Component):
             self._stalls[self._saved_step] = self._capture.stall_s
 
     def _open_early(self, step: int) -> Saver | None:
-        """A place that cannot be used is the person's mistake when a run begins; later it is a save that failed, and
-        the next one tries again."""
+        """A place that cannot be used is the user's mistake when a run starts; in a later generation it is a failed
+        save, and the next one tries again."""
         try:
             return self._open(self._settings)
         except SetupError as error:
@@ -290,7 +292,8 @@ class Saving(Component):
             return None
 
     def _open(self, settings: Settings) -> Saver:
-        """All ranks at the same time, with the same outcome. Names for all saves: rank 0 draws and looks, and tells."""
+        """Collective, with the same outcome on all ranks. Rank 0 draws a token and looks up the attempt number, which
+        name all saves, and broadcasts them."""
         world, told = self._context.world, ""
         if world.is_lead:
             try:
@@ -300,7 +303,7 @@ class Saving(Component):
         token, part, problem = json.loads(self._context.groups.world.share_text(told))
         if problem:
             raise SetupError(problem, "Change checkpoint.folder, or make it writable.")
-        self._topic = token  # drawn anew: nobody has agreed on anything under it yet
+        self._topic = token  # fresh: no key of an earlier agreement starts with it
         return Saver(world.rank, world.size, token, part, str(self._context.layout), settings, self._config)
 
     def _tree(self, step: int, *, is_ending: bool) -> dict[str, Any] | None:
@@ -310,16 +313,16 @@ class Saving(Component):
         return {**self._state.document(step), **hub, "rhythm": self._rhythm.state(is_ending=is_ending)}
 
     def rhythm_state(self) -> dict[str, Any]:
-        """For a generation that takes over: how saves went so far."""
+        """State of the save schedule, for the next generation."""
         return self._rhythm.state(is_ending=False)
 
     def _metric(self, step: int) -> float | None:
-        """The evaluation of this very state, where there is one."""
+        """The evaluation loss of exactly this state, if there is one."""
         return self._judged.loss if self._judged is not None and self._judged.step == step else None
 
     def _everywhere(self, is_well: bool) -> bool:
         self._num_talks += 1
-        patience_s = 3 * self._settings.timeout_s  # rank 0 may wait for a save under way, for a lock, and for parts
+        patience_s = 3 * self._settings.timeout_s  # rank 0 may wait for a save in progress, a lock, and parts
         return self._context.groups.world.all_agree(is_well, f"{self._topic}/{self._num_talks}", patience_s)
 
     def _hear(self, report: Report) -> None:
@@ -353,8 +356,8 @@ class Saving(Component):
 
 
 def next_part(place: str, remote: str) -> int:
-    """Under which number this opening of a run saves: beyond that of every checkpoint that lies there. A second place
-    that cannot be reached now may be reached later."""
+    """The attempt number under which this opening of a run saves: one more than that of every checkpoint at either
+    place. A remote place that cannot be reached now is ignored: it may be reached later."""
     try:
         parts = _parts_at(place)
     except StorageError as error:

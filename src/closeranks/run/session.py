@@ -1,7 +1,7 @@
-"""What is a run from the inside? A session builds the run, hands out steps, settles them and closes everything.
+"""The session of a training run: builds the run, yields its steps, settles their results and closes everything.
 
-Used by our own loop and inside a user's: both iterate the same steps. It wires and it waits, it does no arithmetic.
-Invariant: every way out (finished, drained, stopped, failed) passes through ``close``, and closing twice is harmless.
+Our own loop and a user's loop iterate the same steps. A session connects the parts of a run; it does no arithmetic.
+Invariant: every way out (finished, drained, stopped, failed) passes through ``close``, which may be called twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Session:
     """One training run in this process; ``for step in session`` yields steps until the job is done.
 
     ``model`` is a module or a function that makes one, ``data`` any dataset with a length and an index; ``collate``
-    makes a batch of a list of samples; ``metrics`` names the sums a ``Loss`` carries beside the loss. Tables of the job
+    makes a batch from a list of samples; ``metrics`` names the sums in a ``Loss`` beside the loss. Tables of the job
     are given by name: ``train={"steps": 200, "global_batch": 32}``, ``optim={"lr": 3e-4}``.
     """
 
@@ -65,7 +65,7 @@ class Session:
 
     @classmethod
     def from_job(cls, job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Self:
-        """A session for a job that names its model and data; ``folder`` was prepared by whoever started us."""
+        """A session for a job that names its model and data. ``folder``: the run folder that the launcher prepared."""
         session = cls.__new__(cls)
         session._open(from_job(job), hooks, folder)
         return session
@@ -73,7 +73,7 @@ class Session:
     def _open(self, described: Described, hooks: Sequence[Hook], folder: Path | None) -> None:
         self.job, self.world = described.job, detect_world()
         prepare_process(self.job, self.world)
-        with ExitStack() as opened:  # what does not open whole leaves nothing open
+        with ExitStack() as opened:  # if opening fails half-way, everything is closed again
             agreement = Agreement(self.job, self.world, opened, folder)
             self._built = build(self.job, self.world, described.ingredients(), agreement.past)
             self.engine, self.state, self.context = self._built.engine, self._built.state, self._built.engine.context
@@ -118,7 +118,7 @@ class Session:
         return loss_here(self.engine.model, batch)
 
     def started_event(self) -> RunStarted:
-        """What is said of the run when it begins."""
+        """The event that describes the run when it starts."""
         return started_event(self.engine, self._built.started, self.num_done, self.folder)
 
     def stop(self, reason: str) -> None:
@@ -126,7 +126,7 @@ class Session:
         self._ending.wish(reason)
 
     def evaluate(self) -> Evaluated:
-        """Judge the model on held-out data; every rank must call it."""
+        """Evaluate the model on held-out data; every rank must call it."""
         self._pause(Phase.EVALUATE)
         self._eval = evaluate(self.engine, self._built.eval_source, self.num_done)
         self._emit(self._eval)
@@ -136,7 +136,8 @@ class Session:
         return self._eval
 
     def save(self, place: Path | str | None = None) -> str:
-        """Write a checkpoint, in ``place`` or among the run's own, and wait until it counts; every rank calls it."""
+        """Write a checkpoint to ``place``, or among the run's own, and wait until it is committed; every rank must call
+        it."""
         self._pause(Phase.SAVE)
         path = self._copies.saving.save_now(self.num_done, place, is_hurried=self._ending.reason == "drained")
         self._ledger.restart_clock()
@@ -158,7 +159,7 @@ class Session:
                     yield step
                     self._commit(step)
             self._conclude()
-        except GeneratorExit:  # the user's loop broke off, or raised: only a surrounding `with` knows which
+        except GeneratorExit:  # the user's loop left early or raised: only a surrounding `with` knows which
             self._ending.leave()
             raise
         except BaseException as error:
@@ -189,11 +190,11 @@ class Session:
         if self.context.boundaries.passes(self.num_done, self.job.train.eval_every) and self._may_judge:
             self.evaluate()
         if self._copies.are_due(self.num_done):
-            self._note(self._ledger.flush())  # what is saved knows of every sample that was skipped
-        self._copies.take(self.num_done)  # evaluated and all: whoever takes over has nothing to make up for
+            self._note(self._ledger.flush())  # the saved state must list every skipped sample
+        self._copies.take(self.num_done)  # after the evaluation, so that a restored run need not repeat it
 
     def _pause(self, phase: Phase) -> None:
-        """Before anything but training: no step is half-way, and every verdict is read."""
+        """Called before anything but training: checks that no step is in progress, and reads every verdict."""
         check_at_rest(self.context.boundaries, self._step, self.num_done)
         self._note(self._ledger.flush())
         self.context.pace.enter(phase)
@@ -211,7 +212,8 @@ class Session:
                     self._copies.saving.grant()
 
     def _conclude(self) -> None:
-        """The state comes first: bad evaluation data must not cost it. One of the best is saved with its judgement."""
+        """Saves before it evaluates, so that bad evaluation data does not cost the state; with ``keep_best`` evaluates
+        first, as the checkpoint is saved with its loss."""
         self._note(self._ledger.flush())
         if self._ending.is_regrouped:
             self._copies.keeping.hand_over(self.num_done, self.save)
@@ -224,7 +226,7 @@ class Session:
             act()
 
     def close(self) -> None:
-        """Give everything back, whatever one part raises: threads, files, the group. Harmless when done already."""
+        """Release threads, files and the group, all of them even if one raises. May be called again."""
         self._opened.close()
 
     def _end_hooks(self) -> None:

@@ -1,8 +1,8 @@
 """The state of a run: everything that a resumed run needs to repeat an uninterrupted one bit for bit.
 
-Made of what the components hold (weights, optimizer, loss scale, data cursor, ...), of how far the run is, and of what
-shows whether a saved state belongs to this job. Invariants: all randomness is keyed by the seed, so that no generator
-is part of it; nothing is ever gathered, and any layout resumes from any other.
+It consists of the components' state (weights, optimizer, loss scale, data cursor, ...), the run's progress, and the
+values that show whether a saved state belongs to this job. Invariants: all randomness is keyed by the seed, so no RNG
+state is part of it; nothing is ever gathered, and any layout resumes from any other.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _KEYS = {
 
 
 class State:
-    """``identity``: what must be equal for a resumed run to be the same run. ``row``: which replica this rank belongs
-    to, where each has a state of its own."""
+    """``identity``: values that must be equal for a resumed run to be the same run. ``row``: the replica that this rank
+    belongs to, if each replica has a state of its own."""
 
     def __init__(
         self, context: Context, model: Model, components: Components, identity: Mapping[str, Any], row: Row | None
@@ -44,25 +44,26 @@ class State:
 
     @property
     def unique(self) -> Unique:
-        """How far this rank's state differs from that of ranks at the same place in other replicas."""
+        """How far this rank's state differs from that of the ranks with the same coordinates in other replicas."""
         return max((one.unique for one in self._components), default=Unique.NOTHING)
 
     def tensors(self) -> list[StateTensor]:
-        """All that this rank holds; the same list as long as they are the same tensors in the same memory."""
+        """All state tensors of this rank; the same list object as long as they are the same tensors in the same
+        memory."""
         version = [ask() for ask in self._components.phases["version"]]
         if version != self._version or not self._listed:
             self._listed, self._version = self._list(), version
         return self._listed
 
     def tree(self, step: int) -> dict[str, Any]:
-        """What is no tensor, as far as it changes from step to step or shows whether a state belongs to a job."""
+        """The non-tensor state that changes from step to step or shows whether a state belongs to a job."""
         found: dict[str, Any] = {"identity": self._identity, "progress": self._progress(step)}
         for tree in self._components.phases["tree"]:
             found |= tree()
         return found
 
     def document(self, step: int) -> dict[str, Any]:
-        """All that is no tensor, as a checkpoint has it."""
+        """The complete non-tensor part of a checkpoint."""
         context = self._context
         return {
             **self.tree(step),
@@ -78,11 +79,11 @@ class State:
         }
 
     def check(self, saved: Saved, *, may_be_done: bool = False) -> int:
-        """Refuse a state that this job cannot go on from, before any of it is read; returns the number of finished
+        """Refuse a state that this job cannot resume from, before any tensor is read; returns the number of finished
         steps.
 
-        What is refused here is the job's to mend; what fails later, while tensors are read, is damage. ``may_be_done``:
-        a state with nothing left to do is taken too.
+        An error here means that the job must change; an error later, while tensors are read, means damage.
+        ``may_be_done``: also accept a state with nothing left to do.
         """
         tree = saved.tree
         if tree.get("progress") is None or tree.get("identity") is None:
@@ -111,13 +112,13 @@ class State:
         return step
 
     def restore(self, saved: Saved) -> None:
-        """Put a saved state that fits back. Where it raises, some of it is in place and some is not."""
+        """Restore a saved state that passed ``check``. If this raises, the state is restored only in part."""
         found = RowReader(saved, self._context.groups.home.number)
         for restore in self._components.phases["restore"]:
             restore(found)
 
     def weights_loaded(self) -> None:
-        """After weights were put into the model that belong to no saved state."""
+        """Called after weights that belong to no saved state were loaded into the model."""
         for loaded in self._components.phases["weights_loaded"]:
             loaded()
 

@@ -1,6 +1,6 @@
-"""What is one optimizer step? Visitors start here; docs/tour.md walks through it.
+"""One optimizer step, from its first micro-batch to its commit. New readers start here; docs/tour.md walks through it.
 
-A step is open while its micro-batches run, in our loop or in the user's own, and is then committed. Invariants: all
+A step is open while its micro-batches run, in our loop or in the user's, and is then committed. Invariants: all
 ranks take the step or none does; gradients are sums, scaled once by the weight of all ranks, so uneven batches and
 accumulation are exact; randomness is keyed by (seed, step, micro-batch), never by what a process drew before.
 """
@@ -47,7 +47,7 @@ class Step:
         self._pace.begin(index + 1)
 
     def run(self) -> None:
-        """Work off all micro-batches by the job's own loss: one after the other, or as the pipeline's schedule says."""
+        """Run all micro-batches with the job's own loss: one after the other, or by the pipeline's schedule."""
         model = self._model
         with misfits_explained(model):
             if model.pipeline is None:
@@ -63,7 +63,7 @@ class Step:
             self._num_done = self._num_taken
 
     def __iter__(self) -> Iterator[Batch]:
-        """This rank's micro-batches. Autocast and the keyed random stream hold while the caller uses each one."""
+        """This rank's micro-batches. Autocast and the keyed RNG are in effect while the caller uses each one."""
         model = self._model
         if model.pipeline is not None:
             what = "a pipeline works its micro-batches off by its schedule, not one after the other"
@@ -97,7 +97,7 @@ class Step:
             self._pace.stop(self._num_done)
 
     def commit(self, requests: Iterable[Request] = ()) -> Verdict:
-        """End the step on all ranks together, and vote for what is asked of the run. No host sync on an accelerator."""
+        """Collective. End the step, and pass this rank's ``requests`` to the vote. No host sync on an accelerator."""
         if self._num_done != len(self._assigned):
             what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
             raise UserError(what, "Call it once for every batch that the step yields.", step=self.index + 1)
@@ -143,14 +143,14 @@ class Step:
         return self._loaded
 
     def _open(self, micro_batch: MicroBatch, stage: int = 0) -> None:
-        """Before a micro-batch's forward in one of this rank's stages."""
+        """Called before a micro-batch's forward in one of this rank's stages."""
         context = self._engine.context
         seed_streams(context.device, derive_seed(context.job.run.seed, "step", self.index, micro_batch.index))
         for before in self._phases["before_forward"]:
             before(micro_batch, stage)
 
     def _weighed(self, micro_batch: MicroBatch, loss: Loss | Tensor) -> Tensor:
-        """Count a micro-batch's loss, and scale it for its backward; a spare weighs nothing."""
+        """Count a micro-batch's loss, and scale it for its backward; a padding micro-batch has no weight."""
         part = as_loss(loss, micro_batch.num_samples, self._model.spec.metrics)
         if micro_batch.is_spare:
             return part.total * 0.0
@@ -158,13 +158,13 @@ class Step:
         return part.total * self._scale if self._model.precision.scales_loss else part.total
 
     def _out_of_turn(self, what: str) -> UserError:
-        """Random streams, autocast and the reduction belong to one batch at a time."""
+        """The keyed RNG, autocast and the reduction belong to one batch at a time."""
         fix = "Call step.backward(loss) exactly once for each batch, before the next one is taken."
         return UserError(f"{what} out of turn", fix, step=self.index + 1)
 
 
 def check_at_rest(boundaries: Rounds, step: Step | None, num_done: int) -> None:
-    """Refuse what all ranks do together while a step is half-way, or ranks differ. ``step``: the newest one."""
+    """Refuse a collective action while a step is in progress or replicas differ. ``step``: the newest one."""
     if step is not None and step.is_underway:
         raise UserError("evaluate() or save() was called within a step", "Call it before the step's first batch.")
     why, fix = boundaries.refusal(num_done)
@@ -173,7 +173,7 @@ def check_at_rest(boundaries: Rounds, step: Step | None, num_done: int) -> None:
 
 
 def seed_streams(device: torch.device, seed: int) -> None:
-    """Key the streams this step can draw from. ``torch.manual_seed`` asks for every device, at 100x the cost."""
+    """Seed the generators that this step can use. ``torch.manual_seed`` seeds every device, at 100x the cost."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)

@@ -1,7 +1,7 @@
-"""On which store does the group of a world form?
+"""Rendezvous: opens the store on which the process group of a world forms.
 
-Rank 0 opens it: under the agent on an ephemeral port whose address the agent passes on, under srun on a port that
-follows from the job; torchrun brings its own. Invariants: under the agent nothing listens beyond the configured
+Rank 0 opens it: under the agent on an ephemeral port whose address the agent passes on, under srun on a port that is
+derived from the job; torchrun provides its own. Invariants: under the agent nothing listens beyond the configured
 address, under srun on one host nothing beyond loopback; no key of an earlier group is read again.
 """
 
@@ -32,7 +32,7 @@ def make_store(world: World, link: WorkerLink | None) -> Store:
         return _agent_store(world, link)
     if world.size == 1 and world.launcher != "torchrun":
         return dist.HashStore()  # type: ignore[attr-defined]
-    # A script's second session forms a group of its own on the same store: its keys must not meet the first one's.
+    # A script's second session forms its own group on the same store: its keys must differ from the first one's.
     return PrefixStore(f"group/{next(_NUMBERS)}", launcher_store(world))
 
 
@@ -46,7 +46,7 @@ def launcher_store(world: World) -> Store:
 
 
 def meet(world: World) -> None:
-    """Rank 0 goes on when all ranks have come: if it failed and left before a late one, that one would wait in vain."""
+    """Rank 0 waits until all ranks have arrived: if it failed and left earlier, a late rank would wait in vain."""
     store, prefix = launcher_store(world), f"closeranks/{world.generation}"
     if store.add(f"{prefix}/arrived", 1) == world.size:
         store.set(f"{prefix}/all here", "")
@@ -61,12 +61,13 @@ def meet(world: World) -> None:
 
 
 def count_failure(world: World) -> int | None:
-    """How many ranks have failed so far, this one included; LOST where nobody answers, None before it opened."""
+    """How many ranks have failed so far, including this one; LOST if the store does not answer, None if it was never
+    opened."""
     if not launcher_store.cache_info().currsize:
         return None
     host, _, port = world.store.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), _COUNT_S).close()  # torch prints a stack where nobody answers
+        socket.create_connection((host, int(port)), _COUNT_S).close()  # torch prints a stack if nobody answers
         store = launcher_store(world)
         store.set_timeout(timedelta(seconds=_COUNT_S))
         return int(store.add(f"closeranks/{world.generation}/failures", 1))
@@ -85,7 +86,7 @@ def _agent_store(world: World, link: WorkerLink) -> Store:
 
 
 def _tcp_store(address: str, listen_fd: int | None = None) -> Store:
-    """Nobody waits here for the others: a worker that never comes is the agent's business, not a store timeout's."""
+    """Does not wait for the other workers: a worker that never arrives is detected by the agent, not by a timeout."""
     host, _, port = address.rpartition(":")
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, int(port), is_master=listen_fd is not None, wait_for_workers=False, master_listen_fd=listen_fd
@@ -105,7 +106,7 @@ def _fixed_store(world: World) -> Store:
 
 
 def _check_name(host: str, world: World) -> None:
-    """torch would ask for an unknown name for five minutes."""
+    """torch would retry an unknown host name for five minutes."""
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
@@ -114,8 +115,8 @@ def _check_name(host: str, world: World) -> None:
 
 
 def _listen(host: str, port: int, world: World) -> int:
-    """On loopback where nobody comes from elsewhere, else on every interface: a host may know itself by a name that
-    leads to loopback, while the others mean another address of it."""
+    """If all ranks are on one host, listen on the given address (loopback, unless MASTER_ADDR is set), else on every
+    interface: on the host itself its name may resolve to loopback, while other hosts reach it by another address."""
     everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     try:
         return bind_store(host if world.local_size == world.size else everywhere, port).detach()

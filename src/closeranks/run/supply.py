@@ -1,9 +1,8 @@
-"""What are a run's steps fed with, and what was left out?
+"""Loads the batches of a run's steps, logs their samples, and quarantines bad ones.
 
-Between the loader and the step stand the log of samples and the quarantine. A bad sample is found by the rank that
-reads it; the vote carries how many there were, and only when there were any do the ranks tell each other which.
-Invariant: every rank holds the same quarantine after a step is settled, so that any of them may save it and all stop
-together when it overflows.
+A bad sample is found by the rank that reads it. The vote includes the number of bad samples, and only if there are any
+do the ranks exchange which ones they are. Invariant: every rank holds the same quarantine after a step is settled, so
+that any of them may save it and all stop together when it overflows.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from closeranks.run.ledger import Settled
 
 _NAMED = 3
-"""Samples skipped at one step that are told one by one; a damaged block may hit thousands."""
+"""Samples skipped in one step that are reported one by one; a damaged block may affect thousands."""
 
 
 @dataclass
@@ -45,17 +44,18 @@ class Supply(Component):
     order: Order
     groups: Groups
     sources: tuple[PlacedSource, ...]
-    """What is read from, for training and evaluation."""
+    """The sources for training and evaluation."""
     logs_samples: bool = False
     must_agree: bool = False
-    """Whether ranks that work on the same micro-batches must find the same samples bad, or wait for each other."""
+    """Whether ranks that work on the same micro-batches must check that they found the same bad samples: if they
+    differed, a collective would hang."""
     is_balanced: bool = False
-    """Whether slower replicas may have fewer micro-batches."""
+    """Whether slower replicas may get fewer micro-batches."""
     _news: dict[int, str] = field(default_factory=dict)
     _times: StageTimes = field(default_factory=StageTimes)
     _waited_s: float = 0.0
     _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
-    """Bad samples of steps that are not settled yet, found here."""
+    """Bad samples that this rank found, by step, for steps that are not settled yet."""
     _log: AppendFile | None = None
 
     @property
@@ -68,14 +68,14 @@ class Supply(Component):
         return self.groups.tensor.rank == 0 and self.groups.pipeline.rank == 0
 
     def start(self, step: int, folder: Path, emit: Callable[[Event], None], *, must_log: bool = True) -> None:
-        """Begin to read for ``step`` and those after it. ``must_log``: a log of samples that cannot be opened is the
-        person's mistake; else it is a warning, and tried again."""
+        """Start to read for ``step`` and those after it. ``must_log``: a log of samples that cannot be opened is an
+        error; otherwise it is a warning, and opening is tried again."""
         self.loader.start(step)
         if self.logs_samples and self.speaks:
             self._open_log(RunFolder(folder).samples(self.rank), emit, must_log)
 
     def _open_log(self, path: Path, emit: Callable[[Event], None], must_log: bool) -> None:
-        """Which samples each step takes is written down from now on."""
+        """From now on the samples of each step are logged."""
         whose = f"the log of samples of rank {self.rank}"
 
         def on_lost(why: str) -> None:
@@ -92,7 +92,8 @@ class Supply(Component):
             raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=self.rank) from error
 
     def take(self, step: int, assigned: Sequence[MicroBatch]) -> Sequence[Loaded]:
-        """This rank's micro-batches of a step, which are ``assigned`` to it; a spare is another's to count."""
+        """Load the micro-batches of a step that are ``assigned`` to this rank. The samples of a padding micro-batch are
+        counted by another rank."""
         loaded = self.loader.take(step)
         if self.must_agree:
             self._agree(loaded, step)
@@ -106,7 +107,7 @@ class Supply(Component):
         return loaded
 
     def figures(self, index: int) -> Mapping[str, Any]:
-        """What reading took since this was asked last."""
+        """Times of reading since the last call."""
         times, self._times = self._times, StageTimes()
         waited_s, self._waited_s = self.loader.wait_s - self._waited_s, self.loader.wait_s
         return {
@@ -121,7 +122,8 @@ class Supply(Component):
         ballot.num_bad = len(self._found.get(index, ()))
 
     def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
-        """Where the vote of a step counted bad samples: agree on which they were, say so, and stop at too many."""
+        """If the vote of a step counted bad samples, gather which ones they are, warn, and stop if there are too
+        many."""
         done = entry.done
         if (news := self._news.pop(done.step, "")) and self.rank == 0:
             emit(Warned(news, done.step))
@@ -136,11 +138,11 @@ class Supply(Component):
 
     @property
     def described(self) -> str:
-        """The order in words; empty for the usual one."""
+        """The sample order, for people; empty for the usual one."""
         return self.order.described
 
     def reshare(self, shares: tuple[int, ...], step: int) -> None:
-        """All ranks, after ``step``: replicas take other numbers of micro-batches from now on."""
+        """Called on all ranks, after ``step``: sets how many micro-batches each replica takes from now on."""
         before = self.loader.shares
         self.loader.reshare(shares)
         if shares != before:
@@ -152,15 +154,15 @@ class Supply(Component):
         return {"data": {"quarantine": self.quarantine.state(), **shares}}
 
     def restore(self, saved: Saved) -> None:
-        """Shares of another number of replicas, or where nobody shares by speed, say nothing here."""
+        """Saved shares are ignored if the number of replicas differs or this run does not balance by speed."""
         state = saved.tree.get("data", {})
         self.quarantine.load(state.get("quarantine", ()))
         shares = tuple(map(int, state.get("shares", ())))
         self.loader.reshare(shares if self.is_balanced and len(shares) == self.groups.home.count else ())
 
     def _agree(self, loaded: Sequence[Loaded], step: int) -> None:
-        """Ranks of one replica read the same samples, each for itself: where one finds bad what another does not (a
-        damaged copy on one host), their batches differ in size and a collective would never end."""
+        """Ranks of one replica each read the same samples: if one finds a sample bad that another does not (a damaged
+        copy on one host), their batches differ in size and a collective would hang."""
         own = json.dumps([self.groups.data.rank, [bad.sample for one in loaded for bad in one.skipped]])
         found: dict[int, list[int]] = {}
         for replica, bad in map(json.loads, self.groups.home.world.gather_text(own)):
@@ -194,7 +196,7 @@ class Supply(Component):
 
 
 def check_lengths(told: Sequence[str], identity: str) -> None:
-    """All ranks have opened the same data, or each would read another part of it."""
+    """Check that all ranks have opened the same data: otherwise each would read a different part of it."""
     others = [rank for rank, length in enumerate(told) if length != told[0]]
     if others:
         what = f"{identity} has {told[0]} samples on rank 0 and {told[others[0]]} on rank {others[0]}"
@@ -202,7 +204,7 @@ def check_lengths(told: Sequence[str], identity: str) -> None:
 
 
 def skipped_in_words(fresh: Sequence[BadSample]) -> list[str]:
-    """What is told of the samples that one step left out; the checkpoint lists them all."""
+    """Warnings about the samples that one step skipped; the checkpoint lists them all."""
     said = [f"sample {bad.sample} is skipped: {bad.told}" for bad in fresh[:_NAMED]]
     if (more := len(fresh) - len(said)) > 0:
         said.append(f"and {more} more sample{'s are' if more > 1 else ' is'} skipped at this step")

@@ -1,7 +1,7 @@
-"""What do a rank's micro-batches add up to?
+"""Sums the loss, weight and metrics of a rank's micro-batches.
 
-Sums of loss, weight and metrics in float64 on the device, without a host sync. Invariant: only a rank that speaks
-reports them, so that in the vote every micro-batch is counted once, however many ranks worked on it.
+The sums are float64 on the device, without a host sync. Invariant: of the ranks that work on the same micro-batch only
+one adds it (``speaks``), so that the vote counts every micro-batch once.
 """
 
 from __future__ import annotations

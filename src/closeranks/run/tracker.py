@@ -1,6 +1,6 @@
 """A hook that sends figures to an experiment tracker, from rank 0.
 
-Invariant: a tracker that fails does not end the run: it is named in one warning and not called again.
+Invariant: a tracker that fails does not end the run: one warning names it, and it is not called again.
 """
 
 from __future__ import annotations

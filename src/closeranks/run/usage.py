@@ -1,15 +1,15 @@
-"""Parameters without a gradient: which of them no rank had one for in a step, and which never got one.
+"""Finds unused parameters: those that no rank had a gradient for in a step, and those that never got one.
 
 [Note: parameters without a gradient] torch's optimizers skip a parameter whose ``.grad`` is None: no decay, no
-momentum, and its own step count stands still. With several ranks a parameter is skipped only where no rank had a
-gradient for it, so the ranks must agree. Each rank adds to the vote, for every parameter of the model, whether it had a
+momentum, and its step count does not advance. With several ranks a parameter is skipped only if no rank had a gradient
+for it, so the ranks must agree. Each rank adds to the vote, for every parameter of the model, whether it had a
 gradient: a few counters packed into each float64, so that hundreds of parameters are a handful of numbers in a message
-that is sent anyway. A parameter that this rank had a gradient for is updated, whatever the others say. For the rest the
-sum decides: on the CPU the host reads it, on an accelerator the update is gated by the device, and the host waits only
-where there are many of them.
+that is sent anyway. A parameter that this rank had a gradient for is updated, whatever the others report. For the rest
+the sum decides: on the CPU the host reads it, on an accelerator a flag on the device gates the update, and the host
+waits only if there are many such parameters.
 
-Invariants: every rank skips the same parameters; where each rank has a gradient for all it holds, a step takes the same
-operations on the same bits as if nothing here existed.
+Invariants: every rank skips the same parameters; if each rank has a gradient for all parameters it holds, a step
+performs the same operations on the same bits as without this component.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ if TYPE_CHECKING:
 
 _NAME = "usage"
 _WARN_AFTER = 5
-"""Updates before a parameter that had no gradient so far is named: a branch may be taken in some steps only."""
+"""Updates before the warning about parameters without a gradient: a branch may be taken in some steps only."""
 _MAX_GATES = 16
-"""Parameters that are updated each by itself, under a flag of the device; with more the host waits for the vote."""
+"""Maximum number of parameters that are updated one by one, each gated by a flag on the device; with more of them the
+host waits for the vote."""
 
 
 class Skips(NamedTuple):
-    """What the optimizer leaves alone in a step: by name, or by a flag on the device, 1 where it is updated."""
+    """The parameters that the optimizer skips in a step: by name, or by a flag on the device that is 1 if the parameter
+    is updated."""
 
     absent: Collection[str] = ()
     gates: Mapping[str, Tensor] | None = None
 
 
 class Usage(Component):
-    """The optimizer asks ``skips`` after the vote."""
+    """The optimizer calls ``skips`` after the vote."""
 
     def __init__(
         self,
@@ -58,26 +60,27 @@ class Usage(Component):
         num_steps: int,
         absent: Callable[[], Collection[str]],
     ) -> None:
-        """``names``: all trained parameters, in one order on every rank; ``held``: those of this rank; ``num_voters``:
-        ranks whose gradients make one update, of ``num_ranks`` in the run; ``absent``: what this rank had no gradient
-        for, once gradients are complete."""
+        """``names``: all trained parameters, in the same order on every rank; ``held``: those of this rank;
+        ``num_voters``: ranks whose gradients make one update, of ``num_ranks`` in the run; ``absent``: the parameters
+        that this rank had no gradient for, once gradients are complete."""
         self._names, self._held = tuple(names), frozenset(held)
         self._counters = Counters(self._names, num_ranks)
         self._is_alone, self._device, self._can_gate = num_voters == 1, device, can_gate
         self._num_steps, self._absent = num_steps, absent
         self._lacking: frozenset[str] = frozenset()
-        """What this rank had no gradient for, when ``_votes`` was made."""
+        """Parameters that this rank had no gradient for when ``_votes`` was made."""
         self._votes = self._make_votes()
         self._where: tuple[Tensor, Tensor] | None = None
         self._never, self._num_taken = set(self._names), 0
         self._num_told = 0
-        """Parameters that this process named."""
+        """Number of parameters in the last warning of this process."""
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
         ballot.extra[_NAME] = self.votes(self._absent())
 
     def votes(self, absent: Collection[str]) -> Tensor:
-        """1 where this rank lacks something, then the counters. Made anew only when what it lacks has changed."""
+        """1 if this rank lacks any gradient (else 0), then the counters. Made anew only if the set of missing gradients
+        has changed."""
         if self._lacking != absent:
             self._lacking = frozenset(absent)
             self._votes = self._make_votes()
@@ -85,7 +88,7 @@ class Usage(Component):
         return self._votes
 
     def skips(self, verdict: Verdict) -> Skips:
-        """What no rank had a gradient for. No host sync on an accelerator, up to ``_MAX_GATES`` parameters."""
+        """Parameters that no rank had a gradient for. No host sync on an accelerator, up to ``_MAX_GATES`` of them."""
         if not self._lacking:
             return Skips()
         if self._is_alone:
@@ -95,7 +98,7 @@ class Usage(Component):
         return Skips(gates=self._gates(verdict.extra[_NAME][1:]))
 
     def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
-        """Names what never got a gradient, early on and at the end."""
+        """Warns about parameters that never got a gradient, early in the run and at its end."""
         done, sums = entry.done, entry.extra[_NAME]
         if not done.taken:
             return
@@ -110,12 +113,12 @@ class Usage(Component):
             emit(Warned(words([name for name in self._names if name in self._never], self._num_taken), done.step))
 
     def tree(self) -> dict[str, Any]:
-        """Empty where every parameter got a gradient."""
+        """Empty if every parameter got a gradient."""
         never = {"never": sorted(self._never), "num_taken": self._num_taken}
         return {"usage": never if self._never else {}}
 
     def restore(self, saved: Saved) -> None:
-        """Earlier versions did not save any."""
+        """States of earlier versions do not have it."""
         state = saved.tree.get("usage")
         if not isinstance(state, dict):
             return

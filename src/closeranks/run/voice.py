@@ -1,7 +1,7 @@
-"""Which of many ranks tells the person what went wrong, where no agent gathers their accounts?
+"""Decides which rank prints an error when no agent collects the errors of all ranks.
 
-Under torchrun and srun every rank writes to the same terminal. Invariant: one mistake is told once, by the first rank
-that met it, before that rank leaves: launchers end all others as soon as one has left. Imports no torch.
+Under torchrun and srun every rank writes to the same terminal. Invariant: an error is printed once, by the first rank
+that hit it, before that rank exits: launchers kill all others as soon as one has exited. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from closeranks.core.errors import CloseranksError, ConfigError, RunFailed
 from closeranks.core.world import World
 
 _LEAD_FIRST_S = 5.0
-"""How long a rank that cannot ask the others leaves the word to rank 0, which has most likely met the same mistake."""
+"""How long a rank that cannot ask the others lets rank 0 print first, which has most likely hit the same error."""
 
 
 LOST = 0
-"""The place of a rank that failed when the store was gone, and rank 0 with it."""
+"""The ``place`` of a rank that failed after the store was lost, and rank 0 with it."""
 
 
 class Turn(Enum):
@@ -34,11 +34,12 @@ class Turn(Enum):
 
 
 def turn_of(error: BaseException, world: World, place: int | None) -> Turn:
-    """When this rank may speak; ``place`` says as the how-manieth rank it failed, None before there was a store to ask.
+    """When this rank may print its error. ``place``: 1 for the first rank that failed, 2 for the second, and so on;
+    None before there was a store to count with.
 
-    Without a store rank 0 speaks for all. A mistake in the job is the same on every rank; any other may be this host's
-    alone (a file that is missing here), so it is told late rather than never. A rank 0 that has left has spoken, unless
-    it was killed: then the next one tells of the loss.
+    Without a store rank 0 prints for all. An error in the job is the same on every rank; any other may occur on this
+    host only (a file that is missing here), so it is printed late rather than never. A rank 0 that has exited has
+    printed its error, unless it was killed: then rank 1 reports the loss.
     """
     if place == LOST:
         return Turn.NOW if world.rank == 1 and is_consequence(error) else Turn.NEVER
@@ -50,7 +51,7 @@ def turn_of(error: BaseException, world: World, place: int | None) -> Turn:
 
 
 def account_of(error: BaseException, world: World, num_done: int) -> CloseranksError:
-    """What to tell: our own errors as they are, a lost peer in a sentence, anything else with its traceback."""
+    """The error to print: our own errors as they are, a lost peer in a sentence, anything else with its traceback."""
     if isinstance(error, CloseranksError):
         return error
     if is_consequence(error):
@@ -63,7 +64,7 @@ def account_of(error: BaseException, world: World, num_done: int) -> CloseranksE
 
 def speak(account: CloseranksError, turn: Turn) -> None:
     if turn in (Turn.AFTER_THE_LEAD, Turn.LEAVE_LATE):
-        # The launcher ends us because rank 0 has spoken and left.
+        # The launcher sends SIGTERM once rank 0 has printed its error and exited.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(account.exit_code))
         time.sleep(_LEAD_FIRST_S)
     if turn in (Turn.NOW, Turn.AFTER_THE_LEAD):

@@ -1,10 +1,9 @@
-"""How does the process that workers are forked from learn what each of them would have to learn anew?
+"""Warms up the zygote, so that the workers forked from it need not repeat imports and one-time initialisation.
 
-It goes through one throw-away step of the job's own kind (layout, precision, optimizer) on a small stand-in for its
-model, in a group that talks to nobody: modules that torch imports late, its tables and ours then stand ready in every
-worker forked later, and so does data that is read whole. Invariant: afterwards the process is as it was but for what it
-has learned: one thread, no group, no CUDA, the same random streams and settings, no file. Where there is a GPU it only
-imports.
+It runs one dummy step like the job's (layout, precision, optimizer) on a small stand-in for its model, in a fake
+process group: modules that torch imports late, its tables and ours are then initialised in every worker forked later,
+and so are datasets that are read whole. Invariant: afterwards the process is unchanged except for these caches: one
+thread, no group, no CUDA, the same RNG state and settings, no file. With a GPU it only imports.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from closeranks.run.step import Step
 
 _SEQ_LEN, _MICRO_BATCH = 16, 2
 _OURS = ("digits", "pairs")
-"""Models that are small as they are, and their data with them."""
+"""Models that are small enough to be used as they are, with their own data."""
 _KEPT = ("dropout", "attention", "tied")
 _DEVICES = ("nvidia", "kfd", "dxg")
 """How the kernel names accelerators: NVIDIA's, AMD's, and any under Windows."""
@@ -74,11 +73,11 @@ _FINDERS = (
     ("torch._inductor.codecache", "torch_key"),
     ("triton.runtime.cache", "triton_key"),
 )
-"""What it looks for once in a process, and remembers."""
+"""What torch.compile looks up once per process and caches."""
 
 
 def warm(payload: Mapping[str, Any]) -> None:
-    """Make ready for workers of this payload; called once in the zygote, when its first workers live."""
+    """Warm up for workers with this payload; called once in the zygote, after its first workers have started."""
     job = Job.model_validate(payload["job"])
     if job.train.compile:
         learn_compiler()
@@ -91,9 +90,10 @@ def warm(payload: Mapping[str, Any]) -> None:
 
 
 def learn_compiler() -> None:
-    """What torch.compile finds out once in every process: where its parts are, which versions of itself and of triton
-    its cache is for, and, where it compiles for this processor, what the processor can do, by a program for each. With
-    a warm cache that is most of a first compiled step. Which of these a version of torch has is its own affair."""
+    """Do what torch.compile does once in every process: find its modules, compute the cache keys of its own and
+    triton's version and, when it compiles for the CPU, probe the CPU's features with a program for each. With a warm
+    cache that is most of the first compiled step. Not every version of torch has all of these: missing ones are
+    skipped."""
     for name in (*_LATE, *_patterns()):
         with suppress(ImportError, AttributeError):
             importlib.import_module(name)
@@ -106,15 +106,15 @@ def learn_compiler() -> None:
 
 
 def _patterns() -> Iterator[str]:
-    """The modules that are searched for when a graph is first compared with what inductor knows by heart."""
+    """The modules that are imported when a graph is first matched against inductor's serialized patterns."""
     with suppress(ImportError):
         package = importlib.import_module("torch._inductor.fx_passes.serialized_patterns")
         yield from (one.name for one in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
 
 
 def may_compute() -> bool:
-    """Whether a backward stays in this thread. The first one asks the driver of every accelerator that torch was built
-    for, even for devices that are hidden from it, and the driver starts a thread."""
+    """Whether a backward can run without starting threads. The first one queries the driver of every accelerator that
+    torch was built for, even if its devices are hidden, and the driver starts a thread."""
     return torch.accelerator.current_accelerator() is None or not _has_devices()
 
 
@@ -123,9 +123,10 @@ def _has_devices() -> bool:
 
 
 def kinds(job: Job) -> list[Job]:
-    """The steps to go through: the job's own on a small model, and on as few ranks as have the same axes.
+    """The jobs to run a dummy step of: the job itself with a small model, on as few ranks as have the same axes.
 
-    Of a pipeline the first stage alone can be played without the others; what the last one does, a whole model does.
+    Only the first stage of a pipeline can run without the others; a model without a pipeline covers what the last stage
+    does.
     """
     small = small_job(job)
     if job.layout.pipeline == 1:
@@ -134,7 +135,7 @@ def kinds(job: Job) -> list[Job]:
 
 
 def small_job(job: Job) -> Job:
-    """The job, but for its size, its files, and what it names: models and data of the user's, and parameters."""
+    """The job, without its size, its files, and what it names: the user's models and data, and parameters."""
     ways = {"data": 4, "shard": 2} if job.layout.shard else {"data": 2}
     layout = job.layout.model_copy(update={**ways, "schedule": "1f1b"})  # others receive between stages of one rank
     tables = {**job.model_dump(), "layout": layout.model_dump(), "checkpoint": {"save": False}}
@@ -152,7 +153,7 @@ def small_job(job: Job) -> Job:
 
 
 class _Nothing:
-    """As many samples as a step takes, all alike."""
+    """A data source with as many samples as a step takes, all equal."""
 
     identity = "nothing"
 
@@ -167,7 +168,7 @@ class _Nothing:
 
 
 def rehearse(job: Job) -> None:
-    """One step of rank 0, from nothing to the state that would be kept of it."""
+    """Run one step as rank 0, from the build to a snapshot of the state."""
     size = layout_for(job, 0).num_ranks
     source = open_source(job.data, "train", 0) if job.model.name in _OURS else _Nothing(job.train.global_batch)
     ingredients = Ingredients(spec_for(job.model, seq_len=job.data.seq_len), source, None)
@@ -191,7 +192,8 @@ def rehearse(job: Job) -> None:
 
 
 def _keep_and_recall(state: State) -> None:
-    """A copy of the state into memory of our own, and back. Not by ``take_over``, which counts a process's sessions."""
+    """Take a snapshot of the state into private memory, and restore it. Does not use ``take_over``, which counts the
+    sessions of a process."""
     with ExitStack() as opened:
         paths = [_memory(opened), _memory(opened)]
         capture, keeper = Capture(), Keeper(Berths(own=(paths[0], paths[1])))
@@ -211,12 +213,12 @@ def _memory(opened: ExitStack) -> str:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Streams and settings are each worker's own: it begins as if nothing had been drawn or set before it."""
+    """Restore RNG states and settings at the end, so that each worker starts as if nothing had been drawn or set."""
     running, threads, stream = num_threads(), torch.get_num_threads(), torch.get_rng_state()
     numpy_stream, python_stream = np.random.get_state(), random.getstate()
-    hook = sys.excepthook  # torch puts the rank of every group in front of what is printed
+    hook = sys.excepthook  # torch installs one that prefixes every line with the rank
     torch.set_num_threads(1)
-    heirloom.inherit({heirloom.KEY: 1.0, heirloom.BUCKET_KEY: 1.0})  # what is thrown away is not measured
+    heirloom.inherit({heirloom.KEY: 1.0, heirloom.BUCKET_KEY: 1.0})  # no measurements for a dummy step
     try:
         yield
     finally:
@@ -230,7 +232,8 @@ def unchanged() -> Iterator[None]:
 
 
 def _await_threads(number: int) -> None:
-    """A thread that was joined may live on in the kernel for a moment: whoever forked now would lose it half-way."""
+    """Wait until joined threads are gone: one may live on in the kernel for a moment, and a fork would lose it
+    half-way."""
     deadline = time.monotonic() + _LEAVE_S
     while num_threads() > number and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -1,7 +1,8 @@
-"""By which way do this job's gradients travel, and why?
+"""Chooses the reduction algorithm for this job's gradients.
 
-Chooses from the job's ``[sync]`` table and from where ranks are: one sum over all, or one inside hosts and one across;
-compressed or not. Says what it chose in a sentence. Invariant: all ranks choose the same.
+The choice follows from the job's ``[sync]`` table and the hosts of the ranks: one all-reduce over all ranks, or a
+hierarchical one inside and across hosts; compressed or not. It is described in a sentence. Invariant: all ranks choose
+the same.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from closeranks.sync.ways import TwoLevels, Way, WayMaker, flat_ways
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How gradients are summed; ``ways`` None: by torch's own collectives."""
+    """The reduction algorithm; ``ways`` None: torch's own collectives."""
 
     ways: WayMaker | None
     words: str
-    """For people; empty where there is nothing to say."""
+    """For people; empty for the usual reduction."""
     has_owners: bool = False
-    """Whether sums are coded once more by who owns them."""
+    """Whether the owner of each sum compresses it again."""
     plan: Plan | None = None
     """When gradients are compressed; None: never."""
 
 
 def choose_ways(job: Job, layout: Layout, groups: Groups, world: World, num_steps: int) -> Choice:
-    """A collective where hosts are several: groups are made."""
+    """Collective if there are several hosts: it creates process groups."""
     config = job.sync.gradients
     if layout.data == 1:
         return Choice(None, "")
@@ -64,14 +65,15 @@ def plan_of(config: CompressConfig, num_steps: int) -> Plan:
 
 
 def frozen_from(job: Job, layout: Layout, num_steps: int) -> int | None:
-    """When signs begin to travel, adamw's second moments are known."""
+    """The step from which only signs are sent and adamw's second moments are frozen, as in 1-bit Adam; None: never."""
     config = job.sync.gradients
     is_adam = config.name == "onebit" and job.optim.name == "adamw" and layout.data > 1
     return config.num_warmup(num_steps) if is_adam else None
 
 
 def _levels(job: Job, layout: Layout, groups: Groups, world: World) -> tuple[Group, Group] | None:
-    """This host's part of the data group and one of each host, where sums are to take two levels."""
+    """The groups of a hierarchical reduction: this host's part of the data group, and a group with one rank of each
+    host. None if the reduction is flat."""
     if layout.zero or not job.sync.may_reduce_by_host or not world.hosts:
         found = None
     else:
@@ -93,14 +95,14 @@ def _two_levels(inside: Group, across: WayMaker) -> WayMaker:
 
 
 def must_be_exact(layout: Layout, one: Held) -> bool:
-    """What several ranks off the data axis hold alike, or hold parts of a sum of, would come apart: they compress it
-    together with other neighbours each."""
+    """Whether a parameter must not be compressed. Ranks of other axes than data that hold the same values, or partial
+    sums of the same gradient, would diverge: each compresses them together with different neighbouring parameters."""
     is_copied = layout.tensor > 1 and one.piece.is_whole
     return bool(one.partial_over) or not one.is_spoken or is_copied
 
 
 def in_words(config: CompressConfig, plan: Plan, what: str = "gradients") -> str:
-    """What is sent, for people."""
+    """Describes the compression, for people."""
     since = f" after {plan.num_warmup} steps" if plan.num_warmup else ""
     rest = ", the rest is remembered" if config.feedback else ", the rest is lost"
     return f"{words(config, what)}{since}{rest}"

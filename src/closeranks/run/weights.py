@@ -1,8 +1,8 @@
-"""How does a run start from weights that somebody else trained?
+"""Loads pre-trained weights into the model at the start of a run.
 
-Each rank reads its own pieces of its own parameters, band by band, straight into their memory. Invariants: no rank
-makes a tensor that is larger than what it holds; weights that do not fit the model, by a name, a shape or a format,
-are refused before the first value is copied; tied names that are stored twice must agree.
+Each rank reads its own pieces of its own parameters, band by band, directly into their memory. Invariants: no rank
+allocates a tensor larger than what it holds; weights that do not fit the model, by a name, a shape or a dtype, are
+refused before the first value is copied; tied names that are stored twice must have equal values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from closeranks.run.model import Kept, Model
 
 
 def load_weights(model: Model, stages: Group, weights: Weights) -> tuple[str, ...]:
-    """Put weights into the model, every rank its own; every rank calls it. Returns what a person should know.
+    """Collective. Load each rank's part of the weights into the model. Returns notes for people.
 
-    ``stages``: the pipeline's ranks."""
+    ``stages``: the group of the pipeline's ranks."""
     found = match(model.applied.shapes, weights.names(), _ties(model, stages), weights.path)
     own = list(model.kept())
     for one in own:
@@ -37,7 +37,8 @@ def load_weights(model: Model, stages: Group, weights: Weights) -> tuple[str, ..
 
 
 def _ties(model: Model, stages: Group) -> dict[str, str]:
-    """Every further name of a tied parameter, and its first. Only those who hold it know: stages tell each other."""
+    """Collective. Maps every further name of a tied parameter to its first. Only the stages that hold a parameter know
+    its names, so all stages exchange them."""
     own = {alias: held.piece.name for held in model.applied.held for alias in held.aliases}
     told: list[dict[str, str]] = [json.loads(text) for text in stages.gather_text(json.dumps(own))]
     return {alias: name for one in told for alias, name in one.items()}
@@ -66,7 +67,7 @@ def _compare(one: Kept, weights: Weights, name: str) -> None:
 
 
 def _parts_of(one: Kept, weights: Weights, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's tensor band by band, and what the weights have for it, in its own format."""
+    """This rank's tensor band by band, each with the weights for it in the tensor's dtype."""
     for band in bands(one.piece, max(one.tensor.element_size(), weights.dtype(name).itemsize)):
         target = one.tensor.narrow(0, band.first, band.length) if one.tensor.ndim else one.tensor
         yield target, weights.read(name, band.piece, one.tensor.dtype)

@@ -1,7 +1,7 @@
-"""How does a folder appear whole or not at all?
+"""Writes a folder atomically: it appears complete or not at all.
 
-It is filled under another name beside its own and renamed when it is done. Invariants: what stands in the place already
-is never touched; whatever ends the filling early, an error or Ctrl-C, leaves nothing behind. Imports no torch.
+It is filled under another name beside its own and renamed when it is complete. Invariants: existing files at the target
+are never touched; an error or Ctrl-C while it is filled leaves nothing behind. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from closeranks.core.errors import SetupError
 
 @contextmanager
 def whole_folder(place: Path) -> Iterator[Path]:
-    """A folder to fill; it is ``place`` once the block ends well."""
+    """A folder to fill; it is renamed to ``place`` if the block ends without an error."""
     refuse_taken(place)
     place = place.absolute()
     rising = place.with_name(f".{place.name}.{os.getpid()}.unfinished")
@@ -38,7 +38,7 @@ def whole_folder(place: Path) -> Iterator[Path]:
 
 
 def refuse_taken(place: Path) -> None:
-    """Before hours of work: an empty folder may be filled, anything else stays as it is."""
+    """Checked before hours of work: only an empty or missing folder may be filled."""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise SetupError(f"{place} is there already, and is not overwritten", "Name another place, or remove it first.")
 

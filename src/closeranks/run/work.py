@@ -1,6 +1,7 @@
-"""What does a pipeline do with a micro-batch? The step's and the evaluation's side of ``parallel.pipeline.Work``.
+"""The callbacks of a pipeline for each micro-batch: how steps and evaluations implement ``parallel.pipeline.Work``.
 
-The executor knows stages and order; here stand the data, the loss, random streams, statistics and the reducer.
+The pipeline executor knows the stages and their order; the callbacks supply the data, the loss, RNG seeds, statistics
+and the reducer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Weigh = Callable[[MicroBatch, Loss], Tensor]
 
 
 def loss_here(model: Model, batch: Batch) -> Loss:
-    """The job's own loss of a batch that somebody else's loop holds."""
+    """The job's own loss of a batch, for a user's own loop."""
     if model.pipeline is not None:
         what = "session.loss(batch) needs the whole model, but in a pipeline each rank holds some stages of it alone"
         raise UserError(what, "Call step.run() to train, session.evaluate() to judge, or use pipeline=1.")
@@ -33,14 +34,14 @@ def loss_here(model: Model, batch: Batch) -> Loss:
 
 
 def misfits_explained(model: Model) -> AbstractContextManager[None]:
-    """Around the job's own forwards: nothing at all, unless the tensor axis has split what they compute with."""
+    """Wraps the job's own forwards to explain shape errors under tensor parallelism; does nothing without it."""
     if model.layout.tensor == 1:
         return nullcontext()
     return shapes_explained(held.piece for held in model.applied.held)
 
 
 class PipelineWork:
-    """Micro-batches on their way through the stages."""
+    """The callbacks for a sequence of loaded micro-batches."""
 
     def __init__(
         self, model: Model, reducer: Reducer, pace: Pace, loaded: Sequence[Loaded], before: Open, after: Weigh
@@ -53,7 +54,7 @@ class PipelineWork:
         self.num_micro = len(loaded)
 
     def signature(self, micro: int) -> Hashable:
-        """Equal for micro-batches of equal shapes, on all stages alike."""
+        """Equal for micro-batches of equal shapes, and the same on all stages."""
         leaves = tree_leaves(self._loaded[micro].batch)
         return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -61,7 +62,7 @@ class PipelineWork:
         return self._model.precision.context(self._model.device)
 
     def before_forward(self, stage: int, micro: int) -> None:
-        """``stage`` counts this rank's own."""
+        """``stage``: index among this rank's own stages."""
         self._pace.tick()
         self._before(self._loaded[micro].micro_batch, stage)
 

@@ -1,12 +1,12 @@
-"""What does a worker do from its fork to its end? The entry that the agent's zygote calls.
+"""The entry points of a worker: the functions that the agent's zygote calls in a forked process.
 
-It trains a job, or runs a user's script in which a session will open. Imported by the zygote before it forks, so that
-torch and everything of ours is loaded once per host.
+A worker trains a job, or runs a user's script that opens a session. Imported by the zygote before it forks, so that
+torch and this package are loaded once per host.
 """
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  each worker's first step would import it, and the next one
+import encodings.idna  # noqa: F401  each worker's first step would import it and the one below
 import os
 import runpy
 import sys
@@ -32,7 +32,7 @@ from closeranks.telemetry.progress import Progress
 
 
 def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
-    """Train the job of the payload in the folder the command line prepared."""
+    """Train the job of the payload in the folder that the command line prepared."""
     settle_in(link=link)
     inherit(payload)
     train_job(Job.model_validate(payload["job"]), Path(payload["folder"]).absolute())
@@ -40,7 +40,7 @@ def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
 
 
 def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
-    """Run a user's script as ``python script.py args`` would; its sessions find this worker's world."""
+    """Run a user's script as ``python script.py args`` would; its sessions use this worker's world."""
     settle_in(link=link, folder=Path(payload["folder"]))
     inherit(payload)
     sys.argv = [payload["script"], *payload["args"]]
@@ -54,10 +54,10 @@ def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
 
 
 def train_here(job: Job, job_file: str, overrides: Sequence[str]) -> NoReturn:
-    """Train in this very process, one of those that torchrun or srun has started.
+    """Train in this process, which torchrun or srun has started.
 
-    It leaves as the agent's workers do, without unwinding: a thread of torch's that meets a half-closed interpreter
-    aborts the process now and then, and a run that has finished would count as failed.
+    It exits as the agent's workers do, without interpreter shutdown: a torch thread that runs during the shutdown
+    sometimes aborts the process, and a finished run would count as failed.
     """
     status = 1
     try:
@@ -75,10 +75,10 @@ def train_here(job: Job, job_file: str, overrides: Sequence[str]) -> NoReturn:
 
 
 def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> int:
-    """Rank 0 shows what happens and writes it down; the status to leave with.
+    """Train as one rank of many; returns the exit status. Rank 0 prints the progress and writes the report.
 
-    A run that a signal ended leaves rank 0 alone with a status that says so: a rank that left with one earlier would
-    have the launcher kill rank 0 before its last page is written.
+    If a signal ended the run, only rank 0 exits with a status that says so: if another rank exited with one earlier,
+    the launcher would kill rank 0 before it has written the report.
     """
     world, failure, session = detect_world(), "", None
     with Progress(log_every=job.telemetry.log_every) as progress:
