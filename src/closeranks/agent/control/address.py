@@ -1,6 +1,6 @@
-"""Which host and port does ``HOST:PORT`` mean, and can this machine listen there?
+"""Parses ``HOST:PORT`` addresses and opens listening sockets.
 
-Invariant: the port that is told is the port that is held.
+Invariant: the port that is reported is the port that the socket holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def parse_address(text: str, *, least_port: int = 1) -> Address:
 
 
 def parse_listen(text: str) -> Address:
-    """The same for one to listen on: the port may be 0 (any free one) or left out, and so may the brackets then."""
+    """The same for an address to listen on: the port may be 0 (any free one) or left out; without a port, an IPv6
+    address needs no brackets."""
     text = text.strip()
     is_bare = ":" not in text or (text.startswith("[") and text.endswith("]")) or _is_ipv6(text)
     if is_bare and text.strip("[]"):
@@ -52,12 +53,12 @@ def _is_ipv6(text: str) -> bool:
 
 
 def plain_host(host: str) -> str:
-    """An IPv4 caller of a socket that takes both kinds looks like IPv6; it is told as what it is."""
+    """The IPv4 form of an IPv4-mapped IPv6 address, which is how a dual-stack socket shows an IPv4 client."""
     return host.removeprefix("::ffff:") if "." in host else host
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """A socket that listens and does not block (port 0: any free one)."""
+    """A non-blocking listening socket (port 0: any free one)."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
@@ -66,7 +67,7 @@ def listen_on(host: str, port: int) -> socket.socket:
         raise SetupError(f"the host '{host}' is not known here ({why})", fix) from None
     listener = socket.socket(family, kind, protocol)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last connections fade out is free
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port with connections in TIME_WAIT is free
         listener.bind(address)
         listener.listen(_BACKLOG)
         listener.setblocking(False)

@@ -1,7 +1,7 @@
-"""How long until the next try?
+"""Exponential backoff with jitter: how long to wait before the next attempt.
 
-Invariant: waits grow to a bound, and chance keeps the hosts of a job from calling all at once; with a seed it is the
-same chance each time.
+Invariant: waits grow up to a bound, and the jitter keeps the hosts of a job from reconnecting all at once; with a seed
+it is deterministic.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 
 
 class Backoff:
-    """Each wait is up to twice the last: between a half and the whole of a bound that doubles until ``longest_s``."""
+    """Each wait is drawn between half of a bound and the whole of it; the bound doubles until ``longest_s``."""
 
     def __init__(self, first_s: float, longest_s: float, seed: int | None = None) -> None:
         self._first_s = first_s

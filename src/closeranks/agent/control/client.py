@@ -1,8 +1,8 @@
-"""How does a host stay in touch with the lead? It connects, shows the token, and comes again when it is cut off.
+"""A host's connection to the leader: connects, proves that it holds the token, and reconnects when it is cut off.
 
-The caller turns the loop until ``deadline`` at the latest and calls ``wake`` after each turn; the first ``wake``
-begins. A client never gives up of itself: ``num_refused`` and ``trouble`` tell the caller when it should. Invariant: at
-most one of a lookup, a connection being made and a peer exists at any time.
+The caller runs the event loop until ``deadline`` at the latest and calls ``wake`` after each iteration; the first
+``wake`` starts the first attempt. A client never gives up by itself: ``num_refused`` and ``trouble`` tell the caller
+when it should. Invariant: at most one of a DNS lookup, a connection attempt and a connection exists at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_TOLD = 16
 
 
 class ControlClient:
-    """A host's end. All callbacks come from the loop's turn or from ``wake``."""
+    """A host's end of the control channel. All callbacks come from the event loop or from ``wake``."""
 
     def __init__(
         self,
@@ -50,23 +50,24 @@ class ControlClient:
         self.address = parse_address(address) if isinstance(address, str) else address
         self._backoff = Backoff(self._terms.first_wait_s, self._terms.longest_wait_s, seed)
         self._places: list[Place] = []
-        """Those of this round that were not tried yet."""
+        """Addresses of this round that have not been tried yet."""
         self._lookup: Lookup | None = None
         self._connecting: socket.socket | None = None
         self._trying = self.address
         self._peer: Peer | None = None
         self._opened_at = 0.0
         self._until: float | None = time.monotonic()
-        """When the next try begins, or when the lookup or the connection being made has taken too long."""
+        """When the next attempt begins, or when the lookup or the connection attempt under way times out."""
         self._told: list[str] = []
         self._is_closed = False
         self.trouble = ""
-        """Why there is no connection, in words without a full stop; empty while there is one."""
+        """Why there is no connection, as a sentence without a full stop; empty while there is one."""
         self.deserted_at: float | None = None
-        """Since when its machine says that nothing listens there; None while there is a connection, or no answer."""
+        """Since when the leader's machine refuses connections (nothing listens there); None while there is a
+        connection, or no answer at all."""
         self.num_refused = 0
-        """Tries in a row that reached something which showed that it is not of this job; one that only stays silent, as
-        a lead that is stopped does, is not counted."""
+        """Consecutive attempts that reached a process which showed that it does not belong to this job; one that only
+        stays silent, such as a leader that is stopped, is not counted."""
 
     @property
     def is_open(self) -> bool:
@@ -74,7 +75,7 @@ class ControlClient:
 
     @property
     def peer(self) -> Peer | None:
-        """The lead, while it is known."""
+        """The connection to the leader, while it is open."""
         return self._peer if self.is_open else None
 
     @property
@@ -83,11 +84,11 @@ class ControlClient:
         return self._peer.deadline if self._peer is not None else self._until
 
     def send(self, fields: Fields) -> bool:
-        """Queue a message; False when there is no connection (nothing is kept for the next one)."""
+        """Queue a message; False when there is no connection (the message is not kept for the next one)."""
         return self._peer is not None and self._peer.send(fields)
 
     def wake(self) -> None:
-        """Do what time demands; cheap when there is nothing."""
+        """Handle expired deadlines; cheap when there are none."""
         now = time.monotonic()
         if self._peer is not None:
             self._peer.wake(now)
@@ -101,7 +102,7 @@ class ControlClient:
                 self._begin_round()
 
     def close(self) -> None:
-        """Leave, telling nobody."""
+        """Close without calling ``on_close``."""
         self._is_closed = True
         self._until = None
         self._drop_lookup()
@@ -110,7 +111,7 @@ class ControlClient:
             self._peer.close()
             self._peer = None
 
-    # --- finding the lead
+    # --- connecting to the leader
 
     def _begin_round(self) -> None:
         if places := numeric(self.address.host, self.address.port):
@@ -132,7 +133,7 @@ class ControlClient:
         self._try_next("")
 
     def _try_next(self, why: str) -> None:
-        """The next place of this round; after the last, ``why`` is told and a wait begins."""
+        """Try the next address of this round; after the last, report ``why`` and begin a wait."""
         while self._places:
             place = self._places.pop(0)
             number = self._connect(place)
@@ -177,7 +178,7 @@ class ControlClient:
         self.deserted_at = (self.deserted_at or time.monotonic()) if is_deserted else None
         self._wait(f"The lead at {self.address} cannot be reached: {why}")
 
-    # --- in touch
+    # --- connected
 
     def _on_opened(self, peer: Peer) -> None:
         self._opened_at = time.monotonic()
@@ -187,7 +188,7 @@ class ControlClient:
         self._tell_open(peer)
 
     def _on_ended(self, peer: Peer, why: str) -> None:
-        """Only a connection that held makes the next wait short again: a lead that hangs up at once is not pestered."""
+        """Only a connection that lasted resets the backoff, so that a leader which hangs up at once is not flooded."""
         self._peer = None
         self._places = []
         if peer.was_open:
@@ -201,7 +202,7 @@ class ControlClient:
             self._wait(f"What listens at {self.address} {why}")
 
     def _wait(self, trouble: str) -> None:
-        """Each trouble is told once until there was a connection again."""
+        """Each reason is reported once until there has been a connection again."""
         self.trouble = trouble
         self._until = time.monotonic() + self._backoff.next_s()
         if trouble not in self._told and len(self._told) < _MOST_TOLD:
@@ -227,7 +228,8 @@ class ControlClient:
 
 
 def _met_itself(endpoint: socket.socket) -> int:
-    """On one host, a caller of a port that nobody listens on may be given that very port, and reach itself."""
+    """TCP self-connect: on one host, a client of a port that nobody listens on may be given that port as its own source
+    port, and so connect to itself."""
     try:
         return errno.ECONNREFUSED if endpoint.getsockname() == endpoint.getpeername() else 0
     except OSError as error:

@@ -1,6 +1,7 @@
-"""Which refusals are worth a person's line? The first of each address; the rest are counted.
+"""A rate-limited log of refused connections: the first refusal of each address is reported, the rest are counted.
 
-Invariant: however many strangers call, and from however many addresses, the lines and the memory stay bounded.
+Invariant: however many unauthenticated clients connect, and from however many addresses, the number of lines and the
+memory stay bounded.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _QUIET_S = 600.0
-"""An address is spoken of again after this long."""
+"""An address is reported again after this long."""
 _SPAN_S = 60.0
 _MOST_LINES = 10
-"""In a span, over all addresses."""
+"""In each ``_SPAN_S``, over all addresses."""
 _MOST_ADDRESSES = 256
 
 
@@ -22,7 +23,7 @@ class _Known:
 
 
 class Complaints:
-    """Decides what is told. Times are ``time.monotonic()``."""
+    """Decides which refusals are reported. Times are ``time.monotonic()``."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
@@ -31,7 +32,7 @@ class Complaints:
         self._num_swallowed = 0
 
     def about(self, host: str, why: str, now: float) -> str | None:
-        """The line to tell, None when enough has been said."""
+        """The line to log; None when this refusal is only counted."""
         known = self._known.get(host)
         if known is not None and now - known.told_at < _QUIET_S:
             known.num_since += 1
@@ -52,7 +53,7 @@ class Complaints:
         return self._num_lines <= _MOST_LINES
 
     def _unsaid(self, known: _Known | None) -> str:
-        """What was kept quiet since: of this address, and of those there was no room for."""
+        """The counts of refusals not reported so far: of this address, and of those beyond the limit on lines."""
         swallowed, self._num_swallowed = self._num_swallowed, 0
         again = f" It was refused {known.num_since} more times before." if known and known.num_since else ""
         others = f" {swallowed} refusals of other addresses were not told." if swallowed else ""

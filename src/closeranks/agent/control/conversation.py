@@ -1,14 +1,15 @@
-"""What is said on one connection, and when is the other side believed? No sockets: bytes in, messages and bytes out.
+"""Handshake and framing of one authenticated connection, without sockets: bytes in, messages and bytes out.
 
     client                         server
     hello(nonce)            ->
                             <-     hello(nonce)
-    frame 0, empty          ->     right: the client holds the token
-    right: so does the server  <-  frame 0, empty
+    frame 0, empty          ->     valid: the client holds the token
+    valid: so does the server  <-  frame 0, empty
     frames 1, 2, ...       <->     frames 1, 2, ...
 
-The client proves itself first: a stranger who calls gets nothing that was made with the token, so there is nothing to
-try guesses on. Invariant: before frame 0 was found right no message comes out, and no body is waited for.
+The client proves itself first: an unauthenticated client gets nothing that was derived from the token, so it has
+nothing to test guesses against. Invariant: before frame 0 has been verified, no message is returned and no body is
+waited for.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Fields = dict[str, Any]
 
 
 class Conversation:
-    """One side. The caller passes on what lies in ``outbox``, and ends the connection when ``feed`` raises."""
+    """One side. The caller sends what is in ``outbox``, and closes the connection when ``feed`` raises."""
 
     def __init__(self, role: Role, token: Token, *, max_bytes: int, nonce: bytes | None = None) -> None:
         self._token = token
@@ -47,23 +48,23 @@ class Conversation:
         self._seal: Seal | None = None
         self._unwrapper: Unwrapper | None = None
         self.is_open = False
-        """Whether the other side has shown that it holds the token."""
+        """Whether the other side has proved that it holds the token."""
         self.outbox = bytearray()
         if role == "client":
             self.outbox += self._ours.encode()
 
     @property
     def is_between_messages(self) -> bool:
-        """Whether nothing has begun to arrive that has not ended."""
+        """Whether no message has arrived in part."""
         return not self._greeting and (self._unwrapper is None or self._unwrapper.is_empty)
 
     @property
     def has_proven(self) -> bool:
-        """Whether the other side was shown our proof: if it leaves now, that is its answer."""
+        """Whether our proof was sent: if the other side closes the connection now, it has rejected the proof."""
         return self.is_open or (self._ours.role == "client" and self._seal is not None)
 
     def queue(self, fields: Fields) -> None:
-        """Seal a message into the outbox; the conversation must be open."""
+        """Append a signed message to the outbox; the channel must be open."""
         if self._seal is None or not self.is_open:
             raise CloseranksError("a message was queued before the other side was known")
         body = json.dumps(fields, separators=(",", ":")).encode()
@@ -72,7 +73,7 @@ class Conversation:
         self.outbox += self._seal.wrap(body)
 
     def feed(self, data: bytes) -> Iterator[Fields]:
-        """The messages that have arrived whole. Raises ``Refused`` at the first thing that is not in order."""
+        """The messages that have arrived completely. Raises ``Refused`` at the first violation of the protocol."""
         if self._unwrapper is None:
             data = self._meet(data)
         if self._unwrapper is None:
@@ -84,13 +85,13 @@ class Conversation:
                 self._open(self._unwrapper)
 
     def _meet(self, data: bytes) -> bytes:
-        """Take the other side's hello; returns what came after it."""
+        """Consume the other side's hello; returns the bytes after it."""
         self._greeting += data
         theirs = read_hello(self._greeting, "server" if self._ours.role == "client" else "client")
         if theirs is None:
             return b""
         if self._ours.role == "server":
-            self.outbox += self._ours.encode()  # even to another version, which can then tell what is wrong
+            self.outbox += self._ours.encode()  # even to another version, which can then report the mismatch
         if theirs.version != VERSION:
             what = f"speaks version {theirs.version} of the control channel, this side {VERSION}"
             raise Refused(f"{what}: install the same closeranks on both")
@@ -108,7 +109,7 @@ class Conversation:
             self.outbox += self._seal.wrap(b"")
 
     def _open(self, unwrapper: Unwrapper) -> None:
-        """Frame 0 was right."""
+        """Frame 0 has been verified."""
         unwrapper.allow(self._max_bytes)
         self.is_open = True
         if self._ours.role == "server" and self._seal is not None:
@@ -116,7 +117,7 @@ class Conversation:
 
 
 def _fields(body: bytes) -> Fields:
-    """A message of one who holds the token; that does not make it well-formed."""
+    """Decode a message. Its sender holds the token, but it may still be malformed."""
     try:
         fields = json.loads(str(body, "utf-8"))
     except (ValueError, RecursionError):

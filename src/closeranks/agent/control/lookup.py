@@ -1,6 +1,6 @@
-"""Where is a host, by name? Asked in a child process: a name server that does not answer would stop the agent's loop.
+"""DNS lookup in a child process, because a name server that does not answer would block the agent's event loop.
 
-Invariant: nothing here waits; when a lookup is closed, its process has been killed and reaped.
+Invariant: nothing here blocks; when a lookup is closed, its process has been killed and reaped.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a socket can connect to."""
+    """An address that a socket can connect to."""
 
     family: socket.AddressFamily
     address: tuple[Any, ...]
 
 
 def numeric(host: str, port: int) -> list[Place]:
-    """The place that a numeric address is; empty for a name. Asks nobody."""
+    """The addresses of a numeric host; empty for a name. Sends no query."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
@@ -47,7 +47,7 @@ def numeric(host: str, port: int) -> list[Place]:
 
 
 class Lookup:
-    """One question. ``done(places, why)`` comes from the loop's turn, with places or with the reason for none."""
+    """One query. ``done(places, why)`` is called from the event loop, with addresses or with the reason for none."""
 
     def __init__(self, loop: Loop, host: str, port: int, done: Callable[[list[Place], str], None]) -> None:
         self._loop = loop
@@ -67,18 +67,18 @@ class Lookup:
         loop.watch(self._reader, self._hear)
 
     def close(self) -> None:
-        """Also in the middle: what was asked does not matter any more."""
+        """Also cancels a lookup that is still running."""
         if self._process.returncode is not None:
             return
         self._loop.forget(self._reader)
         os.close(self._reader)
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
-        self._process.wait()  # of a killed process: a moment
+        self._process.wait()  # brief: it was killed
 
     def _hear(self) -> None:
-        """What was written to a pipe is there whole when its reader is told; the end comes with the process's."""
-        if self._process.returncode is not None:  # closed earlier in the same turn, and its number given out again
+        """Collect the output until end of file, which comes when the process ends."""
+        if self._process.returncode is not None:  # closed earlier in this iteration; its descriptor may be reused
             return
         data = os.read(self._reader, _MOST_BYTES)
         self._answer += data
@@ -88,7 +88,7 @@ class Lookup:
 
 
 def read_answer(answer: bytes) -> tuple[list[Place], str]:
-    """The places that were found, or why there are none."""
+    """The addresses that were found, or why there are none."""
     try:
         found = json.loads(answer)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What stands between one connection's socket and its conversation? It moves bytes, and never waits.
+"""One connection of the control channel: moves bytes between a socket and its authenticated channel without blocking.
 
-Invariant: nobody is called back from ``send`` or ``close``: callbacks come from the loop's turn and from ``wake``
-alone, so whoever sends to many may do so while walking over them. ``ended`` comes once, and never after ``close``.
+Invariant: ``send`` and ``close`` make no callbacks; callbacks come only from the event loop and from ``wake``, so a
+caller may send while it iterates over its connections. ``ended`` is called once, and never after ``close``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _CLOSED = "closed the connection"
 
 @dataclass(frozen=True, slots=True)
 class Ears:
-    """Who is told what happens on a connection."""
+    """Callbacks for what happens on a connection."""
 
     opened: Callable[[Peer], None]
     heard: Callable[[Peer, Fields], None]
     ended: Callable[[Peer, str], None]
-    """With the words that go on after the name of the other side; ``was_open`` tells whether it was ever known."""
+    """With the reason, worded to follow the name of the other side; ``was_open`` tells whether it was ever
+    authenticated."""
 
 
 class Peer:
-    """The other side of one connection. Hashable by identity; keep what is known of it in a dictionary of your own."""
+    """One connection. Hashable by identity, so that callers can keep their own data about it in a dictionary."""
 
     def __init__(
         self, loop: Loop, endpoint: socket.socket, where: Address, talk: Conversation, ears: Ears, terms: Terms
@@ -52,29 +53,30 @@ class Peer:
         self._is_closed = False
         self.was_open = False
         self.is_foreign = False
-        """Whether what it said, or how it took our proof, shows that it is not of this job; silence shows nothing."""
+        """Whether what it sent, or its reaction to our proof, shows that it does not belong to this job; silence shows
+        nothing."""
         self.has_hung_up = False
-        """Whether the far end, or its kernel for it, has ended the connection; silence and our own doing are not it."""
+        """Whether the remote process, or its kernel, closed the connection; False after silence or our own close."""
         self.where = where
-        """Where it is, as this side sees it."""
+        """Address of the other side, as seen from this side."""
         self.local_host = plain_host(endpoint.getsockname()[0])
-        """The address of this machine that leads there."""
+        """The address of this machine on that connection."""
         _tune(endpoint, terms.silence_s)
         loop.watch(self._fd, self._on_ready)
         self._flush()
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds the token and can be sent to."""
+        """Whether the other side holds the token and messages can be sent to it."""
         return self.was_open and not self._is_closed and not self._why
 
     @property
     def deadline(self) -> float | None:
-        """When the handshake must be over."""
+        """When the handshake times out."""
         return None if self.was_open or self._is_closed else self._patience
 
     def send(self, fields: Fields) -> bool:
-        """Queue a message and pass on what the socket takes now; False when it cannot be reached any more."""
+        """Queue a message and write what the socket accepts now; False when the other side is unreachable."""
         if not self.is_open:
             return False
         self._talk.queue(fields)
@@ -84,17 +86,17 @@ class Peer:
         return self.is_open
 
     def wake(self, now: float) -> None:
-        """Drop a stranger whose time is over."""
+        """Close a connection that did not authenticate in time."""
         if self.deadline is not None and now >= self.deadline:
             self._end(f"did not show within {self._terms.handshake_s:g} s that it holds the token")
 
     def refuse(self, why: str) -> None:
-        """End it and tell why."""
+        """Close the connection and report why."""
         if not self._is_closed:
             self._end(why)
 
     def close(self) -> None:
-        """Leave, telling nobody. What the socket has taken still arrives; what waits in the queue does not."""
+        """Close without a callback. What the socket has accepted is still delivered; the queue is dropped."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.forget(self._fd)
@@ -102,7 +104,7 @@ class Peer:
             self._talk.outbox.clear()
 
     def _doom(self, why: str) -> None:
-        """End at the loop's next turn: a socket that was shut down is ready at once."""
+        """Close in the event loop's next iteration: a socket that was shut down is ready at once."""
         self._why = self._why or why
         with suppress(OSError):
             self._endpoint.shutdown(socket.SHUT_RDWR)
@@ -112,7 +114,7 @@ class Peer:
         self._ears.ended(self, why)
 
     def _on_ready(self) -> None:
-        if self._is_closed:  # by a call earlier in the same turn, and its number given out again
+        if self._is_closed:  # closed earlier in this iteration; its descriptor may be reused
             return
         if self._why:
             self._end(self._why)
@@ -133,7 +135,7 @@ class Peer:
             self._end(self._parting(self._trouble or _CLOSED))
 
     def _hear(self, data: bytes) -> None:
-        """Messages that came before one that is refused are passed on first."""
+        """Messages that arrived before an invalid one are delivered first."""
         try:
             for fields in self._talk.feed(data):
                 self._greet()
@@ -155,7 +157,8 @@ class Peer:
             self._ears.opened(self)
 
     def _flush(self) -> None:
-        """Pass on what the socket takes. An error is told by the reading that follows: what came before it is heard."""
+        """Write what the socket accepts. An error is reported by the read that follows, after what had arrived before
+        it has been delivered."""
         if self._is_closed:
             return
         outbox = self._talk.outbox
@@ -189,10 +192,10 @@ def _broken(error: OSError) -> str:
 
 
 def _tune(endpoint: socket.socket, silence_s: float) -> None:
-    """Small messages leave at once; a host that lost its power or its cable is noticed by the kernel."""
+    """Send small messages at once (TCP_NODELAY), and let the kernel detect a host that lost its power or network."""
     endpoint.setblocking(False)
     probe_s = max(1, round(silence_s / 4))
-    with suppress(OSError):  # a connection that is gone already: reading tells
+    with suppress(OSError):  # the connection is gone already: the next read reports it
         endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
             (socket.TCP_NODELAY, 1),

@@ -1,13 +1,13 @@
-"""How is a message on the control channel known to be its sender's, new, and in its place?
+"""Frames of the control channel, signed with an HMAC so that forged, replayed or reordered ones are rejected.
 
     hello    magic (18) | role (1) | version (2) | nonce (32)                        in the clear, both sides
     frame    length (4) | tag of the length (16) | body | tag of the body (32)       everything after that
 
-A tag is an HMAC-SHA256 over (direction, both hellos, which part, number of the frame, part), under a key drawn from the
-job token and both nonces. The hellos are in it, so whoever alters one breaks every tag; the nonces are fresh on each
-side, so a frame of another connection fits nowhere; the number is counted, never sent, so a frame that is left out,
-repeated or moved breaks its own tag. The length has a tag of its own: a forged one is refused at once, instead of being
-waited for. Invariant: not one byte of a body is looked at before its tag was found right, in constant time.
+A tag is an HMAC-SHA256 over (direction, both hellos, which part, number of the frame, part), under a key derived from
+the job token and both nonces. It covers the hellos, so altering one invalidates every tag; the nonces are fresh on each
+side, so a frame of another connection is never valid; the number is counted, never sent, so a frame that is dropped,
+repeated or reordered fails its check. The length has a tag of its own: a forged length is rejected at once, instead of
+being waited for. Invariant: no byte of a body is used before its tag has been verified, in constant time.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _FOREIGN = (
 
 
 class Refused(CloseranksError):
-    """What came is not to be trusted; ``what`` goes on after the name of the other side."""
+    """The data received is not valid on this channel; ``what`` is worded to follow the name of the other side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first thing a side says: who it is, and a number nobody has seen."""
+    """The first data that a side sends: its role and a fresh nonce."""
 
     role: Role
     nonce: bytes
@@ -65,7 +65,7 @@ class Hello:
 
 
 def read_hello(data: bytes | bytearray, role: Role) -> Hello | None:
-    """The hello that ``data`` begins with, None while it may yet become one. A stranger is known by its first byte."""
+    """The hello at the start of ``data``; None while it is incomplete. Raises at the first byte that does not match."""
     expected = MAGIC + _ROLES[role]
     if not expected.startswith(bytes(data[: len(expected)])):
         raise Refused(_foreign(bytes(data[: len(expected)])))
@@ -76,7 +76,7 @@ def read_hello(data: bytes | bytearray, role: Role) -> Hello | None:
 
 
 def _foreign(data: bytes) -> str:
-    """What a stranger seems to speak. Its own bytes are not repeated: they would reach a terminal or a log."""
+    """Which protocol the other side seems to speak. Its bytes are not quoted: they would reach a terminal or a log."""
     if data.startswith(MAGIC):
         return "is on the same side of the channel: two leads, or two hosts, were joined to each other"
     for beginnings, words in _FOREIGN:
@@ -87,7 +87,7 @@ def _foreign(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seals:
-    """One for what the client sends, one for what the server sends."""
+    """One signer for what the client sends, one for what the server sends."""
 
     client: Seal
     server: Seal
@@ -102,7 +102,7 @@ def draw_seals(token: Token, client: Hello, server: Hello) -> Seals:
 
 
 class Seal:
-    """Tags for one direction of one connection; each frame may be tagged, or checked, once and in order."""
+    """Signs or verifies the frames of one direction of one connection, each frame once and in order."""
 
     def __init__(self, key: bytes, place: bytes) -> None:
         self._begun = hmac.new(key, place, hashlib.sha256)
@@ -139,25 +139,26 @@ class Seal:
 
 
 class Unwrapper:
-    """Bytes in, checked bodies out; what is left waits for its end."""
+    """Bytes in, verified bodies out; an incomplete frame stays in the buffer."""
 
     def __init__(self, seal: Seal, max_bytes: int) -> None:
         self._seal = seal
         self._max_bytes = max_bytes
         self._buffer = bytearray()
         self._length: int | None = None
-        """Of the body that is being waited for, once its header was found right."""
+        """Length of the body that is awaited, once its header has been verified."""
 
     @property
     def is_empty(self) -> bool:
         return not self._buffer and self._length is None
 
     def allow(self, max_bytes: int) -> None:
-        """From now on bodies may be as large as this."""
+        """Set the largest body that is accepted from now on."""
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Each body before the next is looked at: one that is bad does not take the good ones before it along."""
+        """Yields each body before the next frame is checked, so that an invalid frame does not discard valid ones
+        before it."""
         self._buffer += data
         while (body := self._next()) is not None:
             yield body

@@ -1,7 +1,7 @@
-"""Who may talk to the lead? Whoever shows that it holds the job's token; all others are refused, and cost little.
+"""The leader's server: accepts connections that prove they hold the job's token, and refuses all others at little cost.
 
-The caller turns the loop until ``deadline`` at the latest and calls ``wake`` after each turn. Invariant: the faults of
-one connection end that connection; the others, and the loop, go on.
+The caller runs the event loop until ``deadline`` at the latest and calls ``wake`` after each iteration. Invariant: an
+error on one connection closes that connection; the others, and the event loop, continue.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from closeranks.agent.loop import Loop
 
 _ACCEPTS_PER_TURN = 32
 _REST_S = 1.0
-"""How long nobody is let in after the host had no descriptor or memory for one."""
+"""How long no connection is accepted after the host ran out of descriptors or memory."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ControlServer:
-    """The lead's end. All callbacks come from the loop's turn or from ``wake``."""
+    """The leader's end of the control channel. All callbacks come from the event loop or from ``wake``."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ControlServer:
         self._ears = Ears(self._on_opened, on_message, self._on_ended)
         self._complaints = Complaints()
         self._strangers: dict[Peer, None] = {}
-        """In the order in which they came, which is that of their deadlines."""
+        """Unauthenticated connections in order of arrival, which is the order of their deadlines."""
         self._peers: dict[Peer, None] = {}
         self._rests_until: float | None = None
         self._has_told_rest = False
@@ -62,7 +62,7 @@ class ControlServer:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Those who hold the token."""
+        """The authenticated connections."""
         return tuple(self._peers)
 
     @property
@@ -73,7 +73,7 @@ class ControlServer:
         return min((at for at in times if at is not None), default=None)
 
     def wake(self) -> None:
-        """Do what time demands; cheap when there is nothing."""
+        """Handle expired deadlines; cheap when there are none."""
         now = time.monotonic()
         for peer in list(self._strangers):
             if peer.deadline is not None and peer.deadline > now:
@@ -84,7 +84,7 @@ class ControlServer:
             self._loop.watch(self._fd, self._accept)
 
     def close(self) -> None:
-        """Leave all, telling nobody; the port is free then."""
+        """Close everything without callbacks; the port is free afterwards."""
         self._loop.forget(self._fd)
         self._listener.close()
         self._rests_until = None
@@ -94,7 +94,7 @@ class ControlServer:
         self._peers.clear()
 
     def _accept(self) -> None:
-        """A bounded number, so that callers cannot starve those who are in."""
+        """Accept a bounded number, so that new connections cannot starve established ones."""
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 endpoint, address = self._listener.accept()
@@ -104,11 +104,12 @@ class ControlServer:
                 if error.errno in _EXHAUSTED:
                     self._rest(error)
                     return
-                continue  # that caller is gone already
+                continue  # that client is gone already
             self._admit(endpoint, Address(plain_host(address[0]), address[1]))
 
     def _rest(self, error: OSError) -> None:
-        """A caller that cannot be let in stays in the queue and would wake the loop for ever."""
+        """Stop accepting for a while: a connection that cannot be accepted stays in the backlog and would keep the
+        event loop spinning."""
         self._loop.forget(self._fd)
         self._rests_until = time.monotonic() + _REST_S
         if not self._has_told_rest:
@@ -116,7 +117,7 @@ class ControlServer:
             self._tell_note(f"Hosts that want to join have to wait ({error.strerror}): raise the limit (ulimit -n).")
 
     def _admit(self, endpoint: socket.socket, where: Address) -> None:
-        """``where`` comes from the kernel along with the caller, who may be gone when it is asked for."""
+        """``where`` is the address that ``accept`` returned: ``getpeername`` fails when the client is already gone."""
         talk = Conversation("server", self._token, max_bytes=self._terms.max_frame_bytes)
         self._strangers[Peer(self._loop, endpoint, where, talk, self._ears, self._terms)] = None
         if len(self._strangers) > self._terms.max_strangers:
@@ -146,5 +147,6 @@ class ControlServer:
 
 
 def most_crowded(hosts: list[str]) -> str:
-    """The address with the most connections, the earliest of equals: one that floods pays before one that joins."""
+    """The address with the most connections, the earliest in a tie: a client that floods the server is dropped before a
+    host that joins."""
     return Counter(hosts).most_common(1)[0][0]

@@ -1,7 +1,7 @@
-"""Which secret do the agents of one job share, and where does it lie?
+"""The secret that the agents of one job share: where it comes from, and how it is checked and written.
 
-Order: ``--token-file``, then ``CLOSERANKS_TOKEN``, and the lead draws one itself when neither was given. Invariant: the
-secret is in nobody's words: its ``repr`` shows a fingerprint, no error quotes it, and no command line carries it.
+Order: ``--token-file``, then ``CLOSERANKS_TOKEN``; the leader generates one when neither was given. Invariant: the
+secret is never printed: its ``repr`` shows a fingerprint, no error quotes it, and no command line carries it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from closeranks.core.regular_file import open_binary
 NUM_RANDOM_BYTES = 32
 _FEWEST_CHARACTERS = 32
 _FEWEST_DIFFERENT = 8
-"""A repeated character is long but no secret; 32 random hex digits have fewer than this once in 10^11 draws."""
+"""Rejects long tokens of a repeated character; 32 random hex digits have fewer than this once in 10^11 draws."""
 _MOST_BYTES = 4096
 _HOW = "Make one with `openssl rand -hex 32`, in a file of mode 600 that each host is given with --token-file."
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The job's secret. Compare two by their fingerprints, which may be shown."""
+    """The job's secret. Its fingerprint may be shown, and tells two tokens apart."""
 
     secret: bytes = field(repr=False)
 
@@ -42,7 +42,7 @@ class Token:
 
 
 def parse_token(text: str, source: str) -> Token:
-    """The token in what ``source`` gave; white space around it, as an editor's last newline, does not count."""
+    """Parse the text that ``source`` gave; surrounding white space, such as an editor's last newline, is ignored."""
     words = text.split()
     if not words:
         raise SetupError(f"{source} holds no job token", _HOW)
@@ -57,7 +57,7 @@ def parse_token(text: str, source: str) -> Token:
 
 
 def read_token(path: Path, on_note: Callable[[str], None]) -> Token:
-    """The token in a file; one that others may read or write is used, with a warning."""
+    """Read the token from a file; a file that others may read or write is accepted with a warning."""
     try:
         with open_binary(path) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -73,9 +73,9 @@ def read_token(path: Path, on_note: Callable[[str], None]) -> Token:
 
 
 def draw_token(path: Path) -> Token:
-    """A fresh token, written to ``path`` for its owner alone. Whoever reads finds the old file or the new one, whole.
+    """Generate a token and write it to ``path``, readable by its owner only. The file is replaced atomically.
 
-    A temporary file is of mode 600 from the start, whatever the umask: there is no moment at which others can read.
+    The temporary file has mode 600 from the start, whatever the umask: there is no moment at which others can read it.
     """
     text = secrets.token_hex(NUM_RANDOM_BYTES)
     try:
@@ -95,19 +95,19 @@ def draw_token(path: Path) -> Token:
 
 
 def given_token(token_file: Path | None, from_shell: str, on_note: Callable[[str], None]) -> Token | None:
-    """The token that a person gave, if one did. ``from_shell``: ``core.environment.job_token()``."""
+    """The token that the user gave, or None. ``from_shell``: ``core.environment.job_token()``."""
     if token_file is not None:
         return read_token(token_file, on_note)
     return parse_token(from_shell, "CLOSERANKS_TOKEN") if from_shell else None
 
 
 def lead_token(token_file: Path | None, from_shell: str, draw_at: Path, on_note: Callable[[str], None]) -> Token:
-    """The lead's: the one given, or one drawn and written to ``draw_at``."""
+    """The leader's token: the one given, or a new one that is written to ``draw_at``."""
     return given_token(token_file, from_shell, on_note) or draw_token(draw_at)
 
 
 def host_token(token_file: Path | None, from_shell: str, on_note: Callable[[str], None]) -> Token:
-    """A joining host's: it must have been given."""
+    """The token of a host that joins; one must have been given."""
     token = given_token(token_file, from_shell, on_note)
     if token is None:
         fix = "Copy the lead's token file here and pass --token-file, or set CLOSERANKS_TOKEN."
