@@ -1,7 +1,7 @@
-"""Is a value that came over the wire what a message may hold?
+"""Codecs that validate the fields of membership messages.
 
-Each check decodes one plain JSON value into the value of a field, and encodes it back. Invariant: a value passes whole
-or ``ProtocolError`` says in one sentence what is wrong with it; nothing is converted, executed or guessed.
+Each codec decodes one plain JSON value into the value of a field, and encodes it back. Invariant: a value is accepted
+as it is, or ``ProtocolError`` says in one sentence what is wrong with it; nothing is converted, executed or guessed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_WORKERS = 1 << 20
 
 
 class ProtocolError(CloseranksError):
-    """A message that is not one of ours. Its sender is refused; nothing of it is used."""
+    """A message that does not follow the protocol. Its sender is refused, and nothing of it is used."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what, "Check that every host runs the same version of closeranks and belongs to this job.")
@@ -34,7 +34,7 @@ class Check(Protocol):
 
 
 class _Plain:
-    """What travels as it is."""
+    """A value that is its own encoding."""
 
     def encode(self, value: Any) -> Any:
         return value
@@ -53,7 +53,7 @@ class Whole(_Plain):
 
 @dataclass(frozen=True, slots=True)
 class Number(_Plain):
-    """Seconds and the like: finite and not negative. A whole number passes, for JSON writers differ about 3.0."""
+    """Seconds and the like: finite and not negative. An integer is accepted, as some JSON writers write 3.0 as 3."""
 
     least: float = 0.0
     most: float = 1e9
@@ -68,7 +68,7 @@ class Number(_Plain):
 class Text(_Plain):
     most: int = 4096
     is_name: bool = False
-    """A name is not empty and has nothing in it that does not print."""
+    """A name is not empty and has printable characters only."""
 
     def decode(self, name: str, value: Any) -> str:
         if type(value) is not str or len(value) > self.most:
@@ -86,7 +86,7 @@ class Flag(_Plain):
 
 
 class Table(_Plain):
-    """A dict of JSON values, of bounded depth and size; what it means is its reader's business."""
+    """A dict of JSON values, of bounded depth and size; its reader interprets it."""
 
     def decode(self, name: str, value: Any) -> dict[str, Any]:
         if type(value) is not dict:
@@ -96,7 +96,7 @@ class Table(_Plain):
 
 
 def _look_through(name: str, root: Any) -> None:
-    """Breadth first, so that a deep value meets a bound of ours and not the interpreter's."""
+    """Breadth first, so that a deeply nested value reaches our bound and not the interpreter's recursion limit."""
     level, num_nodes = [root], 0
     for _ in range(_MAX_DEPTH):
         num_nodes += len(level)
@@ -133,7 +133,7 @@ class Kind:
 
 
 class Runs:
-    """How many workers each host has, in order, as runs: 10,000 hosts of 8 workers travel as ``[[8, 10000]]``."""
+    """Numbers of workers per host, run-length encoded: 10,000 hosts of 8 workers are sent as ``[[8, 10000]]``."""
 
     def encode(self, value: tuple[int, ...]) -> list[list[int]]:
         runs: list[list[int]] = []
@@ -159,7 +159,7 @@ def _is_run(run: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A foreign value in an error: short, and without a container's contents, which may be large."""
+    """An untrusted value for an error message: short, and without a container's contents, which may be large."""
     if isinstance(value, (dict, list)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What do the machines of the membership want done? They decide; whoever runs them acts.
+"""Effects that the membership state machines return: they decide, their caller acts.
 
 Invariant: effects are carried out in the order in which they were returned.
 """
@@ -17,12 +17,12 @@ Change = Literal["joined", "leaving", "left", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """To the host that the letter names, or, on a host, to the lead."""
+    """Send a message: to the host that the envelope names or, on a host, to the leader."""
 
     letter: Letter
 
 
-# --- the lead's
+# --- effects of the leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Host:
 
     name: str
     num_workers: int
-    """How many it has room for."""
+    """Its capacity."""
     incarnation: int
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a generation is over."""
+    """Why a generation ended."""
 
     why: Why
     host: str = ""
@@ -48,7 +48,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A host came or went."""
+    """A host joined, is leaving, left or was lost."""
 
     host: str
     change: Change
@@ -65,7 +65,7 @@ class Formed:
 
 @dataclass(frozen=True, slots=True)
 class Broke:
-    """The generation is being fenced; the first cause counts."""
+    """The generation is being fenced; ``cause`` is the first one."""
 
     generation: int
     cause: Cause
@@ -73,18 +73,18 @@ class Broke:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """No worker of the generation lives any more: the next one may begin, with any of these hosts."""
+    """No worker of the generation is alive any more: the next generation may begin, on any of the available hosts."""
 
     generation: int
     cause: Cause
     facts: Mapping[str, Mapping[str, Any]]
-    """What each member told when it was done or fenced; nothing of those that were lost."""
+    """What each member reported when it was done or fenced; lost members have no entry."""
     available: tuple[Host, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A member passes on what its workers said."""
+    """An event, output line or note that a member passed on."""
 
     host: str
     body: Event | Output | Note
@@ -92,7 +92,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Deposed:
-    """This lead's authority has run out: it orders nothing any more."""
+    """This leader's own lease has expired: it gives no more orders."""
 
     term: int
 
@@ -100,12 +100,12 @@ class Deposed:
 LeadEffect = Send | Changed | Formed | Broke | Settled | Told | Deposed
 
 
-# --- a host's
+# --- effects of a host
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The lead knows this host; ``plan`` is what it said of the job."""
+    """The leader has accepted this host; ``plan`` describes the job."""
 
     term: int
     plan: Mapping[str, Any]
@@ -120,7 +120,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class TakeStore:
-    """Tell the workers where their group forms."""
+    """Pass the store's address to the workers, for their rendezvous."""
 
     address: str
 
@@ -134,7 +134,7 @@ class TakeAsk:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL to every worker, at once; then tell ``Follower.fenced``."""
+    """Send SIGKILL to every worker at once; when they are dead, call ``Follower.fenced``."""
 
     generation: int
     why: str
@@ -142,8 +142,8 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """It is over for this host, and no worker of it lives. ``is_lost``: no lead is left. ``rescues``, and then too:
-    what memory holds belongs on disk first."""
+    """The job is over for this host, and none of its workers is alive. ``is_lost``: no leader is left. With ``is_lost``
+    or ``rescues``, the snapshots in memory must be written to disk first."""
 
     reason: str
     is_lost: bool = False

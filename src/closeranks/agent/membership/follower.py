@@ -1,16 +1,16 @@
-"""What does a host do that takes part in a job led from elsewhere?
+"""State machine of a host that takes part in a job: joining, holding a lease, running and fencing its workers.
 
     joining --welcome--> joined --lease over, connection closed, a newer term--> (workers killed) --> joining again
-    in it:   idle --Begin--> working --Fence--> killing --dead--> idle        working --left by themselves--> done
+    joined:  idle --Begin--> working --Fence--> killing --dead--> idle        working --workers exited--> done
 
 Invariants:
-- no worker lives when a ``Join`` is sent, so that the lead may count a host that joins again as fenced;
-- the lease runs from when the beat that the lead answered was SENT: a host knows that it has lost its lease before the
-  lead may count it as lost, and orders its workers killed at that moment. ``lease_until`` is for the workers too: one
-  that looks at it before it commits is safe even where its agent is stopped;
-- orders count only from the highest term seen, for this session, and for a newer generation than any heard of; a fence
-  that overtakes its begin is remembered;
-- what the lead must know is said again with every beat until the lead has shown that it heard.
+- no worker is alive when a ``Join`` is sent, so that the leader may count a host that joins again as fenced;
+- the lease runs from when the heartbeat that the leader acknowledged was SENT: a host knows that it has lost its lease
+  before the leader may count it as lost, and orders its workers killed at that moment. ``lease_until`` is for the
+  workers too: one that checks it before it commits is safe even while its agent is stopped;
+- orders are obeyed only from the highest term seen, for this session, and for a newer generation than any known; a
+  fence that overtakes its begin is remembered;
+- what the leader must know is sent again with every heartbeat until the leader has acknowledged it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Work(enum.StrEnum):
 
 
 class Follower:
-    """One life of a host's agent. ``now`` is its monotonic clock, in every call."""
+    """One incarnation of a host's agent. In every call, ``now`` is the host's monotonic clock."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Follower:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         """``incarnation`` grows with every start of the agent on that host; ``give_up_s`` is how long it looks for a
-        lead before it ends."""
+        leader before it ends."""
         self.host = host
         self.incarnation = incarnation
         self.num_workers = num_workers
@@ -80,7 +80,7 @@ class Follower:
         self.is_over = False
         self.work = Work.IDLE
         self.generation = -1
-        """The newest heard of, begun or not."""
+        """The newest generation known here, whether it was started or not."""
         self.lease_until = -math.inf
         self._give_up_s = give_up_s
         self._facts = dict(facts or {})
@@ -99,10 +99,10 @@ class Follower:
         self._leaving: Leaving | None = None
         self._end: End | None = None
 
-    # --- the lead speaks
+    # --- messages from the leader
 
     def handle(self, letter: Letter, now: float) -> Effects:
-        """A letter of a lead has arrived."""
+        """A message from a leader has arrived."""
         if self.is_over or (letter.host, letter.incarnation) != (self.host, self.incarnation):
             return []
         if self._is_stale(letter):
@@ -147,7 +147,8 @@ class Follower:
         return [Joined(self.term, welcome.plan), self._beat(now, ())]
 
     def _on_beat_back(self, back: BeatBack, now: float) -> Effects:
-        """Beats up to this one need no answer any more; a later answer to an earlier one would renew less."""
+        """Heartbeats up to this one need no acknowledgement any more: one for an earlier heartbeat, arriving later,
+        would renew the lease for less."""
         sent_at = self._sent.get(back.seq)
         if sent_at is None:
             return []
@@ -158,7 +159,8 @@ class Follower:
         return []
 
     def _on_begin(self, begin: Begin, now: float) -> Effects:
-        """Confirmed with a beat out of turn: a fleet that beats slowly forms as fast as a small one."""
+        """Confirmed with an immediate heartbeat, so that a large fleet with slow heartbeats forms a generation as fast
+        as a small one."""
         if begin.generation <= self.generation or self.work in (Work.WORKING, Work.KILLING):
             return []
         self.generation, self.work = begin.generation, Work.WORKING
@@ -184,26 +186,26 @@ class Follower:
         return [TakeStore(store.address)]
 
     def _on_ask(self, ask: Ask) -> Effects:
-        """In their order; one that overtook another is said again later."""
+        """Requests are taken in order; one that overtook another is dropped, and the leader sends it again."""
         if ask.number != self._num_asked + 1:
             return []
         self._num_asked = ask.number
         return [TakeAsk(ask)]
 
-    # --- this host speaks
+    # --- what happens on this host
 
     def stored(self, address: str) -> Effects:
-        """Rank 0 is here, and its store stands."""
+        """Rank 0 is on this host and has opened its store."""
         if self.work != Work.WORKING or self._store:
             return []
         return self._tell(Store(self.generation, address))
 
     def broke(self, facts: Mapping[str, Any]) -> Effects:
-        """A worker failed; the lead will have all of them fenced."""
+        """A worker failed; the leader will have the whole generation fenced."""
         return self._tell(Broken(self.generation, dict(facts))) if self.work == Work.WORKING else []
 
     def done(self, facts: Mapping[str, Any]) -> Effects:
-        """All workers have left by themselves."""
+        """All workers have exited by themselves."""
         if self.work != Work.WORKING:
             return []
         self.work, self._fenced_facts = Work.DONE, dict(facts)
@@ -211,7 +213,7 @@ class Follower:
         return self._tell(Done(self.generation, dict(facts)))
 
     def fenced(self, facts: Mapping[str, Any], now: float) -> Effects:
-        """All workers are dead, as ``Kill`` asked for."""
+        """All workers are dead, as ``Kill`` ordered."""
         if self.work != Work.KILLING:
             return []
         self.work, self._fenced_facts = Work.IDLE, dict(facts)
@@ -224,27 +226,27 @@ class Follower:
         return []
 
     def leave(self, reason: str) -> Effects:
-        """This host was asked to go: it stays until its workers are out of the run."""
+        """This host was asked to leave the job: it stays until its workers have left the generation."""
         self._leaving = Leaving(reason)
         return [self._send(self._leaving)] if self.is_joined else self._finish(End(reason))
 
     def abandon(self, reason: str) -> Effects:
-        """No lead of this job is left, as far as anybody can know."""
+        """The caller has concluded that this job has no leader any more."""
         return [] if self.is_over or self._end is not None else self._finish(End(reason, is_lost=True))
 
     def relay(self, body: Event | Output | Note) -> Effects:
         return [self._send(body)] if self.is_joined else []
 
     def opened(self, now: float) -> None:
-        """There is a connection to a lead: a host that has none need not wait for its next try."""
+        """There is a connection to a leader: a host that has not joined need not wait for its next attempt."""
         if not self.is_joined:
             self._next_join, self._retry_s = now, _FIRST_RETRY_S
 
     def closed(self, now: float) -> Effects:
-        """The connection to the lead has ended."""
+        """The connection to the leader has ended."""
         return self._cut("the connection to the lead was closed", now) if self.is_joined else []
 
-    # --- time passes
+    # --- timers
 
     def tick(self, now: float, progress: Sequence[RankProgress] = ()) -> Effects:
         if self.is_over:
@@ -263,7 +265,7 @@ class Follower:
         return self._join(now) if now >= self._next_join else []
 
     def deadline(self, now: float) -> float | None:
-        """When ``tick`` is due, at the latest; None: only when something happens."""
+        """When ``tick`` must be called at the latest; None: not before something else happens."""
         if self.is_over or (self.work == Work.KILLING and not self.is_joined):
             return None
         if self.is_joined:
@@ -271,7 +273,7 @@ class Follower:
         return max(now, min(self._next_join, self._heard_at + self._give_up_s))
 
     def _join(self, now: float) -> Effects:
-        """Each attempt is a session of its own, and waits longer for its answer than the last."""
+        """Each attempt is a new session, and waits longer for its answer than the one before."""
         self.session += 1
         self._joined_at, self._next_join = now, now + self._retry_s
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
@@ -283,10 +285,10 @@ class Follower:
         self._next_beat = now + self._beat_s
         return self._send(Beat(self._seq, self.generation, bool(self._store), self._num_asked, tuple(progress)))
 
-    # --- the end of a lease, a generation, a life
+    # --- the end of a lease, of a generation, of the job
 
     def _cut(self, why: str, now: float) -> Effects:
-        """No lead any more that answers for this host. Its memory stays, and so does its incarnation."""
+        """The lease or the connection is lost. The host keeps its snapshot memory and its incarnation."""
         self.is_joined, self._next_beat, self._next_join = False, math.inf, now
         self._unheard.clear()
         if self._leaving is not None:
@@ -294,7 +296,7 @@ class Follower:
         return [self._kill(why)] if self.work == Work.WORKING else []
 
     def _finish(self, end: End) -> Effects:
-        """The end waits for the death of the workers."""
+        """End once the workers are dead."""
         self._end = end
         if self.work == Work.WORKING:
             return [self._kill(end.reason)]

@@ -1,10 +1,10 @@
-"""How does one generation stand?
+"""The state of one generation and of each of its members.
 
-    forming --all have started--> running --fault, loss or order--> breaking --every seat is out--> settled
-                                     `------- every member is done ------------------------------------^
+    forming --all have started--> running --fault, loss or order--> breaking --every member is out--> settled
+                                     `------- every member is done --------------------------------------^
 
-Invariant: a generation is settled only when every seat is out, that is, when none of its workers lives and none can be
-born. Counts are kept, not recomputed: a message costs the same in a fleet of ten thousand.
+Invariant: a generation is settled only when every member is done or out, that is, when none of its workers is alive and
+none can be started. Counts are updated, not recomputed: a message costs the same in a fleet of ten thousand hosts.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ class Phase(enum.StrEnum):
 
 class Standing(enum.IntEnum):
     CALLED = 0
-    """Asked to start its workers."""
+    """Ordered to start its workers."""
     WORKING = 1
     DONE = 2
-    """Its workers have left by themselves."""
+    """Its workers have exited by themselves."""
     OUT = 3
-    """Its workers are dead, or it is."""
+    """Its workers are dead, or the host is."""
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A member's place in a generation."""
+    """One host as a member of a generation."""
 
     peer: Peer
     begin: Begin
     told_at: float
-    """When it was last told what it has not confirmed yet."""
+    """When an order that it has not confirmed yet was last sent to it."""
     standing: Standing = Standing.CALLED
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
-        """Whether workers of it may live."""
+        """Whether some of its workers may be alive."""
         return self.standing < Standing.DONE
 
 
 class Generation:
-    """The seats of one agreed membership."""
+    """The members of one generation, and their states."""
 
     def __init__(self, number: int, seats: list[Seat]) -> None:
         self.number = number
@@ -67,12 +67,12 @@ class Generation:
         self._num[Standing.CALLED] = len(seats)
 
     def seat_of(self, peer: Peer) -> Seat | None:
-        """None where the seat belongs to another session of that host."""
+        """None if the member is another session of that host."""
         seat = self.seats.get(peer.name)
         return seat if seat is not None and seat.peer is peer else None
 
     def move(self, seat: Seat, standing: Standing) -> None:
-        """Seats only move forward: late news of an earlier standing changes nothing."""
+        """States only move forward: a late report of an earlier state changes nothing."""
         if standing > seat.standing:
             self._num[seat.standing] -= 1
             self._num[standing] += 1

@@ -1,15 +1,16 @@
-"""Who is here, who takes part, and when may the next generation begin?
+"""The leader's state machine: which hosts are present, which are members, and when the next generation may begin.
 
-The lead's machine: letters of hosts and the passing of time in, effects out. Who shall take part is decided elsewhere;
-the lead's own host is a host like any other, whose letters come by a direct call.
+Messages of hosts and the passing of time in, effects out. Which hosts become members is decided elsewhere; the leader's
+own host is a host like any other, whose messages come by a direct call.
 
 Invariants:
-- a generation begins only after every member of the one before has confirmed its fence, has rejoined (a host joins only
-  when no worker of it lives), or is lost and its lease has expired; a closed connection stands for an expired lease
-  after ``ORPHAN_S``, for an agent closes only when its workers are dead and the kernel kills those of a dead agent;
-- a host that joins is available from its first beat until it leaves or is lost, whatever else happens meanwhile;
-- a letter of another term, incarnation or session than the host's newest changes nothing;
-- a lead whose authority has run out orders nothing and renews no lease.
+- a generation begins only after every member of the one before is done, has confirmed its fence, has rejoined (a host
+  joins only when none of its workers is alive), or is lost and its lease has expired; a closed connection counts as an
+  expired lease after ``ORPHAN_S``, because an agent closes it only when its workers are dead, and the kernel kills the
+  workers of a dead agent;
+- a host that joins is available from its first heartbeat until it leaves or is lost, whatever else happens meanwhile;
+- a message of another term, incarnation or session than the host's newest changes nothing;
+- a leader whose own lease has expired gives no orders and renews no lease.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Effects = list[LeadEffect]
 
 
 class Lead:
-    """The lead of one term. ``now`` is its host's monotonic clock, in every call."""
+    """The leader of one term. In every call, ``now`` is its host's monotonic clock."""
 
     def __init__(
         self,
@@ -74,8 +75,9 @@ class Lead:
         quiet_until: float = -math.inf,
         generation: int = -1,
     ) -> None:
-        """``until`` is when its authority runs out unless ``renew`` is called; before ``quiet_until`` leases that an
-        earlier lead granted may hold, so nothing begins. ``generation`` is the newest that is known to have been."""
+        """``until`` is when its own lease expires unless ``renew`` is called; before ``quiet_until`` leases that an
+        earlier leader granted may still hold, so no generation begins. ``generation`` is the newest one known to have
+        existed."""
         self.term = term
         self.until = until
         self.quiet_until = quiet_until
@@ -87,7 +89,7 @@ class Lead:
         self._is_over = False
         self._farewell: Dismiss | None = None
 
-    # --- what is known
+    # --- state
 
     @property
     def phase(self) -> Phase:
@@ -95,7 +97,7 @@ class Lead:
 
     @property
     def available(self) -> tuple[Host, ...]:
-        """The hosts that could take workers, in the order of their joining."""
+        """The hosts that could take workers, in the order in which they joined."""
         return tuple(
             Host(peer.name, peer.num_workers, peer.incarnation, peer.facts)
             for peer in self._peers.here()
@@ -106,24 +108,24 @@ class Lead:
         return peer.is_heard and not peer.is_leaving
 
     def peer(self, name: str) -> Peer | None:
-        """The host's newest session, with its last progress."""
+        """The host's newest session, with the progress it last reported."""
         return self._peers.get(name)
 
     def may_begin(self, now: float) -> bool:
         return not self._is_silent(now) and self.phase == Phase.SETTLED and now >= self.quiet_until
 
     def deadline(self, now: float) -> float | None:
-        """When ``tick`` is due, at the latest."""
+        """When ``tick`` must be called at the latest."""
         if self._is_over:
             return None
         alarm = self._peers.next_alarm()
         due = self.until if alarm is None else min(alarm, self.until)
         return None if math.isinf(due) else max(due, now)
 
-    # --- what happens
+    # --- inputs
 
     def handle(self, letter: Letter, now: float) -> Effects:
-        """A letter of a host has arrived."""
+        """A message from a host has arrived."""
         if self._is_silent(now) or letter.term > self.term:
             return []
         body = letter.body
@@ -153,8 +155,8 @@ class Lead:
                 return []
 
     def closed(self, host: str, incarnation: int, now: float) -> Effects:
-        """The far end has ended its connection, or its kernel did so for it. Not for a connection that went silent,
-        nor for one that was closed here: those wait for the lease."""
+        """The host, or its kernel, has closed the connection. Not for a connection that went silent or that was closed
+        by this side: those hosts are lost when their lease expires."""
         if self._is_silent(now):
             return []
         return [
@@ -176,14 +178,14 @@ class Lead:
             effects += self._lose(peer, "it was not heard in time", now, dead_at=now)
         return effects + self._settle_if_empty(now)
 
-    # --- what is decided elsewhere
+    # --- orders of the caller
 
     def renew(self, until: float) -> None:
-        """Its authority holds for longer."""
+        """The leader's own lease was renewed."""
         self.until = max(self.until, until)
 
     def begin(self, members: Sequence[tuple[str, int]], payload: Mapping[str, Any], now: float) -> Effects:
-        """The next generation: hosts in the order of ranks, each with its number of workers."""
+        """Begin the next generation: hosts in rank order, each with its number of workers."""
         available = {host.name: host for host in self.available}
         bad = [name for name, count in members if name not in available or not count >= 1]
         if not self.may_begin(now) or bad or not members or len(dict(members)) < len(members):
@@ -209,18 +211,18 @@ class Lead:
         return [self._send(seat.peer, ask) for seat in generation.open_seats()]
 
     def break_up(self, what: str, now: float) -> Effects:
-        """Fence the generation: a hang was seen, or patience is over."""
+        """Fence the generation: a hang was detected, or a deadline has passed."""
         return [] if self._is_silent(now) else self._break(Cause("ordered", "", what), now)
 
     def dismiss(self, reason: str, now: float, *, rescues: bool = False) -> Effects:
-        """The job is over: every host is sent home, and so is whoever is heard from now on. ``rescues``: with what its
-        memory holds on disk."""
+        """The job is over: dismiss every host, and every host that sends a message from now on. ``rescues``: each one
+        writes the snapshots in its memory to disk first."""
         if self._is_silent(now):
             return []
         self._farewell = Dismiss(reason, rescues)
         return [self._send(peer, self._farewell) for peer in self._peers.here()]
 
-    # --- letters
+    # --- messages
 
     def _on_join(self, letter: Letter, join: Join, now: float) -> Effects:
         known = self._peers.get(letter.host)
@@ -240,12 +242,13 @@ class Lead:
 
     @staticmethod
     def _may_step_back(known: Peer, letter: Letter) -> bool:
-        """A host whose clock was set back starts with a lower number; it waits until its last life is lost."""
+        """A host whose clock was set back starts with a lower incarnation; it must wait until its earlier one is
+        lost."""
         return known.is_lost and letter.incarnation != known.incarnation
 
     def _replace(self, known: Peer, letter: Letter, now: float) -> Effects:
-        """The host has come anew. In the same life it has no workers left; those of an earlier life, or of another host
-        of that name, die with their lease or their connection."""
+        """The host has joined again. In the same incarnation it has no workers left; those of an earlier incarnation,
+        or of another host of that name, are dead when their lease expires or their connection closes."""
         if known.incarnation == letter.incarnation:
             return self._lose(known, "it has joined again", now, dead_at=now, why="rejoined")
         effects = self._lose(known, "its agent has started anew", now, why="restarted")
@@ -256,7 +259,8 @@ class Lead:
         return self._send(peer, Welcome(pace.beat_s, pace.lease_s, self._plan))
 
     def _trust(self, peer: Peer, now: float) -> Pace:
-        """It is told that its lease holds for so long: count it as dead no earlier, whatever it was told before."""
+        """The host is about to be granted a lease of this length: do not count it as dead any earlier, whatever it was
+        granted before."""
         pace = self._pace(self._peers.num_here)
         peer.expires_at = max(peer.expires_at, now + pace.patience_s)
         return pace
@@ -274,7 +278,7 @@ class Lead:
         return effects
 
     def _reconcile(self, generation: Generation, seat: Seat, beat: Beat, now: float, pace: Pace) -> Effects:
-        """Take what the beat confirms, and say again what it does not, once it had time to arrive."""
+        """Accept what the heartbeat confirms, and send again what it does not, once that had time to arrive."""
         effects: Effects = []
         if beat.generation == generation.number and generation.is_alive:
             effects += self._start_seen(generation, seat)
@@ -320,7 +324,7 @@ class Lead:
                 return effects + self._settle_if_empty(now)
 
     def _on_store(self, generation: Generation, seat: Seat, store: Store) -> Effects:
-        """The first address counts; whoever tells it hears it back, and so knows that it arrived."""
+        """The first address counts; it is sent back to its sender too, as an acknowledgement."""
         if not generation.is_alive:
             return []
         effects = self._start_seen(generation, seat)
@@ -338,7 +342,8 @@ class Lead:
         return effects + self._settle_if_empty(now)
 
     def _on_leaving(self, peer: Peer, leaving: Leaving) -> Effects:
-        """It stays a member until the generation is over: the policy asks for a regroup, which costs no step."""
+        """The host stays a member until the generation is over: the restart policy asks for a regroup, which loses no
+        step."""
         if peer.is_lost or peer.is_leaving:
             return []
         peer.is_leaving = True
@@ -362,7 +367,8 @@ class Lead:
         return effects
 
     def _break(self, cause: Cause, now: float) -> Effects:
-        """The first cause counts. Whoever is not out is told to fence, and again with its beats until it is."""
+        """The first cause counts. Every member that may have workers is ordered to fence, and again after its
+        heartbeats until it has confirmed."""
         generation = self.generation
         if generation is None or not generation.is_alive:
             return []
@@ -389,7 +395,7 @@ class Lead:
     def _may_settle(generation: Generation) -> bool:
         return generation.is_empty
 
-    # --- who is meant
+    # --- lookups
 
     def _is_silent(self, now: float) -> bool:
         return self._is_over or now >= self.until
@@ -399,7 +405,8 @@ class Lead:
         return next((peer for peer in self._sessions(letter.host) if peer.identity == identity), None)
 
     def _sessions(self, name: str) -> list[Peer]:
-        """The host's newest session, and an older one that may still have workers in this generation."""
+        """The host's newest session, and an older one that is a member of this generation and may still have
+        workers."""
         newest = self._peers.get(name)
         seat = self.generation.seats.get(name) if self.generation else None
         sessions = [newest] if newest is not None else []

@@ -1,12 +1,12 @@
-"""What do the agent of a host and the lead's agent say to each other?
+"""The messages between the agent of a host and the leader.
 
-    host -> lead   Join Beat Store Broken Fenced Done Leaving Event Output Note
-    lead -> host   Welcome BeatBack Begin Store Ask Fence Dismiss
+    host -> leader   Join Beat Store Broken Fenced Done Leaving Event Output Note
+    leader -> host   Welcome BeatBack Begin Store Ask Fence Dismiss
 
-A message is a ``Letter``: to or from which host (name, incarnation, session), in which term, and a body. An
-``incarnation`` is one life of a host's agent, and of the memory it keeps; a ``session`` is one joining of it. A term
-names a lead: no two leads share one. Invariant: ``from_fields`` takes what ``to_fields`` gave and refuses everything
-else with a ``ProtocolError``; a letter that was decoded has no value that its reader must doubt.
+A message is a ``Letter``: the host at one end (name, incarnation, session), the term, and a body. An ``incarnation`` is
+one start of a host's agent, with the memory it keeps; a ``session`` is one join of that agent. A term identifies a
+leader: no two leaders share one. Invariant: ``from_fields`` accepts what ``to_fields`` produced and rejects everything
+else with a ``ProtocolError``; every field of a decoded message has been validated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_LINE = 1 << 20
 Count = Annotated[int, Whole()]
 Ordinal = Annotated[int, Whole(1)]
 CountOrNone = Annotated[int, Whole(-1)]
-"""-1 stands for none yet."""
+"""-1: none yet."""
 Room = Annotated[int, Whole(1, _MAX_WORKERS_PER_HOST)]
 Phase = Annotated[int, Whole(0, len(_Phase) - 1)]
 Seconds = Annotated[float, Number()]
@@ -43,7 +43,7 @@ _CHECKS: dict[type, tuple[tuple[str, Check], ...]] = {}
 
 
 def _checks(kind: type) -> tuple[tuple[str, Check], ...]:
-    """Names and checks of the fields of a dataclass, in their order."""
+    """Names and codecs of the fields of a dataclass, in order."""
     if kind not in _CHECKS:
         hints = get_type_hints(kind, include_extras=True)
         _CHECKS[kind] = tuple((f.name, hints[f.name].__metadata__[0]) for f in fields(kind))
@@ -52,7 +52,7 @@ def _checks(kind: type) -> tuple[tuple[str, Check], ...]:
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """How far one worker got, as its host last saw it. Ages, not instants: clocks of two hosts say nothing together."""
+    """Progress of one worker, as its host last saw it. Ages, not instants: clocks of two hosts cannot be compared."""
 
     rank: Count
     step: CountOrNone
@@ -67,7 +67,7 @@ class RankProgress:
 
 
 class Rows:
-    """The progress of a host's workers, each a bare list: it travels with every beat."""
+    """The progress of a host's workers, each row a list without names, because it is sent with every heartbeat."""
 
     def encode(self, value: tuple[RankProgress, ...]) -> list[list[Any]]:
         return [[getattr(row, name) for name, _ in _checks(RankProgress)] for row in value]
@@ -89,30 +89,30 @@ Progress = Annotated[tuple[RankProgress, ...], Rows()]
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The root of all bodies; ``kind`` is its name on the wire."""
+    """Base class of all bodies; ``kind`` is the name on the wire."""
 
     kind: ClassVar[str] = ""
 
 
-# --- host to lead
+# --- host to leader
 
 
 @dataclass(frozen=True, slots=True)
 class Join(Body):
-    """I am here and no worker of mine lives. Every attempt is a session of its own."""
+    """The host asks to join; none of its workers is alive. Every attempt is a session of its own."""
 
     kind: ClassVar[str] = "join"
     num_workers: Room
-    """How many it has room for."""
+    """Its capacity."""
     generation: CountOrNone = -1
-    """The newest that it has heard of, under any lead; the next one is newer."""
+    """The newest generation it knows of, under any leader; the next one is newer."""
     facts: Facts = field(default_factory=dict)
-    """What else the lead's policy may want to know of it: address, version, devices."""
+    """What else the leader's restart policy may need: address, version, devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat(Body):
-    """I live; how far my workers are, and what of the lead's orders I have heard."""
+    """The host is alive; with the progress of its workers and which of the leader's orders it has received."""
 
     kind: ClassVar[str] = "beat"
     seq: Count
@@ -124,7 +124,7 @@ class Beat(Body):
 
 @dataclass(frozen=True, slots=True)
 class Broken(Body):
-    """A worker of mine failed."""
+    """A worker of the host failed."""
 
     kind: ClassVar[str] = "broken"
     generation: Count
@@ -133,7 +133,7 @@ class Broken(Body):
 
 @dataclass(frozen=True, slots=True)
 class Fenced(Body):
-    """No worker of mine of that generation lives, nor will one be born."""
+    """No worker of that generation is alive on the host, and none will be started."""
 
     kind: ClassVar[str] = "fenced"
     generation: Count
@@ -142,7 +142,7 @@ class Fenced(Body):
 
 @dataclass(frozen=True, slots=True)
 class Done(Body):
-    """All my workers of that generation have left by themselves."""
+    """All workers of that generation on the host have exited by themselves."""
 
     kind: ClassVar[str] = "done"
     generation: Count
@@ -151,7 +151,7 @@ class Done(Body):
 
 @dataclass(frozen=True, slots=True)
 class Leaving(Body):
-    """I was asked to go (a preemption): take my workers out at the next step."""
+    """The host was asked to leave (a preemption): remove its workers at the next step."""
 
     kind: ClassVar[str] = "leaving"
     reason: Words = ""
@@ -159,7 +159,7 @@ class Leaving(Body):
 
 @dataclass(frozen=True, slots=True)
 class Event(Body):
-    """What a worker told its agent, passed on."""
+    """An event that a worker sent to its agent, passed on."""
 
     kind: ClassVar[str] = "event"
     generation: Count
@@ -179,7 +179,7 @@ class Output(Body):
 
 @dataclass(frozen=True, slots=True)
 class Note(Body):
-    """What a person should know of that host, in a sentence."""
+    """A sentence about that host for the user."""
 
     kind: ClassVar[str] = "note"
     text: Line
@@ -190,19 +190,20 @@ class Note(Body):
 
 @dataclass(frozen=True, slots=True)
 class Store(Body):
-    """Where the generation's group forms: from the host of rank 0 to the lead, and from there to all, it included."""
+    """Address of the generation's store: from the host of rank 0 to the leader, and from there to every member, the
+    host of rank 0 included."""
 
     kind: ClassVar[str] = "store"
     generation: Count
     address: Address
 
 
-# --- lead to host
+# --- leader to host
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Body):
-    """You are known; beat like this. The lease runs from when the joining was sent."""
+    """The host is accepted; with its heartbeat interval and lease. The lease runs from when the join was sent."""
 
     kind: ClassVar[str] = "welcome"
     beat_s: Pause
@@ -212,7 +213,7 @@ class Welcome(Body):
 
 @dataclass(frozen=True, slots=True)
 class BeatBack(Body):
-    """I heard that beat: your lease runs for ``lease_s`` from when you sent it."""
+    """Acknowledges a heartbeat: the host's lease runs for ``lease_s`` from when the host sent that heartbeat."""
 
     kind: ClassVar[str] = "beat_back"
     seq: Count
@@ -222,14 +223,14 @@ class BeatBack(Body):
 
 @dataclass(frozen=True, slots=True)
 class Begin(Body):
-    """Start your workers of this generation."""
+    """Orders the host to start its workers of this generation."""
 
     kind: ClassVar[str] = "begin"
     generation: Count
     number: Count
-    """Which of the hosts you are, in the order of ranks."""
+    """The index of the receiving host, in rank order."""
     per_host: PerHost
-    """How many workers each host has, in the order of ranks."""
+    """How many workers each host has, in rank order."""
     payload: Facts = field(default_factory=dict)
 
     @property
@@ -242,19 +243,20 @@ class Begin(Body):
 
     @property
     def ranks(self) -> range:
-        """Those of this host."""
+        """The ranks of this host."""
         first = sum(self.per_host[: self.number])
         return range(first, first + self.num_workers)
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """On which host each rank is, by number: ``World.hosts``."""
+        """The index of each rank's host: ``World.hosts``."""
         return tuple(number for number, count in enumerate(self.per_host) for _ in range(count))
 
 
 @dataclass(frozen=True, slots=True)
 class Ask(Body):
-    """Ask your workers; each hears it at its next step. ``number`` counts the requests of a generation, from 1."""
+    """A request for the host's workers; each reads it at its next step. ``number`` counts the requests of a generation,
+    from 1."""
 
     kind: ClassVar[str] = "ask"
     generation: Count
@@ -264,7 +266,7 @@ class Ask(Body):
 
 @dataclass(frozen=True, slots=True)
 class Fence(Body):
-    """Kill your workers of that generation, and start none of it any more; then answer ``Fenced``."""
+    """Orders the host to kill its workers of that generation, start no more of them, and then answer ``Fenced``."""
 
     kind: ClassVar[str] = "fence"
     generation: Count
@@ -272,12 +274,12 @@ class Fence(Body):
 
 @dataclass(frozen=True, slots=True)
 class Dismiss(Body):
-    """You are not needed any more, or not wanted: kill what lives and end."""
+    """The host is no longer needed, or not accepted: it kills its workers and ends."""
 
     kind: ClassVar[str] = "dismiss"
     reason: Words = ""
     rescues: YesNo = False
-    """The job failed with a state that is in memory alone: write down what you hold of it."""
+    """The job failed with state that is only in memory: the host writes its snapshots to disk."""
 
 
 _TO_LEAD = (Join, Beat, Store, Broken, Fenced, Done, Leaving, Event, Output, Note)
@@ -293,19 +295,19 @@ _HEAD: tuple[tuple[str, Check], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A body with its head, which names the host at the far end whoever of the two writes."""
+    """A body with its header, which names the host (not the leader) in both directions."""
 
     term: int
-    """Of the lead that writes or is written to; 0 from a host that knows none yet."""
+    """Term of the leader that sends or receives it; 0 from a host that knows no leader yet."""
     host: str
     incarnation: int
-    """One life of that host's agent; a later life has a larger number (the time of its start will do)."""
+    """One start of that host's agent; a later start has a larger number (its time serves)."""
     session: int
-    """One joining within that life."""
+    """One join within that incarnation."""
     body: Body
 
     def to_fields(self) -> Fields:
-        """Plain JSON values; ``kind`` and the head first."""
+        """Plain JSON values; ``kind`` and the header first."""
         told: Fields = {"kind": self.body.kind}
         for name, _ in _HEAD:
             told[name] = getattr(self, name)

@@ -1,10 +1,10 @@
-"""How often does a host speak, for how long does its lease hold, and how much later may the lead call it dead?
+"""Heartbeat interval, lease duration, and how much later the leader may count a host as dead.
 
-    follower   |-- sent a beat ------------- lease_s ------------>| kills its workers, at the latest now
-    lead          |-- received it ---------- lease_s + margin_s ----------------->| counts them as dead
+    follower   |-- sent a heartbeat -------- lease_s ------------>| kills its workers, at the latest now
+    leader        |-- received it ---------- lease_s + margin_s ----------------->| counts them as dead
 
-Invariant: whatever the network does, and with clocks that run apart by at most ``DRIFT``, the workers of a host are
-dead before the lead counts its lease as expired.
+Invariant: whatever the network does, and with clock rates off by at most ``DRIFT``, the workers of a host are dead
+before the leader counts its lease as expired.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ DRIFT = 0.01
 KILL_S = 0.5
 """How long a host may take from the moment it must kill its workers until they are dead."""
 ORPHAN_S = 0.1
-"""How long the workers of an agent that died may live on; the kernel kills them for it."""
+"""How long the workers of a dead agent may outlive it; the kernel kills them."""
 MAX_BEATS_PER_S = 2000
-"""What the lead takes in a second; with more hosts than this allows, each speaks less often."""
+"""How many heartbeats the leader handles in a second; with more hosts than this allows, each sends less often."""
 BEATS_PER_LEASE = 4
-"""A lease outlives the loss of all beats but the last of so many."""
+"""Heartbeats in a lease: the lease survives the loss of all but the last of them."""
 _BEAT_S, _LEASE_S = 0.25, 3.0
-"""Of a fleet in which that is slow enough."""
+"""For a fleet small enough to stay below ``MAX_BEATS_PER_S`` with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The rhythm of a fleet: what the lead tells each host with every answer."""
+    """Heartbeat and lease times of a fleet, which the leader sends to each host with every acknowledgement."""
 
     beat_s: float
     lease_s: float
@@ -35,17 +35,18 @@ class Pace:
 
     @property
     def patience_s(self) -> float:
-        """After so long without a beat the lead counts a host's workers as dead."""
+        """After this long without a heartbeat the leader counts a host's workers as dead."""
         return self.lease_s + self.margin_s
 
 
 def pace_for(num_hosts: int) -> Pace:
-    """The same rhythm for everybody, slower in a large fleet: 10,000 hosts speak every 5 s and hold leases of 20 s."""
+    """The same times for every host, slower in a large fleet: 10,000 hosts send a heartbeat every 5 s and hold leases
+    of 20 s."""
     slowed_s = max(_BEAT_S, num_hosts / MAX_BEATS_PER_S)
     held_s = max(_LEASE_S, BEATS_PER_LEASE * slowed_s)
     return Pace(slowed_s, held_s, margin_for(held_s))
 
 
 def margin_for(lease_s: float) -> float:
-    """The follower's clock may run slow, the lead's fast, and killing takes time."""
+    """Covers a slow clock of the follower, a fast one of the leader, and the time that killing takes."""
     return lease_s * 2 * DRIFT / (1 - DRIFT) + KILL_S * (1 + DRIFT)

@@ -1,7 +1,7 @@
-"""Which hosts does the lead know, and until when does it trust each to be alive?
+"""The sessions of the hosts that the leader knows, and when each session's lease expires.
 
-Invariant: a peer is one session of a host; once lost it is never found again, the host comes back as another peer. Its
-workers count as dead only when its lease has expired on the lead's clock, or it is known to have killed them earlier.
+Invariant: a lost session never comes back; the host returns with a new session. The workers of a session count as dead
+only when its lease has expired on the leader's clock, or when the host is known to have killed them earlier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from closeranks.agent.membership.messages import Body, Letter, RankProgress
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One session of one host, as the lead knows it."""
+    """One session of one host, as the leader knows it."""
 
     name: str
     incarnation: int
@@ -26,11 +26,11 @@ class Peer:
     expires_at: float
     facts: Mapping[str, Any] = field(default_factory=dict)
     is_heard: bool = False
-    """It has answered the welcome, so both ways are open: it may become a member."""
+    """The host has answered the welcome, so messages pass in both directions: it may become a member."""
     is_leaving: bool = False
     is_lost: bool = False
     gone_at: float = math.inf
-    """When its workers are dead for another reason than its lease."""
+    """When its workers are dead for a reason other than the expiry of its lease."""
     progress: tuple[RankProgress, ...] = ()
 
     @property
@@ -39,7 +39,7 @@ class Peer:
 
     @property
     def dead_at(self) -> float:
-        """When none of its workers lives any more, if it is never heard again."""
+        """When none of its workers is alive any more, if no further heartbeat arrives."""
         return min(self.gone_at, self.expires_at)
 
     def letter(self, term: int, body: Body) -> Letter:
@@ -47,7 +47,7 @@ class Peer:
 
 
 class Peers:
-    """All hosts of the lead, with a clock on each. Every operation costs O(log hosts) at most."""
+    """The newest session of every host, with an expiry time for each. Every operation costs O(log hosts) at most."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Peer] = {}
@@ -59,14 +59,15 @@ class Peers:
         return self._by_name.get(name)
 
     def add(self, peer: Peer) -> None:
-        """In the place of the host's earlier peer, which must be lost by now."""
+        """Replaces the host's earlier session, which must be lost by now."""
         self._by_name.pop(peer.name, None)
         self._by_name[peer.name] = peer
         self.num_here += 1
         self._alarm(peer)
 
     def lose(self, peer: Peer, dead_at: float = math.inf) -> None:
-        """It will not be heard any more. Its lease runs on for its workers, unless they die earlier."""
+        """Mark the session as lost. Its workers may live until its lease expires, or until ``dead_at`` if that is
+        earlier."""
         if not peer.is_lost:
             peer.is_lost = True
             self.num_here -= 1
@@ -75,11 +76,12 @@ class Peers:
             self._alarm(peer)
 
     def here(self) -> Iterator[Peer]:
-        """In the order of their joining."""
+        """The sessions that are not lost, in the order in which they joined."""
         return (peer for peer in self._by_name.values() if not peer.is_lost)
 
     def due(self, now: float) -> list[Peer]:
-        """Those whose workers are dead by now. An alarm that a beat has put off is set anew, once a lease."""
+        """The sessions whose workers are dead by now. A timer that heartbeats have postponed is set again, once per
+        lease."""
         dead = []
         while self._alarms and self._alarms[0][0] <= now:
             peer = heapq.heappop(self._alarms)[2]

@@ -1,11 +1,11 @@
-"""Who is the lead?
+"""Leader election by a lease in a linearizable register.
 
-A register is one linearizable cell: the term, who holds it, and until when. Contenders never talk to one another; they
-compare and set. The embedded register lives in the process that started the job, its only contender; etcd (a key with a
-lease, written in transactions) can stand behind the same four operations for several.
+A register is one linearizable cell: the term, its holder, and when its lease expires. Candidates never talk to each
+other; they compare and set. The embedded register is in the process that started the job, its only candidate; for
+several candidates, etcd (a key with a lease, written in transactions) can implement the same four operations.
 
-Invariants: a term is taken once, by one contender; and a holder gives up on its own clock, counted from when it SENT
-the request that renewed its lease, before the register may give the next term away.
+Invariants: a term is acquired once, by one candidate; and a holder steps down by its own clock, counted from when it
+SENT the request that renewed its lease, before the register may grant the next term.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Verb = Literal["read", "take", "keep", "leave"]
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What stands in the cell."""
+    """The contents of the cell."""
 
     term: int = 0
     """0: nobody has ever held it."""
@@ -31,34 +31,34 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One operation, as it travels to a register that is not in this process."""
+    """One operation, in the form sent to a register in another process."""
 
     number: int
     verb: Verb
     term: int
     """The term that was seen (take) or is held (keep, leave)."""
     holder: str
-    """Whoever asks: unique for every start of its process."""
+    """The candidate that sends it: unique for every start of its process."""
 
 
 class Register(Protocol):
-    """Each operation is atomic and answers what stands in the cell after it."""
+    """Each operation is atomic and returns the contents of the cell after it."""
 
     def read(self, now: float) -> Holding: ...
 
     def take(self, seen_term: int, holder: str, now: float) -> Holding:
-        """The next term, if nobody holds the cell and ``seen_term`` is still the last one."""
+        """Acquire the next term, if nobody holds the cell and ``seen_term`` is still the last one."""
         ...
 
     def keep(self, term: int, holder: str, now: float) -> Holding:
-        """Another lease, if it is still held."""
+        """Renew the lease, if it is still held."""
         ...
 
     def leave(self, term: int, holder: str, now: float) -> Holding: ...
 
 
 class EmbeddedRegister:
-    """A register in memory. ``lease_s`` infinite: the only contender holds it as long as its process lives."""
+    """A register in memory. ``lease_s`` infinite: the only candidate holds it as long as its process lives."""
 
     def __init__(self, lease_s: float = math.inf) -> None:
         self.lease_s = lease_s
@@ -87,7 +87,7 @@ class EmbeddedRegister:
 
 
 def serve(register: Register, request: Request, now: float) -> Holding:
-    """A request, carried out."""
+    """Apply a request to the register."""
     match request.verb:
         case "read":
             return register.read(now)
@@ -101,15 +101,15 @@ def serve(register: Register, request: Request, now: float) -> Holding:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Send this to the register; no answer may ever come."""
+    """Send this request to the register; an answer may never come."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Elected:
-    """This contender leads: until then, unless ``Renewed`` says later. Leases of hosts that an earlier lead granted may
-    hold for a patience (``Pace.patience_s``) from now; term 1 has no earlier lead."""
+    """This candidate leads until ``until``, or later if ``Renewed`` says so. Leases that an earlier leader granted to
+    hosts may hold for ``Pace.patience_s`` from now; term 1 has no earlier leader."""
 
     term: int
     until: float
@@ -122,14 +122,14 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class Resigned:
-    """It leads no more."""
+    """This candidate is no longer the leader."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Another holds the cell; nobody, if ``holder`` is empty."""
+    """Another candidate holds the cell, or nobody if ``holder`` is empty."""
 
     term: int
     holder: str
@@ -140,13 +140,13 @@ Effects = list[CandidateEffect]
 
 
 class Candidate:
-    """One contender. It asks one thing at a time, and asks anew when no answer comes. A term that it has given up is
-    never taken up again: the lead of that term has forgotten what it ordered."""
+    """One candidate. It has one request under way at a time, and sends a new one when no answer comes. It never resumes
+    a term that it has resigned: the leader of that term has forgotten what it ordered."""
 
     def __init__(self, holder: str, *, now: float, lease_s: float = 3.0, poll_s: float = 0.5) -> None:
         self.holder = holder
         self.term = 0
-        """The one it leads, 0 when it does not."""
+        """The term it leads; 0 while it does not lead."""
         self.until = -math.inf
         self._lease_s = lease_s
         self._margin_s = 0.0 if math.isinf(lease_s) else margin_for(lease_s)
@@ -167,7 +167,7 @@ class Candidate:
         return [*effects, self._put("read", self._seen.term, now)]
 
     def answer(self, number: int, holding: Holding, now: float) -> Effects:
-        """The register has answered; an answer to anything but the last request comes too late to count."""
+        """The register has answered; an answer to any request but the last is ignored."""
         effects = self._resign_if_late(now)
         pending = self._pending
         if pending is None or pending.number != number:
@@ -183,7 +183,7 @@ class Candidate:
         return effects if holding == last else [*effects, Seen(holding.term, holding.holder)]
 
     def leave(self, now: float) -> Effects:
-        """Give it back: the next contender need not wait."""
+        """Release the lease, so that the next candidate need not wait for it to expire."""
         if not self.term:
             return []
         term = self.term
@@ -194,8 +194,8 @@ class Candidate:
         return None if math.isinf(due) else max(now, due)
 
     def _on_mine(self, holding: Holding, request: Request, now: float) -> Effects:
-        """The lease runs from when the request was sent that took or kept it. A read shows only that an earlier request
-        did: when it was carried out is not known, so it is kept first."""
+        """The lease runs from when the request that acquired or renewed it was sent. A read shows only that an earlier
+        request succeeded, not when it was applied, so the lease is renewed first."""
         if holding.term <= self._past:
             return [self._put("leave", holding.term, now)]
         if request.verb == "read":
