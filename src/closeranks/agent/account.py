@@ -1,6 +1,6 @@
-"""What is told of one recovery: who was lost, and where the time went until the first good step?
+"""Times one recovery: which rank was lost, and how long each part took until the first finished step.
 
-Invariant: seconds are counted from when the fault was noticed to when rank 0 tells of a finished step, which all ranks
+Invariant: seconds are counted from when the fault was detected to when rank 0 reports a finished step, which all ranks
 have voted on.
 """
 
@@ -13,24 +13,24 @@ from closeranks.core.events import Event, RankLost, RanksClosed, Restored, RunSt
 
 @dataclass
 class Account:
-    """One recovery under way."""
+    """One recovery in progress."""
 
     lost: RankLost
     noticed_at: float
     num_done: int
-    """Steps finished before it."""
+    """Steps finished before the fault."""
     marks: dict[str, float] = field(default_factory=dict)
-    """When each part was over."""
+    """When each part ended."""
     _first_step: int | None = None
     _layout: str = ""
     _world_size: int = 1
 
     def mark(self, part: str, now: float) -> None:
-        """``fence``, ``fork``, ``open``, ``restore``, ``step``: called when that part is over."""
+        """Call when a part has ended: ``fence``, ``fork``, ``open``, ``restore`` or ``step``."""
         self.marks[part] = now
 
     def hear(self, event: Event, generation: int, now: float) -> RanksClosed | None:
-        """Rank 0's events of the new generation; its first finished step closes the account."""
+        """Takes rank 0's events of the new generation; its first finished step completes the recovery."""
         match event:
             case Restored(step=step, seconds=seconds):
                 self._first_step = step

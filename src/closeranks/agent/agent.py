@@ -1,13 +1,13 @@
-"""How does one host run a job, from the first fork to the last exit?
+"""Runs a job from the agent that starts it: zygote, workers, signals and the final outcome.
 
     agent (this process, no torch)
       |-- zygote (has imported the job's modules)
       |     `-- worker 0 .. worker n-1, forked, generation after generation
-      `-- boxes: memory with copies of the state, which outlives the workers
+      `-- snapshot memory: copies of the state, which outlive the workers
 
-Invariant: when ``run`` is over, whichever way, no process, port, shared memory or signal handler of its own is left. If
-the agent is killed, the kernel kills the zygote for it, and the workers for the zygote, and frees the boxes; an heir of
-the zygote ends with its line.
+Invariant: when ``run`` returns or raises, no process, port, shared memory or signal handler of its own is left. If the
+agent is killed, the kernel kills the zygote, then the zygote's workers, and frees the snapshot memory; a standby zygote
+(heir) ends when its control socket closes.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Agent:
         self._tell_event = on_event
         self._on_turn = on_turn
         self._saved_step = -1
-        """Of the newest checkpoint to go on from, as far as the workers have told; -1: there is none."""
+        """Step of the newest checkpoint to resume from, as far as the workers have reported; -1: there is none."""
         self._lead: Lead | None = None
         self._host: Host | None = None
 
     def run(self) -> Outcome:
         """The outcome of a run that finished or was asked to stop.
 
-        Raises the ``UserError`` that a worker raised or that an import came to, or ``RunFailed`` with the report of a
-        worker that died or raised anything else, where that was not survived.
+        Raises the ``UserError`` of a worker or of a failed import, or ``RunFailed`` with the report of a worker that
+        died or raised anything else, if the run did not recover from it.
         """
         plan = self._plan
         _make_folder(plan)
@@ -75,7 +75,7 @@ class Agent:
                 return replace(outcome, rescued=self._rescue(host, plan.config.interrupt_s)) if is_cut else outcome
 
     def move_logs(self, folder: Path) -> None:
-        """A script has said where it writes: its logs go there, too."""
+        """A script has named its output folder: its logs are moved there, too."""
         if self._host is not None:
             self._host.move_logs(folder)
 
@@ -86,17 +86,17 @@ class Agent:
         self._tell_event(rank, event)
 
     def _rescued(self, host: Host, error: CloseranksError) -> CloseranksError:
-        """The run has failed: the error says where its state lies."""
+        """The run has failed: rescue its state, and add to the error where it was written."""
         told = self._rescue(host)
-        if isinstance(error, RunFailed):  # its account is all that is shown of it
+        if isinstance(error, RunFailed):  # only ``what`` is shown of it
             error.what = f"{error.what}\n{told}".rstrip()
         else:
             error.fix = f"{error.fix} {told}".strip()
         return error
 
     def _rescue(self, host: Host, patience_s: float = math.inf) -> str:
-        """What memory holds beyond the newest checkpoint is written down; where, in a sentence. Every worker is gone by
-        now, so that nothing of it changes any more."""
+        """Write the snapshots that are newer than the newest checkpoint to disk; returns where, in a sentence. Every
+        worker is gone by now, so the snapshots no longer change."""
         if not self._has_unsaved(host) or host.condition.num_left:
             return ""
         return rescue(
@@ -104,12 +104,12 @@ class Agent:
         )
 
     def _has_unsaved(self, host: Host) -> bool:
-        """Whether memory holds a newer state than the newest checkpoint."""
+        """Whether snapshot memory holds a newer state than the newest checkpoint."""
         kept = max((word.kept for word in (member.progress for member in host.members) if word.kept), default=-1)
         return self._plan.rescues and kept > self._saved_step
 
     def _is_at_once(self, stop: Stop) -> bool:
-        """Whether somebody has asked again, and wants to wait for nothing."""
+        """Whether the user has interrupted again, to stop without waiting."""
         config = self._plan.config
         return stop.deadline < stop.since + min(config.grace_s, config.interrupt_s)
 
@@ -124,7 +124,7 @@ class Agent:
             lead.request(SAVE)
 
     def _on_stop(self, signum: int) -> None:
-        """Each signal is answered with a note; the first also reaches the workers."""
+        """Report each signal in a note; the first is also passed to the workers."""
         lead, config, now = self._lead, self._plan.config, time.monotonic()
         assert lead is not None
         last = lead.stop

@@ -1,8 +1,9 @@
-"""Which hosts take how many workers?
+"""Placement: how many workers each host gets.
 
 Ranks follow the order of the hosts, so that a host keeps its ranks, and with them the state in its memory, wherever
-that is possible: the lead's host first, the others as they joined. Invariants: no host gets more workers than it can
-take; one in quarantine gets none while another has room; with more room there are never fewer workers.
+that is possible: the leader's host first, the others in the order in which they joined. Invariants: no host gets more
+workers than its capacity; a quarantined host gets none while another has capacity; more capacity never means fewer
+workers.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from closeranks.agent.limits import Limits
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """One host of the job, as the lead knows it."""
+    """One host of the job, as the leader knows it."""
 
     name: str
     num_workers: int
-    """How many it can take."""
+    """Its capacity."""
     is_lead: bool = False
     state: Literal["ready", "leaving", "lost"] = "ready"
     since: float = 0.0
-    """When it became so, by the lead's ``time.monotonic()``."""
+    """When it entered this state, by the leader's ``time.monotonic()``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """So many consecutive ranks on one host."""
+    """A number of consecutive ranks on one host."""
 
     host: str
     num_workers: int
 
 
 def in_quarantine(hosts: Sequence[HostState], faults: Sequence[Fault], limits: Limits, now: float) -> frozenset[str]:
-    """Hosts that had too many faults lately. Never the lead's: with that host the job would end anyway."""
+    """Hosts with too many recent faults. Never the leader's host: the job cannot run without it anyway."""
     counted = [fault.host for fault in within(faults, limits.fault_window_s, now)]
     return frozenset(
         host.name for host in hosts if not host.is_lead and counted.count(host.name) >= limits.max_host_faults
@@ -61,7 +62,7 @@ def room(hosts: Sequence[HostState]) -> int:
 
 
 def allot(hosts: Sequence[HostState], num_workers: int, avoided: frozenset[str] = frozenset()) -> tuple[Place, ...]:
-    """So many workers on these hosts, which have room for them; those to be avoided are asked last."""
+    """Place ``num_workers`` on these hosts, which must have the capacity; hosts in ``avoided`` are filled last."""
     ready = [host for host in hosts if host.state == "ready"]
     asked = sorted(ready, key=lambda host: (host.name in avoided, not host.is_lead))
     taken: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Which process are workers forked from, as the agent holds it? One that it started, or an heir that another left.
+"""The agent's handle of a zygote process: one that it started, or a standby (heir) that an earlier zygote forked.
 
-Invariant: once ``end`` returns, the process is gone, and its number was never signalled after it might have been given
-to somebody else.
+Invariant: once ``end`` returns, the process is gone, and its process id was never signalled after the kernel might have
+reused it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _END_S = 5.0
 
 
 class Ancestor:
-    """A zygote from outside: its number, its end, and the line to it."""
+    """A zygote as seen from the agent: its process id, its pidfd and the control socket to it."""
 
     def __init__(self, pid: int, pidfd: int, control: socket.socket, child: subprocess.Popen[bytes] | None = None):
         self.pid = pid
@@ -30,7 +30,8 @@ class Ancestor:
         self._child = child
 
     def status(self) -> int | None:
-        """How it ended, which it has; None: it is no child of ours, and somebody else was told."""
+        """Exit status of the process, which must have ended; None if it is not our child, so that another process
+        reaped it."""
         if self._child is not None:
             return self._child.wait()
         try:
@@ -41,19 +42,19 @@ class Ancestor:
         return status_of(result)
 
     def kill(self) -> None:
-        """Its end is noticed through ``pidfd``."""
+        """Send SIGKILL; its death is noticed through ``pidfd``."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it and what else is in its group, and let go of it."""
+        """Kill the process and the rest of its process group, reap it, and close the descriptors."""
         if self._child is None:
             self.kill()
             ended = select.poll()
             ended.register(self.pidfd, select.POLLIN)
             ended.poll(_END_S * 1000)
             self.status()
-        elif self._child.returncode is None:  # not reaped yet, so its number is certainly its own
+        elif self._child.returncode is None:  # not reaped yet, so its process id cannot have been reused
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._child.wait()
@@ -62,9 +63,9 @@ class Ancestor:
 
 
 def start(output: int, environment: Mapping[str, str]) -> Ancestor:
-    """A zygote that has imported nothing yet. It leads a session of its own.
+    """Start a zygote that has imported nothing yet. It is the leader of its own session.
 
-    ``-P``: a file in the working folder that is named like a module of Python's does not come before it here.
+    ``-P``: a file in the working folder cannot shadow a module of the standard library here.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:

@@ -1,7 +1,7 @@
-"""What does an agent notice by looking at its workers, rather than by being told?
+"""Detects hangs of this host's workers by observing them, without their cooperation.
 
-Joins what is learned (``hang``) with what the kernel knows (``look``). Invariant: looking costs the
-workers nothing; only when a generation is given up are they asked where they stand, for the log.
+Combines the deadlines of each phase (``hang``) with the kernel's view of the processes (``look``). Invariant: checking
+costs the workers nothing; they are asked for their stacks, for the log, only when a hang has been found.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from closeranks.agent.member import Member
 from closeranks.agent.progress import Phase
 
 _STACKS_S = 0.15
-"""How long workers have to write down where they stand."""
+"""How long workers have to print their stacks."""
 _LOG_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
     still: Still | None
-    """Who stands still, as far as this host can see."""
+    """The ranks that hang, as far as this host can see."""
     next_at: float
 
 
 class Attention:
-    """Of one host. ``begin`` comes before each generation."""
+    """The hang monitor of one host. Call ``begin`` before each generation."""
 
     def __init__(self, limits: Limits, loop: Loop) -> None:
         self._loop = loop
@@ -42,7 +42,7 @@ class Attention:
         self._next_at = 0.0
 
     def look(self, members: Sequence[Member], now: float) -> Noticed:
-        """Cheap when it is called too early."""
+        """Check for a hang; cheap when it is called before it is due."""
         if now < self._next_at:
             return Noticed(None, self._next_at)
         alive = _alive(members)
@@ -53,8 +53,8 @@ class Attention:
         return Noticed(still, self._next_at)
 
     def examine(self, still: Still, members: Sequence[Member]) -> Still:
-        """The same with fewer suspects, where something tells some from the others; every worker's stacks are in its
-        log then."""
+        """The same hang with fewer suspects, where the kernel or the stacks tell some from the others. Afterwards every
+        worker's stacks are in its log."""
         alive = _alive(members)
         if still.is_stopped:
             return still
@@ -66,8 +66,8 @@ class Attention:
         return odd_ones(still, places) if still.culprit is None and not still.is_stopped else still
 
     def _ask_where(self, alive: dict[int, Member], still: Still) -> dict[int, tuple[str, ...]]:
-        """The ends of all logs, with the stacks of every thread in them. Whoever waits for data may have it read by
-        other processes, which are asked first: two that write at once would spoil each other's lines."""
+        """The ends of all logs, with the stacks of every thread in them. A worker that waits for data may have it read
+        by other processes; those are asked first, because two processes that print at once would garble the lines."""
         if still.phase is Phase.DATA:
             for rank in still.suspects:
                 alive[rank].ask_children_for_stacks()

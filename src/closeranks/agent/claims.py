@@ -1,8 +1,8 @@
-"""Who stands still, where every host sees its own workers alone?
+"""Merges the hang reports of several hosts, each of which sees its own workers only.
 
-A host whose workers only wait for one elsewhere finds that they stand still, too: what it says is a claim, and the lead
-joins the claims of all. Invariants: nobody is given up while the one who is furthest behind of all has time left; times
-travel as ages.
+A host whose workers only wait for a worker of another host finds that they hang, too. So a host only reports, and the
+leader decides from the reports of all. Invariants: no worker is declared hung while the rank furthest behind of all is
+within its deadline; times are sent as ages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from closeranks.agent.progress import Phase, Progress
 from closeranks.agent.verdict import WorkerFact
 
 CLAIM = "still"
-"""The event that a host's workers stand still, as far as it can see."""
+"""The event that a host's workers hang, as far as it can see."""
 
 
 def claim_fields(still: Still, now: float) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def claim_fields(still: Still, now: float) -> dict[str, Any]:
 
 
 def claim_of(told: Mapping[str, Any], now: float) -> Still:
-    """By the reader's clock. Raises ``ProtocolError``."""
+    """Decode a report, with times by the reader's clock. Raises ``ProtocolError``."""
     try:
         return Still(
             suspects=tuple(int(rank) for rank in told["suspects"]),
@@ -50,7 +50,7 @@ def claim_of(told: Mapping[str, Any], now: float) -> Still:
 
 
 class Claims:
-    """Those of one generation, the newest of each host. ``begin`` comes before each."""
+    """The newest hang report of each host, for one generation. Call ``begin`` before each generation."""
 
     def __init__(self) -> None:
         self._claims: dict[str, Still] = {}
@@ -63,7 +63,7 @@ class Claims:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to decide."""
+        """Whether there are reports, and no decision yet."""
         return bool(self._claims) and self._verdict is None
 
     def hear(self, host: str, still: Still) -> None:
@@ -72,10 +72,10 @@ class Claims:
     def verdict(
         self, host_of: Mapping[int, str], words: Mapping[int, Progress], now: float, sure_s: float
     ) -> Still | None:
-        """Once, when it is certain; ``words`` of all ranks, as their hosts last told.
+        """The hang, returned once, when it is certain. ``words``: progress of all ranks, as their hosts last reported.
 
-        When the last of all moves on at last, those who waited for it seem to be the last, by words that are older than
-        its own: only who has been the last for ``sure_s`` is.
+        When the rank furthest behind moves on, the ranks that waited for it briefly seem to be furthest behind, because
+        their progress was reported earlier. So a rank counts as furthest behind only after ``sure_s``.
         """
         if not self.is_open or not words.keys() >= host_of.keys():
             return None
@@ -89,7 +89,7 @@ class Claims:
         return still
 
     def mark(self, workers: Sequence[WorkerFact]) -> tuple[WorkerFact, ...]:
-        """Of the workers of a generation that was given up, those that it was given up for."""
+        """The worker reports of a fenced generation, with the workers whose hang it was fenced for marked as hung."""
         if self._verdict is None:
             return tuple(workers)
         still, at = self._verdict

@@ -1,8 +1,8 @@
-"""Why is a generation over; and if it was the last, how did the run end?
+"""Determines why a generation ended and, if it was the last, how the run ended.
 
-Statements in, verdict, outcome or error out. Invariants: a host that did not live to tell is named before anybody who
-complained of its loss; who pressed Ctrl-C hears that it stopped, not how a worker died of it; anybody else hears of the
-failure.
+Host reports in; root cause, outcome or error out. Invariants: a host that was lost before it could report is named
+before any worker that failed because of its loss; a user who pressed Ctrl-C is told that the run stopped, not how a
+worker died of it; in every other case the failure is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from closeranks.core.requests import DRAIN, REGROUP
 
 
 def lost_member(settled: Settled, members: Sequence[str]) -> str:
-    """A member that did not live to tell how its workers ended: whoever complained before it was its victim."""
+    """A member that was lost before it could report how its workers ended; failures that other hosts reported earlier
+    are consequences of its loss."""
     silent = [name for name in members if name not in settled.facts]
     return settled.cause.host if settled.cause.host in silent else next(iter(silent), "")
 
@@ -27,7 +28,7 @@ def lost_member(settled: Settled, members: Sequence[str]) -> str:
 def verdict_of(
     settled: Settled, whole: Statement, lost_host: str, *, next_step: int, leaving: Verdict | None
 ) -> Verdict | None:
-    """Why there is another generation; None: there is none. ``leaving``: why it was asked to end, if it was."""
+    """Why another generation is needed; None: none is. ``leaving``: why this one was asked to end, if it was."""
     if lost_host:
         cause = settled.cause.what if settled.cause.host == lost_host else "it was not heard in time"
         return without_facts("host", f"{lost_host} was lost: {cause}", step=next_step)
@@ -42,7 +43,7 @@ def verdict_of(
 
 
 def conclude(settled: Settled, statement: Statement, stop: Stop | None, on_note: Callable[[str], None]) -> Outcome:
-    """Raises the error of a run that failed."""
+    """The outcome of the run; raises the error of a run that failed."""
     if statement.zygote:
         raise RunFailed(statement.zygote)
     statuses = {fact.rank: fact.status for fact in statement.workers if fact.status is not None}
@@ -61,7 +62,7 @@ def conclude(settled: Settled, statement: Statement, stop: Stop | None, on_note:
 
 
 def has_regrouped(statement: Statement) -> bool:
-    """Whether all workers left by agreement, for another generation to take over."""
+    """Whether all workers agreed to end, for another generation to take over."""
     workers = statement.workers
     return bool(workers) and all(REGROUP.kind in fact.ended_for and fact.status == 0 for fact in workers)
 
@@ -77,5 +78,5 @@ def first_failure(statement: Statement) -> float | None:
 
 
 def killed_early(statement: Statement) -> list[int]:
-    """Ranks that patience ended, not they themselves."""
+    """Ranks that did not end by themselves but were killed when the deadline passed."""
     return [fact.rank for fact in statement.workers if fact.died_at is None and not fact.is_finished]

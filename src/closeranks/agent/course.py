@@ -1,8 +1,8 @@
-"""What becomes of a run between one generation and the next?
+"""Recovery from one generation to the next.
 
-It remembers how far the run is, which faults it had and where its workers are, asks the policy, and words what is told.
-Nothing here touches a process or a connection. Invariants: whatever is said of a fault names one culprit; a fault that
-strikes while ranks are being closed belongs to the same account, which counts from the first.
+Keeps the progress of the run, its faults and the placement of its workers, asks the restart policy, and emits the
+events. Nothing here touches a process or a connection. Invariants: every report of a fault names one culprit; a fault
+during a recovery belongs to the same recovery, whose time counts from the first fault.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from closeranks.core.events import Event, HostChanged, RankLost, RunStarted, Ste
 from closeranks.core.requests import REGROUP, Request
 
 _HEIRLOOM = "measured_flops"
-"""What a generation need not measure again: the one before did, with as many workers on each host."""
+"""Not measured again if the generation before measured it with as many workers on each host."""
 _BUCKETS = "bucket_mib"
-"""What no later generation may measure again, however many workers it has: it is part of the numerics."""
+"""Never measured again by a later generation, however many workers it has: it is part of the numerics."""
 
 
 class Course:
-    """Of one run. ``emit`` hears the events that are the agent's own."""
+    """The recovery state of one run. ``emit`` is called with the agent's own events."""
 
     def __init__(self, plan: LaunchPlan, emit: Callable[[Event], None]) -> None:
         self._plan = plan
@@ -42,9 +42,9 @@ class Course:
         self.places: tuple[Place, ...] = ()
         self.quarantined: frozenset[str] = frozenset()
         self.leaving: Verdict | None = None
-        """Why this generation is asked to end by agreement."""
+        """Why this generation was asked to end at a step boundary."""
         self.noticed_at: float | None = None
-        """When this generation's end was."""
+        """When the end of this generation was detected."""
         self._num_wanted = 0
         self._num_done = 0
         self._log = FaultLog()
@@ -54,7 +54,7 @@ class Course:
 
     @property
     def is_closing(self) -> bool:
-        """Whether a fault is noticed whose account is not closed."""
+        """Whether a fault was detected and the recovery from it is not complete."""
         return self._account is not None or self.noticed_at is not None
 
     @property
@@ -63,7 +63,7 @@ class Course:
 
     @property
     def step(self) -> int:
-        """The one that is at work now, as far as rank 0 has told."""
+        """The step being computed, as far as rank 0 has reported."""
         return self._num_done + 1
 
     def host_of(self, rank: int) -> str:
@@ -72,7 +72,7 @@ class Course:
     # --- while a generation runs
 
     def hear(self, rank: int, fields: dict[str, Any], generation: int, now: float) -> None:
-        """Of rank 0's events, how far the run is; the first step after a fault ends the account of it."""
+        """Track progress by rank 0's events; the first finished step after a fault completes its recovery."""
         event = decode(fields) if rank == 0 else None
         match event:
             case None:
@@ -93,7 +93,7 @@ class Course:
             self._account.mark("fork", now)
 
     def at_boundary(self, host: str, change: str, roster: Roster, now: float) -> Verdict | Request | None:
-        """A host has joined or wants to leave: why to regroup for it, or what else to ask for."""
+        """A host has joined or wants to leave: the reason to regroup for it, or another request to the workers."""
         if not self.can_survive or self.leaving is not None or not self.places:
             return None
         what = at_boundary(self.places, self._log.faults, roster.hosts, self.limits, now, self._wish)
@@ -103,10 +103,10 @@ class Course:
         cause = f"{host} has {'joined' if is_new else 'to leave'}"
         return without_facts("resize" if is_new else "preempted", cause, step=self.step)
 
-    # --- from one to the next
+    # --- from one generation to the next
 
     def first(self, roster: Roster) -> tuple[tuple[Place, ...], Fitted]:
-        """Where the run begins; raises where it cannot with the hosts that are here."""
+        """The first placement; raises if the run cannot begin on the hosts that have joined."""
         plan, survival = self._plan, self._plan.survival
         self._num_wanted = plan.num_workers * plan.most_hosts
         room = min(roster.room, self._num_wanted)
@@ -119,7 +119,7 @@ class Course:
         return allot(roster.hosts, room), fitted
 
     def begin(self, places: tuple[Place, ...], fitted: Fitted) -> Mapping[str, Any]:
-        """What the workers of the next generation are told."""
+        """The payload for the workers of the next generation."""
         self.places = places
         self.noticed_at = self.leaving = None
         counts, flops = self._measured
@@ -127,7 +127,7 @@ class Course:
         return {**fitted.payload, **{key: value for key, value in found.items() if value}}
 
     def over(self, settled: Settled, whole: Statement, now: float) -> Verdict | None:
-        """A generation is over: why there is to be another; None: there is not. Raises a mistake of the person's."""
+        """A generation is over: why another is needed; None: none is. Raises a ``UserError`` of the job."""
         lost_host = lost_member(settled, [place.host for place in self.places])
         verdict = verdict_of(settled, whole, lost_host, next_step=self.step, leaving=self.leaving)
         if verdict is None:
@@ -149,7 +149,7 @@ class Course:
         self._emit(lost)
 
     def next(self, verdict: Verdict, hosts: Sequence[HostState], now: float, *, is_stopping: bool) -> Go | Wait:
-        """Raises what cannot be survived. Who is asked to stop does not wait for hosts."""
+        """The restart policy's decision; raises if it gives up. A run that is stopping does not wait for hosts."""
         limits = replace(self.limits, wait_s=0.0) if is_stopping else self.limits
         decision = decide(self._log.faults, hosts, limits, now, self._wish)
         if isinstance(decision, GiveUp):

@@ -1,7 +1,7 @@
-"""Who are the workers of one generation, and how do they stand?
+"""The worker group: the workers of one generation on this host, and their state.
 
-Invariant: when a crew is closed, none of its workers lives. The nursery outlives it: the next generation is another
-crew from the same zygote.
+Invariant: when a worker group is closed, none of its workers is alive. The zygote client outlives it: the next
+generation is another worker group, forked from the same zygote.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CLOSE_S = 5.0
 
 
 class Crew:
-    """All workers of one generation on this host. They are asked for when the crew is made."""
+    """All workers of one generation on this host. The constructor asks the zygote to fork them."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Crew:
             member.send({"type": "store", "address": address})
 
     def fence(self) -> None:
-        """SIGKILL to all that live, and no more births."""
+        """Send SIGKILL to all live workers, and cancel the forks that have not been requested yet."""
         for member in self.members:
             member.fence()
         self._nursery.cancel()
@@ -70,14 +70,14 @@ class Crew:
 
     @property
     def num_oom_kills(self) -> int:
-        """How many processes of this host the kernel has killed for want of memory since this generation began."""
+        """How many processes of this host the out-of-memory killer has ended since this generation began."""
         return num_oom_kills() - self._num_oom_kills
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Fence whoever is left, which is nobody unless an error passes through here; then nobody is told anything."""
+        """Fence the workers that are left, without callbacks. There are some only when an error propagates."""
         if self.num_left:
             for member in self.members:
                 member.listener = _NOBODY
@@ -93,7 +93,7 @@ class Crew:
 
 
 def _ignore(*_: Any) -> None:
-    """An error is on its way out already; what workers say while they are killed adds nothing."""
+    """An error is propagating already; what workers report while they are killed adds nothing."""
 
 
 _NOBODY = Listener(on_event=_ignore, on_output=_ignore, on_note=_ignore)

@@ -1,7 +1,7 @@
-"""When does a run end, and how?
+"""Shutdown: when a run ends after a failure or a signal, and how.
 
-Nothing here touches a process. Invariant: every wait has an end. A failure gives the other workers a moment to tell
-their side; a request to stop gives them its grace; a fence is final.
+Nothing here touches a process. Invariant: every wait has a deadline. After a failure the other workers have a moment to
+report; a shutdown request gives them its grace period; a fence is final.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 TELL_S = 1.0
-"""After the first failure, how long the other workers have to tell their side."""
+"""After the first failure, how long the other workers have to report theirs."""
 CLEAR_S = 0.02
-"""The same where somebody died without a word: who began is clear, and only what is on its way already is heard."""
+"""The same where a worker died without a report: the root cause is clear, and only reports in transit are read."""
 REAP_S = 10.0
 """After a fence, how long the kernel may take to end a process; a GPU driver needs up to seconds."""
 
@@ -22,7 +22,7 @@ Reason = Literal["finished", "drained", "interrupted", "disconnected"]
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A request to stop, since when it stands, and when patience with it ends."""
+    """A request to stop, when it was made, and when workers that have not ended by themselves are killed."""
 
     reason: Literal["drained", "interrupted", "disconnected"]
     since: float
@@ -30,7 +30,7 @@ class Stop:
 
 
 def on_signal(stop: Stop | None, signum: int, now: float, *, grace_s: float, interrupt_s: float) -> Stop:
-    """SIGTERM and SIGHUP drain; Ctrl-C drains in a hurry, also during a drain; Ctrl-C once more ends it now."""
+    """SIGTERM and SIGHUP drain; Ctrl-C shortens the drain, also one under way; a second Ctrl-C stops at once."""
     if signum == signal.SIGHUP:
         return stop or Stop("disconnected", now, now + grace_s)
     if signum == signal.SIGTERM:
@@ -43,7 +43,7 @@ def on_signal(stop: Stop | None, signum: int, now: float, *, grace_s: float, int
 
 
 def counts_as_failure(failed_at: float | None, stop: Stop | None) -> bool:
-    """Whether a failed worker makes the run a failed one. Who pressed Ctrl-C wants it to end, not to hear how."""
+    """Whether a failed worker makes the run a failed one. After Ctrl-C it does not, unless it failed before."""
     if failed_at is None:
         return False
     return stop is None or stop.reason != "interrupted" or failed_at < stop.since

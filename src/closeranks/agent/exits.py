@@ -1,6 +1,6 @@
-"""What does the exit status of a process mean, in words?
+"""Describes the exit status of a process in words.
 
-A status is the exit code, or the negative number of the signal that ended the process, as ``subprocess`` has it.
+A status is the exit code, or the negative number of the signal that ended the process, as in ``subprocess``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _WHY = {
 
 
 def status_of(result: os.waitid_result) -> int:
-    """The status that ``waitid`` found."""
+    """The status in a result of ``waitid``."""
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
 def in_words(status: int | None, num_oom_kills: int = 0) -> str:
-    """How a process ended. ``num_oom_kills``: how many the kernel killed on this host meanwhile for want of memory."""
+    """How a process ended. ``num_oom_kills``: how many processes of this host the out-of-memory killer ended
+    meanwhile."""
     if status is None:
         return "died; its exit status is not known"
     if status >= 0:
@@ -41,7 +42,7 @@ def in_words(status: int | None, num_oom_kills: int = 0) -> str:
 
 
 def num_oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory since this host started; 0 where it does not say."""
+    """How many processes the out-of-memory killer has ended since this host started; 0 if the kernel does not say."""
     try:
         with open("/proc/vmstat") as lines:
             return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,7 +1,7 @@
-"""What does a worker tell its agent about an exception?
+"""The report about an exception that a worker sends to its agent.
 
-Invariant: the report is plain values taken while the exception is at hand; it says where in the user's own code it came
-from, and whether it looks like the echo of a peer's death rather than a cause.
+Invariant: the report consists of plain values taken while the exception is being handled; it says where in the user's
+own code the exception came from, and whether it looks like a consequence of another rank's death rather than a cause.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_TRACEBACK_CHARS = 20_000
 
 NO_STORE = "rank 0 has not opened its store"
 
-# What gloo, NCCL and the store say when the other end is gone or silent.
+# Messages of gloo, NCCL and the store when the other end is gone or silent.
 _ECHO = re.compile(
     r"connection (was )?(reset|closed|aborted|refused)|broken pipe|closed by peer|socket (timeout|closed)"
     r"|gloo.*(timeout|timed out)|timed out (after|waiting)|wait timeout|connectfullmesh|pair closure"
@@ -38,21 +38,21 @@ class FailureReport:
     kind: str
     message: str
     place: str
-    """``file:line in function`` of the user's own code, or of the innermost frame where none is theirs."""
+    """``file:line in function`` of the user's own code, or of the innermost frame if none is the user's."""
     traceback: str
     at: float
-    """``time.monotonic()`` when it was caught: one clock for all processes of a host."""
+    """``time.monotonic()`` when it was caught: the same clock for all processes of a host."""
     step: int | None = None
     is_consequence: bool = False
     error: dict[str, Any] | None = None
-    """Of an error of our own: ``core.errors.encode``."""
+    """``core.errors.encode`` of a ``CloseranksError``; None for any other exception."""
 
     def fields(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def describe(error: BaseException, step: int | None) -> FailureReport:
-    """Everything the agent needs of an exception, now."""
+    """Everything that the agent needs to know about an exception."""
     text = "".join(traceback.format_exception(error))
     return FailureReport(
         kind=type(error).__name__,
@@ -67,13 +67,13 @@ def describe(error: BaseException, step: int | None) -> FailureReport:
 
 
 def plain_message(error: BaseException) -> str:
-    """The message without the C++ frames that torch appends to it, or the place that a syntax error repeats."""
+    """The message without the C++ frames that torch appends to it, or the location that a syntax error repeats."""
     text = printable(error.msg) if isinstance(error, SyntaxError) else message_of(error)
     return text.split("\nException raised from", 1)[0].strip()
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether this reads like a lost peer. A mistake of the user's never does, whatever it was raised from."""
+    """Whether this looks like the loss of another rank. A ``UserError`` never does, whatever it was raised from."""
     if isinstance(error, UserError):
         return False
     return any(isinstance(link, ConnectionError) or _ECHO.search(message_of(link)) for link in _chain(error))
@@ -89,7 +89,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def own_place(error: BaseException) -> str:
-    """Where in the user's own code; the innermost frame of all where none is theirs."""
+    """The location in the user's own code; of the innermost frame if none is the user's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{shown(error.filename)}:{error.lineno}"
     frame = own_frame(error) or next(reversed(traceback.extract_tb(error.__traceback__)), None)

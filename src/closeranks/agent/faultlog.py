@@ -1,9 +1,9 @@
-"""Which faults has a run had, and what do they have in common?
+"""The faults that a run has had, and which of them are the same fault repeated.
 
-[Note: the same fault] Two faults are the same when they ended the same step with the same signature, and the run had
-got no further in between: to redo steps is no progress, to finish one for the first time is. So chance, which strikes
-one step twice now and then, is told from a step that cannot be done. Invariant: the log is a value, and what it answers
-follows from its entries alone; ends of a generation that nothing is wrong with leave no entry.
+[Note: the same fault] Two faults are the same when they ended the same step with the same signature, and the run made
+no progress in between: redoing steps is no progress, finishing one for the first time is. This tells a step that always
+fails from chance faults that happen to hit one step twice. Invariant: the log is a value, and its answers follow from
+its entries alone; a generation that ended without a fault leaves no entry.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from dataclasses import dataclass, replace
 from closeranks.agent.verdict import Verdict
 
 NO_FAULTS = frozenset({"slow", "preempted", "resize"})
-"""Kinds of an end that nothing is wrong with: they use up no budget."""
+"""Ends of a generation that are not faults: they use up no budget."""
 _FROM_OUTSIDE = frozenset({"host", "zygote", "stopped"})
-"""What no step does by itself, however often it is met there."""
+"""Kinds of fault that the code of a step cannot cause, however often they occur in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What ended a generation before its time."""
+    """What ended a generation prematurely."""
 
     at: float
-    """``time.monotonic()`` of the lead."""
+    """``time.monotonic()`` of the leader."""
     generation: int
     kind: str
     step: int | None
-    """The step it struck; None before the first of its generation."""
+    """The step in which it occurred; None before the first step of its generation."""
     rank: int
-    """-1: nobody in particular."""
+    """-1: no rank in particular."""
     host: str
-    """Empty: none in particular."""
+    """Empty: no host in particular."""
     signature: str
-    """The same for the same fault, whichever rank or host it strikes."""
+    """The same for the same fault, on whichever rank or host it occurs."""
     num_done: int = 0
     """The most steps that the run had ever finished by then."""
     is_user_error: bool = False
     is_silent: bool = False
-    """Whether nobody knows what ended it: a kill from outside it seems, or contact that was lost."""
+    """Whether the cause is unknown: probably a kill from outside, or lost contact."""
     cause: str = ""
     """One line for people."""
 
     @property
     def can_repeat(self) -> bool:
-        """Whether the code or the data of a step may be what does it."""
+        """Whether the code or the data of a step may be the cause."""
         return self.kind not in _FROM_OUTSIDE
 
     def is_same(self, other: Fault) -> bool:
@@ -64,7 +64,7 @@ class FaultLog:
 
     def add(self, verdict: Verdict, *, at: float, generation: int, host: str, num_done: int) -> FaultLog:
         """A generation is over. ``num_done``: the steps that all of its ranks had finished (``steps_done``)."""
-        if verdict.step is not None:  # whatever the others got to: the step that was struck is not finished
+        if verdict.step is not None:  # however far other ranks got, the step of the fault is not finished
             num_done = min(num_done, verdict.step - 1)
         num_done = max(num_done, self.num_done)
         if verdict.kind in NO_FAULTS:
@@ -86,19 +86,19 @@ class FaultLog:
 
 
 def steps_done(steps: Iterable[int | None]) -> int:
-    """How many steps all ranks have finished, from the step that each is at; None: at none yet."""
+    """How many steps all ranks have finished, given the step that each one is computing; None: none yet."""
     return min((step - 1 if step else 0 for step in steps), default=0)
 
 
 def num_repeats(faults: Sequence[Fault]) -> int:
-    """How often the last fault has happened, itself included; 0 where a step cannot be blamed for it."""
+    """How often the last fault has occurred, itself included; 0 if no step can be its cause."""
     if not faults or not faults[-1].can_repeat:
         return 0
     return sum(fault.is_same(faults[-1]) for fault in faults)
 
 
 def within(faults: Iterable[Fault], window_s: float, now: float) -> list[Fault]:
-    """Those of the last ``window_s`` seconds."""
+    """The faults of the last ``window_s`` seconds."""
     return [fault for fault in faults if fault.at > now - window_s]
 
 

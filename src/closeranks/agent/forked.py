@@ -1,8 +1,8 @@
-"""What does a forked child do from the fork to its exit?
+"""The worker's side of a fork: everything from ``os.fork`` in the zygote to the worker's exit.
 
-Invariant: before any code of the job runs, the child is tied to the zygote's life, writes to its own log, and holds no
-descriptor of the zygote's or of another worker's. It leaves through ``os._exit``: nothing of the zygote's unwinds in
-it.
+Invariant: before any code of the job runs, the child dies with the zygote, writes to its own log, and holds no
+descriptor of the zygote or of another worker. It exits through ``os._exit``, so that nothing of the zygote's stack
+unwinds in it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FORKED = declare("restore.forked", "a worker is forked, and has done nothing yet
 
 
 def live(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoReturn:
-    """Everything after the fork. ``foreign``: the zygote's own descriptors, which this child must not hold; ``run``:
-    the run folder, for people.
+    """Everything after the fork. ``foreign``: the zygote's own descriptors, which this child must close; ``run``: the
+    run folder, for the process title.
 
-    Descriptors that the job's modules opened when they were imported stay: they belong to the job.
+    Descriptors that the job's modules opened on import stay open: they belong to the job.
     """
     status = 1
     try:
@@ -53,12 +53,12 @@ def live(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoRet
 
 
 def _take_place(fds: WorkerFds, foreign: Iterable[int]) -> None:
-    os.setpgid(0, 0)  # a group of its own: what the worker starts is killed with it
+    os.setpgid(0, 0)  # its own process group: what the worker starts is killed with it
     os.dup2(fds.output, 1)
     os.dup2(fds.output, 2)
     for fd in (fds.output, *foreign):
         os.close(fd)
-    # A lost connection is the agent's business. Not SIG_IGN, which programs that the worker starts would inherit.
+    # The agent handles SIGHUP. Not SIG_IGN, which programs that the worker starts would inherit.
     signal.signal(signal.SIGHUP, lambda number, frame: None)
     faulthandler.enable()  # a crash in native code ends the log with the Python stack
     faulthandler.register(signal.SIGUSR1)
@@ -75,10 +75,11 @@ def _work(fds: WorkerFds, run: str) -> int:
 
 
 def _hear_sigterm(link: WorkerLink) -> None:
-    """A scheduler that ends a job sends SIGTERM to every process of it; a worker that died of it could not save.
+    """Turn SIGTERM into a drain request: a scheduler that ends a job sends it to every process of the job, and a worker
+    that died of it could not save.
 
-    What the worker forks ends by SIGTERM as it would anywhere. The signal is held back around a fork, because Python
-    forgets one that its handler has caught in the child but not yet run.
+    Processes that the worker forks have the default handling of SIGTERM. The signal is blocked around a fork: one that
+    the C handler has caught, but whose Python handler has not run yet, would be forgotten in the child.
     """
 
     def drain(signum: int, frame: FrameType | None) -> None:
@@ -97,14 +98,14 @@ def _hear_sigterm(link: WorkerLink) -> None:
         let_through()
 
     signal.signal(signal.SIGTERM, drain)
-    let_through()  # the zygote has held it back since the fork
+    let_through()  # the zygote blocked it before the fork
     os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=be_ordinary)
 
 
 def _run_entry(link: WorkerLink) -> int:
-    """Call the entry; what it raises is reported and becomes the exit status.
+    """Call the entry; an exception is reported and determines the exit status.
 
-    The agent writes the traceback to the log: printed here, rank 0's would reach the terminal beside the report.
+    The agent writes the traceback to the log: printed here, rank 0's would appear on the terminal beside the report.
     """
     try:
         status = int(load_object(link.entry, place="entry")(link.payload, link) or 0)
@@ -119,6 +120,6 @@ def _run_entry(link: WorkerLink) -> int:
 
 
 def _leave(leave: SystemExit, link: WorkerLink) -> int:
-    """An entry that is left by ``sys.exit`` has not done its work, whatever the status says."""
+    """An entry that calls ``sys.exit`` counts as failed, whatever the exit status."""
     link.report_failure(leave)
     return leave.code if isinstance(leave.code, int) and leave.code else 1

@@ -1,8 +1,8 @@
-"""How do other hosts come in? A connection that shows the token is told the plan, and then letters pass.
+"""The leader's connections to the agents of other hosts: sends them the plan, then carries membership messages.
 
-Invariants: a host is reached by the connection over which that life of it last wrote; a message that is no letter ends
-that connection and disturbs nobody else; nobody comes in under the name of the lead's own host; only a connection that
-the far end has ended counts as a host that is gone.
+Invariants: a host is reached by the connection over which its current incarnation last sent a message; an invalid
+message closes that connection and affects no other; no host can join under the name of the leader's own host; only a
+connection that the remote end closed counts as a disconnected host.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ PLAN = "plan"
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where the lead listens for other hosts."""
+    """Where the leader listens for other hosts."""
 
     host: str
     port: int
     token: Token
     address: str = ""
-    """Under which other hosts find this one; empty: the one it listens on."""
+    """The address that other hosts connect to; empty: the one it listens on."""
     token_file: str = ""
-    """Where the token lies, if it was not given by the shell."""
+    """The file with the token, if it was not given by the environment."""
 
     def how_to_join(self, port: int, num_workers: int) -> str:
-        """The command for another host."""
+        """The command that joins another host."""
         where = Address(self.address or self.host, port)
         shown = f" --token-file {self.token_file}" if self.token_file else ", with CLOSERANKS_TOKEN set"
         return f"closeranks agent --join {where} -n {num_workers}{shown}"
@@ -46,14 +46,14 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """That life of a host has hung up."""
+    """That incarnation of a host has closed its connection."""
 
     name: str
     incarnation: int
 
 
 class Gate:
-    """The lead's side of all connections. All callbacks come from the loop's turn or from ``wake``."""
+    """The leader's side of all connections. All callbacks come from the event loop or from ``wake``."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Gate:
         self._on_gone = on_gone
         self._on_note = on_note
         self._lines: dict[tuple[str, int], Peer] = {}
-        """By name and incarnation: two agents of one name are two, until the machine has sent one of them home."""
+        """By name and incarnation: two agents of the same name are kept apart until the leader dismisses one."""
         self._names: dict[Peer, tuple[str, int]] = {}
         self._server = ControlServer(
             loop,
@@ -87,7 +87,7 @@ class Gate:
         )
         self.address = self._server.address
         self._is_closing = False
-        """Whether hosts are on their way home: that they hang up is no news then."""
+        """Whether hosts have been dismissed: that they disconnect is expected then, and not reported."""
 
     @property
     def deadline(self) -> float | None:
@@ -97,7 +97,7 @@ class Gate:
         self._server.wake()
 
     def send(self, letter: Letter) -> None:
-        """A host that is not connected hears it again when it beats, or is counted as lost."""
+        """Send a message. A host that is not connected is sent it again after its next heartbeat, or is lost."""
         line = self._lines.get((letter.host, letter.incarnation))
         if line is not None:
             line.send(letter.to_fields())
@@ -128,7 +128,8 @@ class Gate:
             self._on_note(f"{who[0] if who else 'A host'} at {peer.where} {why}.")
 
     def see_off(self, letters: Iterable[Letter], answer: Callable[[Letter], list[Letter]], deadline: float) -> None:
-        """Send these, answer who writes meanwhile, and close when all have hung up, or then."""
+        """Send these messages, answer those that arrive meanwhile, and close when all hosts have disconnected, or at
+        ``deadline``."""
 
         def reply(letter: Letter) -> None:
             for one in answer(letter):

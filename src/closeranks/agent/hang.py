@@ -1,13 +1,13 @@
-"""Who stands still, and is it time to give it up?
+"""Hang detection: which ranks make no progress, and whether their deadline has passed.
 
-Words in, verdict out: nothing here touches a process. A rank that waits for another stands still as well, so the one
-that is furthest behind decides, by the deadline of what it is at; while it is within that, nobody is given up, however
-long the others wait. Where several are equally far behind (collectives inside a forward), what the kernel sees of them
-tells who does not wait in a collective.
+The progress of the ranks in, a hang out: nothing here touches a process. A rank that waits for another makes no
+progress either, so the rank furthest behind decides, by the deadline of its phase; while it is within that, no rank is
+declared hung, however long the others wait. Where several are equally far behind (collectives inside a forward), the
+kernel's view of their processes tells which of them do not wait in a collective.
 
-Invariants: nobody is given up before ``floor_s``, but for who is stopped, by the kernel's own word, for ``STOPPED_S``;
-a phase that was never seen to its end has ``first_s``, and so has somebody else's code; time in which the agent itself
-did not run counts for nobody.
+Invariants: no rank is declared hung before ``floor_s``, except one that the kernel reports as stopped for
+``STOPPED_S``; a phase that has never been seen to complete has ``first_s``, and so have phases of unpredictable length,
+such as hooks; time in which the agent itself did not run does not count.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from types import MappingProxyType
 from closeranks.agent.progress import PHASE_WORDS, STEADY, Phase, Progress
 
 LOOK_S = 0.5
-"""How often to look, at the latest; a small ``floor_s`` asks for it more often."""
+"""The longest interval between two checks; a small ``floor_s`` shortens it."""
 _PATIENT = 10.0
-"""How many times ``floor_s`` reading has: a disk or a store may pause for a while, and another worker would not read
-any faster. The first visit of a new generation has as long, where an earlier one knew the phase."""
+"""How many times ``floor_s`` a read may take: a disk or a store may pause for a while, and another worker would not
+read any faster. The first visit to a phase in a new generation may take as long, if an earlier generation knew the
+phase."""
 _BOUNDLESS = frozenset({Phase.START, Phase.HOOK, Phase.COMPILE, Phase.SAVE, Phase.END})
-"""What earlier visits say nothing of: a hook that prints each time may compute for minutes every thousandth."""
+"""Phases whose earlier durations predict nothing: a hook that usually prints may compute for minutes every thousandth
+time."""
 STOPPED_S = 2.0
-"""A process that is stopped will not go on by itself; this is for whoever stops one and lets it go on at once."""
+"""A stopped process does not continue by itself; this allows for one that is stopped and continued at once."""
 _STOPPED = "T"
 _BUSY = 0.1
-"""Processors; who waits keeps none busy, who works may share one with many."""
+"""Processors: a rank that waits keeps none busy, one that works may share a processor with many others."""
 _NOTHING: Mapping[Phase, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """The numbers of ``[elastic]`` that decide here."""
+    """The settings of ``[elastic]`` for hang detection."""
 
     floor_s: float = 5.0
     factor: float = 8.0
@@ -43,12 +45,12 @@ class Deadlines:
 
     @property
     def stopped_s(self) -> float:
-        """How long a worker may be stopped."""
+        """How long a worker may be stopped by a signal."""
         return min(self.floor_s, STOPPED_S)
 
     def limit_s(self, phase: Phase, longest_s: float | None, earlier_s: float | None = None) -> float:
-        """How long a worker may give no sign of life. ``longest_s``: what it took lately; None: not seen in this
-        generation. ``earlier_s``: what it took in those before."""
+        """How long a worker may show no progress in a phase. ``longest_s``: the longest recent visit; None: not seen in
+        this generation. ``earlier_s``: the longest visit in earlier generations."""
         known_s = self.factor * max(longest_s or 0.0, earlier_s or 0.0)
         if phase in _BOUNDLESS or (longest_s is None and earlier_s is None):
             return max(self.first_s, self.floor_s, known_s)
@@ -59,19 +61,19 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Still:
-    """A generation that stands still."""
+    """A hang of a generation."""
 
     suspects: tuple[int, ...]
     """The ranks that are furthest behind: all of them, when all are alike."""
     step: int | None
     phase: Phase
     since: float
-    """Their last sign of life, by the agent's clock."""
+    """Their last progress, by the agent's clock."""
     limit_s: float
     is_stopped: bool = False
-    """Whether the suspects were stopped by a signal, as the kernel says."""
+    """Whether the suspects were stopped by a signal, according to the kernel."""
     why: str = ""
-    """What gave them away, where their words alone did not."""
+    """The evidence against them, where it goes beyond their progress."""
 
     @property
     def culprit(self) -> int | None:
@@ -79,7 +81,7 @@ class Still:
 
     @property
     def kind(self) -> str:
-        """As ``RankLost`` has it."""
+        """The kind in ``RankLost``."""
         return "stopped" if self.is_stopped else "hang"
 
     def cause(self, now: float) -> str:
@@ -91,14 +93,14 @@ class Still:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What the kernel sees of one process; ``agent.look`` fills it in."""
+    """What the kernel reports about one process; ``agent.look`` fills it in."""
 
     state: str
     """Of the main thread: R, S, D, T, t; empty when it is gone."""
     call: str = ""
-    """What the main thread sleeps in: ``lock``, the name or number of another call, empty where it is not told."""
+    """The system call that the main thread sleeps in: ``lock``, or its name or number; empty where it is unknown."""
     load: float = 0.0
-    """Processors that all its threads together kept busy while it was looked at."""
+    """Processors that all its threads together kept busy while it was sampled."""
 
 
 _SIGNS: tuple[tuple[str, Callable[[Sight], bool]], ...] = (
@@ -110,11 +112,11 @@ _SIGNS: tuple[tuple[str, Callable[[Sight], bool]], ...] = (
     ),
     ("busy while the others wait, perhaps with the interpreter's lock held", lambda sight: sight.load >= _BUSY),
 )
-"""What tells a suspect from those that wait, and in which words; stopping is said by ``Still.is_stopped``."""
+"""What tells a suspect from ranks that wait, each with its wording; a stop is recorded in ``Still.is_stopped``."""
 
 
 def position(word: Progress) -> tuple[int, int, int]:
-    """How far a rank is: workers that wait for each other can be compared by it."""
+    """A sort key for progress, by which workers that wait for each other can be compared."""
     return (-1 if word.step is None else word.step, word.phase, word.tick if word.phase is Phase.COMPUTE else 0)
 
 
@@ -132,24 +134,25 @@ def standing_still(
     earlier: Mapping[Phase, float] = _NOTHING,
     awake_since: float = 0.0,
 ) -> Still | None:
-    """The verdict on the living workers of a generation, by rank. ``awake_since``: what was before does not count."""
+    """The hang among the live workers of a generation, or None. ``words``: progress by rank; ``awake_since``: time
+    before it does not count."""
     if not words:
         return None
     suspects = behind(words)
     phase, step = words[suspects[0]].phase, words[suspects[0]].step
     since = max(awake_since, *(words[rank].at for rank in suspects))
     known = [words[rank].longest.get(phase) for rank in suspects]
-    # The slowest of those that are alike sets the limit for all; one that has not seen the phase makes it a first time.
+    # The slowest suspect sets the limit for all; if one has not completed the phase yet, it counts as a first visit.
     longest_s = None if None in known else max(seen for seen in known if seen is not None)
     limit_s = deadlines.limit_s(phase, longest_s, earlier.get(phase))
     return Still(suspects, step, phase, since, limit_s) if now - since > limit_s else None
 
 
 def blame(still: Still, sights: Mapping[int, Sight]) -> Still:
-    """The same with fewer suspects, where what the kernel sees tells some from the others.
+    """The same hang with fewer suspects, where the kernel's view tells some from the others.
 
-    Who waits in a collective sleeps on a lock (or, on an accelerator, spins). So the first of these that holds for
-    some, but not for all, names them: stopped; stuck in the kernel; asleep in another call; busy.
+    A rank that waits in a collective sleeps on a lock (or, on an accelerator, spins). So the first of these signs that
+    holds for some ranks, but not for all, selects them: stopped; stuck in the kernel; asleep in another call; busy.
     """
     for why, test in _SIGNS:
         found = tuple(rank for rank in still.suspects if rank in sights and test(sights[rank]))
@@ -159,7 +162,7 @@ def blame(still: Still, sights: Mapping[int, Sight]) -> Still:
 
 
 def odd_ones(still: Still, places: Mapping[int, str]) -> Still:
-    """The same by where their main threads are in Python: who is elsewhere than most of the suspects. Needs three."""
+    """The same hang, with only the suspects whose main thread is at another Python location than most. Needs three."""
     found = {rank: places[rank] for rank in still.suspects if places.get(rank)}
     usual = max(found.values(), key=list(found.values()).count, default="")
     odd = tuple(rank for rank, place in found.items() if place != usual)
@@ -169,8 +172,8 @@ def odd_ones(still: Still, places: Mapping[int, str]) -> Still:
 
 
 def reading(still: Still, places: Mapping[int, str]) -> Still:
-    """The same for ranks that wait for data, by where in the user's code their samples are read: who is there is the
-    one that the others wait for."""
+    """The same hang for ranks that wait for data: a rank with a thread or process in the user's code that reads samples
+    is one that the others wait for."""
     found = {rank: place for rank, place in places.items() if place}
     if not found:
         return still
@@ -179,9 +182,9 @@ def reading(still: Still, places: Mapping[int, str]) -> Still:
 
 
 def join(claims: Mapping[str, Still], host_of: Mapping[int, str], words: Mapping[int, Progress]) -> Still | None:
-    """The verdict over several hosts: each sees its own workers alone, and finds that they stand still when they only
-    wait for one elsewhere. So a claim counts when it is that of every host with a rank that is furthest behind of all;
-    of those, the ones that know what gave the culprit away go first. Who was stopped is certain without the others.
+    """The hang over several hosts. Each host sees its own workers only, and reports a hang also when they just wait for
+    a worker of another host. So there is a hang when every host with a rank that is furthest behind of all reports one;
+    of those reports, the ones with evidence (``why``) are preferred. A stopped rank is certain without the other hosts.
     """
     held = {host: still for host, still in claims.items() if all(_holds(still, words.get(r)) for r in still.suspects)}
     certain = [still for still in held.values() if still.is_stopped]
@@ -195,12 +198,12 @@ def join(claims: Mapping[str, Still], host_of: Mapping[int, str], words: Mapping
 
 
 def _holds(still: Still, word: Progress | None) -> bool:
-    """Whether a rank is still where it was when its host spoke of it."""
+    """Whether a rank is still in the step and phase that its host reported."""
     return word is not None and (word.step, word.phase) == (still.step, still.phase)
 
 
 class Watch:
-    """What must be remembered between looks, for one generation after the other."""
+    """Keeps what must be remembered between checks, over successive generations."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
@@ -211,14 +214,14 @@ class Watch:
         self._looked_at = self._awake_since = 0.0
 
     def begin(self) -> None:
-        """A new generation: what the one before has learned holds for the first visits of the next."""
+        """A new generation: what earlier ones learned is the limit for the first visit to each phase."""
         self._earlier = longest_of(self._latest, self._earlier)
         self._latest, self._stopped, self._looked_at = (), {}, 0.0
 
     def look(self, words: Mapping[int, Progress], states: Mapping[int, str], now: float) -> Still | None:
-        """Call it every ``every_s`` with the words of all workers that live, and the kernel's state of each process."""
+        """Call it every ``every_s`` with the progress of all live workers, and the kernel's state of each process."""
         if now - self._looked_at > 4 * self.every_s + 1.0:
-            self._awake_since, self._stopped = now, {}  # this very process was held up, and perhaps all others with it
+            self._awake_since, self._stopped = now, {}  # this process did not run, and perhaps neither did the workers
         self._looked_at, self._latest = now, list(words.values())
         still = self._held(words, states, now) or standing_still(
             words, now, self._deadlines, earlier=self._earlier, awake_since=self._awake_since
@@ -228,7 +231,7 @@ class Watch:
         return still
 
     def _held(self, words: Mapping[int, Progress], states: Mapping[int, str], now: float) -> Still | None:
-        """Who is stopped, and was at every look for a while, whatever it was at: there is nothing to wait for."""
+        """Ranks that were stopped at every check for a while, in whatever phase: waiting longer would not help."""
         held = [rank for rank, state in states.items() if state == _STOPPED and rank in words]
         last, self._stopped = self._stopped, {}
         for rank in held:
@@ -244,7 +247,7 @@ class Watch:
 
 
 def longest_of(words: Iterable[Progress], earlier: Mapping[Phase, float] = _NOTHING) -> dict[Phase, float]:
-    """What any worker took for each phase, now or earlier."""
+    """The longest visit of any worker to each phase, now or earlier."""
     found = dict(earlier)
     for word in words:
         for phase, seconds in word.longest.items():

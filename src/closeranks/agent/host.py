@@ -1,7 +1,7 @@
-"""What does an agent do on its own host? It keeps the zygote, the boxes and the workers of the generation at hand.
+"""This host's processes and memory: the zygote, the snapshot memory and the workers of the current generation.
 
-Invariant: when a host is closed, no process of its own is left, and no memory: boxes live as long as it does and
-outlive every worker and every zygote.
+Invariant: when a host is closed, none of its processes and none of its memory is left. Snapshot memory lives as long as
+the host object, and outlives every worker and every zygote.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from closeranks.core.world import World
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How the workers of a generation stand on this host."""
+    """The status of a generation's workers on this host."""
 
     num_left: int = 0
-    """Workers whose end is not yet known."""
+    """Workers that are not known to have ended."""
     failed_at: float | None = None
     is_clear: bool = False
-    """Whether somebody died without a word: others need not be heard to know who began."""
+    """Whether a worker died without a report: the root cause is known without the reports of others."""
     all_spoken: bool = True
 
 
 class Host:
-    """This host, as a party of the job. Callers turn the loop."""
+    """This host, as a participant in the job. Callers run the event loop."""
 
     def __init__(
         self, plan: LaunchPlan, loop: Loop, listener: Listener, *, name: str, on_store: Callable[[str], None]
@@ -73,7 +73,7 @@ class Host:
         return self.crew.members if self.crew else []
 
     def revive(self) -> None:
-        """Another zygote in place of one that was lost."""
+        """Replace a zygote that was lost."""
         self._nursery.revive()
 
     def begin(self, worlds: Sequence[World], payload: Mapping[str, Any]) -> None:
@@ -84,13 +84,13 @@ class Host:
         self.crew = Crew(self._plan, worlds, self._nursery, self._loop, self._listener, berth)
 
     def move_logs(self, folder: Path) -> None:
-        """What all processes of now have printed, and print from now on, stands in this folder."""
+        """Move the logs of all current processes to this folder, with what they have printed so far."""
         self._nursery.move_log(folder)
         for member in self.members:
             member.move_log(folder)
 
     def clear(self) -> None:
-        """The workers of the last generation are gone, and none has taken their place."""
+        """Close the worker group of the last generation without starting another."""
         self._close_crew()
 
     def pass_store_on(self, address: str) -> None:
@@ -123,12 +123,12 @@ class Host:
         ]
 
     def mind(self, now: float) -> float | None:
-        """The zygote answers, and whoever lost its parent is reaped; when to look again."""
+        """Reap orphans and check that the zygote responds; returns when to call it again."""
         self._nursery.reap()
         return self._nursery.mind(now)
 
     def settled(self) -> None:
-        """Every rank has taken copies of its own: what earlier, larger generations left in other boxes may go."""
+        """Every rank has a snapshot of its own: free what earlier, larger generations left for other local ranks."""
         self.boxes.retire(len(self.members))
 
     def _close_crew(self) -> None:

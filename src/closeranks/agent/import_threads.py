@@ -1,7 +1,8 @@
 """Finds out which imports of the job's modules start threads.
 
-Workers are forked from the process that imports, and a fork takes no other thread along. Invariant: every thread is
-counted once, for the innermost import statement of the user's own code that it appeared in; imports behave as ever.
+Workers are forked from the process that imports, and a fork copies no thread but the calling one. Invariant: every
+thread is counted once, for the innermost import statement of the user's own code that it appeared in; imports behave
+as usual.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class ImportThreads:
 
     @contextmanager
     def counted_for(self, name: str) -> Iterator[None]:
-        """What runs meanwhile is the import of ``name``. Imports inside it that are counted themselves are left out."""
+        """Count the threads started in this block for ``name``, except those of nested imports that are counted
+        themselves."""
         before = num_threads() - self.started.total()
         try:
             yield
@@ -34,9 +36,9 @@ class ImportThreads:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Import statements of the user's own modules are counted each by itself."""
+        """Count each import statement of the user's own modules separately."""
         original: Callable[..., Any] = builtins.__import__
-        is_own("")  # finds out now, with imports of its own, what it tells from then on without any
+        is_own("")  # its first call imports modules itself; later calls do not
 
         def counting(name: str, globals: Mapping[str, Any] | None = None, *rest: Any, **more: Any) -> Any:
             file = (globals or {}).get("__file__")

@@ -1,4 +1,4 @@
-"""What is an agent told to start, and what does it answer when it is over?"""
+"""The launch plan that an agent is given, its callbacks, and the outcome that it returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A job cut to fewer workers."""
+    """A job resized to fewer workers."""
 
     num_workers: int
     payload: Mapping[str, Any]
@@ -31,16 +31,16 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """How a run goes on after faults."""
+    """How a run recovers from faults."""
 
     limits: Limits
     fit: Callable[[int, int], Fitted | None]
-    """What to run on so many workers at most, of so many that were wanted; None: it cannot go on with so few."""
+    """``fit(num_available, num_wanted)``: the job on at most so many workers; None: it cannot run on so few."""
     samples_of: Callable[[int], str]
     """Which samples a step takes, in words for people."""
     warm: str = ""
-    """``package.module:function``, called in the zygote as ``function(payload)`` once its first workers live, so that
-    later ones start faster; empty: nothing is."""
+    """``package.module:function``, called in the zygote as ``function(payload)`` once its first workers are alive, so
+    that later ones start faster; empty: nothing is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +57,27 @@ class LaunchPlan:
     payload: Mapping[str, Any] = field(default_factory=dict)
     """JSON values for the entry, the same for every worker."""
     preload: tuple[str, ...] = ()
-    """Modules that the zygote imports before it forks; the entry's own module comes last by itself."""
+    """Modules that the zygote imports before it forks; the entry's own module is added at the end."""
     sys_path: tuple[str, ...] = ()
     """Folders put before all others on the zygote's search path."""
     num_hosts: int = 1
     """How many hosts must have joined before the first generation begins."""
     most_hosts: int = 1
-    """Up to how many hosts it grows; with more than that, the others stand by."""
+    """Up to how many hosts the job grows; further hosts are kept as spares."""
     survival: Survival | None = None
     """None: the first fault ends the run."""
     is_elastic: bool = False
-    """Whether workers keep copies of their state in memory of the agent's: so where faults are survived."""
+    """Whether workers keep snapshots in the agent's memory; true where the run recovers from faults."""
     rescues: bool = False
-    """Whether what workers kept in memory is written down when the run fails: so where it saves its state at all."""
+    """Whether snapshots in memory are written to disk when the run fails; true where the run saves its state at all."""
     must_finish: bool = True
-    """Whether a worker is done only when its entry has returned. A user's script may also leave by any exit with 0."""
+    """Whether a worker is done only when its entry has returned. A user's script may also end by any exit with 0."""
     threads: int = 0
-    """Of each worker; 0: every host decides by its cores."""
+    """Threads of each worker; 0: every host decides by its cores."""
     zygote_log: str = "zygote.log"
-    """Hosts share the folder: each has a file of its own."""
+    """Hosts share the folder, so each has its own file."""
     door: Door | None = None
-    """Where other hosts may come in; None: nobody does."""
+    """Where other hosts may join; None: no host can."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -86,30 +86,30 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who hears what happens. All are called from the agent's one thread, and must not take long."""
+    """Callbacks of an agent. All are called from the agent's one thread, and must return quickly."""
 
     on_event: Callable[[int, dict[str, Any]], None]
     """Rank and event, of every worker."""
     on_output: Callable[[int, str], None]
     """Rank 0's printed lines."""
     on_note: Callable[[str], None]
-    """What a person should know of the run itself, in a sentence."""
+    """A sentence about the run itself, for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended that did not fail."""
+    """How a run that did not fail ended."""
 
     reason: Reason
     statuses: Mapping[int, int] = field(default_factory=dict)
     """Exit status by rank: the code, or the negative number of a signal. Empty when no worker had started."""
     rescued: str = ""
-    """Where the state lies that nobody had the time to save, in a sentence."""
+    """Where state that there was no time to save was written, in a sentence."""
 
 
 def plan_fields(plan: LaunchPlan) -> dict[str, Any]:
-    """What another host must know to run workers of this plan; what it may find out for itself is left out. ``job`` is
-    another one each time: who comes back to another job must not bring its memory along."""
+    """What another host must know to run workers of this plan; what it can find out by itself is left out. ``job`` is
+    new each time: a host that reconnects to another job must not use its memory of the earlier one."""
     limits = plan.survival.limits if plan.survival else None
     return {
         "version": __version__,

@@ -1,8 +1,9 @@
-"""How does a job go from generation to generation until it ends?
+"""The job controller: takes a job from generation to generation until it ends.
 
-The membership's machine says who is here and when nobody of a generation is left; the policy says who takes part in the
-next; this carries letters between the machine and the hosts, and tells what happened. Invariants: every wait has an
-end; whatever is said of a fault names one culprit; this host takes the same path as any other, without a network.
+The membership state machine knows which hosts are present and when a generation has no workers left; the restart policy
+decides which hosts are members of the next; this file carries messages between the state machine and the hosts, and
+reports what happened. Invariants: every wait has a deadline; every report of a fault names one culprit; this host takes
+the same path as any other, without a network.
 """
 
 from __future__ import annotations
@@ -53,18 +54,19 @@ from closeranks.core.events import Event, HostChanged, SlowRank, encode
 from closeranks.core.requests import DRAIN, REGROUP, Request
 
 OnTurn = Callable[[View], float | None]
-"""Looks on in every turn of the loop; answers when (``time.monotonic()``) it wants to look again at the latest."""
+"""Called with a view of the job; returns when (``time.monotonic()``) it wants to be called again at the latest."""
 
 _TOLD_S = 0.2
-"""After a worker was asked to leave, how long to wait whether the whole run is."""
+"""After a worker got SIGTERM, how long to wait for a SIGTERM to the whole run."""
 _FAREWELL_S = 5.0
-"""How long other hosts have to hear that it is over, and to hang up."""
+"""How long other hosts have to receive the end of the job, and to disconnect."""
 _SHOW_S = 0.25
-"""Who looks on may be busy with something of its own that it did not know of when it last said when to look."""
+"""The longest interval between two calls of ``OnTurn``: it may have work that it did not foresee in its last answer."""
 _SURE_BEATS = 4
-"""Over how many beats a rank must have been the last of all before it is given up: words of two hosts differ in age."""
+"""For how many heartbeats a rank must have been furthest behind before it is declared hung: the progress that two hosts
+report differs in age."""
 _TERM = 1
-"""This lead is the only one: it stands in the process that started the job, and its loss ends it."""
+"""This leader is the only one: it runs in the process that started the job, and the job ends with it."""
 
 
 class Lead:
@@ -78,7 +80,7 @@ class Lead:
         on_turn: OnTurn | None = None,
         has_unsaved: Callable[[Host], bool] = lambda host: False,
     ) -> None:
-        """``has_unsaved``: whether the memory of this host holds what no checkpoint does."""
+        """``has_unsaved``: whether this host's memory holds a newer state than any checkpoint."""
         self._plan = plan
         self._has_unsaved = has_unsaved
         self._loop = loop
@@ -90,29 +92,29 @@ class Lead:
         self._roster = Roster("")
         self._station: Station | None = None
         self._letters: deque[tuple[bool, Letter | Gone]] = deque()
-        """On their way within this process: to the lead or to this host's station. What a host wrote before it hung up
-        is read first."""
+        """Messages in transit within this process, to the leader (True) or to this host's controller. What a host sent
+        before it disconnected is read first."""
         self._gate: Gate | None = None
         self._muster: Muster | None = None
         self.stop: Stop | None = None
         self._outcome: Outcome | None = None
         self._course = Course(plan, self._emit)
         self._told: tuple[float, int] | None = None
-        """When a worker said that it was asked to leave, and which."""
+        """When a worker reported a SIGTERM, and its rank."""
         self._waiting: tuple[Verdict, float] | None = None
-        """What is to be survived as soon as enough hosts are here, or then."""
+        """The root cause to recover from, as soon as enough hosts have joined or at this time."""
         self.killed: list[int] = []
-        """Ranks that did not end by themselves, when it is over."""
+        """Ranks that did not end by themselves; set when the run is over."""
         limits = self._course.limits
         self._stragglers = Stragglers(limits.slow_ratio, limits.slow_steps)
         self._claims = Claims()
         self._show_at, self._shown = 0.0, (-1, "")
 
-    # --- from outside
+    # --- public interface
 
     @property
     def is_underway(self) -> bool:
-        """Whether there are workers, or soon will be again."""
+        """Whether the first generation has begun."""
         return self._machine.generation is not None
 
     @property
@@ -120,7 +122,7 @@ class Lead:
         return self._machine.generation.number if self._machine.generation else 0
 
     def request(self, request: Request) -> None:
-        """Every worker is asked, and brings it to the vote of its next step."""
+        """Send a request to every worker, which brings it to the vote of its next step."""
         self._act(self._machine.ask(request, time.monotonic()))
 
     def announce(self, address: str) -> None:
@@ -130,7 +132,8 @@ class Lead:
 
     @property
     def ears(self) -> Listener:
-        """Of this host: what its workers say takes the way of all hosts' workers; notes need no generation."""
+        """Callbacks for this host: events and output of its workers are relayed as for any host; notes, which need no
+        generation, are passed on directly."""
 
         def event(rank: int, fields: dict[str, Any]) -> None:
             if self._station is not None:
@@ -142,10 +145,10 @@ class Lead:
 
         return Listener(event, output, self._listener.on_note)
 
-    # --- the loop
+    # --- the event loop
 
     def run(self, host: Host) -> Outcome:
-        """Other hosts may come while this one's zygote still imports: they have the same to do."""
+        """Run the job. Other hosts may join while this one's zygote still imports, as theirs have to import too."""
         self._host, self._name, self._roster = host, host.name, Roster(host.name)
         try:
             self._gate = self._open_gate()
@@ -178,7 +181,7 @@ class Lead:
         return gate
 
     def _dismiss(self) -> None:
-        """Whatever ended it: other hosts hear that it is over, as far as a moment lets them."""
+        """Tell the other hosts that the job is over, whatever ended it, and wait ``_FAREWELL_S`` for them at most."""
         if self._gate is None:
             return
         machine, now = self._machine, time.monotonic()
@@ -196,14 +199,15 @@ class Lead:
         self._station = Station(host, follower, attention, mail, is_lead=True)
 
     def _turn(self) -> float | None:
-        """Everything that can be done now; when there is more, unless something happens before."""
+        """Do everything that can be done now; returns when it must be called again, unless something happens before."""
         until: list[float | None] = []
         while self._outcome is None:
             now = time.monotonic()
             if self._gate is not None:
                 self._gate.wake()
             until = [self._station.turn(now)] if self._station is not None else []
-            # What lies here was written in time: after a standstill of this process nobody is called late for it.
+            # Deliver before the tick: these messages arrived in time, and after a pause of this process no host must be
+            # counted as lost because they were not read yet.
             has_mail = bool(self._letters)
             self._deliver()
             self._act(self._machine.tick(now))
@@ -224,7 +228,7 @@ class Lead:
                 self._station.receive(letter)
 
     def _mind(self, now: float) -> float | None:
-        """What only time brings about."""
+        """Handle what is due by now."""
         until = [self._mind_stop(now), self._mind_muster(now)]
         if self._told is not None and self._course.leaving is None and self.stop is None:
             due, rank = self._told[0] + _TOLD_S, self._told[1]
@@ -265,10 +269,10 @@ class Lead:
             self._listener.on_note(text)
         return until
 
-    # --- what the machine wants done
+    # --- effects of the membership state machine
 
     def _act(self, effects: list[LeadEffect]) -> None:
-        for effect in effects:  # who is here first: the machine decided with all of it known
+        for effect in effects:  # update the host table first: the state machine decided with all changes known
             if isinstance(effect, Changed):
                 self._roster.note(effect, time.monotonic())
         for effect in effects:
@@ -303,7 +307,7 @@ class Lead:
             self._mind_boundary(changed, now)
 
     def _mind_boundary(self, changed: Changed, now: float) -> None:
-        """A healthy generation grows, or lets a host go, after its step."""
+        """A healthy generation grows, or releases a host, after its current step."""
         if self.stop is not None:
             return
         match self._course.at_boundary(changed.host, changed.change, self._roster, now):
@@ -332,7 +336,7 @@ class Lead:
         except ProtocolError as error:
             self._listener.on_note(f"{host}: {error}")
 
-    # --- workers that stand still or are slow, and other reasons to regroup
+    # --- workers that hang or are slow, and other reasons to regroup
 
     def _mind_still(self, now: float) -> None:
         if not self._claims.is_open:
@@ -349,7 +353,7 @@ class Lead:
             self._tell_slow(slow, now)
 
     def _words(self, now: float) -> dict[int, Progress]:
-        """What all ranks have told with their hosts' last beats."""
+        """The progress of all ranks, from the last heartbeat of each host."""
         peers = [self._machine.peer(place.host) for place in self._course.places]
         rows = [row for peer in peers if peer is not None for row in peer.progress]
         return {row.rank: word_of(row, now) for row in rows}
@@ -362,7 +366,7 @@ class Lead:
             self._leave(without_facts("slow", cause, rank=slow.rank, step=slow.step), now)
 
     def _leave(self, why: Verdict, now: float) -> None:
-        """Ask this generation to end by agreement: no step is lost."""
+        """Ask this generation to end at a step boundary, so that no step is lost."""
         self._course.leaving = why
         self.request(REGROUP)
 
@@ -386,7 +390,7 @@ class Lead:
             self.request(DRAIN)
 
     def _on_settled(self, settled: Settled, now: float) -> None:
-        """Everybody of a generation is gone."""
+        """All workers of a generation are gone."""
         whole = together([self._statement(host, facts, now) for host, facts in settled.facts.items()])
         whole = replace(whole, workers=self._claims.mark(whole.workers))
         is_hurried = self.stop is not None and (self.stop.reason == "interrupted" or now >= self.stop.deadline)
@@ -406,7 +410,7 @@ class Lead:
             return Statement()
 
     def _try(self, verdict: Verdict, now: float) -> None:
-        """Begin the next generation if the policy lets it; raises what cannot be survived."""
+        """Begin the next generation, or wait, as the restart policy decides; raises if it gives up."""
         decision = self._course.next(verdict, self._roster.hosts, now, is_stopping=self.stop is not None)
         if isinstance(decision, Go):
             self._begin(decision.places, decision.fitted, now)
@@ -415,14 +419,14 @@ class Lead:
             self._listener.on_note(decision.why)
         self._waiting = (verdict, decision.until)
 
-    # --- what is said
+    # --- events and views
 
     def _emit(self, event: Event) -> None:
         self._listener.on_event(-1, encode(event))
 
     def _show(self, now: float) -> float | None:
-        """Whoever looks on is asked to when it wants to be, and whenever something has changed: taking a view reads
-        every worker's word."""
+        """Call ``OnTurn`` when it asked to be called, and whenever the generation or the state has changed. Not more
+        often, because a view reads every worker's shared progress."""
         if self._on_turn is None:
             return None
         standing = (self.generation, self._state)

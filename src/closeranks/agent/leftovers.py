@@ -1,7 +1,7 @@
-"""Processes that user code started and that outlived the run, such as daemons in a session of their own.
+"""Ends orphan processes: those that user code started and that outlived the run, such as daemons in another session.
 
-The agent adopts every descendant that loses its parent, so none of them is lost sight of. Invariant: when ``end_all``
-returns, each that is left was named, asked to end (SIGTERM), and killed if it did not.
+The agent adopts every descendant that loses its parent, so it knows all of them. Invariant: when ``end_all`` returns,
+each orphan was named, asked to end (SIGTERM), and killed if it did not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SETTLE_S = 1.0
-"""For processes of ours that end because their worker has: they are not worth a word."""
+"""For processes that end by themselves because their worker has: they are not reported."""
 _TERM_S = 3.0
 _KILL_S = 5.0
 _LOOK_S = 0.02
@@ -35,8 +35,8 @@ def children_of(pid: int) -> set[int]:
 
 
 def leftovers(processes: Iterable[Process], me: int, my_session: int, known: Collection[int]) -> list[int]:
-    """Adopted children of ``me`` and all below them. What this process starts itself shares its session; what comes
-    from a zygote never does."""
+    """Adopted children of ``me`` and all their descendants. What this process starts itself shares its session; what
+    comes from a zygote never does."""
     alive = [process for process in processes if process.state not in "ZX"]
     found = [one.pid for one in alive if one.parent == me and one.session != my_session and one.pid not in known]
     for parent in found:  # grows while it is walked
@@ -64,7 +64,7 @@ def _left(known: Collection[int]) -> list[int]:
 
 
 def _wait_until_gone(known: Collection[int], seconds: float) -> bool:
-    """Whether any is left then. Without one it costs a look."""
+    """Wait for the orphans to end; True if some are left afterwards. Without orphans it costs one scan of /proc."""
     until = time.monotonic() + seconds
     while _left(known):
         if time.monotonic() >= until:

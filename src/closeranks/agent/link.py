@@ -1,9 +1,9 @@
-"""What can a worker say to its agent, and hear from it?
+"""The worker's end of the link to its agent: rendezvous, progress, requests, events and the final report.
 
 Call sequence in a worker: the agent's ``hello`` is read before the entry runs; rank 0 calls ``listen_socket`` and
 ``announce_store``, every rank calls ``store``; then each step ``progress`` and ``poll``, and ``send_event`` when there
-is something to tell. Invariant: nothing here waits for the agent inside a step, but for a moment when its buffer is
-full; an event that finds no room then is counted, and the count is told.
+is an event. Invariant: inside a step nothing here waits for the agent, except briefly when its buffer is full; an event
+that still does not fit is dropped, and the number of dropped events is reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OUTBOX_BYTES = 1 << 20
 _EVENT_WAIT_S = 0.2
 _LAST_WORDS_S = 2.0
 _FINISH_WAIT_S = 60.0
-"""A worker whose last word is lost counts as lost itself: it waits for an agent that is busy."""
+"""Long enough for a busy agent: a worker whose last message is lost counts as failed."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -50,19 +50,19 @@ class WorkerLink:
             self._read_blocking(None)
         self.world = World(**{**self._hello["world"], "hosts": tuple(self._hello["world"]["hosts"])})
         self.boxes: list[list[str]] = self._hello["boxes"]
-        """Memory of the agent's, as paths: of every box of this host its own two files and its peer's two. This
-        worker's box has its local rank's number. Empty: faults are not survived, and nothing need be kept."""
+        """Paths of the agent's snapshot memory: for each local rank of this host its own two files and its peer's two.
+        This worker's index is its local rank. Empty: the run does not recover from faults, and needs no snapshots."""
         self.has_regrouped = False
-        """Set by whoever trains when this generation ended by agreement, for another to take over."""
+        """Set by the training loop when this generation agreed to end, for another to take over."""
         self.host: str = self._hello["host"]
-        """The address of this host that other workers reach it by."""
+        """The address at which other workers reach this host."""
         self.entry: str = self._hello["entry"]
         self.payload: dict[str, Any] = self._hello["payload"]
 
-    # --- forming the group
+    # --- rendezvous
 
     def listen_socket(self) -> socket.socket:
-        """Rank 0: the socket the store shall listen on, bound where the job's ``agent`` table says."""
+        """Rank 0: the socket that the store listens on, bound where the job's ``agent`` table says."""
         return bind_store(self._hello["host"], self._hello["port"])
 
     def announce_store(self, address: str) -> None:
@@ -71,9 +71,9 @@ class WorkerLink:
         self._send({"type": "store", "address": address})
 
     def store(self, timeout_s: float = 60.0) -> str:
-        """Where the store is, waiting for rank 0's announcement; each one is handed out once.
+        """The address of the store, after waiting for rank 0's announcement; each announcement is returned once.
 
-        A script's second session has a store of its own: the address of the first must not be taken for it.
+        A script's second session has a store of its own: the address of the first must not be returned for it.
         """
         deadline = time.monotonic() + timeout_s
         while not self._store:
@@ -86,23 +86,24 @@ class WorkerLink:
     # --- each step
 
     def progress(self, step: int, phase: int) -> None:
-        """Write the progress word: the step at work (-1: none yet) and the ``Phase`` of it."""
+        """Write the shared progress: the current step (-1: none yet) and its ``Phase``."""
         self._word.write(step, phase)
 
     def tick(self, *, counts: bool = True) -> None:
-        """One more micro-batch of the step is done; ``counts``: ranks that have more of them are ahead."""
+        """One more micro-batch of the step is done; ``counts``: whether ranks that have done more are ahead."""
         self._word.tick(counts=counts)
 
     def own(self, seconds: float, lane: int = 0) -> None:
-        """What a micro-batch of a step cost this worker alone; ``lane``: who has the same work."""
+        """This worker's compute time of a micro-batch; ``lane``: its pipeline rank, which tells who has the same
+        work."""
         self._word.note_own(seconds, lane)
 
     def kept(self, step: int) -> None:
-        """A copy of this step's state is sealed in memory."""
+        """A snapshot of this step's state is sealed in memory."""
         self._word.note_kept(step)
 
     def poll(self) -> frozenset[Request]:
-        """What the agent has asked for, without waiting; costs about a microsecond when there is nothing new."""
+        """The agent's requests, without waiting; costs about a microsecond when there is nothing new."""
         try:
             data = self._endpoint.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -116,7 +117,7 @@ class WorkerLink:
         return self._told(asked) if self._is_told else asked
 
     def _told(self, asked: frozenset[Request]) -> frozenset[Request]:
-        """After a SIGTERM to this worker alone: where faults are survived the agent is asked what becomes of it."""
+        """After a SIGTERM to this worker alone: pass it on to the agent if the run recovers from faults, else drain."""
         if not self.boxes:
             return asked | {DRAIN}
         if not self._is_passed_on:
@@ -125,11 +126,11 @@ class WorkerLink:
         return asked
 
     def request_drain(self) -> None:
-        """What a SIGTERM to this worker alone comes to: the next ``poll`` tells it, the vote carries it to all."""
-        self._is_told = True  # alone: a handler that replaced the requests could be overwritten by who reads them
+        """For a SIGTERM to this worker alone: the next ``poll`` returns the request, and the vote carries it to all."""
+        self._is_told = True  # only a flag: a change to the requests could be overwritten by the code that reads them
 
     def send_event(self, event: dict[str, Any]) -> None:
-        """Tell the agent; waits at most a moment when its buffer is full, then drops the event and counts it."""
+        """Send an event to the agent; waits briefly when the buffer is full, then drops the event and counts it."""
         line = encode({"type": "event", "event": event})
         with self._lock:
             if len(self._outbox) > _OUTBOX_BYTES:
@@ -143,19 +144,19 @@ class WorkerLink:
     # --- the end
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the agent of an exception, once: the first is the cause."""
+        """Report an exception to the agent, once: the first is the cause."""
         if not self._failed:
             self._failed = True
             self._send({"type": "failure", "failure": describe(error, self._word.read().step).fields()})
 
     def finish(self) -> None:
-        """The entry has returned; whatever is still to be told leaves now."""
+        """The entry has returned; send this and whatever is still queued."""
         is_drained = DRAIN in self._asked or (self._is_told and not self.boxes)
         ended_for = [DRAIN.kind] * is_drained + [REGROUP.kind] * self.has_regrouped
         self._send({"type": "finished", "ended_for": ended_for}, _FINISH_WAIT_S)
 
     def abandon(self) -> None:
-        """In a child that a worker forks: the link stays the worker's alone."""
+        """Called in a child that the worker forks: the link belongs to the worker only."""
         self._endpoint.close()
 
     # --- the wire
@@ -179,7 +180,7 @@ class WorkerLink:
                 left = deadline - time.monotonic()
                 if left <= 0 or not _wait(self._endpoint, select.POLLOUT, left):
                     return
-            except OSError:  # the agent is gone, and the kernel is about to end this process for it
+            except OSError:  # the agent is gone, and the kernel is about to kill this process
                 self._outbox.clear()
 
     def _read_blocking(self, timeout_s: float | None) -> None:

@@ -1,7 +1,7 @@
-"""What does the kernel know of a process that gives no sign of life?
+"""Probes a process that shows no progress, through /proc and signals.
 
-Reads /proc, signals through pidfds. Invariant: every question is answered within a fixed time, by a process that is
-stopped, stuck or gone as well: nothing here waits for the process itself.
+Signals go through pidfds. Invariant: every call returns within a fixed time, also for a process that is stopped, stuck
+or gone: nothing here waits for the process itself.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ OBSERVED_S = 0.2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NUM_LOOKS = 5
 _LOCK_CALLS = ("futex", "202", "98", "449")
-"""Sleeping on a lock, by the name of the kernel's function or by the number of the call (x86, ARM, futex_waitv)."""
+"""Sleeping on a lock, by the name of the kernel's function or by the number of the system call (x86, ARM,
+futex_waitv)."""
 _HEADS = ("Current thread 0x", "Thread 0x")
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>\S+)')
 
 
 def kernel_state(pid: int) -> str:
-    """One letter: R runs, S sleeps, D sleeps where no signal reaches it, T is stopped, t is traced, Z is dead.
-    Empty when there is no such process. About 20 us."""
+    """One letter: R runs, S sleeps, D sleeps uninterruptibly, T is stopped, t is traced, Z is a zombie. Empty when
+    there is no such process. About 20 us."""
     return _stat(pid)[0]
 
 
 def observe(pids: Mapping[int, int | None], seconds: float = OBSERVED_S) -> dict[int, Sight]:
-    """What processes, by rank, are at; takes ``seconds`` in all."""
+    """Sample what processes, by rank, are doing; takes ``seconds`` in all."""
     known = {rank: pid for rank, pid in pids.items() if pid is not None}
     begun = {rank: _stat(pid)[1] for rank, pid in known.items()}
     seen: dict[int, list[tuple[str, str]]] = {rank: [] for rank in known}
@@ -52,16 +53,16 @@ def observe(pids: Mapping[int, int | None], seconds: float = OBSERVED_S) -> dict
 
 
 def ask_for_stacks(pidfds: Iterable[int]) -> None:
-    """Workers print the stacks of all their threads into their logs, also while one of them holds the interpreter's
-    lock (``agent.forked`` has registered it); one that is stopped does not. Give them a moment to arrive."""
+    """Make workers print the stacks of all their threads into their logs, also while a thread holds the GIL
+    (``agent.forked`` registers the signal); a stopped worker does not. The output takes a moment to arrive."""
     for pidfd in pidfds:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
 
 
 def ask_children_for_stacks(pid: int) -> None:
-    """The same of the processes that a worker has started, as far as they listen: those of its loader do. Others would
-    die of the signal, and are left alone."""
+    """The same for processes that a worker has started and that catch the signal, as those of its data loader do.
+    Others would die of it, and are not signalled."""
     for child in _descendants(pid):
         with suppress(OSError):
             pidfd = os.pidfd_open(child)
@@ -77,8 +78,8 @@ def is_of_stacks(line: str) -> bool:
 
 
 def reading_place(lines: Sequence[str]) -> str:
-    """Where a sample is being read, in the user's code, by the stacks of a log: ``data.py:12 in __getitem__``. Empty
-    where no thread is in such code; who only waits for another to read has no frame of the user's above our own."""
+    """Where in the user's code a sample is being read, from the stacks in a log: ``data.py:12 in __getitem__``. Empty
+    if no thread is in such code; a thread that only waits for another has no user frame above our own."""
     is_above = False
     for line in lines:
         found = _FRAME.match(line)
@@ -92,9 +93,9 @@ def reading_place(lines: Sequence[str]) -> str:
 
 
 def place_of(lines: Sequence[str]) -> str:
-    """Where a main thread is, by the last stacks of its log: ``model.py:57 in forward``; empty when there are none.
+    """Where a main thread is, from the last stacks in its log: ``model.py:57 in forward``; empty when there are none.
 
-    The signal goes to the main thread, which therefore is the current one of the dump.
+    The signal is handled by the main thread, which therefore is the current thread of the dump.
     """
     heads = [number for number, line in enumerate(lines) if line.startswith("Current thread")]
     frames = [_FRAME.match(line) for line in lines[heads[-1] + 1 : heads[-1] + 2]] if heads else []
@@ -105,7 +106,7 @@ def place_of(lines: Sequence[str]) -> str:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Children first, then theirs."""
+    """All descendants, children first."""
     found = [pid]
     for parent in found:
         for path in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -121,7 +122,7 @@ def _catches(pid: int, signum: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, float]:
-    """State of the main thread, and seconds that all threads ran. The name in between may hold anything."""
+    """State of the main thread, and CPU seconds of all threads. The process name before them may hold any character."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -130,7 +131,8 @@ def _stat(pid: int) -> tuple[str, float]:
 
 
 def _call(pid: int) -> str:
-    """What the main thread sleeps in; empty where the kernel does not say (other users' processes, no ptrace)."""
+    """The system call that the main thread sleeps in; empty if the kernel does not say (other users' processes, no
+    ptrace)."""
     try:
         call = Path(f"/proc/{pid}/syscall").read_text().split()[0]
     except (OSError, IndexError):

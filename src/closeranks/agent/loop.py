@@ -1,6 +1,6 @@
-"""What does the agent wait on? One selector, one thread, and a call for each thing that becomes ready.
+"""The agent's event loop: one selector, one thread, and a callback for each descriptor that becomes ready.
 
-Invariant: everything watched is forgotten before it is closed, so that a number the kernel gives out again is never
+Invariant: every descriptor is unregistered before it is closed, so that one whose number the kernel reuses is never
 mistaken for the old one.
 """
 
@@ -18,7 +18,7 @@ class HasFileno(Protocol):
 
 
 class Loop:
-    """A selector whose keys are calls."""
+    """A selector whose keys hold callbacks."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -27,14 +27,14 @@ class Loop:
         self._selector.register(source, selectors.EVENT_READ, call)
 
     def also_writable(self, source: int | HasFileno, wanted: bool) -> None:
-        """Wake up as well when there is room to write; the same call is made."""
+        """Also watch for room to write, or stop doing so; the callback is the same as for reading."""
         key = self._selector.get_key(source)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
         if key.events != events:
             self._selector.modify(source, events, key.data)
 
     def forget(self, source: int | HasFileno) -> None:
-        """Stop watching; a source that is not watched (any more) is no error, as ends come from several sides."""
+        """Stop watching. A source that is not watched is no error, because several code paths may end it."""
         if source in self:
             self._selector.unregister(source)
 
@@ -45,10 +45,10 @@ class Loop:
             return False
 
     def turn(self, until: float | None = None) -> None:
-        """Wait until something is ready, or until then (``time.monotonic()``), and make the calls."""
+        """Wait until something is ready, or until ``until`` (``time.monotonic()``), and run the callbacks."""
         timeout = None if until is None else max(0.0, until - time.monotonic())
         for key, _ in self._selector.select(timeout):
-            # An earlier call of this turn may have closed this one's source.
+            # An earlier callback of this iteration may have closed this source.
             if key.fileobj in self:
                 key.data()
 

@@ -1,7 +1,7 @@
-"""What does the agent know of one worker, and what can it do to it?
+"""The agent's handle of one worker process: its messages, output, progress, death and exit status.
 
-Invariant: a worker is signalled through its pidfd alone, never by number, so that a fence cannot hit a stranger; what
-it said and printed before its death is read to the end.
+Invariant: a worker is signalled only through its pidfd, never by process id, so that a fence cannot hit another
+process; what it sent and printed before its death is read to the end.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TAIL_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Berth:
-    """What the workers of a generation on one host are born into."""
+    """What the workers of a generation on one host are started with."""
 
     payload: Mapping[str, Any]
     address: str
-    """Where rank 0's store listens, if rank 0 is here."""
+    """Where rank 0's store listens, if rank 0 is on this host."""
     boxes: list[list[str]]
     on_store: Callable[[str], None]
 
@@ -53,7 +53,7 @@ class Member:
         self._must_finish = plan.must_finish
         self._ended_for: tuple[str, ...] = ()
         self.is_told = False
-        """Whether somebody has sent it SIGTERM, and it asks what becomes of it."""
+        """Whether it got a SIGTERM of its own, and reported it to the agent."""
         self.is_fenced = self._is_asked = False
         self.listener = listener
         self._loop = loop
@@ -72,20 +72,20 @@ class Member:
         hello = {"type": "hello", "world": asdict(world), "entry": plan.entry, "payload": dict(berth.payload)}
         self.send({**hello, "host": berth.address, "port": plan.config.port, "boxes": berth.boxes})
 
-    # --- what the agent does to it
+    # --- actions
 
     def move_log(self, folder: Path) -> None:
         self._log.move(folder)
 
     def send(self, message: Message) -> None:
-        """A worker that is gone is told nothing: another may still speak to all before the run is fenced."""
+        """Send a message. One to a worker that is gone is dropped: others may still broadcast before the fence."""
         if self._channel.endpoint not in self._loop:
             return
         self._channel.send(message)
         self._loop.also_writable(self._channel.endpoint, bool(self._channel.outbox))
 
     def fence(self) -> None:
-        """SIGKILL, unless it is dead already. One that is still to be born dies at birth."""
+        """Send SIGKILL, unless it is dead already. A worker that is not forked yet is killed as soon as it is."""
         if self.is_dead:
             return
         self.is_fenced = True
@@ -93,7 +93,7 @@ class Member:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    # --- what the nursery tells of it
+    # --- callbacks of the zygote client
 
     def born(self, pid: int, pidfd: int) -> None:
         self.pid, self._pidfd = pid, pidfd
@@ -102,7 +102,7 @@ class Member:
             self.fence()
 
     def exited(self, status: int) -> None:
-        """Comes from the zygote, which may well be slower than the pidfd."""
+        """Reported by the zygote, which may be slower than the pidfd."""
         if self.pid is not None:
             self._on_death()
         self.status = status
@@ -110,7 +110,7 @@ class Member:
     def orphaned(self) -> None:
         self._is_orphaned = True
 
-    # --- what is known of it
+    # --- state
 
     @property
     def is_dead(self) -> bool:
@@ -122,12 +122,12 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        """Dead, and nothing more will be learned."""
+        """Whether it is dead, and its exit status is known or cannot be learned any more."""
         return self.status is not None or (self._is_orphaned and (self._pidfd is None or self.is_dead))
 
     @property
     def has_spoken(self) -> bool:
-        """Whether its side of a failure is known: it told it, or its exit status does."""
+        """Whether its part in a failure is known: from its own report or its exit status."""
         return self.failure is not None or self.is_over
 
     @property
@@ -140,7 +140,7 @@ class Member:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has done its work: its entry returned, or it is a script that left with 0."""
+        """Whether it has done its work: its entry returned, or it is a script that exited with 0."""
         return self._has_returned or (self.status == 0 and not self._must_finish)
 
     @property
@@ -149,28 +149,29 @@ class Member:
 
     @property
     def alive_at(self) -> float:
-        """Its last sign of life. Printing much is one: it may be waiting in a write until we read, which is no hang."""
+        """When it last showed progress. Heavy printing counts: it may be blocked in a write until the agent reads,
+        which is no hang."""
         return max(self._word.read().at, self._log.printing_at)
 
     @property
     def is_silent(self) -> bool:
-        """Whether it died without a word: nobody need be asked who began."""
+        """Whether it died without a report: the root cause is known without the reports of others."""
         return self.died_at is not None and self.failure is None and not self.is_finished
 
     def ask_children_for_stacks(self) -> None:
-        """Its log shows where the processes of its loader are."""
+        """Make the processes of its data loader print their stacks into its log."""
         if self.pid is not None and not self.is_dead:
             self._is_asked = True
             ask_children_for_stacks(self.pid)
 
     def ask_for_stacks(self) -> None:
-        """Its log shows where its threads are; one that is stopped or gone says nothing."""
+        """Make its threads print their stacks into its log; a worker that is stopped or gone prints nothing."""
         if self._pidfd is not None and not self.is_dead:
             self._is_asked = True
             ask_for_stacks([self._pidfd])
 
     def end_output(self) -> None:
-        """It is gone: what it printed last is passed on."""
+        """The process is gone: pass on what it printed last."""
         self._log.end()
 
     def log_tail(self, num_lines: int) -> tuple[str, ...]:
@@ -191,7 +192,7 @@ class Member:
             log_tail=self._log.tail(_TAIL_LINES),
         )
 
-    # --- what it says
+    # --- messages and output
 
     def _on_link(self) -> None:
         self._channel.flush()
@@ -221,7 +222,7 @@ class Member:
                 self._on_note(f"Rank {self.world.rank} dropped {message['count']} events: the agent was too slow.")
 
     def _on_text(self, text: str) -> None:
-        """Stacks that it was asked for stay in its log."""
+        """Show what it printed, except stacks that it was asked for: those stay in its log."""
         if self._is_asked:
             text = "\n".join(line for line in text.split("\n") if not is_of_stacks(line))
         if self.world.is_lead and (text or not self._is_asked):
@@ -236,7 +237,7 @@ class Member:
             self._loop.forget(self._log.reader)
 
     def _on_death(self) -> None:
-        """The pidfd is ready: note when, then read everything that it left behind."""
+        """The pidfd is ready: record the time, then read all messages and output that are left."""
         if self._pidfd is None or self._pidfd not in self._loop:
             return
         self._loop.forget(self._pidfd)

@@ -1,6 +1,6 @@
-"""Who is awaited before a job begins, and what is a person told meanwhile?
+"""The notice that a job waits for hosts before it begins.
 
-Invariant: whoever waits is told what for, and how it can come about, at once and then every ``EVERY_S``.
+Invariant: the user is told which hosts are missing and how they can join, at once and then every ``EVERY_S``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ EVERY_S = 10.0
 
 
 class Muster:
-    """Counts hosts until there are enough. ``how`` is the command by which another one joins."""
+    """Counts hosts until there are enough. ``how``: the command by which another one joins."""
 
     def __init__(self, num_hosts: int, how: str) -> None:
         self._num_hosts = num_hosts
@@ -20,7 +20,7 @@ class Muster:
         self._told: tuple[str, ...] | None = None
 
     def look(self, here: Sequence[str], now: float) -> tuple[str, float | None]:
-        """What is to be said now, nothing as a rule, and when to look again; ``here``: those that have joined."""
+        """The notice to show now, usually empty, and when to check again; ``here``: the hosts that have joined."""
         num_missing = self._num_hosts - len(here)
         if num_missing <= 0:
             return "", None

@@ -1,9 +1,9 @@
-"""How does the agent come by workers? It starts the zygote, and asks it to fork.
+"""The agent's client of the zygote: starts it, asks it to fork workers, and replaces it when it is lost.
 
-A zygote that knows all it can know leaves an heir: should it be lost, the next workers need not wait for its imports.
-Invariant: the zygote leads a session of its own, so that Ctrl-C in a terminal reaches the agent alone; whoever below
-this process loses its parent becomes its child and is reaped; when the nursery is closed, the zygote, its heir and what
-workers left running are gone.
+A zygote that has imported everything and warmed up forks a standby copy of itself, its heir: if the zygote is lost, the
+next workers need not wait for imports. Invariant: the zygote leads its own session, so that Ctrl-C in a terminal
+reaches only the agent; every descendant that loses its parent becomes a child of this process and is reaped; when the
+client is closed, the zygote, its heir and the processes that workers left running are gone.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ from closeranks.core.linux import adopt_orphans, reap_orphans
 _PACKET_BYTES = 1 << 17
 _TAIL_LINES = 12
 _STOPPED_S = 2.0
-"""How long a zygote that somebody stopped may leave something unanswered."""
+"""How long a zygote that was stopped by a signal may leave a request unanswered."""
 _STUCK_S = 120.0
-"""The same for one that runs: what it learns after the first generation may take long on a busy machine."""
+"""The same for one that runs: its warm-up after the first generation may take long on a busy machine."""
 
 
 class Newborn(Protocol):
-    """Who is told about a fork that was asked for."""
+    """Callbacks about a fork that was requested."""
 
     def born(self, pid: int, pidfd: int) -> None: ...
 
     def exited(self, status: int) -> None: ...
 
     def orphaned(self) -> None:
-        """The zygote is gone: nobody will tell this worker's exit status."""
+        """The zygote is gone: this worker's exit status will not be reported."""
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether it is dead, and its exit status is still to be told."""
+        """Whether it is dead, and its exit status is not known yet."""
 
 
 class Nursery:
-    """The zygote as the agent sees it. Callers turn the loop; ``error`` says when there will be no more workers."""
+    """The agent's side of the zygote. Callers run the event loop; when ``error`` is set, no more workers can be
+    forked."""
 
     def __init__(self, plan: LaunchPlan, loop: Loop, listener: Listener) -> None:
         self._plan = plan
@@ -62,7 +63,7 @@ class Nursery:
         self._listener = listener
         self.is_ready = False
         self.was_ready = False
-        """Whether workers could be forked once, so that another zygote may well do."""
+        """Whether a zygote was ever ready to fork, so that a replacement can be expected to work."""
         self.error: CloseranksError | None = None
         self._waiting: deque[tuple[int, Newborn, WorkerFds]] = deque()
         self._is_forking = False
@@ -72,10 +73,10 @@ class Nursery:
         self._is_warm = plan.survival is None or not plan.survival.warm
         self._heir: Ancestor | None = None
         self._bequest: socket.socket | None = None
-        """Our end of the line to an heir that is asked for."""
+        """Our end of the control socket of an heir that was requested."""
         self._was_adopting = adopt_orphans(True)
         self._strangers = children_of(os.getpid())
-        """Whoever was here before is nobody's leftover."""
+        """Children that existed before the run: they are not orphans of it."""
         self._log = OutputLog(plan.log_folder / plan.zygote_log, lambda line: None, listener.on_note)
         loop.watch(self._log.reader, self._read_log)
         self._zygote = self._start()
@@ -85,11 +86,11 @@ class Nursery:
         return self._zygote.pid
 
     def reap(self) -> None:
-        """Those whose parent is gone are this process's; of a zygote's end the nursery hears itself."""
+        """Reap adopted orphans, except the zygote and its heir, which are reaped through their handles."""
         reap_orphans({self.pid} if self._heir is None else {self.pid, self._heir.pid})
 
     def revive(self) -> None:
-        """Another zygote in place of one that was lost: its heir, or one that has to import everything first."""
+        """Replace a zygote that was lost: by its heir, or by a new one, which has to import everything first."""
         self._let_go(self._zygote)
         self.cancel()
         self._drop_bequest()
@@ -125,18 +126,18 @@ class Nursery:
         zygote.end()
 
     def fork(self, ward: Newborn, fds: WorkerFds) -> None:
-        """Ask for one worker. The descriptors become the nursery's, which closes them once the zygote has them.
+        """Request one worker. Takes ownership of the descriptors and closes them once the zygote has them.
 
-        One request is under way at a time: were both sides to fill their queues, each would wait for the other.
+        One request is in flight at a time: if both sides filled their socket buffers, they would deadlock.
         """
         self._num_asked += 1
         self._waiting.append((self._num_asked, ward, fds))
         self._ask_next()
 
     def mind(self, now: float) -> float | None:
-        """A zygote that is stopped, or stuck, is no zygote any more: it is killed, and its loss is noticed as any.
+        """Kill a zygote that is stopped or stuck; its loss is then handled like any other.
 
-        Answers when to look again.
+        Returns when to check again.
         """
         is_awaited = self._is_forking or any(ward.is_unexplained for ward in self._wards.values())
         if not is_awaited or self.error is not None:
@@ -150,7 +151,7 @@ class Nursery:
         return min(due, now + _STOPPED_S)
 
     def cancel(self) -> None:
-        """Those who have not been asked for yet are not born any more; one that is under way still is."""
+        """Drop the forks that have not been requested yet; the one in flight still happens."""
         while self._waiting:
             _, ward, fds = self._waiting.popleft()
             _close_all(fds)
@@ -166,8 +167,8 @@ class Nursery:
         _close_all(fds)
 
     def _prepare(self) -> None:
-        """When the first workers live, so that their start is not delayed: the next ones are forked from who knows
-        more, and from whoever is left."""
+        """Warm up the zygote and request an heir, so that later workers start faster, also after the loss of this
+        zygote. Done when the first workers are alive, so that their start is not delayed."""
         survival = self._plan.survival
         if self._is_forking or survival is None:
             return
@@ -186,13 +187,13 @@ class Nursery:
         self._loop.watch(pidfd, self._lose_heir)
 
     def _lose_heir(self) -> None:
-        """The next generation's first worker asks for another."""
+        """The heir is lost; the forks of the next generation request another."""
         heir, self._heir = self._heir, None
         if heir is not None:
             self._let_go(heir)
 
     def _drop_bequest(self) -> None:
-        """An heir that was born all the same hears its line end, and ends."""
+        """An heir that was forked anyway sees its control socket close, and ends."""
         if self._bequest is not None:
             self._bequest.close()
             self._bequest = None
@@ -230,7 +231,7 @@ class Nursery:
                 self.error = SetupError(f"a worker could not be forked ({message['why']})", fix)
 
     def _warn_of_threads(self, threads: Mapping[str, int]) -> None:
-        """``threads``: how many were started by the import of which package."""
+        """``threads``: for each package, how many threads its import started."""
         if not threads:
             return
         told = " and ".join(f"{name} started {count} thread{'s' * (count > 1)}" for name, count in threads.items())
@@ -249,7 +250,7 @@ class Nursery:
             self._loop.forget(self._log.reader)
 
     def _lost(self) -> None:
-        """The zygote has ended though nobody closed it. What it said before is heard first."""
+        """The zygote has ended unexpectedly. Messages that it sent before are read first."""
         self._loop.forget(self._zygote.pidfd)
         status = self._zygote.status()
         while self.error is None and self._zygote.control in self._loop:

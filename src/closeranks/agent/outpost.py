@@ -1,10 +1,10 @@
-"""What does the agent of another host do, from joining a job to its end?
+"""The agent of a remote host, from joining a job to its end.
 
-    connect, show the token -> hear the plan -> start the zygote -> join -> do as the lead says -> dismissed
+    connect, prove the token -> get the plan -> start the zygote -> join -> follow the leader's orders -> dismissed
 
-Invariants: no worker lives when it joins, and none outlives it; losing the lead ends its workers before the lead may
-count them as dead; it joins again with what its memory holds, and gives up only when no lead is to be found, with the
-memory rescued to disk.
+Invariants: no worker is alive when it joins, and none outlives it; when it loses the leader it kills its workers before
+the leader may count them as dead; it rejoins with its snapshot memory intact, and gives up only when no leader can be
+found, after its snapshots have been rescued to disk.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from closeranks.core.environment import child_environment, thread_limit
 from closeranks.core.errors import RunFailed, SetupError
 
 _MOST_REFUSED = 3
-"""Answers without the right token, in a row, after which it is no accident."""
+"""Consecutive answers without the right token after which the host gives up."""
 _LEAVE_S = 30.0
-"""How long a host that was asked to go waits for its workers to be out of the run."""
+"""How long a host that was asked to leave waits for its workers to be out of the run."""
 _GIVE_UP_S = 30.0
-"""How long it looks for a lead that it has lost,"""
+"""How long it looks for a leader that it has lost."""
 _DESERTED_S = 3.0
-"""and how long where the lead's own machine says that nobody is there any more."""
+"""The same where the leader's machine refuses the connection, because nothing listens there any more."""
 
 
 class Outpost:
-    """This host's part in a job that is led from elsewhere. ``run`` blocks until it is over."""
+    """This host's part in a job whose leader is on another host. ``run`` blocks until it is over."""
 
     def __init__(
         self, address: str, token: Token, *, name: str = "", num_workers: int, on_note: Callable[[str], None]
     ) -> None:
-        """``name`` empty: as the machine is called, made different where the lead's is called the same."""
+        """``name`` empty: the machine's host name, made unique if the leader has the same one."""
         self._address = address
         self._token = token
         self._is_named = bool(name)
@@ -72,7 +72,8 @@ class Outpost:
         self._leave_by: float | None = None
 
     def run(self) -> str:
-        """Why it is over. Raises ``SetupError`` for a job it cannot join, ``RunFailed`` where the lead was lost."""
+        """Returns why it is over. Raises ``SetupError`` for a job it cannot join, ``RunFailed`` if the leader was
+        lost."""
         with Loop() as loop, heard_by(loop, self._on_signal):
             self._loop = loop
             self._client = ControlClient(
@@ -120,14 +121,14 @@ class Outpost:
         return since + _DESERTED_S
 
     def _abandon(self, reason: str) -> None:
-        """What memory holds belongs on disk, once no worker lives."""
+        """The leader is lost: end, with the snapshots written to disk once no worker is alive."""
         if self._station is not None:
             self._station.abandon(reason)
         else:
             self._end = self._end or End(reason, is_lost=True)
 
     def _open_station(self, host: Host, now: float) -> None:
-        """Joins once its zygote can fork."""
+        """Join once the zygote can fork."""
         if host.error is not None:
             raise host.error
         if not host.is_ready:
@@ -137,10 +138,10 @@ class Outpost:
         follower = Follower(self._name, time.time_ns(), self._num_workers, now=now, give_up_s=_GIVE_UP_S)
         self._station = Station(host, follower, attention, Mail(self._send, self._on_end))
 
-    # --- the lead
+    # --- the connection to the leader
 
     def _on_open(self, peer: Peer) -> None:
-        """The plan is asked for each time: another job may be led from there by now."""
+        """Request the plan on every connection: another job may be running at that address by now."""
         peer.send(ASK_PLAN)
         if self._station is not None:
             self._station.opened()
@@ -186,7 +187,7 @@ class Outpost:
                 raise SetupError(what, "Install the same version on all hosts.")
             plan = self._plan_of(told, peer.local_host)
             self._folder.mkdir(parents=True, exist_ok=True)
-            os.chdir(told["cwd"])  # paths of the job count from where its lead was started
+            os.chdir(told["cwd"])  # the job's relative paths start where its leader was started
         except OSError as error:
             fix = "Run folder and working folder must be on a file system that all hosts share, under the same path."
             raise SetupError(f"{error.filename or self._folder} cannot be used here ({error.strerror})", fix) from None
@@ -200,7 +201,7 @@ class Outpost:
         self._limits = Limits(**told["limits"]) if told["limits"] else None
         threads = int(told["threads"]) or thread_limit() or max(1, _num_cores() // self._num_workers)
         survival = None
-        if self._limits is not None:  # what becomes of the job is decided by its lead
+        if self._limits is not None:  # the leader decides about recovery, so the callbacks are stubs
             survival = Survival(self._limits, lambda *_: None, lambda step: "", warm=told["warm"])
         return LaunchPlan(
             num_workers=self._num_workers,
@@ -228,13 +229,13 @@ class Outpost:
         return self._folder.parent
 
     def _tell(self, text: str) -> None:
-        """What a person should know, here and where the job was started."""
+        """Show a note to the user, here and where the job was started."""
         self._on_note(text)
         if self._station is not None:
             self._station.relay.on_note(text)
 
     def _on_event(self, rank: int, fields: dict[str, Any]) -> None:
-        """Rank 0 speaks for the run; what others say stands in files of theirs, and need not burden the lead."""
+        """Relay rank 0's events only: those of other ranks are in their own files, and would only load the leader."""
         if self._station is not None and rank == 0:
             self._station.relay.on_event(rank, fields)
 

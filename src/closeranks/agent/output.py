@@ -1,8 +1,8 @@
-"""Where does what a worker prints go? Into its log, byte for byte, and as lines to whoever listens.
+"""The output of a worker: copied to its log byte for byte, and passed on as lines.
 
-Invariants: a log that cannot be written (a full disk) is said once, never stops the run, and is written again once it
-can be; whatever is printed, and however much, costs the agent time in proportion to its length, a bounded piece at a
-time, and bounded memory: a worker that prints faster than that waits for its pipe, and only that worker does.
+Invariants: a log that cannot be written (a full disk) is reported once, never stops the run, and is written again once
+it can be; output costs the agent time in proportion to its length, a bounded piece at a time, and bounded memory: a
+worker that prints faster than the agent reads waits for its pipe, and only that worker does.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 from closeranks.core.appending import AppendFile
 
 _CHUNK_BYTES = 1 << 14
-"""Of one read: thousands of short lines take tens of milliseconds to show, and other workers wait for as long."""
+"""Size of one read: thousands of short lines take tens of milliseconds to show, and other workers wait meanwhile."""
 _TAIL_BYTES = 1 << 13
 _CRASH_LEAD_LINES = 4
 _LINE_CHARS = 1 << 13
 """A longer line is shown in pieces of this length."""
 _BAR_S = 5.0
-"""How often a line that is drawn over itself (a progress bar) is shown while it has no end."""
+"""How often a line that is redrawn with carriage returns (a progress bar) is shown while it is unfinished."""
 
 
 class LineAssembler:
-    """Bytes in, text to show out: whole lines, and the latest state of a line that carriage returns draw over."""
+    """Bytes in, text to show out: whole lines, and the latest state of a line that is redrawn with carriage returns."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,7 +39,7 @@ class LineAssembler:
         self._rest = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines to show now; what is not a line yet is kept, ``_LINE_CHARS`` at most."""
+        """The lines to show now; an unfinished line is buffered, up to ``_LINE_CHARS``."""
         *lines, rest = (self._rest + self._decoder.decode(data, final=not data)).split("\n")
         shown = [_visible(line) for line in lines]
         if "\r" in rest:
@@ -51,12 +51,12 @@ class LineAssembler:
         return shown
 
     def finish(self) -> list[str]:
-        """A last line without its end."""
+        """The last line, if it has no newline."""
         last, self._rest = _visible(self._rest), ""
         return [last] if last else []
 
     def _redrawn(self, rest: str) -> list[str]:
-        """The newest state that is certainly whole, now and then."""
+        """The newest state that is certainly complete, at most every ``_BAR_S``."""
         state, now = _visible(rest.rpartition("\r")[0]), self._clock()
         if not state.strip() or now - self._shown_at < _BAR_S:
             return []
@@ -65,7 +65,7 @@ class LineAssembler:
 
 
 def _visible(line: str) -> str:
-    """What a terminal would show of it, nearly: the last of the states that were drawn over one another."""
+    """Roughly what a terminal would show: the last state of a line that was redrawn with carriage returns."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
@@ -78,7 +78,7 @@ class OutputLog:
         self._on_note = on_note
         self._file = AppendFile(path, self._on_lost, self._on_back, is_lines=False)
         self._last = b""
-        """The end of what was printed; the log itself may be out of reach."""
+        """The end of what was printed; the log itself may not be readable."""
         self.reader, self._writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
         self._pipe_bytes = fcntl.fcntl(self.reader, fcntl.F_GETPIPE_SZ)
@@ -89,17 +89,17 @@ class OutputLog:
         self._lines = LineAssembler()
 
     def take_writer(self) -> int:
-        """The writing end, for the process; whoever takes it closes it once the process has it."""
+        """The writing end, for the process; the caller closes it once the process has it."""
         writer, self._writer = self._writer, -1
         return writer
 
     @property
     def writer(self) -> int:
-        """The writing end, for one process after another; it stays this log's."""
+        """The writing end, for successive processes; this log keeps ownership."""
         return self._writer
 
     def read(self) -> bool:
-        """Pass on what has arrived, one bounded read; False when there is nothing (more) now."""
+        """Pass on what has arrived, in one bounded read; False when there is nothing now."""
         self._note_printing()
         try:
             data = os.read(self.reader, _CHUNK_BYTES)
@@ -112,16 +112,16 @@ class OutputLog:
         return bool(data)
 
     def drain(self) -> None:
-        """Pass on what is in the pipe now, and no more: some child that still holds it might print for ever."""
+        """Pass on what is in the pipe now, and no more: a child that still holds the pipe might print for ever."""
         left = self._num_waiting()
         while left > 0 and self.is_open and (before := self._num_waiting()) and self.read():
             left -= min(before, _CHUNK_BYTES)
 
     @property
     def printing_at(self) -> float:
-        """When (``time.monotonic()``) its process was last seen to spend its time printing: the pipe was so full that
-        it may have waited for us, or a pipe's worth of bytes has come since the last time. A few lines are no sign of
-        that: a thread may print them while the process is stuck."""
+        """When (``time.monotonic()``) the process was last seen to spend its time printing: the pipe was so full that
+        it may have blocked, or a pipe's capacity of bytes has arrived since the last time. A few lines do not count: a
+        thread may print them while the process is stuck."""
         self._note_printing()
         return self._printing_at
 
@@ -138,22 +138,22 @@ class OutputLog:
             self._on_text("\n".join(lines))
 
     def add(self, text: str) -> None:
-        """Into the log alone, after what has been printed so far."""
+        """Write text to the log only, after what has been printed so far."""
         self.drain()
         self._write(text.encode())
 
     def end(self) -> None:
-        """The process is gone: whatever is left in the pipe goes where it belongs, a last line without its end too."""
+        """The process is gone: pass on what is left in the pipe, including a last line without a newline."""
         self.drain()
         self._show(self._lines.finish())
 
     def move(self, folder: Path) -> None:
-        """From now on the log is in another folder, with all that was printed so far."""
+        """Move the log to another folder, with all that was printed so far."""
         self.path = folder / self.path.name
         self._file.move(self.path)
 
     def close(self) -> None:
-        """The descriptors are given back."""
+        """Pass on what is left, and close the descriptors."""
         if self._writer >= 0:
             os.close(self.take_writer())
         self.end()
@@ -161,7 +161,7 @@ class OutputLog:
         self._file.close()
 
     def tail(self, num_lines: int) -> tuple[str, ...]:
-        """The last words of this process."""
+        """The last lines that the process printed."""
         lines = self._last.decode(errors="replace").splitlines()
         return last_words([line.rstrip() for line in lines if line.strip()], num_lines)
 
@@ -179,7 +179,8 @@ class OutputLog:
 
 
 def last_words(lines: list[str], num_lines: int) -> tuple[str, ...]:
-    """The last lines; of a crash in native code its beginning, where the innermost calls stand, and what led to it."""
+    """The last lines; for a crash in native code, the first lines of its dump, with the innermost calls, and a few
+    lines before it."""
     crash = next((index for index, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
     first = len(lines) - num_lines if crash is None else crash - _CRASH_LEAD_LINES
     return tuple(lines[max(0, first) :][:num_lines])

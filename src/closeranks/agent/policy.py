@@ -1,9 +1,9 @@
-"""After a generation has ended: does the run go on, where, and with how many workers?
+"""The restart policy: after a generation has ended, does the run continue, where, and with how many workers?
 
-Values in, decision out; nothing here touches a process. Invariants: within ``fault_window_s`` a run goes on after at
-most ``max_faults`` faults; a fault that is the code's or the data's ends it after ``max_repeats`` tries, named with
-step and samples; a mistake of the person's is never tried again. Whatever ends a run is said in a sentence, with what
-to do about it.
+Values in, decision out; nothing here touches a process. Invariants: within ``fault_window_s`` a run continues after at
+most ``max_faults`` faults; a fault of the code or the data ends it after ``max_repeats`` attempts, and is reported with
+step and samples; a user error is never retried. The reason that ends a run is given in a sentence, with what to do
+about it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _MEMORY_WORDS = ("OutOfMemory", "out of memory", "MemoryError", "bad_alloc")
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the run would like to be."""
+    """The desired size of the run, and how to make it smaller."""
 
     num_workers: int
-    """As it was asked for; never more."""
+    """As requested; never more."""
     fit: Callable[[int], Fitted | None] | None = None
-    """The job on at most so many workers, or None where that cannot be; without it the run cannot be made smaller."""
+    """The job on at most so many workers, or None if that is impossible; without it the run cannot be made smaller."""
     samples_of: Callable[[int], str] | None = None
     """Which samples a step takes, in words for people."""
 
     def on(self, num_available: int) -> Fitted | None:
-        """The most of it that so many workers can do."""
+        """The largest version of the job that so many workers can run."""
         num_available = min(num_available, self.num_workers)
         if self.fit is not None:
             return self.fit(num_available) if num_available else None
@@ -48,10 +48,10 @@ class Go:
     """The next generation."""
 
     places: tuple[Place, ...]
-    """Ranks in this order: the first of these hosts has rank 0."""
+    """In rank order: the first of these hosts has rank 0."""
     fitted: Fitted
     quarantined: frozenset[str] = frozenset()
-    """Hosts that had too many faults lately; those that are in ``places`` all the same are there for want of room."""
+    """Hosts with too many recent faults; some may still be in ``places``, if the other hosts lack capacity."""
 
     @property
     def num_workers(self) -> int:
@@ -60,7 +60,7 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing before then, unless a host joins: ask again."""
+    """Decide again at ``until``, or when a host joins."""
 
     until: float
     why: str
@@ -75,7 +75,7 @@ class GiveUp:
     fix: str = ""
 
     def error(self, last: CloseranksError) -> CloseranksError:
-        """What to raise, given the error of the fault that was the last straw."""
+        """What to raise, given the error of the last fault."""
         if self.reason == "mistake":
             return last
         return RunFailed(f"{self.sentence}\n{last}", rank=last.rank, step=last.step)
@@ -88,7 +88,7 @@ class GiveUp:
 def decide(
     faults: Sequence[Fault], hosts: Sequence[HostState], limits: Limits, now: float, wish: Wish
 ) -> Go | Wait | GiveUp:
-    """``faults``: all of the run so far; to ask again with the same ones, after a wait or a regrouping, is harmless."""
+    """``faults``: all of the run so far. Calling it again with the same ones, after a wait or a regroup, is safe."""
     return (
         _mistake(faults)
         or _repeats(faults, limits, wish)
@@ -105,9 +105,9 @@ def at_boundary(
     now: float,
     wish: Wish,
 ) -> Request | None:
-    """What a healthy generation on these places is asked for: to grow, let a host go, or get off a bad one.
+    """The request to a healthy generation with this placement: to grow, release a host, or move off a bad one.
 
-    ``DRAIN``: a host leaves and the others cannot go on without it, so the state belongs on disk.
+    ``DRAIN``: a host leaves and the others cannot continue without it, so the state must be saved.
     """
     leaving = {host.name for host in hosts if host.state == "leaving"}
     is_left = any(one.host in leaving for one in here)
@@ -132,7 +132,7 @@ def _mistake(faults: Sequence[Fault]) -> GiveUp | None:
 
 
 def _repeats(faults: Sequence[Fault], limits: Limits, wish: Wish) -> GiveUp | None:
-    """A kill from outside can strike a step twice by chance: it needs one more than what the code itself raised."""
+    """A kill from outside can hit a step twice by chance, so it needs one more repeat than an exception of the code."""
     count = num_repeats(faults)
     if not count or count < limits.max_repeats + faults[-1].is_silent:
         return None
@@ -203,7 +203,7 @@ def _wait(hosts: Sequence[HostState], limits: Limits, now: float, num_available:
 
 
 def _no_room(num_available: int, limits: Limits, wish: Wish) -> GiveUp:
-    """Too few are left: by the job's own word, or because no legal layout is so small."""
+    """Too few workers are left: fewer than the job's minimum, or than any legal layout needs."""
     left = f"{_workers(num_available)} of {wish.num_workers} can still be had"
     if wish.fit is None:
         why = "this run cannot be made smaller"

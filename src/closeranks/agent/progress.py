@@ -1,10 +1,10 @@
-"""How far did a worker get, and how long does it usually take, even one that was killed in the middle?
+"""A worker's progress in shared memory: its step and phase, readable by the agent even after the worker was killed.
 
-A word of shared memory that the worker writes and the agent reads: an anonymous file (memfd), which leaves nothing in
-/dev/shm and lives as long as either of them holds it. Besides the step and its phase it holds what the worker has
-learned of its own rhythm: for each phase the longest that went by without a sign of life.
+The worker writes it and the agent reads it. It is an anonymous file (memfd), which leaves nothing in /dev/shm and lives
+as long as either of them holds it. Besides the step and its phase it holds, for each phase, the longest time that the
+worker went without showing progress.
 
-Invariants: each field is one aligned store of eight bytes, so that a reader never meets half a number; the time is
+Invariants: each field is one aligned store of eight bytes, so that a reader never sees a torn value; the time is
 written before the phase and read after it, so that a phase is never seen with an older time than its own. Writing never
 blocks. Cost, by timeit on a shared core: ``write`` 1.4 us, ``tick`` 0.6 us, ``note_own`` 0.4 us, ``read`` 19 us.
 """
@@ -21,18 +21,19 @@ from enum import IntEnum
 _MAGIC = 0x434C4F5345524E4C
 _STEP, _PHASE, _TICK, _AT, _KEPT, _OWN, _OWN_SUM, _NUM_OWN, _LANE = range(1, 10)
 _FIRST_PHASE = 16
-"""Where the phases begin: of each the longest visit in nanoseconds, 0 until it was seen to its end."""
+"""Index of the first phase field: the longest visit to each phase in nanoseconds, 0 until one was completed."""
 _NUM_FIELDS = 32
 _SIZE_BYTES = 8 * _NUM_FIELDS
 _DECAY = 0.95
-"""What a visit leaves of the longest before it: a tenfold outlier is forgotten after 45, a hundredfold after 90."""
+"""Decay of the longest visit with every further one: a tenfold outlier is forgotten after 45, a hundredfold after
+90."""
 
 
 class Phase(IntEnum):
-    """What a worker is at; the report of a death says it in words.
+    """What a worker is doing; the report of a death describes it in words.
 
-    In the order of a step. Where somebody else's code may run, or a compiler, a worker counts as far behind: others
-    that wait for it must not be taken for the ones that stand still.
+    In the order of a step, except that phases which may run user code or a compiler come early: a worker in them counts
+    as behind, so that the ranks that wait for it are not taken for hung.
     """
 
     START = 0
@@ -67,38 +68,38 @@ PHASE_WORDS = {
 }
 
 STEADY = frozenset({Phase.COMPUTE, Phase.REDUCE, Phase.VOTE, Phase.UPDATE})
-"""Phases that take about as long in every step. The others depend on disks, on networks or on somebody else's code, and
-what they once took they may take again at any time: it is never forgotten."""
+"""Phases that take about as long in every step. The others depend on disks, on networks or on user code, and may take
+their longest duration again at any time: it is never forgotten."""
 _REMEMBERED = [(0.0, _DECAY) if phase in STEADY else (1.0, 1.0) for phase in Phase]
-"""What a second visit leaves of the first, and every later one of those before it."""
+"""For each phase, the decay of the longest visit at the second visit, and at every later one."""
 _PLACES = [(phase, _FIRST_PHASE + phase) for phase in Phase]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The last that a worker wrote. ``step`` is None before the first."""
+    """What a worker last wrote. ``step`` is None before the first."""
 
     step: int | None
     phase: Phase
     at: float
-    """``time.monotonic()`` of its last sign of life: one clock for all processes of a host, and of no other."""
+    """``time.monotonic()`` of its last progress: the same clock for all processes of a host, but not across hosts."""
     tick: int = 0
-    """Micro-batches worked off in this step."""
+    """Micro-batches done in this step."""
     kept: int | None = None
-    """The newest step of which it holds a sealed copy."""
+    """The step of its newest sealed snapshot."""
     own_s: float = 0.0
-    """Its own computing in the last step, waiting for others not counted, per micro-batch."""
+    """Its compute time per micro-batch in the last step, without waiting for others."""
     own_sum_s: float = 0.0
-    """The same, added up over all steps so far, ``num_own`` of them."""
+    """The same, summed over all steps so far, ``num_own`` of them."""
     num_own: int = 0
     lane: int = 0
-    """Ranks of the same lane have the same work: those of one stage of a pipeline."""
+    """Its pipeline rank: ranks with the same one have the same work."""
     longest: dict[Phase, float] = field(default_factory=dict)
-    """For each phase that was seen to its end: the longest without a sign of life, lately where it is steady."""
+    """For each phase that was completed: the longest time without progress; in a steady phase, the longest recently."""
 
 
 class ProgressWord:
-    """One worker's word. The agent creates it; the worker attaches to the descriptor that it is handed."""
+    """One worker's progress in shared memory. The agent creates it; the worker maps the descriptor that it inherits."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, _SIZE_BYTES)
@@ -112,10 +113,10 @@ class ProgressWord:
         self._longest_ns, self._num_seen = [0] * len(Phase), [0] * len(Phase)
         self._num_own, self._own_sum_s = 0, 0.0
 
-    # --- by the worker
+    # --- called by the worker
 
     def write(self, step: int, phase: int) -> None:
-        """Step at work (-1: none yet) and phase, stamped with the time; what the phase before took is learned."""
+        """Write the current step (-1: none yet), phase and time, and record how long the phase before took."""
         ints = self._ints
         now_ns = ints[_AT] = time.monotonic_ns()
         visit_ns = now_ns - self._at_ns
@@ -127,8 +128,8 @@ class ProgressWord:
         ints[_PHASE] = phase
 
     def tick(self, *, counts: bool = True) -> None:
-        """A sign of life within a phase: one more micro-batch. Stages of a pipeline take them in orders of their own,
-        and their ticks do not count: nobody is behind because of it."""
+        """Progress within a phase: one more micro-batch. Pipeline stages process micro-batches in different orders, so
+        theirs do not count: having done fewer does not mean that a rank is behind."""
         now_ns = self._ints[_AT] = time.monotonic_ns()
         visit_ns, self._at_ns = now_ns - self._at_ns, now_ns
         if visit_ns > self._visit_ns:
@@ -137,18 +138,18 @@ class ProgressWord:
             self._ints[_TICK] += 1
 
     def note_kept(self, step: int) -> None:
-        """A copy of this step's state is sealed."""
+        """A snapshot of this step's state is sealed."""
         self._ints[_KEPT] = step
 
     def note_own(self, seconds: float, lane: int = 0) -> None:
-        """What a micro-batch of the last step cost this rank itself."""
+        """This rank's compute time per micro-batch in the last step."""
         self._num_own += 1
         self._own_sum_s += seconds
         self._floats[_OWN], self._floats[_OWN_SUM] = seconds, self._own_sum_s
         self._ints[_LANE], self._ints[_NUM_OWN] = lane, self._num_own
 
     def _learn(self, visit_ns: int) -> None:
-        """The first visit to a steady phase warms up and says nothing of the next ones: the second replaces it."""
+        """Update the longest visit. The first visit to a steady phase is a warm-up, so the second replaces it."""
         phase = self._phase
         num_seen = self._num_seen[phase]
         if num_seen:
@@ -157,7 +158,7 @@ class ProgressWord:
         self._num_seen[phase] = num_seen + 1
         self._longest_ns[phase] = self._ints[_FIRST_PHASE + phase] = visit_ns or 1
 
-    # --- by the agent
+    # --- called by the agent
 
     def read(self) -> Progress:
         ints, floats = self._ints, self._floats
@@ -183,7 +184,7 @@ class ProgressWord:
 
 
 def create_progress() -> int:
-    """A descriptor of a fresh word, at no step; the caller hands it on and closes it."""
+    """The descriptor of new shared progress, before the first step; the caller passes it on and closes it."""
     fields = [0] * _NUM_FIELDS
     fields[0], fields[_STEP], fields[_PHASE], fields[_KEPT] = _MAGIC, -1, Phase.START, -1
     fields[_AT] = time.monotonic_ns()

@@ -1,8 +1,8 @@
-"""What becomes of the memory of a host whose job is over before its state was saved?
+"""Rescues the snapshots in a host's memory to disk when its job ends before its state was saved.
 
-It is written beside the run's checkpoints, slot by slot as it is, where a run that resumes finds it; where that cannot
-be written, into memory or among temporary files. Invariant: what is found under its name is whole: it is written aside,
-made durable, and renamed.
+They are written beside the run's checkpoints, slot by slot and unchanged, where a run that resumes finds them; if that
+fails, into memory or among temporary files. Invariant: a folder under its final name is complete: it is written under
+another name, made durable, and renamed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _CHUNK_BYTES = 1 << 22
 
 
 def rescue(boxes: Boxes, run: Path, host: str, patience_s: float = math.inf, *, is_part: bool = False) -> str:
-    """Where it lies, in a sentence; empty where there was nothing to rescue. ``patience_s``: what takes longer is given
-    up. ``is_part``: other hosts held some of the state, too."""
+    """Returns where the snapshots were written, in a sentence; empty if there was nothing to rescue. ``patience_s``:
+    the time limit. ``is_part``: other hosts held some of the state, too."""
     until = time.monotonic() + patience_s
     try:
         num_bytes = _keep(boxes, run / FOLDER / host, until)
@@ -55,7 +55,7 @@ def _words(folder: Path, num_bytes: int) -> str:
 
 
 def _keep(boxes: Boxes, target: Path, until: float) -> int:
-    """Bytes that lie there now; 0 where there was nothing to keep."""
+    """Write the snapshots to ``target``; returns the bytes written, 0 if there was nothing to write."""
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         num_bytes = _write(boxes, aside, until)
@@ -67,7 +67,7 @@ def _keep(boxes: Boxes, target: Path, until: float) -> int:
 
 
 def _put(aside: Path, target: Path) -> None:
-    """What lay there before is gone only when the new one stands."""
+    """Rename into place; what was there before is removed only afterwards."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -1,7 +1,7 @@
-"""Which hosts does the policy choose from?
+"""The table of hosts that the restart policy chooses from.
 
-Invariant: hosts stand in the order in which they first joined, the lead's own first, so that a host which comes back
-takes its old ranks again; one that left for good is forgotten.
+Invariant: hosts are in the order in which they first joined, the leader's own first, so that a host which rejoins gets
+its old ranks again; one that has left is removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Roster:
         self._hosts: dict[str, HostState] = {}
 
     def note(self, changed: Changed, now: float) -> None:
-        """A host came or went."""
+        """A host joined, is leaving, left or was lost."""
         known = self._hosts.get(changed.host)
         match changed.change:
             case "joined":
@@ -36,7 +36,7 @@ class Roster:
 
     @property
     def is_led(self) -> bool:
-        """Whether the lead's own host can take workers: without it nothing begins."""
+        """Whether the leader's own host can take workers: no generation begins without it."""
         return any(host.is_lead and host.state == "ready" for host in self._hosts.values())
 
     @property

@@ -1,7 +1,7 @@
-"""What does a host say of its workers when a generation is over, or about to be?
+"""A host's report about its workers when a generation has ended or is about to.
 
-Times travel as ages, since no two hosts share a clock. Invariant: ``from_fields`` gives back what ``to_fields`` told,
-by the reader's clock, or raises ``ProtocolError``.
+Times are sent as ages, since no two hosts share a clock. Invariant: ``from_fields`` returns what ``to_fields`` encoded,
+with times by the reader's clock, or raises ``ProtocolError``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Statement:
     workers: tuple[WorkerFact, ...] = ()
     num_oom_kills: int = 0
     zygote: str = ""
-    """Why no worker could be forked any more, in words."""
+    """Why no more workers can be forked, in words; empty if they can."""
 
     def to_fields(self, now: float) -> dict[str, Any]:
         return {
@@ -42,7 +42,7 @@ class Statement:
 
 
 def together(statements: Sequence[Statement]) -> Statement:
-    """What all hosts say."""
+    """Merge the reports of all hosts."""
     workers = sorted((fact for one in statements for fact in one.workers), key=lambda fact: fact.rank)
     return Statement(
         workers=tuple(workers),

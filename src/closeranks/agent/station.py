@@ -1,9 +1,9 @@
-"""How does a host do what the job's lead says, and tell the lead what happens here?
+"""The host controller: carries out the leader's orders on a host, and reports to the leader what happens there.
 
-The membership's ``Follower`` decides, ``Host`` acts; this joins the two, for the lead's own host and for any other.
-Invariants: a fault is told once for a generation, as soon as it is clear who began it; workers that stand still are
-claimed, not judged, for they may wait for one of another host; a generation is told as fenced
-only when its workers are gone, or the kernel has had ``REAP_S`` for it.
+The membership's ``Follower`` decides, ``Host`` acts; this connects the two, for the leader's own host and for any
+other. Invariants: a fault is reported once per generation, as soon as its root cause on this host is clear; a hang is
+reported, not decided, because the workers may wait for one of another host; a generation is reported as fenced only
+when its workers are gone, or after the kernel has had ``REAP_S`` to end them.
 """
 
 from __future__ import annotations
@@ -28,44 +28,45 @@ from closeranks.core.world import World
 
 _BOXES_S = 0.2
 TOLD = "told"
-"""The event that a worker was asked to leave."""
+"""The event that a worker got a SIGTERM of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mail:
-    """Where letters go, and who hears of the end."""
+    """Where messages to the leader go, and the callback for the end of the job."""
 
     send: Callable[[Letter], None]
     on_end: Callable[[End], None]
 
 
 class Station:
-    """One host at work. ``turn`` is called after every turn of the loop, and says when it wants to be called again."""
+    """The controller of one host. Call ``turn`` after every iteration of the event loop; it returns when it must be
+    called again."""
 
     def __init__(
         self, host: Host, follower: Follower, attention: Attention | None, mail: Mail, *, is_lead: bool = False
     ) -> None:
-        """``attention`` None: the first fault ends the run. ``is_lead``: the lead is in this very process."""
+        """``attention`` None: the first fault ends the run. ``is_lead``: the leader is in this process."""
         self.host = host
         self._is_lead = is_lead
         self._follower = follower
         self._attention = attention
         self._mail = mail
         self._pending: Begin | None = None
-        """To be begun as soon as the zygote is ready."""
+        """The generation to start as soon as the zygote is ready."""
         self._has_told_fault = self._has_told_leaving = False
         self._fenced_at = 0.0
         self._first_kept: int | None = None
         self._boxes_at = 0.0
-        """When to look next whether older copies may go."""
+        """When to check next whether older snapshots can be freed."""
         self._is_alone = True
-        """Whether all workers of the generation are here."""
+        """Whether all workers of the generation are on this host."""
         self._claimed: object = None
-        """Of whom it was last said that they stand still, and where."""
+        """The suspects, step and phase of the hang that was last reported."""
 
     @property
     def relay(self) -> Listener:
-        """What workers say goes to the lead."""
+        """Callbacks that pass events, output and notes on to the leader."""
         follower = self._follower
 
         def tell(body: Event | Output | Note) -> None:
@@ -77,32 +78,32 @@ class Station:
             on_note=lambda text: tell(Note(text)),
         )
 
-    # --- the lead speaks
+    # --- the leader, and the connection to it
 
     def receive(self, letter: Letter) -> None:
         self._do(self._follower.handle(letter, time.monotonic()))
 
     def opened(self) -> None:
-        """There is a connection to the lead."""
+        """There is a connection to the leader."""
         self._follower.opened(time.monotonic())
 
     def closed(self) -> None:
-        """The connection to the lead has ended."""
+        """The connection to the leader has ended."""
         self._do(self._follower.closed(time.monotonic()))
 
     def abandon(self, reason: str) -> None:
-        """The job is gone."""
+        """The job has no leader any more."""
         self._do(self._follower.abandon(reason))
 
     def leave(self, reason: str) -> None:
-        """This host was asked to go."""
+        """This host was asked to leave the job."""
         self._do(self._follower.leave(reason))
 
-    # --- this host speaks
+    # --- what happens on this host
 
     def announce(self, address: str) -> None:
-        """Rank 0 is here and has opened its store. A script opens one for each of its sessions: where all workers are
-        of this host, as a script's are, the lead need not know."""
+        """Rank 0 is on this host and has opened its store. A script opens one for each of its sessions: if all workers
+        are on this host, as a script's are, the leader need not know."""
         if self._is_alone:
             self.host.pass_store_on(address)
         else:
@@ -110,10 +111,10 @@ class Station:
 
     def turn(self, now: float) -> float | None:
         if self._is_lead and self._follower.is_joined:
-            self._follower.lease_until = math.inf  # the lead cannot be out of reach, however busy this host is
+            self._follower.lease_until = math.inf  # the leader is in this process, so it cannot be unreachable
         until = [self.host.mind(now), self._look(now)]
         due = self._follower.deadline(now)
-        if due is not None and due <= now:  # only then are the workers' words read for the beat
+        if due is not None and due <= now:  # progress is read only when a heartbeat is due
             self._do(self._follower.tick(now, self._progress(now)))
             due = self._follower.deadline(now)
         until.append(due)
@@ -163,7 +164,8 @@ class Station:
         return noticed.next_at
 
     def _claim(self, attention: Attention, still: Still) -> None:
-        """Once for each place where they stand: the lead knows of the other hosts' workers, and decides."""
+        """Report a hang, once for each (suspects, step, phase): the leader knows the other hosts' workers, and
+        decides."""
         place = (still.suspects, still.step, still.phase)
         if place != self._claimed:
             self._claimed = place
@@ -171,7 +173,7 @@ class Station:
             self._do(self._follower.relay(Event(self._follower.generation, still.suspects[0], fields)))
 
     def _mind_boxes(self) -> None:
-        """When all ranks have voted since their first copy, earlier generations' need not be kept any more."""
+        """Free the snapshots of earlier generations once all ranks have voted since their first snapshot."""
         words = [member.progress for member in self.host.members]
         if self._first_kept is None:
             kept = [word.kept for word in words if word.kept is not None]
@@ -219,7 +221,7 @@ class Station:
     def _progress(self, now: float) -> list[RankProgress]:
         return [_row(member.world.rank, member.progress, now) for member in self.host.members]
 
-    # --- what is to be done
+    # --- effects of the follower
 
     def _do(self, effects: list[FollowerEffect]) -> None:
         for effect in effects:
@@ -232,7 +234,7 @@ class Station:
                 case TakeStore(address):
                     self.host.pass_store_on(address)
                 case TakeAsk(ask):
-                    for member in self.host.members:  # each hears it at its next step
+                    for member in self.host.members:  # each reads it at its next step
                         member.send({"type": "request", "request": ask.request.kind})
                 case Kill():
                     self._kill()
@@ -258,7 +260,7 @@ class Station:
 
 
 def worlds_of(begin: Begin) -> list[World]:
-    """The ranks of one host."""
+    """The worlds of one host's workers, in rank order."""
     hosts = begin.hosts if len(begin.per_host) > 1 else ()
     return [
         World(
@@ -275,7 +277,7 @@ def worlds_of(begin: Begin) -> list[World]:
 
 
 def word_of(row: RankProgress, now: float) -> Progress:
-    """What a worker's own word said when its host last beat."""
+    """A worker's progress, decoded from its host's last heartbeat."""
     return Progress(
         step=None if row.step < 0 else row.step,
         phase=Phase(row.phase),

@@ -1,8 +1,8 @@
-"""How do Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 reach a loop that never blocks outside its selector?
+"""Delivers Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 to the event loop, which blocks only in its selector.
 
-The interpreter's C handler writes the signal's number into a pipe that the loop watches; the Python handlers do
-nothing. Invariants: handlers and wake-up descriptor are put back as they were found; a SIGHUP that is ignored (nohup)
-stays ignored. Outside the main thread Python allows neither, and the caller's own handling stays in force.
+The interpreter's C handler writes the signal's number into a pipe that the event loop watches; the Python handlers do
+nothing. Invariants: handlers and wake-up descriptor are restored afterwards; a SIGHUP that is ignored (nohup) stays
+ignored. Outside the main thread Python allows neither, and the caller's own handlers stay in force.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
-    """The pipe has it already."""
+    """The signal's number is in the pipe already."""
 
 
 def is_ignored_hangup(number: int) -> bool:
-    """``nohup`` has asked that nothing becomes of a lost connection."""
+    """Whether this is SIGHUP and it is ignored, as under ``nohup``."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 @contextmanager
 def heard_by(loop: Loop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """For the duration, each of these signals becomes one call of ``on_signal`` from within the loop."""
+    """Inside this context, each of these signals becomes one call of ``on_signal`` from the event loop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,8 @@
-"""Where does the store of a generation listen?
+"""The listening socket of a generation's ``TCPStore``.
 
-Rank 0 binds a plain socket itself and hands it to torch's store, so that a busy port is told in words of ours before
-anything distributed begins. Invariant: the port that is announced is the port that is held; there is no gap between.
+Rank 0 binds a plain socket itself and hands it to torch's store, so that a busy port is reported clearly before
+anything distributed begins. Invariant: the socket stays bound from the announcement of its port on, so that no other
+process can take the port in between.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def bind_store(host: str, port: int) -> socket.socket:
         raise SetupError(f"the host '{host}' is not known here ({error.strerror})", fix) from None
     listener = socket.socket(family, kind, protocol)
     try:
-        # A port whose last connections are still fading out is free; one that somebody listens on is not.
+        # A port with connections in TIME_WAIT is free; one with a listener is not.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)

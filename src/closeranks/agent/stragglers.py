@@ -1,12 +1,12 @@
-"""Which rank computes slower than the others?
+"""Detects stragglers: ranks that compute slower than the others.
 
-Values in, findings out. Each rank tells what a micro-batch cost it alone, waiting not counted; it is compared with the
-median of the others that have the same work. A stage of a pipeline that nobody shares has no such others: it is
-compared with its own first steps, and the change with the others' change, so that a rank which was slow from the start
-cannot be told there from one that has more to do.
+Values in, findings out. Each rank reports its compute time per micro-batch, without waiting; it is compared with the
+median of the other ranks that have the same work. A pipeline stage with a single rank has no such others: its time is
+compared with its own first steps, and that change with the change of the other ranks. There a rank that was slow from
+the start cannot be distinguished from one that has more to do.
 
-Invariants: a rank is named when it is slow in every part of a row of ``num_steps`` steps, and not again until it was
-well for as many; what lasts less than ``SPAN_S`` is the scheduler's doing and names nobody.
+Invariants: a rank is reported when it is slow in every part of ``num_steps`` consecutive steps, and not again until it
+was well for as many; what lasts less than ``SPAN_S`` is attributed to the scheduler and not reported.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from statistics import median
 from closeranks.agent.progress import Progress
 
 SPAN_S = 2.0
-"""Three busy processes on two processors are 1.5 times apart for a second, until the scheduler moves one of them."""
+"""Three busy processes on two processors differ by a factor of 1.5 for a second, until the scheduler moves one."""
 _SAMPLE_S = 0.5
 _SAMPLES = 4
-"""Single steps vary: the row is judged in so many parts, each by its mean, and none shorter than ``_SAMPLE_S``."""
+"""Single steps vary: the steps are judged in so many parts, each by its mean, and none shorter than ``_SAMPLE_S``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A finding."""
+    """One straggler."""
 
     rank: int
     step: int
     score: float
     own_s: float
-    """What a micro-batch cost it alone,"""
+    """Its compute time per micro-batch."""
     median_s: float
-    """and what it should have cost by the others' measure."""
+    """The compute time expected from the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a micro-batch cost a rank alone, since the last look."""
+    """A rank's compute time per micro-batch since the last check."""
 
     own_s: float
     lane: int = 0
@@ -48,7 +48,7 @@ class Pace:
 
 
 def expected(paces: Mapping[int, Pace]) -> dict[int, float]:
-    """For each rank that can be compared, what its pace should be by the others'."""
+    """For each rank that can be compared, the compute time expected from the others."""
     found = {}
     for rank, pace in paces.items():
         others = [(other, one) for other, one in paces.items() if other != rank]
@@ -63,7 +63,7 @@ def expected(paces: Mapping[int, Pace]) -> dict[int, float]:
 
 @dataclass(slots=True)
 class _Record:
-    """One rank, from look to look."""
+    """One rank, between two checks."""
 
     num_own: int
     own_sum_s: float
@@ -75,7 +75,7 @@ class _Record:
     is_named: bool = False
 
     def judge(self, is_slow: bool, num_steps: int, now: float) -> None:
-        """Count looks of one kind in a row, in steps."""
+        """Count consecutive steps that were slow, or that were not."""
         if is_slow and self.num_slow == 0:
             self.slow_since = now
         self.num_slow = self.num_slow + num_steps if is_slow else 0
@@ -84,12 +84,12 @@ class _Record:
 
 @dataclass(slots=True)
 class Stragglers:
-    """What must be remembered between looks, in one generation."""
+    """Keeps what must be remembered between checks, in one generation."""
 
     ratio: float
     num_steps: int
     scores: dict[int, float] = field(default_factory=dict)
-    """Of the last part of a row that was judged."""
+    """By rank, for the last part that was judged: compute time relative to the expected one."""
     _records: dict[int, _Record] = field(default_factory=dict)
     _sampled_at: float = 0.0
 
@@ -98,7 +98,7 @@ class Stragglers:
         self.scores, self._records, self._sampled_at = {}, {}, 0.0
 
     def look(self, words: Mapping[int, Progress], now: float) -> list[Slow]:
-        """Who is to be named now. Call it as often as you like, with the words of all ranks."""
+        """The stragglers to report now. May be called at any rate, with the progress of all ranks."""
         if self._records.keys() != words.keys():
             self._records = {rank: _Record(word.num_own, word.own_sum_s) for rank, word in words.items()}
             return []
@@ -113,7 +113,7 @@ class Stragglers:
     def _sample(self, record: _Record, word: Progress) -> Pace:
         spent_s, steps = word.own_sum_s - record.own_sum_s, word.num_own - record.num_own
         usual_s = record.usual_sum_s / record.usual_steps if record.usual_steps >= self.num_steps else 0.0
-        if not usual_s and record.num_own:  # the very first steps warm up
+        if not usual_s and record.num_own:  # the very first steps are warm-up
             record.usual_sum_s += spent_s
             record.usual_steps += steps
         return Pace(spent_s / steps, word.lane, usual_s)

@@ -1,11 +1,11 @@
-"""Which worker brought the run down, and what is the person told?
+"""Finds the root cause of a failed generation: which worker failed first, and the error that reports it.
 
-Facts in, verdict out; nothing here touches a process. Invariant: one report, the culprit first. [Note: root cause] A
-silent death goes before any exception, since whoever lost a peer complains at once while the dead cannot speak;
-exceptions follow by the monotonic time at which they were caught; what reads like the loss of a peer comes last. An
-abort by native code takes its place among the exceptions, because it can be such a complaint itself (NCCL's watchdog,
-an exception in a thread of gloo's). A worker that the agent gave up because it stood still goes between the dead and
-those that spoke.
+Worker reports in, root cause out; nothing here touches a process. Invariant: one report, the culprit first.
+[Note: root cause] A silent death precedes any exception, since ranks that lose another rank raise at once, while a dead
+rank cannot report; exceptions follow by the monotonic time at which they were caught; those that look like the loss of
+another rank come last. An abort by native code is ordered among the exceptions, because it can itself be a consequence
+of such a loss (NCCL's watchdog, an exception in a thread of gloo). A worker that the agent declared hung comes between
+silent deaths and exceptions.
 """
 
 from __future__ import annotations
@@ -21,67 +21,68 @@ from closeranks.agent.exits import in_words
 from closeranks.agent.failure import FailureReport
 from closeranks.core.errors import CloseranksError, RunFailed, UserError, decode
 
-# A dying process closes its sockets milliseconds before its death can be seen: its peers' complaints are not first.
+# A dying process closes its sockets milliseconds before its death can be seen: exceptions of other ranks in that time
+# are consequences.
 _ABORT_LEAD_S = 0.1
 _MAX_TAIL_CHARS = 200
 _MAX_SIGNATURE_CHARS = 300
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 Kind = Literal["killed", "oom", "exception", "hang", "stopped", "slow", "preempted", "host", "zygote", "resize"]
-"""How a generation ended: ``killed`` by a signal, for want of memory (``oom``), by an ``exception`` or an exit of the
-code's own, given up because it stood still (``hang``, or ``stopped`` by SIGSTOP); with its ``host`` or its ``zygote``;
-or, and that is no fault, because a worker was ``slow`` or ``preempted`` or their number changes (``resize``)."""
+"""How a generation ended: a worker was ``killed`` by a signal, ran out of memory (``oom``), raised an ``exception`` or
+exited, hung (``hang``), or was ``stopped`` by SIGSTOP; its ``host`` or its ``zygote`` was lost; or, which is no fault,
+a worker was ``slow`` or ``preempted`` or the number of workers changes (``resize``)."""
 
-# Whoever sends these sends them from outside; a step that is tried again need not meet them again.
+# These signals are sent from outside; a step that is retried need not meet them again.
 _OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFact:
-    """What is known of one worker when the run has failed."""
+    """What is known about one worker when a generation has ended."""
 
     rank: int
     step: int | None = None
     phase: str = ""
     status: int | None = None
-    """Exit status; None while alive, or where nobody could tell."""
+    """Exit status; None while it is alive, or if it could not be learned."""
     died_at: float | None = None
     """``time.monotonic()`` when its death was seen; None: it lived until the agent killed it."""
     is_finished: bool = False
-    """Whether its entry returned and said so; a script is also finished when it left with 0."""
+    """Whether its entry returned and reported so; a script is also finished when it exited with 0."""
     failure: FailureReport | None = None
     still: str = ""
-    """Why the agent gave it up though it lived: ``hang`` or ``stopped``."""
+    """``hang`` or ``stopped`` if the agent declared it hung while it was alive; else empty."""
     still_s: float = 0.0
-    """For how long it had stood still then."""
+    """For how long it had hung by then."""
     still_why: str = ""
-    """The same in words, with what it was at; empty: nothing more is known."""
+    """The hang in words, with the phase; empty: nothing more is known."""
     ended_for: tuple[str, ...] = ()
-    """The kinds of requests that it ended for, if it was asked to."""
+    """The kinds of requests that it ended for, if it was asked to end."""
     log: str = ""
     log_tail: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who, why, and the error to raise if the run ends with it."""
+    """The culprit, the cause, and the error to raise if the run ends with it."""
 
     culprit: int
-    """-1: nobody in particular."""
+    """-1: no rank in particular."""
     error: CloseranksError
     kind: Kind = "exception"
     cause: str = ""
     """One line for people."""
     signature: str = ""
-    """The same whenever the same happens again, on whatever rank; numbers that differ between tries are left out."""
+    """The same for the same fault, on whatever rank; numbers that differ between attempts are left out."""
     step: int | None = None
-    """The step that the culprit was at; None before its first."""
+    """The step that the culprit was in; None before its first."""
     is_silent: bool = False
-    """Whether nobody knows what ended it: a kill from outside it seems, or contact that was lost."""
+    """Whether the cause is unknown: probably a kill from outside, or lost contact."""
 
     @property
     def is_user_error(self) -> bool:
-        """Whether the person must mend it, so that trying again is no use."""
+        """Whether the user must fix it, so that retrying is useless."""
         return isinstance(self.error, UserError)
 
 
@@ -95,7 +96,7 @@ class _Order(IntEnum):
 
 
 def judge(facts: Sequence[WorkerFact], num_oom_kills: int = 0) -> Verdict:
-    """The culprit and the one error that tells of it. At least one worker must have failed."""
+    """The culprit and the one error that reports it. At least one worker must have failed."""
     ordered = sorted(facts, key=_precedence)
     culprit = ordered[0]
     order = _order(culprit)
@@ -123,7 +124,7 @@ def judge(facts: Sequence[WorkerFact], num_oom_kills: int = 0) -> Verdict:
 def without_facts(
     kind: Kind, cause: str, *, rank: int = -1, step: int | None = None, error: CloseranksError | None = None
 ) -> Verdict:
-    """What no worker's own facts tell: a lost host or zygote, or an end by agreement. ``cause``: one sentence."""
+    """A cause that no worker reports: a lost host or zygote, or an agreed end. ``cause``: one sentence."""
     error = error or RunFailed(cause, rank=None if rank < 0 else rank, step=step)
     return Verdict(rank, error, kind, cause.partition("\n")[0], kind, step, is_silent=True)
 
@@ -137,14 +138,14 @@ def _kind(fact: WorkerFact, num_oom_kills: int) -> Kind:
 
 
 def _signature(fact: WorkerFact, kind: Kind) -> str:
-    """What must be equal for two faults of one step to be the same."""
+    """What must be equal for two faults in one step to count as the same."""
     if kind == "hang":
         return f"hang while {fact.phase}"
     if kind in ("oom", "stopped"):
         return kind
     if fact.failure is None:
         return in_words(fact.status)
-    # Addresses, process numbers and free bytes are not the same twice; the line of code is.
+    # Addresses, process ids and free bytes differ each time; the line of code does not.
     said = _NUMBERS.sub("#", fact.failure.message)[:_MAX_SIGNATURE_CHARS]
     return f"{fact.failure.kind} at {fact.failure.place}: {said}"
 
@@ -171,7 +172,7 @@ def _precedence(fact: WorkerFact) -> tuple[_Order, float, int]:
 
 
 def _placed(error: UserError, culprit: WorkerFact, facts: Sequence[WorkerFact]) -> UserError:
-    """A mistake that every rank met needs no rank; one that a single rank met (a bad file, say) does."""
+    """Add the rank to a user error, unless every rank raised the same one: a single rank may have met a bad file."""
     is_everywhere = all(fact.failure is not None and fact.failure.error == _error(culprit) for fact in facts)
     if not is_everywhere and error.rank is None and len(facts) > 1:
         error.rank = culprit.rank
@@ -228,7 +229,7 @@ def _stillness(fact: WorkerFact) -> str:
 
 
 def _what_others_did(culprit: WorkerFact, others: Sequence[WorkerFact]) -> str:
-    """One line. Ranks with an error of their own, not an echo, are named with it: there may be two causes."""
+    """One line. Ranks with an error that is not a consequence are listed with it: there may be two causes."""
     agreeing = [fact.rank for fact in others if _same(fact, culprit)]
     if len(agreeing) == len(others):
         return f"{_ranks(agreeing)} failed in the same way"
@@ -251,7 +252,7 @@ def _same(fact: WorkerFact, culprit: WorkerFact) -> bool:
 
 
 def _where_to_look(culprit: WorkerFact) -> list[str]:
-    """A traceback stands in the log; the last words of a silent death are worth showing at once."""
+    """Point to the log for a traceback; after a silent death, show the end of the log at once."""
     if culprit.failure is not None:
         return [f"the whole traceback is in {culprit.log}"] if culprit.log else []
     if not culprit.log_tail:

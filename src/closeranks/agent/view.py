@@ -1,7 +1,6 @@
-"""What can somebody see who looks over the agent's shoulder?
+"""A read-only view of a job at one moment, for status displays and fault injection.
 
-Values alone, taken at one moment: whoever shows a status or strikes a worker on purpose needs no more, and can hold
-nothing of the agent's.
+Invariant: plain values only, so that its readers cannot hold or change anything of the agent.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ class Seen:
     rank: int
     host: str
     pid: int | None
-    """None before its fork, and for one of another host."""
+    """None before its fork, and for a worker of another host."""
     progress: Progress
     local_rank: int = 0
-    """The number of its box."""
+    """Index of its snapshot memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class HostSeen:
 
     name: str
     num_workers: int
-    """How many it can take."""
+    """Its capacity."""
     state: str
     """``member``, ``ready``, ``joining``, ``leaving``, ``lost`` or ``quarantined``."""
 
@@ -44,12 +43,12 @@ class View:
     generation: int
     world_size: int
     seen: tuple[Seen, ...]
-    """The workers of this host, in the order of their ranks."""
+    """The workers of this host, in rank order."""
     hosts: tuple[HostSeen, ...]
     boxes: tuple[tuple[str, ...], ...]
-    """Paths of this host's memory for copies of the state: of every worker its own two and its peer's two."""
+    """Paths of this host's snapshot memory: for each worker its own two and its peer's two."""
     boxes_bytes: int
     zygote: int | None = None
     """The process that workers are forked from."""
     elsewhere: tuple[Seen, ...] = ()
-    """The workers of other hosts, as their hosts told last."""
+    """The workers of other hosts, as their hosts last reported."""

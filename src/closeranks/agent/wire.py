@@ -1,7 +1,7 @@
-"""How do the agent and a worker talk? JSON lines over a stream socket.
+"""The protocol between the agent and a worker: JSON lines over a stream socket.
 
-Invariant: a message arrives whole or not at all, whatever pieces the kernel cuts the stream into; the agent's side
-never blocks.
+Invariant: a message arrives complete or not at all, however the kernel splits the stream; the agent's side never
+blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 18
 
 
 class WorkerFds(NamedTuple):
-    """The descriptors a worker is born with, in the order in which they travel."""
+    """The descriptors that a worker starts with, in the order in which they are sent."""
 
     link: int
     progress: int
@@ -28,7 +28,7 @@ def encode(message: Message) -> bytes:
 
 
 class LineBuffer:
-    """Bytes in, whole messages out; the rest waits for its end."""
+    """Bytes in, complete messages out; an incomplete line is buffered."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -58,7 +58,8 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Pass on what the socket takes now. A worker that is gone takes nothing: its death is reported elsewhere."""
+        """Write what the socket accepts now. If the worker is gone the rest is dropped: its death is reported
+        elsewhere."""
         try:
             while self.outbox:
                 del self.outbox[: self.endpoint.send(self.outbox)]
@@ -68,7 +69,7 @@ class Channel:
             self.outbox.clear()
 
     def receive(self) -> list[Message] | None:
-        """Whole messages that have arrived, None when nothing has.
+        """Complete messages that have arrived; None when nothing has.
 
         One bounded read, so that a chatty worker cannot starve the others. ``is_open`` tells whether more may come.
         """

@@ -1,14 +1,14 @@
-"""Where do workers come from? A process that has imported everything they need, and forks on request.
+"""The zygote: a process that has imported everything that workers need, and forks them on request.
 
-Run as ``python -m closeranks.agent.zygote CONTROL_FD AGENT_PID``. Control messages are JSON, one per packet, and
-descriptors ride along. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on ``fork`` at
-any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
-told by ``exited``. ``warm`` asks it to learn what workers to come would each learn anew; it is answered by nothing, and
-what comes meanwhile waits. ``bequeath`` brings another control socket, asks for a zygote that serves it, an heir, and
-is answered ``bequeathed`` (with a pidfd) or ``bequest_failed``: the heir outlives the first, and hears ``belong`` when
-the agent has become its parent.
-Invariant: a zygote has one thread, never touches CUDA, and ends with its agent (an heir by its line, until it
-belongs); a worker dies with its zygote.
+Run as ``python -m closeranks.agent.zygote CONTROL_FD AGENT_PID``. Control messages are JSON, one per packet, sent with
+descriptors where needed. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on ``fork``
+at any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
+reported by ``exited``. ``warm`` calls a warm-up function, so that later workers need not each repeat its work; it has
+no answer, and later messages wait until it is done. ``bequeath`` carries another control socket and asks for a standby
+zygote that serves it, an heir; it is answered ``bequeathed`` (with a pidfd) or ``bequest_failed``. The heir outlives
+the first zygote, and is sent ``belong`` when the agent has become its parent.
+Invariant: a zygote has one thread, never touches CUDA, and ends with its agent (an heir, until ``belong``, when its
+control socket closes); a worker dies with its zygote.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Zygote:
         self._selector.register(control, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Until the agent hangs up."""
+        """Serve requests until the agent closes the control socket."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._control:
@@ -75,7 +75,8 @@ class Zygote:
 
     def _fork(self, worker: int, fds: WorkerFds) -> None:
         zygote = os.getpid()
-        # Ignored here and inherited: held back instead until the child can hear it, or one sent at once would be lost.
+        # The zygote ignores SIGTERM, and a child inherits that. Blocked until the child has its handler, a SIGTERM that
+        # is sent at once is not lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
@@ -91,7 +92,7 @@ class Zygote:
             os.close(fd)
 
     def _leave_heir(self, control: int) -> None:
-        """A fork of this very process, with none of its children."""
+        """Fork a standby copy of this process, which has none of its children."""
         try:
             pid = os.fork()
         except OSError:
@@ -124,7 +125,7 @@ class Zygote:
 
     def _reap(self, pidfd: int) -> None:
         worker, pid = self._children.pop(pidfd)
-        # While the dead child is not reaped its number is not given out again: the group is certainly its own.
+        # Until the dead child is reaped its process id is not reused, so this group is certainly its own.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
@@ -139,8 +140,8 @@ class Zygote:
 
 
 def preload(names: list[str]) -> dict[str, int]:
-    """Import each; the first that cannot be imported, or that touches CUDA, is the user's to mend. How many threads
-    were started by which of the user's modules, or by which package that they import."""
+    """Import each module; the first that cannot be imported, or that touches CUDA, is a ``UserError``. Returns how many
+    threads each of the user's modules, or each package that they import, has started."""
     threads = ImportThreads()
     for name in names:
         try:
@@ -156,7 +157,8 @@ def preload(names: list[str]) -> dict[str, int]:
 
 
 def warm_up(call: str, payload: dict[str, Any]) -> None:
-    """What it comes to stands in the zygote's log: without it workers start slower, and nothing else is different."""
+    """Call the warm-up function. A failure is only printed to the zygote's log: workers then start slower, and nothing
+    else changes."""
     started_at = time.monotonic()
     try:
         load_object(call, place="warm")(payload)
@@ -168,7 +170,7 @@ def warm_up(call: str, payload: dict[str, Any]) -> None:
 
 
 def freeze() -> None:
-    """A collection in a child would copy every page that it marks."""
+    """Exempt all objects from garbage collection: one in a child would copy every page that it marks."""
     gc.collect()
     gc.freeze()
 
@@ -193,7 +195,7 @@ def main() -> None:
     control_fd, agent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(agent)
     del sys.argv[1:]
-    # A scheduler signals every process of a job; only the agent decides what that means.
+    # A scheduler signals every process of a job; only the agent decides how to react.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
@@ -201,7 +203,7 @@ def main() -> None:
     sys.path[:0] = setup["sys_path"]
     set_title("zygote", setup["run"])
     started_at = time.monotonic()
-    gc.disable()  # what is imported stays: looking through it again and again took a sixth of the time
+    gc.disable()  # imported objects stay alive: collections took a sixth of the import time
     try:
         threads = preload(setup["preload"])
     except UserError as error:
