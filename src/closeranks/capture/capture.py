@@ -1,15 +1,16 @@
-"""Copies a rank's state into memory of the host while training goes on: for recovery, for a checkpoint, or for both.
+"""Copies a rank's state into host memory while training continues: for recovery, for a checkpoint, or for both.
 
-One thread copies during the next forward and backward, which read the state but do not change it: every entry that a
-target wants into that target's slot, digested in the same pass. A copy has **landed** when its bytes are on the host:
-``land`` comes before the vote of the very next step, since the update that follows changes the state. What follows
-(digesting what a device sent, sealing a slot, handing it to a writer) happens while training goes on.
+One background thread copies during the next forward and backward pass, which read the state but do not change it. It
+writes every entry that a target wants into that target's slot and digests it in the same pass. A copy has **landed**
+when its bytes are in host memory: ``land`` must be called before the vote of the very next step, since the optimizer
+update that follows changes the state. The rest (digesting what a device sent, sealing a slot, sending it to a writer)
+overlaps with training.
 
-From an accelerator, tensors travel on a stream of their own, straight into a slot once it is pinned (``pinning``).
+Tensors on an accelerator are copied on a stream of their own, directly into a slot once it is pinned (``pinning``).
 
-Invariants: what forward may change is copied before ``begin`` returns; a tensor that was to be steady and changed
-before it landed fails every target, and is copied at once from then on; lack of memory fails the target that lacks it
-and no other; nothing that fails here is raised on the thread that trains.
+Invariants: what forward may change is copied before ``begin`` returns; a tensor that was declared steady but changed
+before it landed fails every target, and is copied synchronously from then on; lack of memory fails only the target
+that lacks it; no failure here is raised on the training thread.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.core.background import Background
 
 _SLOW_BYTES_S = 5e8
-"""Below this rate the interpreter's lock is what is waited for, between blocks: larger ones wait less often."""
+"""Below this rate the copy mostly waits for the GIL between blocks: larger blocks wait less often."""
 
 
 class Target(Protocol):
-    """Slots that a copy goes into, all of them alike, and what is done with them then.
+    """Slots that a copy is written to, each with the same contents, and what to do with them afterwards.
 
-    But for ``entries``, called by the copying thread: ``open``, then ``finish``; ``fail`` instead of either, or after
-    ``open``. Where no copy could be begun, ``fail`` is called by the thread that trains."""
+    All methods but ``entries`` are called by the copying thread: ``open``, then ``finish``; ``fail`` instead of either,
+    or after ``open``. If no copy could be started, ``fail`` is called by the training thread."""
 
     slots: Sequence[Slot]
 
     def entries(self, plan: Plan) -> Sequence[int]:
-        """The numbers of those that it takes, in the order of the plan or packed."""
+        """Indices of the plan's entries that this target takes, in plan order or in packed order."""
         ...
 
     def open(self, plan: Plan) -> Sequence[int]:
-        """Make room, and where each of ``entries`` goes in a slot's data; ``OSError`` where there is no memory."""
+        """Reserve memory; returns the offset of each of ``entries`` in a slot's data. ``OSError`` if there is none."""
         ...
 
     def halfway(self) -> None:
@@ -61,41 +62,41 @@ class Target(Protocol):
         ...
 
     def finish(self, plan: Plan, crcs: Sequence[int], copied: Copied) -> None:
-        """All bytes are in their place; ``crcs``: CRC32C of each of ``entries``."""
+        """All bytes are copied; ``crcs``: CRC32C of each of ``entries``."""
         ...
 
     def fail(self, problem: str, error: BaseException | None) -> None:
-        """Nothing that can be used is in the slots. ``error``: where it was no ordinary failure."""
+        """The slots hold nothing usable. ``error``: the exception, if this was not an ordinary failure."""
         ...
 
     def upcoming(self, plan: Plan) -> Sequence[Slot]:
-        """Slots that will be copied into next, with their memory; ``OSError`` where there is none."""
+        """Slots that will be copied into next, with their memory reserved; ``OSError`` if memory is short."""
         ...
 
 
 @dataclass
 class Copied:
-    """One copy, and what it cost so far."""
+    """One copy of the state, in progress or done, and what it has cost so far."""
 
     plan: Plan
     targets: Sequence[Target]
     numbers: Sequence[int]
-    """The entries that any target takes."""
+    """Indices of the entries that at least one target takes."""
     sources: list[Tensor]
-    """Of each of those."""
+    """The tensor that each of those is copied from."""
     ready: Ready
     watch: Watch
     ferry: Ferry
     untold: list[Target] = field(init=False)
-    """Targets that do not know yet what became of it."""
+    """Targets for which neither ``finish`` nor ``fail`` was called yet."""
     begun_s: float = 0.0
-    """Spent by the thread that trains."""
+    """Time that the training thread spent to start the copy."""
     stall_s: float = 0.0
-    """How long training stood still until it had landed."""
+    """How long training was blocked until the copy had landed."""
     send_s: float = 0.0
-    """How long devices took to send what lies on them."""
+    """How long the device-to-host transfers took."""
     busy_s: float = 0.0
-    """Processor time of the copying threads."""
+    """CPU time of the copying threads."""
     has_landed: threading.Event = field(default_factory=threading.Event)
     is_done: threading.Event = field(default_factory=threading.Event)
 
@@ -103,24 +104,24 @@ class Copied:
         self.untold = list(self.targets)
 
     def keep_only(self, numbers: set[int]) -> None:
-        """Fewer targets are left, which take no more than these."""
+        """Drop all other entries: some targets failed, and the remaining ones take only these."""
         kept = [pair for pair in zip(self.numbers, self.sources, strict=True) if pair[0] in numbers]
         self.numbers, self.sources[:] = [number for number, _ in kept], [source for _, source in kept]
 
     def lateness(self) -> float:
-        """How long training would have stood still by now, had it waited until now."""
+        """How long training would have been blocked if it had waited until now."""
         return self.ferry.lateness(self.ready)
 
 
 class Capture:
-    """Call sequence, on the thread that trains: ``begin`` after a commit, ``land`` before the next vote; ``close``."""
+    """Call sequence, on the training thread: ``begin`` after a step, ``land`` before the next vote; ``close``."""
 
     def __init__(self, num_threads: int = 4, background: Background | None = None) -> None:
-        """``num_threads`` digest, and copy to further slots, what comes from a device."""
+        """``num_threads`` threads digest what comes from a device and copy it to the remaining slots."""
         self._background = background or Background("capture")
-        self._crew = ThreadPoolExecutor(num_threads, "capture")  # starts none before it is needed
+        self._crew = ThreadPoolExecutor(num_threads, "capture")  # starts threads only when they are needed
         self._ferry = Ferry()
-        self._pinner = Background("pin")  # seconds a slot: a copy into one that is pinned must not wait for another
+        self._pinner = Background("pin")  # takes seconds per slot: copies into a pinned slot must not wait for another
         self._pins: dict[Slot, Pinned] = {}
         self._is_closing = threading.Event()
         self._plan, self._signature = NOTHING, signature(())
@@ -128,18 +129,18 @@ class Capture:
         self._views: list[Tensor] = []
         self._steady: list[StateTensor] = []
         self._hasty: dict[int, StateTensor] = {}
-        """What is copied at once, by its number."""
+        """Tensors that are copied synchronously in ``begin``, by index."""
         self._restless: set[str] = set()
-        """What was said to be steady and was found to change: from then on it is copied at once."""
+        """Tensors declared steady that were found to change: copied synchronously from then on."""
         self._last: Copied | None = None
 
     def begin(self, tensors: Sequence[StateTensor], targets: Sequence[Target]) -> None:
-        """Copy these; returns before the steady ones are copied. The same list as before stands for the same tensors in
-        the same memory."""
+        """Start to copy these tensors; returns before the steady ones are copied. Passing the same list object again
+        means the same tensors in the same memory."""
         self.join()
         try:
             self._begin(tensors, targets)
-        except Exception as error:  # tensors that are not what their pieces say, no thread to copy with
+        except Exception as error:  # a tensor does not match its piece, or no thread can be started
             self._fail(targets, _in_words(error), error)
 
     def _begin(self, tensors: Sequence[StateTensor], targets: Sequence[Target]) -> None:
@@ -154,11 +155,11 @@ class Capture:
             sources.append(span.of(clones[span.tensor]) if span.tensor in clones else self._views[at])
         copied = Copied(planned, targets, numbers, sources, Ready(sources), Watch(self._steady), self._ferry)
         self._background.do(lambda: self._run(copied))
-        self._last = copied  # only now: for a copy that nobody makes, land would wait for ever
+        self._last = copied  # only now: if the job could not be queued, land would wait forever
         copied.begun_s = time.perf_counter() - began_at
 
     def land(self) -> float:
-        """From here on the state may change; seconds that this took."""
+        """Wait until the last copy has landed: from then on the state may change. Returns the seconds waited."""
         if self._last is None or self._last.has_landed.is_set():
             return 0.0
         began_at = time.perf_counter()
@@ -168,17 +169,17 @@ class Capture:
 
     @property
     def stall_s(self) -> float:
-        """For how long training stood still for the last copy that landed, all in all."""
+        """How long training was blocked in total for the last copy that landed."""
         return self._last.begun_s + self._last.stall_s if self._last is not None else 0.0
 
     def join(self) -> None:
-        """Until nothing is under way in this process any more."""
+        """Wait until no copy is in progress in this process."""
         self.land()
         if self._last is not None:
             self._last.is_done.wait()
 
     def make_ready(self, tensors: Sequence[StateTensor], target: Target) -> None:
-        """Nothing is to be copied yet: what a first copy into a target would wait for is done meanwhile."""
+        """Do in the background what the first copy into a target would wait for: allocate and pin its slots."""
         planned = self._planned(tensors)
         ready = Ready(self._views)
         if ready.events:
@@ -187,11 +188,11 @@ class Capture:
             threading.Thread(target=_touch, args=(target, planned), name="touch", daemon=True).start()
 
     def num_saved_bytes(self, tensors: Sequence[StateTensor]) -> int:
-        """What this rank writes of them to a checkpoint."""
+        """How many bytes of these tensors this rank writes to a checkpoint."""
         return self._planned(tensors).num_saved_bytes
 
     def _planned(self, tensors: Sequence[StateTensor]) -> Plan:
-        """What stays the same from step to step is found once: a step of many tensors must not wait for it."""
+        """The plan, recomputed only when the tensors change: with many tensors, planning would slow every step."""
         if tensors is self._tensors:
             return self._plan
         now = signature(tensors)
@@ -207,7 +208,8 @@ class Capture:
         return self._plan
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Whoever fails does not wait long; what it leaves is torn, and says so. Whether nothing is under way."""
+        """Returns whether nothing is in progress any more. A failing run must not wait long: a slot that is abandoned
+        here is marked as torn."""
         self._is_closing.set()
         is_idle = self._last is None or self._last.is_done.wait(timeout_s)
         self._background.close(timeout_s if is_idle else 0.0)
@@ -217,7 +219,7 @@ class Capture:
             self._pins.popitem()[1].release()
         return is_idle
 
-    # What follows runs on the background's thread, and pinning on one of its own.
+    # The methods below run on the background thread; pinning runs on a thread of its own.
 
     def _run(self, copied: Copied) -> None:
         began_s = time.thread_time()
@@ -225,7 +227,7 @@ class Capture:
             with copied.ready.entered():
                 copied.ready.reach()
                 self._copy(copied)
-        except BaseException as error:  # training goes on; who wanted the copy decides what that means
+        except BaseException as error:  # training continues; each target decides what the failure means
             self._fail(copied.untold, _in_words(error), error)
         finally:
             copied.sources.clear()
@@ -248,14 +250,14 @@ class Capture:
             return
         if len(places) < len(copied.targets):
             copied.keep_only(set[int]().union(*places.values()))
-        first = max(places, key=lambda target: len(places[target]))  # all that is copied at all goes into it
+        first = max(places, key=lambda target: len(places[target]))  # the one that takes every copied entry
         pinned = self._pinned(first.slots[0], copied.ready)
         began_at = time.perf_counter()
         digests = self._passing(copied, places) if pinned is None else self._straight(copied, places, first, pinned)
         if changed := copied.watch.changed():
             self._restless.update(changed)
             self._tensors = None
-            list(digests)  # nobody reads the slots any more when they are written again
+            list(digests)  # wait for the threads that still read the slots, which the next copy overwrites
             copied.untold.clear()
             self._fail(list(places), f"'{changed[0]}' changed while it was copied, and not by the optimizer")
             return
@@ -268,7 +270,7 @@ class Capture:
             copied.untold.remove(target)
             try:
                 target.finish(copied.plan, [crcs[number] for number in where], copied)
-            except BaseException as error:  # its own affair: the others have what they wanted
+            except BaseException as error:  # fails this target only: the others have their copies
                 self._fail([target], _in_words(error), error)
 
     def _fail(self, targets: Sequence[Target], problem: str, error: BaseException | None = None) -> None:
@@ -276,7 +278,7 @@ class Capture:
             target.fail(problem, error)
 
     def _passing(self, copied: Copied, places: dict[Target, dict[int, int]]) -> Iterable[int]:
-        """Every entry through this process's hands into every slot; their digests."""
+        """Copy every entry with the CPU into every slot; returns the digests."""
         entries, numbers = copied.plan.entries, copied.numbers
         crcs = [0] * len(numbers)
         blocks = _Blocks()
@@ -286,7 +288,7 @@ class Capture:
             copy_one = copy_and_digest if copied.ready.events else blocks.copy
             crcs[one.number] = copy_one(one.data, targets)
 
-        several = self._crew.map if copied.ready.events else map  # a device brings more than one core can digest
+        several = self._crew.map if copied.ready.events else map  # a device sends faster than one core can digest
         half = len(numbers) // 2
         for batch in self._ferry.land(copied.sources, copied.ready):
             for target, where in places.items():
@@ -301,8 +303,8 @@ class Capture:
     def _straight(
         self, copied: Copied, places: dict[Target, dict[int, int]], first: Target, pinned: Pinned
     ) -> Iterable[int]:
-        """Every entry into the first slot, by the devices themselves; the digests, which are taken, and the bytes
-        copied on into the other slots, by the time one asks for them."""
+        """Let the devices copy every entry into the first slot by DMA. Returns an iterator over the digests: reading it
+        waits until each entry is digested and copied to the other slots."""
         numbers = copied.numbers
         for slot in (slot for target in places for slot in target.slots if slot is not first.slots[0]):
             slot.touch_all(self._crew.map)
@@ -320,12 +322,12 @@ class Capture:
     def _digest(self, copied: Copied, source: Octets, targets: Sequence[Octets]) -> int:
         began_s = time.thread_time()
         crc = copy_and_digest(source, targets)
-        copied.busy_s += time.thread_time() - began_s  # a sum that two threads may spoil a little: it is an estimate
+        copied.busy_s += time.thread_time() - began_s  # not atomic, so slightly inexact: it is only an estimate
         return crc
 
     def _pinned(self, slot: Slot, ready: Ready) -> Pinned | None:
-        """The memory of a slot that is reserved, where a device can copy into it by itself. The first time takes
-        long."""
+        """The memory of a reserved slot if a device can copy into it directly, else None. The first call for a slot
+        is slow."""
         if not ready.events:
             return None
         with slot.lock:
@@ -340,7 +342,7 @@ class Capture:
         return known if known.is_whole else None
 
     def _pin_upcoming(self, target: Target, plan: Plan, ready: Ready) -> None:
-        """Before they are needed, the next one first. Want of memory is the next copy's to tell."""
+        """Pin slots before they are needed, the next one first. Lack of memory is reported by the next copy."""
         with suppress(OSError):
             for slot in target.upcoming(plan):
                 if not self._is_closing.is_set():
@@ -348,7 +350,7 @@ class Capture:
 
 
 def _places(places: dict[Target, dict[int, int]], number: int, plan: Plan) -> Iterator[Octets]:
-    """Where an entry goes, in every slot that takes it."""
+    """The memory for an entry in every slot that takes it."""
     for target, where in places.items():
         if number in where:
             begin = DATA_AT + where[number]
@@ -362,8 +364,8 @@ def _halfway(targets: Iterable[Target]) -> None:
 
 
 def _touch(target: Target, plan: Plan) -> None:
-    """Give slots their memory, with what processor time nobody else wants. Want of it is the first copy's to tell."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread alone
+    """Allocate the memory of slots at the lowest CPU priority. Lack of memory is reported by the first copy."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # affects this thread only
     with suppress(OSError):
         for slot in target.upcoming(plan):
             slot.touch_all(map)
@@ -375,12 +377,12 @@ def _in_words(error: BaseException) -> str:
 
 @dataclass
 class _Blocks:
-    """How much is copied at a time: more and more while the interpreter's lock is hard to get."""
+    """Adaptive block size of the copy: it grows while the GIL is contended."""
 
     num_bytes: int = BLOCK_BYTES
 
     def copy(self, source: Octets, targets: Sequence[Octets]) -> int:
-        """CRC32C of the source; the copy follows while the block is still in the cache."""
+        """Copy and return the CRC32C of the source; each block is copied while it is still in the cache."""
         crc = start = 0
         while start < len(source):
             began_at = time.perf_counter()

@@ -1,10 +1,10 @@
-"""How do tensors of an accelerator come to the host without holding up training?
+"""Copies tensors from an accelerator to host memory without stalling training.
 
-On a stream of their own, which begins when the state is complete on the training stream: straight into a slot that is
-pinned or, where none can be, through pinned memory whose two halves take turns: while a device fills one, the other is
-digested and copied into slots. Invariants: the training thread waits for nothing but a copy's landing, and where it
-must its seal; nothing of the state is overwritten before it has arrived. For tensors of the CPU all of this comes to
-nothing.
+Copies run on a stream of their own, which starts when the state is complete on the training stream. They go directly
+into a pinned slot or, where slots cannot be pinned, through a double-buffered pinned staging area: while a device fills
+one half, the other half is digested and copied into slots. Invariants: the training thread only waits for a copy to
+land and, where it must, to be sealed; no part of the state is overwritten before it has arrived. Tensors on the CPU
+need none of this.
 """
 
 from __future__ import annotations
@@ -24,37 +24,36 @@ from closeranks.capture.slots import DATA_AT, Octets
 
 HALF_BYTES = 64 << 20
 _FLIGHT_BYTES = 256 << 20
-"""Sent straight into a slot between two events: what has landed is digested while the rest is under way."""
+"""Bytes copied directly into a slot between two events: what has arrived is digested while the rest is in transit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """The bytes of source ``number``, on the host; valid until the next batch is asked for."""
+    """The bytes of source ``number`` in host memory; valid until the next batch is requested."""
 
     number: int
     data: Octets
 
 
 class Ready:
-    """The moments at which the state is complete, on every device it lies on, and at which training wants to change
-    it."""
+    """CUDA events around a copy, per device: one when the state is complete, one when training wants to change it."""
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
         self.events: dict[torch.device, torch.cuda.Event] = {}
         self.fences: dict[torch.device, torch.cuda.Event] = {}
         self.asked_at: float | None = None
         for device in {source.device for source in sources if source.is_cuda}:
-            # Blocking: who waits for it sleeps instead of turning a processor.
+            # Blocking: a thread that waits for it sleeps instead of spinning.
             self.events[device] = torch.cuda.Event(blocking=True)
             self.events[device].record(torch.cuda.current_stream(device))
 
     def reach(self) -> None:
-        """Wait until the state is complete; not on the thread that trains."""
+        """Wait until the state is complete; not to be called on the training thread."""
         for event in self.events.values():
             event.synchronize()
 
     def ask(self) -> None:
-        """Training needs the copy now, or when its devices are done with what they were told so far."""
+        """Training is blocked on the copy from now on, or from when its devices finish the work queued so far."""
         if self.asked_at is None:
             for device in self.events:
                 self.fences[device] = torch.cuda.Event(enable_timing=True)
@@ -62,21 +61,21 @@ class Ready:
             self.asked_at = time.perf_counter()
 
     def entered(self) -> AbstractContextManager[object]:
-        """A new thread stands on the first device of all, and whatever it asks of CUDA would take memory there."""
+        """Selects the state's device: a new thread starts on device 0, where any CUDA call would allocate memory."""
         device = next(iter(self.events), None)
         return nullcontext() if device is None else torch.cuda.device(device)
 
 
 class Ferry:
-    """Brings tensors to the host, in their order. Costs twice ``HALF_BYTES`` of pinned memory where it must go through
-    that."""
+    """Copies tensors to the host in order. Costs twice ``HALF_BYTES`` of pinned memory where it needs the staging
+    buffer."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._halves: list[Tensor] = []
 
     def lateness(self, ready: Ready) -> float:
-        """For how long training has been standing still by now. While a device still computes it loses nothing."""
+        """How long training has been blocked so far: 0 while a device still computes, since nothing is lost then."""
         if ready.asked_at is None:
             return 0.0
         late_s = [time.perf_counter() - ready.asked_at]
@@ -92,8 +91,8 @@ class Ferry:
     def land_in(
         self, pinned: Pinned, sources: Sequence[Tensor], places: Sequence[tuple[int, int]]
     ) -> Iterator[list[int]]:
-        """Straight into a slot, once the state is ``reach``ed; the numbers of those that have arrived. All are on
-        their way before the first is told. ``places``: offset in the slot's data and length of each."""
+        """Copy directly into a slot, after ``reach``; yields the indices of the sources that have arrived. All copies
+        are queued before the first yield. ``places``: offset in the slot's data and length of each."""
         flights: list[tuple[list[int], list[torch.cuda.Event]]] = []
         flight, num_bytes, devices = list[int](), 0, {source.device for source in sources if source.is_cuda}
         for number, (source, place) in enumerate(zip(sources, places, strict=True)):
@@ -120,7 +119,7 @@ class Ferry:
                 place.copy_(data[start - begin : stop - begin], non_blocking=True)
 
     def land(self, sources: Sequence[Tensor], ready: Ready) -> Iterator[list[Landed]]:
-        """In batches, once the state is ``reach``ed; no source of a device may have more than ``HALF_BYTES``."""
+        """Copy in batches, after ``reach``; no source on a device may have more than ``HALF_BYTES``."""
         if not ready.events:
             yield from ([Landed(number, octets(source))] for number, source in enumerate(sources))
             return
@@ -171,7 +170,7 @@ def _arrived(landed: list[Landed], events: Sequence[torch.cuda.Event]) -> list[L
 
 
 def _batches(sources: Sequence[Tensor]) -> Iterator[list[int]]:
-    """As many at a time as fit a half."""
+    """Groups of sources that fit into half of the staging buffer."""
     batch: list[int] = []
     room = HALF_BYTES
     for number, source in enumerate(sources):

@@ -1,10 +1,10 @@
-"""May a device copy into a slot by itself?
+"""Pins the memory of a slot, so that a device can copy into it directly.
 
-Once the slot's pages are pinned: then nothing stands between the device's memory and the copy, and what training waits
-for is the link alone. Pinned piece by piece, since a device takes no orders from this process meanwhile. Invariants:
-where CUDA refuses nothing stays pinned, and copies go another way; no order to a device crosses the end of a piece.
-Costs (measured on an H200) 0.1 s a GiB once for each slot and process, and 0.03 s a GiB when the process ends, which
-must be over before another takes its place.
+With pinned pages there is no staging buffer between device memory and the slot: training waits for the link alone. A
+slot is pinned piece by piece, since this process cannot submit work to a device while one piece is being pinned.
+Invariants: if CUDA refuses, nothing stays pinned and copies go through a staging buffer; no single device copy crosses
+the end of a piece. Costs (measured on an H200) 0.1 s per GiB once for each slot and process, and 0.03 s per GiB when
+the process ends, which must be over before another process replaces it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PIECE_BYTES = 64 << 20
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices."""
 _PAUSE_S = 0.001
-"""Between two pieces, for orders that wait."""
+"""Pause between two pieces, in which waiting work can be submitted to the device."""
 _log = logging.getLogger(__name__)
 
 
@@ -37,8 +37,8 @@ class Pinned:
         self._pinned: list[int] = []
 
     def pin(self, is_enough: threading.Event) -> bool:
-        """Not on the thread that trains. False where CUDA refuses, as it may under a limit on locked memory, or where
-        somebody had enough of it."""
+        """Not to be called on the training thread. False if CUDA refuses, as it may under a limit on locked memory, or
+        if ``is_enough`` was set meanwhile."""
         cudart, address = torch.cuda.cudart(), self.memory.ctypes.data
         for start in range(0, len(self.memory), _PIECE_BYTES):
             size = min(_PIECE_BYTES, len(self.memory) - start)
@@ -53,21 +53,21 @@ class Pinned:
         return True
 
     def cuts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Bytes ``start`` to ``end``, cut where one order to a device has to end."""
+        """Bytes ``start`` to ``end``, split at the boundaries that a single device copy must not cross."""
         while start < end:
             stop = min(end, (start // _PIECE_BYTES + 1) * _PIECE_BYTES)
             yield start, stop
             start = stop
 
     def release(self) -> None:
-        """No device may be copying."""
+        """Unpin. No device copy may be in progress."""
         self.is_whole = False
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
 
 
 def _forget_error(num_bytes: int, code: int) -> None:
-    """The runtime remembers an error and blames this thread's next kernel for it: let it be one of ours."""
+    """CUDA keeps the error and reports it at this thread's next kernel launch: launch one here to clear it."""
     if code:
         _log.warning("CUDA cannot pin %d bytes of shared memory (error %d)", num_bytes, code)
         with suppress(RuntimeError):

@@ -1,10 +1,10 @@
-"""Which bytes make up a rank's state, in which order do they lie in a slot, and how are they copied and digested?
+"""Plans a capture: which bytes make up a rank's state, their order in a slot, and how they are copied and digested.
 
 A plan lists each range of each tensor once, as an entry: what a slot holds of it, and whether this rank writes it to
-checkpoints, as one chunk. Invariants: the same tensors give the same plan; in a slot of the whole state every entry
-begins at a multiple of 64 bytes; in one of what is saved alone, entries lie back to back, those with larger elements
-first, so that all of them are aligned; a digest is of the bytes that were copied, taken in the same pass, while they
-are in the processor's cache.
+checkpoints, as one chunk. Invariants: the same tensors give the same plan; in a slot for the whole state every entry
+begins at a multiple of 64 bytes; in a slot for only the saved entries, they lie back to back, those with larger
+elements first, so that all of them are aligned; a digest is taken of the copied bytes in the same pass, while they are
+in the CPU cache.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from closeranks.capture.tensors import StateTensor
 
 _ALIGN_BYTES = 64
 BLOCK_BYTES = 1 << 20
-"""Digested and copied at a time: fits a core's second-level cache. Each takes the interpreter's lock once or twice."""
+"""Digested and copied at a time: fits a core's L2 cache. Each block takes the GIL once or twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements ``first`` to ``last`` of a tensor, row by row."""
+    """Elements ``first`` to ``last`` of a tensor, in row-major order."""
 
     tensor: int
     first: int
     last: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view where memory lies that way, else a copy of little more than these elements."""
+        """A view if the tensor is contiguous, else a copy of little more than these elements."""
         source, first, last = tensor.detach(), self.first, self.last
         if not source.is_contiguous():
             row = prod(source.shape[1:])
@@ -52,11 +52,11 @@ class Span:
 class Plan:
     entries: tuple[Entry, ...]
     spans: tuple[Span, ...]
-    """What each entry is of."""
+    """The tensor range of each entry."""
     saved: tuple[int, ...]
-    """Numbers of the entries that this rank writes to checkpoints, in the order in which they are packed."""
+    """Indices of the entries that this rank writes to checkpoints, in packed order."""
     packed: tuple[int, ...]
-    """Where each of those lies, packed."""
+    """The offset of each of those when they are packed."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +71,7 @@ NOTHING = Plan((), (), (), ())
 
 
 def plan(tensors: Sequence[StateTensor]) -> Plan:
-    """``ValueError`` where a tensor is not of the shape that its piece says."""
+    """``ValueError`` if a tensor does not have the shape of its piece."""
     entries: list[Entry] = []
     spans: list[Span] = []
     saved: list[int] = []
@@ -98,20 +98,20 @@ def plan(tensors: Sequence[StateTensor]) -> Plan:
 
 
 def signature(tensors: Iterable[StateTensor]) -> tuple[Any, ...]:
-    """All that a plan depends on; comparing two costs far less than planning."""
+    """Everything a plan depends on; comparing two signatures costs far less than planning."""
     return tuple(
         (one.section, one.piece, one.tensor.dtype, one.holder, one.num_holders, one.is_ours) for one in tensors
     )
 
 
 def octets(tensor: Tensor) -> Octets:
-    """The memory of a CPU tensor as bytes; a copy of it where it is not contiguous."""
+    """The memory of a CPU tensor as bytes; a copy of it if it is not contiguous."""
     array: Octets = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return array
 
 
 def copy_and_digest(source: Octets, targets: Sequence[Octets]) -> int:
-    """CRC32C of the source, which is copied to every target block by block, without the interpreter's lock."""
+    """Copy the source to every target block by block and return its CRC32C; runs without the GIL."""
     if not targets:
         return int(crc32c(source.data))
     crc = 0
@@ -124,19 +124,19 @@ def copy_and_digest(source: Octets, targets: Sequence[Octets]) -> int:
 
 
 def num_digesters(num_ranks: int) -> int:
-    """Threads of one rank, of so many on this host, that digest what a device sends or gets: one core keeps up with a
-    fifth of its link."""
+    """How many threads each of ``num_ranks`` ranks on this host uses to digest what is copied from or to a device: one
+    core keeps up with a fifth of the device's link."""
     return min(max(2, 3 * len(os.sched_getaffinity(0)) // (4 * num_ranks)), 12)
 
 
 class Watch:
-    """Notices tensors that are changed in place, by the counters that torch keeps. Views made by slicing share one with
-    their base: a change anywhere in it counts. What is written past torch, or through ``.data``, goes unnoticed."""
+    """Detects in-place changes of tensors by torch's version counters. A view shares the counter of its base, so a
+    change anywhere in the base counts. Writes that bypass torch, or go through ``.data``, are not detected."""
 
     def __init__(self, tensors: Iterable[StateTensor]) -> None:
-        # Tensors made for inference have no counter.
+        # Inference tensors have no version counter.
         self._marks = [(one, one.tensor._version) for one in tensors if not one.tensor.is_inference()]
 
     def changed(self) -> list[str]:
-        """Which ones were changed since."""
+        """Keys of the tensors changed since construction."""
         return [one.key for one, version in self._marks if one.tensor._version != version]

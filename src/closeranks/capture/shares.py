@@ -1,10 +1,10 @@
-"""Into which ranges is a tensor of the state cut, and which of its holders writes each of them to a checkpoint?
+"""Splits a tensor of the state into ranges and assigns each range to the holder that writes it to a checkpoint.
 
-A large piece is cut into ranges of its own memory, shared out among its holders; a small one goes whole to one of them,
-which its name and place draw. So each answer follows from the piece alone: holders agree whatever else each of them
-holds, and in whatever order it lists it (stages that share a tied weight hold different lists). The price is that
-balance is exact for large pieces and a matter of chance for small ones. Invariant: the ranges cover a piece exactly,
-without overlap, each has one writer, and none is longer than a chunk. Imports no torch.
+A large piece is split into ranges of its own memory, which are distributed over its holders; a small piece is assigned
+whole to one holder, chosen by a hash of its name and position. So the result depends on the piece alone: holders agree
+whatever else each of them holds, and in whatever order (stages that share a tied weight hold different lists). The
+price is that the balance is exact for large pieces and only statistical for small ones. Invariant: the ranges cover a
+piece exactly, without overlap, each has one writer, and none is longer than a chunk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from zlib import crc32
 from closeranks.core.pieces import Piece
 
 CHUNK_BYTES = 32 << 20
-"""Pieces are cut at this size: a reader that needs a few rows reads, and checks, no more than this around them."""
+"""Pieces are split at this size: a reader that needs a few rows reads and checks at most this much around them."""
 WHOLE_BYTES = 1 << 20
-"""Smaller pieces are not shared out: what more chunks cost a manifest outweighs what cutting balances."""
+"""Smaller pieces are not split: more chunks would cost the manifest more than the better balance is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,17 @@ class Share:
     first: int
     last: int
     piece: Piece
-    """What they are of the whole tensor."""
+    """The same elements as a piece of the whole tensor."""
     is_ours: bool = True
-    """Whether it is for this holder to write."""
+    """Whether this holder writes it."""
 
 
 def all_shares(holding: Holding) -> Iterator[Share]:
-    """The whole piece, in the order of its memory; one empty range of an empty one."""
+    """All ranges of the piece in memory order; for an empty piece, one empty range."""
     numel, first_holder = holding.piece.numel, _first_holder(holding)
     if numel == 0:
-        # A tensor without elements is written all the same, to be known by its name; an empty piece of another is not.
+        # A tensor without elements is still written, so that its name is recorded; an empty piece of a non-empty tensor
+        # is not.
         is_named = prod(holding.piece.shape) == 0
         yield Share(0, 0, holding.piece, is_ours=is_named and holding.holder == first_holder)
         return
@@ -67,19 +68,19 @@ def all_shares(holding: Holding) -> Iterator[Share]:
 
 
 def shares(holding: Holding) -> tuple[Share, ...]:
-    """What this holder writes of it, in the order of its memory."""
+    """The ranges that this holder writes, in memory order."""
     return tuple(share for share in all_shares(holding) if share.is_ours)
 
 
 def _first_holder(holding: Holding) -> int:
-    """Drawn by what the piece is; ``hash`` would differ from process to process."""
+    """Chosen by a hash of the piece's identity; Python's ``hash`` would differ between processes."""
     piece = holding.piece
     identity = repr((holding.section, piece.name, piece.shape, piece.start, piece.size, piece.flat))
     return crc32(identity.encode()) % holding.num_holders
 
 
 def _cuts(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
-    """Full chunks from the front: where a piece has one holder, its cuts do not move when it grows."""
+    """Full chunks from the front: if a piece has one holder, the boundaries do not move when it grows."""
     for start in range(first, last, most):
         yield start, min(start + most, last)
 

@@ -1,19 +1,20 @@
-"""What does one copy of a rank's state look like in memory, and is it whole?
+"""The format of one in-memory copy of a rank's state, and how to tell whether it is complete.
 
-A slot is a file (an anonymous one of the agent's, mapped) that holds one image at one step:
+A slot is a file (anonymous, owned by the agent, memory-mapped) that holds one image at one step:
 
     header   256 bytes: what it is, how long its parts are, CRC32C of the index, CRC32C of the header itself
     data     tensors back to back, from byte 4096 on
-    index    which bytes are which tensor, the state that is no tensor, and CRC32C of every tensor's bytes
+    index    which bytes are which tensor, the non-tensor part of the state, and CRC32C of every tensor's bytes
 
-[Note: sealing] A writer first makes the header invalid, then writes data, then the index with the digests, then the
-header, and the eight bytes that make it valid last. A process that is killed keeps every store up to the instruction it
-died at, so whoever finds a valid header finds all that was written before it; who dies earlier leaves a slot that says
-it is torn, and the other slot of the pair as it was.
+[Note: sealing] A writer first invalidates the header, then writes the data, then the index with the digests, then the
+header, and last the eight bytes that make it valid. When a process is killed, every store up to the instruction it
+died at remains in the shared memory: a valid header implies that everything written before it is there. A process
+that dies earlier leaves a slot marked as torn, and the other slot of the pair untouched.
 
-Invariants: no flipped bit, cut or foreign file is ever taken for a copy: header and index are checked by ``inspect``,
-each tensor's bytes when they are read. A file only grows, and has its memory before anybody writes: where there is none
-``reserve`` raises, and nobody is killed by a page that cannot be had. Imports no torch.
+Invariants: a slot with flipped bits, a truncated file or a foreign file is never accepted as a copy: header and index
+are checked by ``inspect``, each tensor's bytes when they are read. A file only grows, and its memory is allocated
+before anything is written: if there is none, ``reserve`` raises, so that no process is killed by a page fault that
+cannot be served. Imports no torch.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _LENGTHS = struct.Struct("<II")
 _SLICE_BYTES = 2 << 20
 _DIMS = 64
 _PORTION_BYTES = 256 << 20
-"""Of pages, mapped by one thread at a time."""
+"""Pages populated by one thread at a time."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
-"""``MADV_POPULATE_READ`` and ``WRITE``, of Linux 5.14 and later: map these pages now."""
+"""``MADV_POPULATE_READ`` and ``MADV_POPULATE_WRITE`` (Linux 5.14 and later): map these pages now."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 AFTER_DATA = declare("slot.after_data", "the tensors' bytes are copied, the index is not written")
@@ -59,8 +60,8 @@ AFTER_HEADER = declare("slot.after_header", "the slot is sealed, and nobody know
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a slot holds. Slots of one ``run``, ``generation`` and ``step`` belong together: no other mix of images is
-    known to be one state."""
+    """What a slot holds. Images form one consistent state only if their slots have the same ``run``, ``generation``
+    and ``step``."""
 
     generation: int
     step: int
@@ -68,26 +69,26 @@ class About:
     num_images: int
     """How many different images make up the whole state."""
     layout: str = ""
-    """A digest of how the state was spread: images of another layout are taken apart."""
+    """A digest of the parallel layout: images of another layout must be resharded."""
     rank: int = 0
-    """Who wrote it, or had it written."""
+    """The rank whose state this is; a peer may hold the slot."""
     run: int = 0
-    """Which session of its process: a script may open several."""
+    """Number of the session in its process: a script may open several."""
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """The state it belongs to; of one run, later ones compare greater."""
+        """Identifies the state it belongs to; within a run, later states compare greater."""
         return self.run, self.step, self.generation
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor's bytes."""
+    """Where the bytes of one tensor range lie in a slot."""
 
     section: str
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: tuple[int, ...]
     size: tuple[int, ...]
     flat: tuple[int, int] | None
@@ -106,7 +107,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What is to be said of a file: what it holds, or why it holds nothing that can be used."""
+    """Result of inspecting a slot: what it holds, or why it is not usable."""
 
     about: About | None
     reason: str = ""
@@ -139,25 +140,26 @@ class Slot:
     """One file, open for writing. Call sequence: ``reserve``, ``invalidate``, fill ``data``, ``seal``."""
 
     def __init__(self, path: str | None = None) -> None:
-        """``path`` None: memory of this process, which goes with the last process that has ``fd`` open."""
+        """``path`` None: anonymous memory, freed when the last process that has ``fd`` open closes it."""
         if path is None:
             self.fd = os.memfd_create("closeranks-private", os.MFD_CLOEXEC)
         else:
             self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory: mmap.mmap | None = None
         self.bytes: Octets = np.empty(0, np.uint8)
-        """All of it. Whoever holds a part of it keeps the mapping."""
+        """The whole file. A slice of it keeps the mapping alive."""
         self.lock = threading.Lock()
-        """Held while it is given memory, or that memory is pinned."""
+        """Held while memory is reserved or pinned."""
         self._num_touched = 0
 
     def reserve(self, num_data: int, num_index: int) -> None:
-        """Room for so much, with its memory; ``OSError`` where there is none. What lay in it stays valid or invalid."""
+        """Make room for this many bytes and allocate the memory; ``OSError`` if there is none. Does not change whether
+        the contents are valid."""
         wanted = _index_at(num_data) + num_index
         with self.lock:
             size = os.fstat(self.fd).st_size
             if size < wanted:
-                # An index may grow from step to step, and mapping anew costs much more than its room.
+                # An index may grow from step to step, and remapping costs much more than the spare room.
                 size = _round_up(wanted + num_index // 2, _SLICE_BYTES)
                 os.posix_fallocate(self.fd, 0, size)
             if len(self.bytes) < wanted:
@@ -169,12 +171,13 @@ class Slot:
         return self.bytes[DATA_AT : DATA_AT + num_data]
 
     def touch(self, end: int) -> None:
-        """Map the pages up to byte ``end`` of the data at once: one by one, a first copy would take four times as long.
-        Without the interpreter's lock; a kernel that does not know how costs that time."""
+        """Map the pages up to byte ``end`` of the data in bulk: with one page fault each, a first copy would take four
+        times as long. Runs without the GIL; a kernel without ``MADV_POPULATE_WRITE`` falls back to the page faults."""
         self._num_touched = _populate(self.bytes, self._num_touched, DATA_AT + end, _POPULATE_WRITE)
 
     def touch_all(self, several: Callable[[Callable[[int], int], Iterable[int]], Iterable[int]]) -> None:
-        """The same for everything, by several threads (``Executor.map``): the kernel clears pages no faster on one."""
+        """The same for the whole slot, with several threads (``Executor.map``): one core limits how fast the kernel
+        clears pages."""
 
         def portion(start: int) -> int:
             return _populate(self.bytes, start, start + _PORTION_BYTES, _POPULATE_WRITE)
@@ -187,7 +190,7 @@ class Slot:
             self._writable()[:8] = _WRITING
 
     def seal(self, about: About, num_data: int, index: bytes) -> None:
-        """The data is in its place. From the last line on the slot counts."""
+        """Write index and header; the data must be complete. The slot is valid from the last statement on."""
         point(AFTER_DATA)
         memory, at = self._writable(), _index_at(num_data)
         memory[at : at + len(index)] = index
@@ -198,7 +201,8 @@ class Slot:
         point(AFTER_HEADER)
 
     def give_up(self) -> None:
-        """Where nothing was ever written, say, if that is possible at all, that something should have been."""
+        """If nothing was ever written to the slot, mark it as abandoned (best effort), so that it is not taken for one
+        that was never needed."""
         with suppress(OSError):
             if not os.pread(self.fd, len(_NOTHING), 0).strip(b"\0"):
                 os.pwrite(self.fd, _VOID, 0)
@@ -213,7 +217,7 @@ class Slot:
 
 
 def encode_header(about: About, num_data: int, index: bytes) -> bytes:
-    """A whole valid header."""
+    """A complete, valid header."""
     body = _BODY.pack(
         about.run,
         about.generation,
@@ -234,7 +238,7 @@ def encode_header(about: About, num_data: int, index: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Where the parts of a sealed slot lie."""
+    """Offsets and lengths of the parts of a sealed slot."""
 
     num_data: int
     index_at: int
@@ -243,7 +247,7 @@ class Lengths:
 
 
 def decode_header(header: bytes) -> tuple[About, Lengths] | str:
-    """What it says, or what is wrong with it."""
+    """The decoded header, or a text that says what is wrong with it."""
     magic = bytes(header[:8])
     if magic == _WRITING:
         return "torn: it was being written"
@@ -264,7 +268,7 @@ def decode_header(header: bytes) -> tuple[About, Lengths] | str:
 
 
 class Sealed:
-    """One file, open for reading, with a sound header and index. ``SlotError`` says why there is nothing to read."""
+    """A slot open for reading, with a valid header and index; raises ``SlotError`` with the reason if it has none."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -279,7 +283,7 @@ class Sealed:
             end = self.lengths.index_at + self.lengths.num_index
             if end > size or DATA_AT + self.lengths.num_data > self.lengths.index_at:
                 raise SlotError(f"truncated: {size} bytes, where its header speaks of {end}")
-            # Private, so that it counts as writable, which torch wants of memory it looks at; nobody writes to it.
+            # Private, so that the mapping is writable, as torch requires of memory it wraps; it is never written to.
             self._memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
         finally:
             os.close(fd)
@@ -301,14 +305,14 @@ class Sealed:
         return self._index
 
     def data(self, entry: Entry) -> Octets:
-        """Unchecked."""
+        """The bytes of an entry, not checked against their digest."""
         begin = DATA_AT + entry.offset
         if begin >= self._num_touched - _SLICE_BYTES:
             self._num_touched = _populate(self.bytes, self._num_touched, begin + entry.num_bytes, _POPULATE_READ)
         return self.bytes[begin : begin + entry.num_bytes]
 
     def read(self, entry: Entry, place: Octets) -> None:
-        """The same bytes into memory that is there. Maps no page: for much that is read once by several threads, that
+        """Read the same bytes into existing memory. Maps no pages: for large data that several threads read once, this
         takes a third of the time."""
         fd, at = open_descriptor(self.path), 0
         try:
@@ -322,7 +326,7 @@ class Sealed:
 
 
 def void(path: str) -> None:
-    """Nobody shall take this for a copy again."""
+    """Mark a slot as void, so that it is never taken for a copy again."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(fd, _VOID, 0)
@@ -331,7 +335,7 @@ def void(path: str) -> None:
 
 
 def _check_index(index: Index, num_data: int) -> None:
-    """Whole numbers within the data, dims that fit: a file that was written down may have come from anywhere."""
+    """Check types, bounds and numbers of dims: the file may come from anywhere."""
     if len(index.crcs) != len(index.entries) or type(index.tree) is not dict:
         raise ValueError
     for one in index.entries:
@@ -348,11 +352,11 @@ def _check_index(index: Index, num_data: int) -> None:
 
 
 class SlotError(Exception):
-    """Why a file holds no copy that can be used, or not the bytes it should."""
+    """A file holds no usable copy, or bytes that do not match their digest; the message says which."""
 
 
 def inspect(path: str) -> Looked:
-    """Whether a file holds a copy, as far as header and index tell. Reads no tensor."""
+    """Whether a file holds a copy, judging by header and index. Reads no tensor data."""
     try:
         return Looked(Sealed(path).about)
     except SlotError as error:
@@ -362,7 +366,7 @@ def inspect(path: str) -> Looked:
 
 
 def digests_problem(file: Octets, lengths: Lengths, index: bytes) -> str:
-    """What is wrong with an index and the data it speaks of, before anything was sealed; nothing where all is right."""
+    """What is wrong with an index or the data it describes, checked before sealing; empty if all is right."""
     if crc32c(index) != lengths.index_crc:
         return "arrived with another index"
     decoded = decode_index(index)
@@ -374,7 +378,7 @@ def digests_problem(file: Octets, lengths: Lengths, index: bytes) -> str:
 
 
 def flipped(sealed: Sealed, entry: Entry) -> str:
-    """How a copy is spoken of whose bytes changed in memory."""
+    """The message for a copy whose bytes changed in memory."""
     about = sealed.about
     return (
         f"the copy of {about.image} at step {about.step} is damaged: the bytes of {entry.section}/{entry.key} changed"
@@ -382,7 +386,7 @@ def flipped(sealed: Sealed, entry: Entry) -> str:
 
 
 def _populate(memory: Octets, start: int, end: int, how: int) -> int:
-    """Map pages slice by slice, without the interpreter's lock; up to where they are mapped now."""
+    """Map pages slice by slice, without the GIL; returns the offset up to which they are mapped."""
     while start < min(end, len(memory)):
         size = min(_SLICE_BYTES, len(memory) - start)
         _LIBC.madvise(ctypes.c_void_p(memory.ctypes.data + start), ctypes.c_size_t(size), how)
