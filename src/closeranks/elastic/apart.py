@@ -1,12 +1,13 @@
-"""How do replicas that train apart vote?
+"""The vote under Local SGD and DiLoCo, where replicas synchronize only at an outer step.
 
-[Note: votes apart] Between meetings a replica votes among its own ranks: whether *it* takes the step, and by which
-factor, follows from its own sums, and nothing is heard of the others. What each step came to is written down, a row for
-a step. At a meeting one sum over all ranks adds up the rows of the round; from then on every rank can read what the
-steps came to over all replicas, what was wished for in any of them, and act on it, all at the same step.
+[Note: votes apart] Between two outer steps a replica votes among its own ranks: whether *it* takes the step, and the
+gradient factor, follow from its own sums, without communication with other replicas. The result of each step is kept
+as one row. At the outer step a single all-reduce over all ranks sums the rows of the synchronization interval; only
+then can every rank read the result of these steps over all replicas and the requests made in any of them, and act on
+them, all at the same step.
 
-Invariants: no collective leaves a replica but the one that closes a round; every rank reads the same bits of every
-step, so all act on a request together, and only at meetings.
+Invariants: the only collective across replicas is the one that closes a synchronization interval; every rank reads the
+same bits for every step, so all ranks act on a request together, and only at outer steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from closeranks.elastic.vote import NONFINITE, NUM_DERIVED, WEIGHT, Ballot, Outc
 
 
 class ApartVerdict(Verdict):
-    """A replica's own verdict on a step: what all came to is known once the round is closed."""
+    """A replica's own verdict on a step; the result over all replicas is known once the synchronization interval is
+    closed."""
 
     def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str], extra: Mapping[str, int]) -> None:
         super().__init__(sums, settled, names, extra)
@@ -30,8 +32,8 @@ class ApartVerdict(Verdict):
         self._told: Verdict | None = None
 
     def close(self, row: Tensor, num_homes: int) -> None:
-        """``row``: added up over the replicas. A step counts as taken where all took it that had anything to learn
-        from; its norm is the mean of theirs, its loss scale that of all."""
+        """``row``: summed over the replicas. A step counts as taken if every replica with usable samples took it; its
+        gradient norm is the mean over those replicas, its loss scale the mean over all."""
         sums, settled, num_busy = row[: -NUM_DERIVED - 1], row[-NUM_DERIVED - 1 : -1], row[-1]
         taken, factor, norm, loss_scale = settled
         is_taken = (taken >= num_homes) & (num_busy > 0)
@@ -45,16 +47,16 @@ class ApartVerdict(Verdict):
 
 
 def _of_idle(sums: Tensor, settled: Tensor) -> Tensor:
-    """What a replica says of a step, and 1 where it had anything to learn from. One that had not, since its samples
-    were bad or there were too few for all, is not against the step."""
+    """What a replica contributes to a step, followed by 1 if it had usable samples, else 0. A replica without any,
+    because its samples were bad or there were too few for all, does not vote against the step."""
     is_busy = (sums[WEIGHT] != 0) | (sums[NONFINITE] > 0)
     agrees = torch.stack([torch.ones_like(settled[0]), settled[1], torch.zeros_like(settled[0]), settled[3]])
     return torch.cat([torch.where(is_busy, settled, agrees), is_busy.to(settled.dtype).view(1)])
 
 
 class ApartVote(Vote):
-    """``home`` are the ranks of one replica, ``world`` all of them; ``num_homes`` replicas train apart, and one rank of
-    each speaks for it."""
+    """``home``: the ranks of this replica; ``world``: all ranks; ``num_homes``: the number of replicas under Local SGD
+    or DiLoCo. ``speaks`` is true on one rank of each replica, which contributes the replica's rows."""
 
     def __init__(
         self, home: Group, world: Group, metrics: Sequence[str], *, clip: float, num_homes: int, speaks: bool
@@ -72,7 +74,7 @@ class ApartVote(Vote):
         return verdict
 
     def _close(self) -> None:
-        """One matrix for the round: as many rows as it had steps, on all ranks alike."""
+        """All-reduce one matrix for the synchronization interval: one row per step, the same number on all ranks."""
         closing, self._round = self._round, []
         rows = torch.stack([verdict.row for verdict in closing])
         told = self._world.sum(rows if self._speaks else torch.zeros_like(rows))

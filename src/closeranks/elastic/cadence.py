@@ -1,6 +1,6 @@
-"""After how many steps is the next copy of the state taken?
+"""Decides how many steps lie between two snapshots.
 
-Invariant: pure functions of numbers that all ranks share, so that all take their copies at the same steps.
+Invariant: pure functions of numbers that all ranks share, so that all ranks take their snapshots at the same steps.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ _MOST = 1000
 
 
 def is_time_to_decide(num_steps: int, *, has_decided: bool = False) -> bool:
-    """Whether ranks look at what copies cost after so many steps of their own: early, as soon as enough copies were
-    taken (fewer are by the first time where a generation found its state in place), again when steps without a copy
-    have been seen, and now and then."""
+    """Whether ranks evaluate the cost of snapshots after this many steps of their own: early, as soon as enough
+    snapshots were taken (fewer by the first time if a generation found its state in place), again when steps without a
+    snapshot have been measured, and then at regular intervals."""
     is_first = num_steps in _FIRST and not has_decided
     return is_first or num_steps == _AGAIN or (num_steps > 0 and num_steps % _EVERY == 0)
 
 
 def steps_between(stall_s: float, late_s: float, step_s: float, share: float, send_s: float = 0.0) -> int:
-    """As few as keep what training loses by a copy within this share of the time for so many steps: ``late_s`` with
-    one after every step, which waits until it is sealed, ``stall_s`` with fewer.
+    """The smallest number of steps between snapshots at which a snapshot costs at most ``share`` of the time of those
+    steps. The cost is ``late_s`` for a snapshot after every step, since the next one waits until it is sealed, and
+    ``stall_s`` for less frequent ones.
 
-    ``send_s``: how long a device takes to send the state. Its next update waits for that, whether or not the host came
-    early enough to wait too. Where that is much of a step, one copy after every step would hide what a step takes
-    without."""
+    ``send_s``: how long the device-to-host copy of the state takes. The next update on the device waits for it, even if
+    the host did not have to wait. If it is a large part of a step, snapshots after every step would hide how long a
+    step takes without one."""
     if step_s <= 0.0 or (late_s <= share * step_s and send_s <= step_s / 2):
         return 1
     return min(max(2, math.ceil(max(stall_s, send_s - step_s) / (share * step_s))), _MOST)
 
 
 def true_cost(stall_s: float, busy_s: float, num_cores: int, num_busy: int) -> float:
-    """What a copy takes from training: the time it stood still and, where no core is to spare for the copying thread of
-    every worker, the processor time too, which somebody else would have used."""
+    """What a snapshot costs training: the time training was blocked and, if there is no spare core for the copying
+    thread of every worker, also its CPU time, which other threads would have used."""
     return stall_s if num_cores >= 2 * num_busy else stall_s + busy_s

@@ -1,8 +1,9 @@
-"""From which copies does a new generation go on, and who reads which?
+"""Plans a restore: which snapshot a new generation resumes from, and which rank reads which copy.
 
-Every host tells what lies in its boxes; from that all ranks come to the same choice. Invariants: the state chosen is
-the newest of which every image is held somewhere, by slots of one generation and step, never a mix; what a host lacks
-is sent to it once, whoever of its ranks needs it. Pure: whoever found a copy bad leaves it out and asks again.
+Every host reports what its snapshot memory holds; from the same reports all ranks compute the same plan. Invariants:
+the chosen state is the newest of which every image is held somewhere, in slots of one generation and step, never a
+mix; an image that a host lacks is sent to it once, even if several of its ranks need it. Pure: a caller that found a
+copy damaged leaves it out and calls again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from closeranks.capture.slots import About
 
 OWN_FILES = (0, 1)
 PEER_FILES = (2, 3)
-"""Of a box: two slots for its worker's image, two for that of a peer."""
+"""The slots of a worker's snapshot memory: two for its own image, two for the image of a peer."""
 
 State = tuple[int, int, int]
 """``About.key``: run, step, generation."""
@@ -22,7 +23,7 @@ State = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a slot lies."""
+    """Location of a slot: host, index of the worker on that host, and number of the slot."""
 
     host: int
     box: int
@@ -41,7 +42,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a rank of the new generation is, and what it will hold."""
+    """Where a rank of the new generation runs, and which image it will hold."""
 
     host: int
     box: int
@@ -63,8 +64,8 @@ class Fetch:
 class Choice:
     state: State
     reads: tuple[Mapping[str, Copy], ...]
-    """Of each rank: from which copy it takes each image it needs, its own image first. One that is not on its host is
-    among the fetches."""
+    """For each rank: the copy to read each image it needs from, its own image first. A copy that is not on the rank's
+    host is among the fetches."""
     fetches: tuple[Fetch, ...]
     is_same_layout: bool
 
@@ -73,13 +74,14 @@ class Choice:
         return self.state[1]
 
     def source_of(self, rank: int, host: int) -> str:
-        """How far this rank has to go: ``memory`` of its host's workers, or copies that ``peer``s kept."""
+        """Where this rank reads from: ``memory`` if all copies were written by workers of its own host, else
+        ``peer``."""
         is_near = all(copy.place.host == host and copy.place.is_own for copy in self.reads[rank].values())
         return "memory" if is_near else "peer"
 
 
 def complete_states(copies: Iterable[Copy], run: int) -> list[State]:
-    """Those of which every image is held, newest first."""
+    """States of which every image is held, newest first."""
     held: dict[State, set[str]] = {}
     wanted: dict[State, int] = {}
     for copy in copies:
@@ -90,12 +92,12 @@ def complete_states(copies: Iterable[Copy], run: int) -> list[State]:
 
 
 def choose(copies: Sequence[Copy], seats: Sequence[Seat], layout: str, run: int = 0) -> Choice | None:
-    """None where no state is whole."""
+    """None if no state is complete."""
     states = complete_states(copies, run)
     if not states:
         return None
     found = sorted((c for c in copies if c.about.key == states[0]), key=lambda c: (c.place.host, c.place.box))
-    found.sort(key=lambda copy: not copy.place.is_own)  # what its own worker wrote comes before a peer's
+    found.sort(key=lambda copy: not copy.place.is_own)  # a worker's own copy before a peer's
     is_same = all(copy.about.layout == layout for copy in found)
     names = sorted({copy.about.image for copy in found})
     is_same = is_same and {seat.image for seat in seats} == set(names)
@@ -104,7 +106,8 @@ def choose(copies: Sequence[Copy], seats: Sequence[Seat], layout: str, run: int 
 
 
 def _reads(rank: int, seat: Seat, names: Iterable[str], found: Sequence[Copy]) -> dict[str, Copy]:
-    """Nearest first: the slot of its own box, one that the same rank wrote, any of its host, any at all."""
+    """The nearest copy of each image: in this worker's own slots, then written by the same rank, then any on this host,
+    then any."""
 
     def distance(copy: Copy) -> tuple[bool, bool, bool, bool]:
         place = copy.place
@@ -116,7 +119,7 @@ def _reads(rank: int, seat: Seat, names: Iterable[str], found: Sequence[Copy]) -
 
 
 def _fetches(reads: Sequence[Mapping[str, Copy]], seats: Sequence[Seat]) -> Iterable[Fetch]:
-    """One for each host and image that it lacks; the work is dealt out among the ranks of both hosts in turn."""
+    """One fetch for each host and image that it lacks, balanced over the ranks of both hosts."""
     by_host: dict[int, list[int]] = {}
     for rank, seat in enumerate(seats):
         by_host.setdefault(seat.host, []).append(rank)
@@ -137,8 +140,8 @@ def _fetches(reads: Sequence[Mapping[str, Copy]], seats: Sequence[Seat]) -> Iter
 
 
 def is_in_place(choice: Choice, copies: Sequence[Copy], seats: Sequence[Seat], kept_by: Sequence[int | None]) -> bool:
-    """Whether every rank and every peer has the chosen state just where it would be written: nothing need be copied
-    anew before the first step."""
+    """Whether every rank and every peer already holds the chosen state in the slots where it would be written, so that
+    no snapshot is needed before the first step."""
     held = {(c.place.host, c.place.box, c.place.is_own, c.about.image) for c in copies if c.about.key == choice.state}
     for rank, seat in enumerate(seats):
         if (seat.host, seat.box, True, seat.image) not in held:
@@ -150,7 +153,7 @@ def is_in_place(choice: Choice, copies: Sequence[Copy], seats: Sequence[Seat], k
 
 
 def free_file(copies: Iterable[Copy], state: State | None, seat: Seat, files: tuple[int, int]) -> int:
-    """Which of a pair of slots to write first: the one that does not hold the state the run goes on from."""
+    """Which of a pair of slots to write first: the one that does not hold the state the run resumes from."""
     taken = {
         c.place.file for c in copies if c.about.key == state and (c.place.host, c.place.box) == (seat.host, seat.box)
     }
@@ -158,5 +161,5 @@ def free_file(copies: Iterable[Copy], state: State | None, seat: Seat, files: tu
 
 
 def seats_of(hosts: Sequence[int], images: Sequence[str]) -> tuple[Seat, ...]:
-    """Workers of a host take its boxes in the order of their ranks."""
+    """Workers of a host are numbered in rank order."""
     return tuple(Seat(host, hosts[:rank].count(host), images[rank]) for rank, host in enumerate(hosts))

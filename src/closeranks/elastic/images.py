@@ -1,9 +1,9 @@
-"""Which ranks hold the same state, and who keeps a second copy of it?
+"""Decides which ranks hold the same state, and which rank keeps a second copy of it.
 
-An image is all that one rank holds of the state. Replicas hold the same one, so it goes by the coordinates on the other
-axes; those that train apart hold one each. Invariants: all functions are pure, and every rank gets the same answer from
-the same world; nobody keeps more than one copy for another, since a box has room for one; a copy leaves its host
-wherever another has room.
+An image is everything that one rank holds of the state. Data-parallel replicas hold the same image, so it is named by
+the coordinates on the other mesh axes; under Local SGD and DiLoCo each replica has its own. Invariants: all functions
+are pure, and every rank computes the same answer from the same world; no rank keeps more than one copy for another,
+since its snapshot memory has room for one; a copy is placed on another host if any has room.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from closeranks.facts.mesh import Mesh, Place
 
 
 def images_of(mesh: Mesh, *, are_own: bool = False) -> tuple[str, ...]:
-    """The image of every rank; ``are_own``: replicas hold something that differs, so each has its own."""
+    """The image of every rank; ``are_own``: replicas hold different values of something, so each has its own image."""
     return tuple(_image(mesh, mesh.place(rank), are_own) for rank in range(mesh.layout.num_ranks))
 
 
@@ -26,15 +26,15 @@ def _image(mesh: Mesh, at: Place, is_own: bool) -> str:
 
 
 def layout_digest(layout: Layout) -> str:
-    """Equal where images of the same name hold the same tensors."""
+    """A digest of the layout; equal if images of the same name hold the same tensors."""
     return blake2b(str(layout).encode(), digest_size=8).hexdigest()
 
 
 def partners(hosts: Sequence[int], images: Sequence[str]) -> tuple[int | None, ...]:
-    """Who keeps a copy of each rank's image; None where a replica suffices or there is nobody.
+    """The rank that keeps a copy of each rank's image; None if a replica suffices or no rank is free.
 
-    An image whose replicas lie on several hosts needs none; on the only host, one that has a replica at all. Where an
-    image does need one, the first of its holders has it kept.
+    An image needs no copy if it has replicas on several hosts or, in a job on a single host, a replica at all. For an
+    image that does need one, the copy belongs to the first of its holders.
     """
     are_several = len(set(hosts)) > 1
     writers = []
@@ -45,7 +45,7 @@ def partners(hosts: Sequence[int], images: Sequence[str]) -> tuple[int | None, .
             writers.append(holders[0])
     order = sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank))
     shift = max(sum(host == other for other in hosts) for host in set(hosts)) if are_several else 1
-    # A walk that begins beyond the largest host finds a free rank of another one at once, wherever there is one.
+    # A search that starts past the largest host's number of ranks finds a free rank of another host at once, if any.
     walks = {rank: [order[(at + shift + n) % len(order)] for n in range(len(order))] for at, rank in enumerate(order)}
     matching = _Matching()
     matching.extend(writers, lambda rank: (other for other in walks[rank] if hosts[other] != hosts[rank]))
@@ -55,7 +55,7 @@ def partners(hosts: Sequence[int], images: Sequence[str]) -> tuple[int | None, .
 
 
 def can_spare_a_host(hosts: Sequence[int], images: Sequence[str], kept_by: Sequence[int | None]) -> bool:
-    """Whether every image is still held when any one of several hosts has gone."""
+    """Whether every image is still held after the loss of any one of several hosts."""
     held: dict[str, set[int]] = {}
     for rank, image in enumerate(images):
         held.setdefault(image, set()).add(hosts[rank])
@@ -66,7 +66,7 @@ def can_spare_a_host(hosts: Sequence[int], images: Sequence[str], kept_by: Seque
 
 
 class _Matching:
-    """Pairs writers with keepers, one to one; moves earlier pairs where that makes room for one more."""
+    """Bipartite matching of writers to keepers; reassigns earlier pairs if that makes room for one more."""
 
     def __init__(self) -> None:
         self.writer_of: dict[int, int] = {}

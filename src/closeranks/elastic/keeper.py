@@ -1,18 +1,20 @@
-"""Keeps a rank's state in memory that outlives it: in two slots of its own that take turns, and in those of a peer.
+"""Writes snapshots of a rank's state to memory that outlives the process: its own two slots in turn, and a peer's.
 
-A copy goes into a slot of the rank's own box and, where the image has no replica elsewhere, into a peer's box: on this
-host by the same pass, on another by messages in a group of their own, from a thread of their own. It is **sealed** when
-it is digested, wherever it has to be: ``join`` comes before the vote of the step after which the next copy is taken.
+A snapshot goes into a slot of the rank's own snapshot memory and, if the image has no replica elsewhere, into that of a
+peer: on the same host in the same pass, on another host by messages in a process group and a thread of their own. A
+snapshot is **sealed** when it is digested in all these places: ``join`` must be called before the vote of the step
+after which the next snapshot is taken.
 
-[Note: one whole state at any time] A slot is touched only when the vote of its own step has come to its end on the
-device: then every rank has cast that vote, and sealed the copy before it, in the other slot of its pair. So whenever a
-process is killed, all images of the newest copy, or all of the one before it, stand sealed. With a copy after every
-step both votes are the same one, and a fault costs one step. With one after every n-th, training goes on while a landed
-copy is being sealed, and a fault in that time goes back to the copy before: at most n steps more than at any other. A
-slot that could not be sealed is written again, and the sealed one of the pair is left alone.
+[Note: one whole state at any time] A slot is overwritten only after the vote of its own step has completed on the
+device: by then every rank has cast that vote, and has sealed the previous snapshot in the other slot of its pair. So
+whenever a process is killed, either all images of the newest snapshot or all images of the previous one are sealed.
+With a snapshot after every step, both votes are the same one and a fault costs one step. With a snapshot every n steps,
+training continues while a landed snapshot is being sealed, and a fault in that time falls back to the previous one: at
+most n steps more than at any other time. If a slot could not be sealed, the next snapshot is written to the same slot,
+and the sealed slot of the pair is left alone.
 
-Invariant: lack of memory is told once and ends the keeping, not the run. Costs two copies of the image in the own box,
-and two in a peer's where there is one.
+Invariant: lack of memory is reported once and ends the snapshots, not the run. Costs two copies of the image in the
+rank's own snapshot memory, and two in a peer's if there is one.
 """
 
 from __future__ import annotations
@@ -35,57 +37,57 @@ BEFORE_DATA = declare("slot.before_data", "the slot is invalid, and nothing of t
 IN_DATA = declare("slot.in_data", "half of the tensors are copied")
 
 _TREE_BYTES = 1 << 14
-"""Room for what is no tensor, at least."""
+"""Minimum room for the non-tensor part of the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Berths:
-    """Where a rank's copies go. Pairs are paths of two slots; the first is written first."""
+    """Where a rank's snapshots go. Pairs are the paths of two slots; the first is written first."""
 
     own: tuple[str, str]
     beside: tuple[str, str] | None = None
     """The slots of a peer on this host, which this rank writes itself."""
     away: int | None = None
-    """The rank on another host that keeps a copy,"""
+    """The rank on another host that keeps a copy of this rank's image."""
     guest_of: int | None = None
-    """and the one on another host whose copy is kept here,"""
+    """The rank on another host whose copy is kept here."""
     guest: tuple[str, str] | None = None
-    """in these slots."""
+    """The slots for that copy."""
     group: dist.ProcessGroup | None = None
-    """For messages between hosts, and nothing else."""
+    """Used only for slot transfers between hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What became of a copy, as far as this rank knows."""
+    """The result of a snapshot, as far as this rank knows."""
 
     step: int
     is_sealed: bool
     stall_s: float
-    """How long training stood still until it had landed,"""
+    """How long training was blocked until the copy had landed."""
     late_s: float
-    """and until it was sealed, had training waited for that."""
+    """How long training would have been blocked if it had waited until the snapshot was sealed."""
     busy_s: float
-    """Processor time of the copying threads."""
+    """CPU time of the copying threads."""
     send_s: float = 0.0
-    """How long devices took to send what lies on them."""
+    """How long the device-to-host transfers took."""
     problem: str = ""
 
 
 class Keeper:
-    """Call sequence, on the thread that trains: ``snapshot`` makes the target of a copy that is begun at once; ``join``
-    before the vote of the step whose copy comes next; ``close``, after the capture."""
+    """Call sequence, on the training thread: ``snapshot`` returns the target of a capture that is started at once;
+    ``join`` before the vote of the step that is snapshotted next; ``close`` after the capture is closed."""
 
     def __init__(self, berths: Berths) -> None:
         self._berths = berths
         self._background = Background("exchange")
         self._turn = self._guest_turn = 0
-        """Which slot of a pair comes next."""
+        """Index of the slot of a pair that is written next."""
         self._slots: dict[str, Slot] = {}
         self._encoded: tuple[Plan, bytes] = (NOTHING, b"[]")
         self._newest: Snapshot | None = None
         self.has_room = True
-        """False from when memory was lacking: nothing is copied any more, and other hosts are told so."""
+        """False once memory was short: no snapshots are taken from then on, and other hosts are told."""
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +95,8 @@ class Keeper:
         return sum(len(slot.bytes) for slot in self._slots.values())
 
     def snapshot(self, about: About, tree: bytes) -> list[Snapshot]:
-        """A target for the whole state; none where there is no room for it. Nothing may be under way."""
+        """A capture target for the whole state; an empty list if there is no memory for it. No snapshot may be in
+        progress."""
         assert self._newest is None, "join comes first"
         pairs = [pair for pair in (self._berths.own, self._berths.beside) if pair is not None]
         self._newest = Snapshot(self, about, tree, [self._slot(pair[self._turn]) for pair in pairs])
@@ -103,18 +106,18 @@ class Keeper:
         return []
 
     def make_ready(self, capture: Capture, tensors: Sequence[StateTensor]) -> None:
-        """Nothing is to be copied yet: slots are made ready for a device meanwhile."""
+        """Allocate and pin the slots in the background before the first snapshot, if the state is on a device."""
         if any(one.tensor.is_cuda for one in tensors):
             capture.make_ready(tensors, Snapshot(self, About(0, 0, "", 0), b"", []))
 
     @property
     def is_done(self) -> bool:
-        """Whether ``join`` has something to tell and would not wait."""
+        """Whether ``join`` has a result to return and would not block."""
         return self._newest is not None and self._newest.is_done.is_set()
 
     def join(self) -> Joined | None:
-        """From here on the next copy may begin on any rank: all that this rank has a part in are sealed, or torn for
-        good. Raises what broke. None where nothing was under way."""
+        """Wait until every copy that this rank writes or receives is sealed or has failed for good: from then on the
+        next snapshot may start on any rank. Raises the error of a broken one; None if none was in progress."""
         newest, self._newest = self._newest, None
         if newest is None:
             return None
@@ -128,14 +131,15 @@ class Keeper:
         return Joined(step, newest.is_sealed, stall_s, late_s, copied.busy_s, copied.send_s, newest.problem)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Whoever fails does not wait long for a peer that will never answer; what it leaves is torn, and says so."""
+        """A failing rank does not wait long for a peer that will never answer; a slot abandoned here is marked as
+        torn."""
         is_idle = self._newest is None or self._newest.is_done.wait(timeout_s)
         self._background.close(timeout_s if is_idle else 0.0)
         for slot in self._slots.values() if is_idle else ():
             slot.close()
 
     def reserve(self, slot: Slot, plan: Plan, num_tree: int) -> None:
-        """``OSError`` where there is no memory; a slot that was never written says so then."""
+        """``OSError`` if there is no memory; a slot that was never written is then marked as void."""
         try:
             num_index = len(self.encoded(plan)) + max(num_tree, _TREE_BYTES) + 4 * len(plan.entries) + 64
             slot.reserve(plan.num_bytes, num_index)
@@ -144,7 +148,7 @@ class Keeper:
             raise
 
     def encoded(self, plan: Plan) -> bytes:
-        """The entries as they stand in every slot."""
+        """The plan's entries as encoded in every slot's index."""
         if self._encoded[0] is not plan:
             self._encoded = (plan, encode_entries(plan.entries))
         return self._encoded[1]
@@ -155,7 +159,7 @@ class Keeper:
         return self._slot(own[self._turn]), self._slot(own[1 - self._turn])
 
     def settle(self, snapshot: Snapshot) -> None:
-        """The thread that copied: what came of it here is known."""
+        """Called by the copying thread when the copy on this host is sealed or has failed."""
         if snapshot.is_sealed:
             self._turn = 1 - self._turn
         if self._berths.group is None:
@@ -164,7 +168,7 @@ class Keeper:
             self._background.do(lambda: self._exchange(snapshot))
 
     def _exchange(self, snapshot: Snapshot) -> None:
-        """With other hosts, whatever happened here: nobody may be left waiting."""
+        """Exchange copies with other hosts, even if the local copy failed: no peer may be left waiting."""
         berths = self._berths
         try:
             sealed = snapshot.slots[0].bytes if snapshot.is_sealed else None
@@ -188,7 +192,7 @@ class Keeper:
 
 
 class Snapshot:
-    """One copy of the whole state, as a target of a capture."""
+    """One snapshot of the whole state, as a target of a capture."""
 
     def __init__(self, keeper: Keeper, about: About, tree: bytes, slots: Sequence[Slot]) -> None:
         self._keeper, self.about, self._tree, self.slots = keeper, about, tree, slots
@@ -203,7 +207,7 @@ class Snapshot:
         return range(len(plan.entries))
 
     def open(self, plan: Plan) -> Sequence[int]:
-        """All slots have their memory before the first of them is invalid."""
+        """Memory for all slots is reserved before the first of them is invalidated."""
         try:
             for slot in self.slots:
                 self._keeper.reserve(slot, plan, len(self._tree))

@@ -1,9 +1,9 @@
-"""How does a rank get its tensors back from slots, whatever layout wrote them?
+"""Restores a rank's tensors from snapshot slots, whatever layout wrote them.
 
-Of the same layout each entry lies in one stretch of the tensor it belongs to, and is digested while it is copied there.
-After a resize a tensor is put together from the entries that overlap it. Invariant: every byte that is given out was
-checked against the digest that was taken when it was copied, or ``SlotError`` says whose copy is damaged; then the
-tensors hold some of it and some not, and whoever asked must fill them again.
+With the same layout, each entry is a contiguous range of its tensor and is digested while it is copied there. After a
+resize, a tensor is assembled from the entries that overlap it. Invariant: every byte returned was checked against the
+digest taken when the snapshot was written, or ``SlotError`` says whose copy is damaged; in that case the tensors may be
+partly filled, and the caller must fill them again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Stored:
     piece: Piece
 
     def values(self) -> Tensor:
-        """Unchecked, flat."""
+        """The elements, flat, not checked against their digest."""
         dtype: torch.dtype = getattr(torch, self.entry.dtype)
         if not self.entry.num_bytes:
             return torch.empty(0, dtype=dtype)
@@ -41,7 +41,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """An entry that lies whole and in its own order in a wanted piece, from element ``first`` to ``last``."""
+    """An entry that lies contiguously in a wanted piece, as elements ``first`` to ``last``."""
 
     stored: _Stored
     first: int
@@ -53,7 +53,7 @@ class _Stretch:
             raise DamagedCopy(one.slot, one.entry)
 
     def land(self, target: Tensor) -> None:
-        """Through pinned memory that torch keeps and uses again: far less than it would take to pin the copy itself."""
+        """Copy to a device through pinned memory from torch's caching allocator: far less than pinning the slot."""
         one = self.stored
         with torch.cuda.device(target.device), torch.no_grad():
             pinned = torch.empty(self.last - self.first, dtype=target.dtype, pin_memory=True)
@@ -65,7 +65,7 @@ class _Stretch:
 
 
 def _stretches(stored: Sequence[_Stored], piece: Piece) -> list[_Stretch] | None:
-    """The entries that make up a piece one after the other, where the same box was stored; None where it was not."""
+    """The entries that make up a piece back to back, if the same box was stored; else None."""
     first, last = piece.flat or (0, prod(piece.size))
     found: list[_Stretch] = []
     at = first
@@ -79,7 +79,7 @@ def _stretches(stored: Sequence[_Stored], piece: Piece) -> list[_Stretch] | None
 
 
 class DamagedCopy(SlotError):
-    """Bytes of a copy changed in memory."""
+    """Bytes of a snapshot changed in memory."""
 
     def __init__(self, slot: Sealed, entry: Entry) -> None:
         super().__init__(flipped(slot, entry))
@@ -88,11 +88,10 @@ class DamagedCopy(SlotError):
 
 @dataclass
 class Recalled:
-    """The images of one state as far as a rank needs them, the one to be tried first in front. Offers what
-    ``run.state.Saved`` asks for.
+    """The images of one state that a rank needs, the preferred one first. Implements ``run.state.Saved``.
 
-    Within ``with``, tensors of a device are filled by ``num_threads`` meanwhile: all are filled and checked, or
-    ``DamagedCopy`` is raised, when it is left, and nobody writes to them afterwards.
+    Inside a ``with`` block, tensors on a device are filled asynchronously by ``num_threads`` threads. When the block is
+    left, all of them are filled and checked, or ``DamagedCopy`` is raised, and no thread writes to them any more.
     """
 
     slots: Sequence[Sealed]
@@ -114,7 +113,7 @@ class Recalled:
                 self._stored.setdefault((entry.section, entry.key), []).append(_Stored(slot, entry, crc, piece))
 
     def __enter__(self) -> Self:
-        self._crew = ThreadPoolExecutor(self.num_threads, "recall")  # starts none before it is needed
+        self._crew = ThreadPoolExecutor(self.num_threads, "recall")  # starts threads only when they are needed
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -160,7 +159,7 @@ class Recalled:
         return stored
 
     def _fill(self, stretches: Sequence[_Stretch], target: Tensor) -> None:
-        """On the CPU one pass copies and digests; for a device several threads do, one entry each."""
+        """On the CPU one pass copies and digests; for a device several threads do, one entry at a time each."""
         for one in stretches:
             if not target.is_cuda:
                 one.copy(octets(target[one.first : one.last]))
@@ -179,7 +178,7 @@ class Recalled:
             _view(target, overlap.target, overlap.box).copy_(_view(one.values(), overlap.source, overlap.box))
 
     def _check(self, one: _Stored) -> None:
-        """Once for each entry."""
+        """Check the digest, once per entry."""
         if id(one) not in self._checked and crc32c(one.slot.data(one.entry).data) != one.crc:
             raise DamagedCopy(one.slot, one.entry)
         self._checked.add(id(one))

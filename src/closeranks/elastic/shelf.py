@@ -1,4 +1,4 @@
-"""Which memory of this host outlives its workers? Boxes of its agent, as paths. Imports nothing."""
+"""Paths of the snapshot memory of this host, which the agent owns and which outlives the workers. Imports nothing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """The boxes of this host as paths, four files each, and which one is this rank's own. Without any, nothing is
-    kept."""
+    """The snapshot memory of this host: four paths for each worker, and the index of this rank's own. Empty: no
+    snapshots are kept."""
 
     boxes: tuple[tuple[str, ...], ...] = ()
     own: int = 0
     run: int = 0
-    """The number of the session in its process: copies of another one are not taken for its own."""
+    """The number of the session in its process: snapshots of another session are not used."""
 
     def __bool__(self) -> bool:
         return bool(self.boxes)

@@ -1,8 +1,9 @@
-"""How does a sealed slot travel to another host?
+"""Transfers a sealed slot to another host.
 
-As it lies in memory: its header in one message of fixed size, from which both sides know the rest; then data and index
-in pieces of at most 64 MiB. Invariants: whoever announces nothing sends a header that is no header, and nothing after
-it, so that nobody waits; a slot is sealed on the other side only after every digest in it was found right there.
+A slot is sent as it lies in memory: first its header in one message of fixed size, from which both sides know how much
+follows; then data and index in pieces of at most 64 MiB. Invariants: a sender without a slot sends an all-zero header
+and nothing after it, so that the receiver does not wait; the receiver seals a slot only after it has verified every
+digest in it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Works = list[dist.Work]
 
 
 def send(slot: Octets | None, to: int, group: dist.ProcessGroup | None = None) -> Works:
-    """Begin to send a sealed slot, all of its file, or word that there is none. It must stay as it is until the works
-    are done."""
+    """Start to send a sealed slot, given as its whole file, or a header that says there is none. The slot must not
+    change until the returned works are done."""
     header = np.frombuffer(bytearray(_NO_HEADER), np.uint8) if slot is None else slot[:HEADER_BYTES]
     works = [_isend(header, to, group)]
     if slot is not None:
@@ -36,12 +37,12 @@ def send(slot: Octets | None, to: int, group: dist.ProcessGroup | None = None) -
 class Received:
     is_sealed: bool
     problem: str = ""
-    """What went wrong; nothing where there was nothing to receive."""
+    """What went wrong; empty if the sender had no slot."""
 
 
 def receive(slot: Slot | None, of: int, group: dist.ProcessGroup | None = None) -> Received:
-    """Take in what ``send`` sends, and seal it. Without a slot, or without memory for it, it is received and forgotten:
-    the sender must not wait for ever."""
+    """Receive what ``send`` sends, and seal it. Without a slot, or without memory for it, the data is received and
+    discarded: the sender must not wait forever."""
     head = np.empty(HEADER_BYTES, np.uint8)
     _recv(head, of, group)
     decoded = decode_header(head.tobytes())

@@ -1,10 +1,10 @@
-"""Do all ranks take this step, and what did it come to?
+"""The vote: one all-reduce per step that decides whether all ranks take the step, and sums its loss and metrics.
 
 [Note: the vote] ONE small all-reduce per step carries everything the ranks must agree on: summed loss and weight, the
-squared gradient norm, whether every value was finite, what the run is asked for (``core.requests``), how many samples
-were left out, and which parameters had a gradient. From its sum follow, on the device, the one factor that
-scales all gradients (1/weight, loss scale and clipping folded together) and the flag that gates the optimizer. The host
-reads it later, so that an accelerator is never waited for within a step.
+squared gradient norm, whether every value was finite, the requests made to the run (``core.requests``), how many
+samples were left out, and which parameters had a gradient. From the sum, the device computes the one factor that scales
+all gradients (1/weight, loss scale and clipping folded together) and the flag that gates the optimizer. The host reads
+the result later, so that it never waits for an accelerator within a step.
 
 Invariant: every rank holds the same bits of the verdict, so all take the step or none does, and all stop together.
 """
@@ -24,29 +24,29 @@ from closeranks.core.protocols import Group
 from closeranks.core.requests import Request
 
 NUM_DERIVED = 4  # taken, factor, norm, loss scale
-WEIGHT, NONFINITE = 1, 3  # where they stand among the sums
+WEIGHT, NONFINITE = 1, 3  # indices into the sums
 _NUM_BAD = 4
-_NUM_FIXED = 5 + requests.NUM_SLOTS  # sums that every vote has, before those of metrics
+_NUM_FIXED = 5 + requests.NUM_SLOTS  # sums that every vote has, before those of the metrics
 _TINY = 1e-6  # as in torch's own clipping
 
 
 @dataclass(slots=True)
 class Ballot:
-    """What one rank brings to the vote: sums over its own micro-batches, and what components add."""
+    """What one rank contributes to the vote: sums over its own micro-batches, and what components add."""
 
     loss: Tensor
     weight: Tensor
     norm_squared: Tensor
-    """All tensors are 0-dim float64 on one device. Of the summed, still unscaled gradients this rank speaks for: each
-    value of the model has one speaker, so the sum over ranks is the model's."""
+    """All tensors are 0-dim float64 on one device. The squared norm of the summed, still unscaled gradients that this
+    rank reports: each value of the model is reported by exactly one rank, so the sum over ranks is the model's."""
     metrics: Mapping[str, Tensor]
     requests: frozenset[Request] = frozenset()
-    """What this rank has been asked for."""
+    """Requests that reached this rank."""
     num_bad: int = 0
-    """Samples of this step that this rank speaks for and that could not be used."""
+    """Unusable samples of this step that this rank reports."""
     extra: dict[str, Tensor] = field(default_factory=dict)
-    """Further numbers to be summed over the ranks by whoever adds them: one-dimensional, float64, the same names in the
-    same order and as many numbers on every rank; the vote does not look at them."""
+    """Further numbers that components want summed over the ranks: one-dimensional, float64, the same names in the same
+    order and the same lengths on every rank; the vote does not interpret them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class Outcome:
 
     loss: float
     weight: float
-    """What the loss was divided by; 1 where nothing counted."""
+    """What the loss was divided by; 1 if no sample counted."""
     is_empty: bool
     """Whether no sample counted: all were bad."""
     grad_norm: float
     loss_scale: float
     taken: bool
     requests: frozenset[Request]
-    """What any rank has been asked for."""
+    """Requests that reached any rank."""
     num_bad: int
     metrics: dict[str, float]
     extra: dict[str, list[float]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Verdict:
-    """The settled vote: ``factor`` and ``taken`` stay on the device, ``read`` waits for the host's copy."""
+    """The result of a vote: ``factor`` and ``taken`` stay on the device, ``read`` waits for the copy on the host."""
 
     is_closed: bool = True
     """Whether it can be read; see [Note: votes apart] in ``elastic.apart`` for one that cannot yet."""
@@ -113,7 +113,7 @@ class Verdict:
 
 
 class Vote:
-    """The polling station of one run, for all its ranks."""
+    """Holds one vote per step among the ranks of a group."""
 
     def __init__(self, group: Group, metrics: Sequence[str], *, clip: float) -> None:
         self._group = group
@@ -121,9 +121,9 @@ class Vote:
         self._clip = clip
 
     def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_boundary: bool = True) -> Verdict:
-        """Every rank calls this once per step; the only collective besides the gradients'.
+        """Every rank calls this once per step; the only collective besides those of the gradients.
 
-        ``is_boundary`` matters where replicas train apart: whether all of them stand together after this step."""
+        ``is_boundary`` matters under Local SGD and DiLoCo: whether all replicas synchronize after this step."""
         return Verdict(*self._settled(ballot, loss_scale), self._metrics, sizes_of(ballot))
 
     def _settled(self, ballot: Ballot, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ class Vote:
         return sums, torch.tensor(settled, dtype=torch.float64)
 
     def _fill(self, ballot: Ballot) -> Tensor:
-        """This rank's votes as one float64 vector: loss, weight, norm, nonfinite, samples left out, requests,
+        """This rank's ballot as one float64 vector: loss, weight, norm, nonfinite, samples left out, requests,
         metrics, extra."""
         nonfinite = ~(ballot.norm_squared + ballot.loss).isfinite()
         said = [ballot.num_bad, *requests.encode(ballot.requests)]
@@ -154,10 +154,10 @@ def sizes_of(ballot: Ballot) -> dict[str, int]:
 def settle(
     weight: float, norm_squared: float, nonfinite: float, loss_scale: float, clip: float
 ) -> tuple[float, float, float, float]:
-    """From the sums of all ranks: taken (1 or 0), every gradient's factor, their true norm, the loss scale.
+    """From the sums of all ranks: taken (1 or 0), the factor of every gradient, the true gradient norm, the loss scale.
 
-    A step is taken when every rank saw finite values and there was anything to learn from. A skipped step's factor
-    is 1, so that no NaN enters arithmetic that the flag then discards.
+    A step is taken if every rank saw finite values and at least one sample counted. The factor of a skipped step is 1,
+    so that no NaN enters arithmetic that the flag then discards.
     """
     divisor = weight * loss_scale
     norm = math.sqrt(norm_squared) / divisor if divisor and norm_squared >= 0 else math.nan
@@ -168,7 +168,7 @@ def settle(
 
 
 def settle_on_device(sums: Tensor, loss_scale: Tensor, clip: float) -> Tensor:
-    """``settle`` without telling the host."""
+    """``settle`` on the device, without a host synchronization."""
     weight, norm_squared, nonfinite = sums[WEIGHT], sums[2], sums[NONFINITE]
     scale = loss_scale.to(sums.dtype)
     divisor = weight * scale

@@ -1,7 +1,7 @@
-"""How is each kind of fault done, and undone?
+"""The actions that inject and undo each kind of fault.
 
 Each is a real cause from outside the worker: a signal through its pidfd, a control group, a connection that is shut
-down, bits in memory that the agent owns, a disk without room. Invariant: whatever a blow set up it takes down again in
+down, bits in memory that the agent owns, a full disk. Invariant: whatever an action has set up, it removes again in
 ``end``, which may be called at any time and more than once.
 """
 
@@ -24,10 +24,10 @@ _MOMENT_S = 0.1
 
 
 class Blow:
-    """One fault under way. ``turn`` is called at every look until it says that it is over, ``end`` after that."""
+    """One fault in progress. ``turn`` is called at every poll until it returns True (over), then ``end``."""
 
     is_hasty = False
-    """Whether it wants to be turned again at once."""
+    """Whether ``turn`` should be called again without a pause."""
 
     def __init__(self, note: str = "", *, has_struck: bool = True) -> None:
         self.note = note
@@ -47,7 +47,7 @@ def _victim(look: Look, rank: int) -> Worker:
 
 
 def _send(look: Look, ranks: tuple[int, ...], number: signal.Signals) -> Blow:
-    """To all of them at once: nobody is struck before all are known to be there."""
+    """Signal all of them at once: no signal is sent before all processes are known to exist."""
     victims = [Victim(_victim(look, rank).pid or 0) for rank in ranks]
     try:
         for victim in victims:
@@ -75,7 +75,7 @@ def _kill_zygote(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
 
 
 class _Grouped(Blow):
-    """A worker in a control group of its own, until it is dead. What the group does is set before it is taken in."""
+    """Puts a worker into a control group of its own until it is dead. The limits are set before it is moved there."""
 
     def __init__(self, fault: Fault, look: Look, need: Need, note: str, *, has_struck: bool = True) -> None:
         super().__init__(note, has_struck=has_struck)
@@ -129,7 +129,7 @@ class _Slow(_Grouped):
 
 
 class _Starve(_Grouped):
-    """It holds what it has; the first page more that it asks for ends it, by the kernel's hand."""
+    """Allows the worker no further memory: the kernel's OOM killer ends it at the next page it allocates."""
 
     def __init__(self, fault: Fault, look: Look) -> None:
         super().__init__(fault, look, MEMORY, "no page more", has_struck=False)
@@ -138,7 +138,7 @@ class _Starve(_Grouped):
         self._group.limit_memory(0)
 
     def turn(self, look: Look) -> bool:
-        is_over = super().turn(look)  # asked before the count: it may die between the two
+        is_over = super().turn(look)  # checked before the count: it may die between the two
         if self.struck_at is None and self._group.num_oom_kills:
             self.struck_at, self.note = time.time(), "killed by the kernel for want of memory"
         return is_over
@@ -151,7 +151,7 @@ def _own_boxes(look: Look, worker: Worker) -> tuple[str, ...]:
 
 
 def _flip(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
-    """It stands still meanwhile, so that what is newest stays newest."""
+    """The worker is stopped meanwhile, so that the newest snapshot stays the newest."""
     worker = _victim(look, fault.rank)
     with Victim(worker.pid or 0) as victim:
         victim.signal(signal.SIGSTOP)
@@ -168,7 +168,7 @@ def _flip(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
 
 
 class _Tear(Blow):
-    """Watches the victim's copies without a pause: writing one takes a millisecond or less in a small run."""
+    """Polls the worker's slots without a pause: writing a snapshot takes a millisecond or less in a small run."""
 
     is_hasty = True
 
@@ -184,7 +184,7 @@ class _Tear(Blow):
             raise
 
     def turn(self, look: Look) -> bool:
-        """For a moment, so that the agent's loop gets its turns too."""
+        """Polls for ``_MOMENT_S`` at a time, so that the agent's loop runs in between."""
         deadline = time.monotonic() + _MOMENT_S
         with going_first():
             while self.struck_at is None and time.monotonic() < deadline:
@@ -215,10 +215,10 @@ class _FullDisk(Blow):
         disk.fill()
 
     def turn(self, look: Look) -> bool:
-        """Room that a failed save gives back is taken again: on a disk that others fill it would be, too."""
+        """Space that a failed save frees is filled again, as it would be on a disk that others fill."""
         step = step_of(look, self._fault)
         if self._disk is not None:
-            with suppress(BlockingIOError):  # somebody is writing just now: the next turn will do
+            with suppress(BlockingIOError):  # a file is being written right now: try again at the next poll
                 self._disk.fill()
         return step is not None and step > self._fault.last_step
 

@@ -1,6 +1,6 @@
-"""What lies in a worker's box, and how is it damaged on purpose?
+"""Finds a worker's snapshots and damages them on purpose.
 
-Invariants: a flip changes exactly one bit, of bytes that a tensor is restored from; looking changes nothing.
+Invariants: a flip changes exactly one bit, of bytes that a tensor is restored from; inspecting changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VALID = encode_header(About(0, 0, "", 1), 0, b"")[:8]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A sealed copy of a rank's state."""
+    """A sealed snapshot of a rank's state, and where its tensors lie."""
 
     path: str
     step: int
@@ -27,7 +27,7 @@ class Copy:
 
 
 def newest_sealed(paths: Sequence[str]) -> Copy | None:
-    """The one that a restart would take, None where there is none."""
+    """The snapshot that a restart would use; None if there is none."""
     found: list[Sealed] = []
     for path in paths:
         try:
@@ -42,7 +42,7 @@ def newest_sealed(paths: Sequence[str]) -> Copy | None:
 
 
 def flip_bit(copy: Copy, rng: random.Random) -> int:
-    """Turn one bit of one tensor over; returns its number in the file."""
+    """Flip one bit of one tensor; returns the bit's number in the file."""
     first, num_bytes = rng.choice(copy.spans)
     place, bit = first + rng.randrange(num_bytes), rng.randrange(8)
     fd = os.open(copy.path, os.O_RDWR | os.O_CLOEXEC)
@@ -55,21 +55,21 @@ def flip_bit(copy: Copy, rng: random.Random) -> int:
 
 
 class Headers:
-    """The headers of some files, read again and again: a few microseconds a look."""
+    """The headers of some slots, for polling: reading them takes a few microseconds."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
         self._before = self.are_torn()
 
     def are_torn(self) -> tuple[bool, ...]:
-        """Of each, whether it is being written now, or was when its writer died."""
+        """For each slot, whether it is being written now, or was when its writer died."""
         return tuple(_is_torn(header) for header in self._read())
 
     def is_writing(self, generation: int) -> bool:
-        """Whether a worker of this generation is writing one now.
+        """Whether a worker of this generation is writing one of the slots now.
 
-        What an earlier one died in looks the same, but was sound when this was asked last at the latest, or covers what
-        an earlier generation wrote.
+        A slot left torn by a worker that died looks the same. So a torn slot counts only if it was not torn at the
+        previous call, or if the snapshot it overwrites is of this generation.
         """
         headers = self._read()
         torn = tuple(_is_torn(header) for header in headers)
@@ -94,6 +94,7 @@ def _is_torn(header: bytes) -> bool:
 
 
 def _generation_below(header: bytes) -> int | None:
-    """Whose copy is being written over: all of a header but its first bytes stays until the next is sealed."""
+    """The generation whose snapshot is being overwritten: all but the first bytes of a header stay until the next one
+    is sealed."""
     decoded = decode_header(_VALID + header[len(_VALID) :])
     return None if isinstance(decoded, str) else decoded[0].generation

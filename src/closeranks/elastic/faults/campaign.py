@@ -1,8 +1,8 @@
-"""Which faults does a random campaign strike with, and when?
+"""Draws the faults of a random campaign and the steps at which they are injected.
 
-Pure: the same arguments give the same faults. Invariants: kinds take turns, so that each comes as often as any other
-(give or take one); steps are spread over the whole run, the first, a middle and the last one among them, no
-step twice but where a kind cannot stand at its own; a fault that lasts is over before the run is.
+Pure: the same arguments give the same faults. Invariants: each kind occurs as often as any other (give or take one);
+steps are spread over the whole run and include the first, a middle and the last one; no step is used twice, unless a
+kind is not possible at the step it was given; a fault with a duration is over before the run is.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from closeranks.core.errors import UserError
 from closeranks.elastic.faults.fault import KINDS, STEPS, Fault
 
 _LONGEST = 40
-"""Steps that a fault lasts in a long run."""
+"""Duration in steps of a lasting fault in a long run."""
 _PLACES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-"""Late in a step another rank may have ended it already."""
+"""How far into a step; later, another rank may already have finished it."""
 
 
 def campaign(kinds: Sequence[str], count: int, seed: int, num_steps: int, num_ranks: int) -> list[Fault]:
@@ -46,7 +46,8 @@ def _check(names: Sequence[str], count: int, num_steps: int, num_ranks: int) -> 
 
 
 def _latest(kind: str, num_steps: int) -> int:
-    """The last step it can begin at: what lasts needs another one, what may miss its moment a third of the run."""
+    """The last step it can start at: a lasting fault needs one more step, one that may miss its moment needs the last
+    third of the run to retry."""
     about = KINDS[kind]
     if about.may_miss:
         return max(about.first_step, num_steps - num_steps // 3)
@@ -54,7 +55,7 @@ def _latest(kind: str, num_steps: int) -> int:
 
 
 def _steps(count: int, num_steps: int, rng: random.Random) -> list[int]:
-    """Evenly spread, each moved by less than half the way to the next; both ends and the middle stay where they are."""
+    """Evenly spread steps, each shifted randomly by less than half a gap; both ends and the middle are fixed."""
     middle = (num_steps + 1) // 2
     if count == 1:
         return [middle]
@@ -76,7 +77,7 @@ def _turns(names: list[str], count: int, rng: random.Random) -> list[str]:
 
 
 def _give_way(turns: list[str], steps: Sequence[int], num_steps: int) -> None:
-    """Kinds that cannot stand at a step change places with one that can, where there is one."""
+    """Swap a kind that is not possible at its step with one that is, if there is one."""
     for place, step in enumerate(steps):
         if _fits(turns[place], step, num_steps):
             continue
@@ -93,11 +94,11 @@ def _fits(kind: str, step: int, num_steps: int) -> bool:
 def _fault(kind: str, step: int, num_steps: int, num_ranks: int, rng: random.Random) -> Fault:
     about, rank = KINDS[kind], rng.randrange(num_ranks)
     other = rng.choice([one for one in range(num_ranks) if one != rank]) if "other" in about.takes else 0
-    at = rng.choice(_PLACES) if step < num_steps else 0.0  # the last one may be over sooner than the one before it
+    at = rng.choice(_PLACES) if step < num_steps else 0.0  # the last step may be shorter than the one before it
     step = min(max(step, about.first_step), _latest(kind, num_steps))
     rank = rank if "rank" in about.takes else 0
     if about.ends_generation:
         return Fault(kind, step, rank, other, at=at)
-    # A save takes as long as many short steps do, and who is slow for a second only is not called so.
+    # A save takes as long as many short steps, and a worker that is slow for only a second is not reported as slow.
     steps = max(1, min(max(STEPS, min(num_steps // 3, _LONGEST)), num_steps - step))
     return Fault(kind, step, rank, steps=steps, at=at)

@@ -1,8 +1,8 @@
-"""How is a worker put where the kernel slows, freezes or starves it? Control groups, version 1 or 2.
+"""Puts a worker into a control group (version 1 or 2) that throttles, freezes or limits the memory of it.
 
-A group is made for one strike, below the group this process is in or as near to it as the kernel and our rights allow.
-Invariants: only processes that were named are moved; a group that is removed first gives them back to where they came
-from, thawed; what a killed process of ours left behind is removed by the next one that looks.
+A group is created for one injected fault, below the group of this process or as near to it as the kernel and our
+permissions allow. Invariants: only the named processes are moved; before a group is removed, they are thawed and moved
+back to where they came from; groups that a killed process of ours left behind are removed by the next one that looks.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _REMOVE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A control, by the file that sets it under either version."""
+    """A control, identified by the file that sets it under each version."""
 
     what: str
     controller: str
-    """Of version 1; empty: version 2 alone has it."""
+    """Of version 1; empty if only version 2 has it."""
     file_v1: str
     file_v2: str
 
 
 FREEZER = Need("freezer", "", "", "cgroup.freeze")
-"""Of version 2 alone: what version 1 has frozen cannot be killed before it is thawed, so that no fence would hold."""
+"""Version 2 only: a process frozen by version 1 cannot be killed until it is thawed, so that fencing would fail."""
 CPU = Need("cpu", "cpu", "cpu.cfs_quota_us", "cpu.max")
 MEMORY = Need("memory", "memory", "memory.limit_in_bytes", "memory.max")
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A group below which ours can be made."""
+    """A group below which ours can be created."""
 
     path: Path
     version: int
     origin: str
-    """The line of /proc/PID/cgroup that tells of this hierarchy begins so."""
+    """The line of /proc/PID/cgroup for this hierarchy begins with this."""
     mount: Path
 
 
@@ -58,11 +58,11 @@ class Hierarchy:
 
 
 class Lacking(OSError):
-    """Why there is no such control here, in words."""
+    """The control is not available here; the message says why."""
 
 
 def find_home(need: Need) -> Home:
-    """Where groups with this control can be made; raises ``Lacking``."""
+    """Where groups with this control can be created; raises ``Lacking``."""
     reason = f"no control groups with the {need.what} control are mounted here"
     for hierarchy in hierarchies(need):
         file = need.file_v2 if hierarchy.version == 2 else need.file_v1
@@ -80,7 +80,7 @@ def find_home(need: Need) -> Home:
 
 
 def hierarchies(need: Need) -> Iterator[Hierarchy]:
-    """Those that may have the control, version 2 first."""
+    """Hierarchies that may have the control, version 2 first."""
     own = _groups_of("self")
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     for _, mount, kind, *_ in mounts:
@@ -121,7 +121,7 @@ def _make(parent: Path) -> Path:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what processes of ours left there that were killed in the middle of a strike."""
+    """Remove groups left behind by processes of ours that were killed during an injection."""
     for path in parent.glob(f"{_PREFIX}*"):
         found = re.fullmatch(rf"{_PREFIX}(\d+)-\d+", path.name)
         if found and not Path(f"/proc/{found[1]}").exists():
@@ -130,7 +130,7 @@ def sweep(parent: Path) -> None:
 
 
 class Group:
-    """One group of ours. ``remove`` may be called again, and from the end of anything."""
+    """One group of ours. ``remove`` may be called more than once, and during any cleanup."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -138,7 +138,7 @@ class Group:
         self._came_from: dict[int, Path] = {}
 
     def take(self, pid: int) -> None:
-        """Move a process here, all its threads with it."""
+        """Move a process here, with all its threads."""
         group = _groups_of(pid).get(self._home.origin, "/")
         self._came_from[pid] = self._home.mount / group.lstrip("/")
         self.write("cgroup.procs", str(pid))
@@ -147,8 +147,8 @@ class Group:
         _write(self.path / file, value)
 
     def limit_cpu(self, share: float) -> None:
-        """A share of one processor, in the shortest periods that the kernel takes: a step that is shorter than a period
-        might never feel it."""
+        """A share of one CPU, in the shortest periods that the kernel accepts: a step shorter than a period might not
+        be slowed at all."""
         period_us = int(max(10_000, 1000 / share))
         quota_us = max(1000, int(share * period_us))
         if self._home.version == 2:
@@ -158,7 +158,8 @@ class Group:
             self.write("cpu.cfs_quota_us", str(quota_us))
 
     def limit_memory(self, num_bytes: int) -> None:
-        """What its processes hold already was charged elsewhere and stays there: this is what they may add."""
+        """The limit on additional memory: what the processes hold already was charged to their old group and stays
+        there."""
         if self._home.version == 2:
             with suppress(OSError):  # a kernel without swap accounting has no such file
                 self.write("memory.swap.max", "0")
@@ -172,7 +173,7 @@ class Group:
 
     @property
     def num_oom_kills(self) -> int:
-        """How many the kernel has killed here for want of memory, in its own words."""
+        """How many processes the OOM killer has killed in this group, as the kernel counts them."""
         text = (self.path / ("memory.events" if self._home.version == 2 else "memory.oom_control")).read_text()
         found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
         return int(found[1]) if found else 0
@@ -182,7 +183,7 @@ class Group:
         return not (self.path / "cgroup.procs").read_text().split()
 
     def remove(self, timeout_s: float = _REMOVE_S) -> None:
-        """Give back who is left, then remove. A process that is just dying still holds its group for a moment."""
+        """Move the remaining processes back, then remove. A dying process still holds its group for a moment."""
         deadline = time.monotonic() + timeout_s
         while self.path.is_dir():
             self._give_back()
@@ -202,7 +203,7 @@ class Group:
 
 
 def _write(path: Path, value: str) -> None:
-    """Unlike ``Path.write_text`` no file is ever made: what the kernel does not offer is an error."""
+    """Unlike ``Path.write_text`` this never creates a file: a control that the kernel lacks is an error."""
     fd = os.open(path, os.O_WRONLY)
     try:
         os.write(fd, value.encode())

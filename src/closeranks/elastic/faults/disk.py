@@ -1,10 +1,10 @@
-"""How does a disk run full for one folder alone?
+"""Simulates a full disk for one folder only.
 
-A file system in memory (tmpfs) stands over the folder from before the run, large enough not to be noticed. The disk is
-full when its size is set to what lies in it: from then on every new block is ENOSPC, while what was saved before can
-still be read, as on a real disk. Invariants: the file system is mounted in a mount namespace of this process and its
-children alone, so that nobody else ever sees it and the kernel removes it with the last of them, however they end; what
-was written is carried over to the folder below when it is closed.
+A tmpfs, large enough not to be noticed, is mounted over the folder before the run. The disk becomes full when the size
+of the tmpfs is set to what it holds: from then on every new block fails with ENOSPC, while what was saved before can
+still be read, as on a real disk. Invariants: the tmpfs is mounted in a mount namespace of this process and its children
+alone, so that no other process ever sees it and the kernel removes it with the last of them, however they end; when it
+is closed, what was written is moved to the folder below.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def cannot_mount() -> str:
 
 
 class SmallDisk:
-    """A file system over ``folder`` that can be full and empty again.
+    """A file system over ``folder`` that can be made full and freed again.
 
-    Call sequence: make it before any process that shall see it is started, ``open`` it before anything is written,
-    ``close`` it, which may be called again.
+    Call sequence: construct it before starting any process that should see it, ``open`` it before anything is written,
+    then ``close`` it, which may be called more than once.
     """
 
     def __init__(self, folder: Path, size: str = "50%") -> None:
@@ -56,7 +56,7 @@ class SmallDisk:
         self._is_mounted = True
 
     def fill(self) -> None:
-        """No block is left from now on. A file that grows right now is waited for."""
+        """Leave no free block from now on. Retries while a file is growing."""
         if not self._is_mounted:
             raise OSError(errno.ENODEV, "no file system stands over the checkpoints", str(self._folder))
         for _ in range(_TRIES):
@@ -72,7 +72,7 @@ class SmallDisk:
         raise BlockingIOError(errno.EAGAIN, "it is written to too fast to be filled", str(self._folder))
 
     def free(self) -> None:
-        """Room again."""
+        """Restore the original size."""
         if self._is_mounted:
             self._resize(self._size)
 
@@ -80,7 +80,7 @@ class SmallDisk:
         _mount("tmpfs", str(self._folder), "tmpfs", _MS_REMOUNT, f"size={size}")
 
     def close(self) -> None:
-        """What was written lies in the folder itself from now on."""
+        """Unmount, and move what was written to the folder itself."""
         if not self._is_mounted:
             return
         kept = self._folder.with_name(f".{self._folder.name}-{os.getpid()}")
@@ -101,7 +101,7 @@ class SmallDisk:
 
 
 def _leave_shared_mounts() -> None:
-    """What is mounted from now on is seen by this process and those it starts, by nobody else."""
+    """Enter a mount namespace of our own: later mounts are visible only to this process and its children."""
     _check(_LIBC.unshare(_CLONE_NEWNS), "/")
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE, "")
 

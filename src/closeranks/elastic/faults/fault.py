@@ -1,8 +1,8 @@
-"""What can be done to a run on purpose? Faults as data: ``kill(rank=1, step=3)``.
+"""The kinds of faults that can be injected into a run, and faults as data: ``kill(rank=1, step=3)``.
 
-Invariant: a fault says everything about itself and prints as the text it is read from, so that a campaign can be
-written down, repeated and cut short by hand. What each kind needs of the machine is told by ``means``; who strikes is
-``inject``.
+Invariant: a fault is fully described by its fields and prints as the text it is parsed from, so that a campaign can be
+recorded, repeated and shortened by hand. What each kind requires of the machine is in ``means``; ``inject`` injects
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from closeranks.core.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One way to hurt a run; ``blows`` does it."""
+    """One kind of fault; ``blows`` has its action."""
 
     name: str
     meaning: str
@@ -23,17 +23,17 @@ class Kind:
     takes: tuple[str, ...] = ("rank",)
     """Arguments beside ``step`` and ``at``, in the order in which they are printed."""
     ends_generation: bool = True
-    """Whether workers are lost by it; False: the run should go on as if nothing were."""
+    """Whether workers are lost by it; False: the run should continue unaffected."""
     num_ranks: int = 1
-    """With fewer ranks than this there is nobody to strike."""
+    """The minimum number of ranks it needs."""
     first_step: int = 1
-    """The earliest step at which it can be told that it struck."""
+    """The earliest step at which its effect can be detected."""
     may_miss: bool = False
-    """Whether its moment may pass unused, so that it needs some steps more to try again."""
+    """Whether it may miss its moment, so that it needs some more steps to try again."""
     must_end: bool = False
-    """Whether the last step has to come after it, for a fault that lasts."""
+    """Whether a lasting fault must be over before the last step."""
     unnoticed: str = "nobody spoke of it"
-    """What a drill says of one that ended no generation and that no event tells of."""
+    """What a drill reports if the fault ended no generation and no event mentions it."""
 
 
 KINDS = {
@@ -53,7 +53,7 @@ KINDS = {
         ),
         Kind("oom", "no more memory for it: the kernel's out-of-memory killer ends it"),
         Kind("bitflip", "one bit of its newest copy in memory is turned over, then SIGKILL"),
-        # Both copies must have been written once before a torn one can be told from an empty one.
+        # Both slots must have been written once before a torn one can be distinguished from an empty one.
         Kind("torn", "SIGKILL while it copies its state", first_step=3, may_miss=True),
         Kind(
             "diskfull",
@@ -69,25 +69,25 @@ KINDS = {
 }
 
 STEPS = 5
-"""How many steps a fault that lasts does, unless it says."""
+"""Default duration in steps of a lasting fault."""
 SHARE = 0.2
-"""Of one processor, what a slow worker gets unless the fault says."""
+"""Default share of one CPU that a slow worker gets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One strike. Arguments that its kind does not take keep their defaults."""
+    """One fault to inject. Arguments that its kind does not take keep their defaults."""
 
     kind: str
     step: int
-    """It strikes when its victim works on this step; the first is 1."""
+    """It is injected when its target works on this step; the first is 1."""
     rank: int = 0
     other: int = 0
-    """The second victim of ``kill2``."""
+    """The second target of ``kill2``."""
     steps: int = STEPS
     share: float = SHARE
     at: float = 0.0
-    """How far into the step, as a share of what its last step took."""
+    """How far into the step, as a share of the duration of the target's previous step."""
 
     def __str__(self) -> str:
         values = [(name, getattr(self, name)) for name in self.about.takes]
@@ -103,21 +103,21 @@ class Fault:
 
     @property
     def victims(self) -> tuple[int, ...]:
-        """Ranks that it strikes; none where it is not a worker that is struck."""
+        """Ranks that it hits; none if its target is not a worker."""
         return tuple(getattr(self, name) for name in ("rank", "other") if name in self.about.takes)
 
     @property
     def last_step(self) -> int:
-        """The last step that it does something to by itself."""
+        """The last step that the fault itself affects."""
         return self.step + self.steps - 1 if "steps" in self.about.takes else self.step
 
 
 DEFAULTS = {"steps": STEPS, "share": SHARE}
-"""Arguments that may be left away, beside ``at``."""
+"""Arguments that may be omitted, besides ``at``."""
 
 
 def check_faults(faults: Sequence[Fault], num_ranks: int, num_steps: int | None = None) -> None:
-    """Refuse what this run cannot meet. ``num_steps`` None: not known before it has begun."""
+    """Reject faults that are not possible in this run. ``num_steps`` None: not known before the run has started."""
     for fault in faults:
         if fault.about.num_ranks > num_ranks:
             raise UserError(f"{fault}: {fault.kind} needs at least {fault.about.num_ranks} workers", "Start with -n 2.")

@@ -1,9 +1,10 @@
-"""How is a fault written, and what does a line of faults mean?
+"""Parses a line of faults:
 
     kill(rank=1, step=3), slow(rank=2, step=5, share=0.1), hang
 
-A bare word asks a campaign for that kind at a time and rank of its own choice. Invariant: what a fault prints is read
-back as the same fault, and whatever cannot be read is answered with one sentence that says where and what instead.
+A bare word requests that kind, at a step and rank that the campaign chooses. Invariant: the printed form of a fault
+parses to the same fault, and text that cannot be parsed is answered with one sentence that says where and what to write
+instead.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ _EXAMPLE = "Write it like kill(rank=1, step=3)."
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a line of faults asks for."""
+    """The parsed line of faults."""
 
     faults: tuple[Fault, ...] = ()
-    """Those that say when and whom."""
+    """Faults with their arguments."""
     kinds: tuple[str, ...] = ()
-    """Those that leave it to a campaign, each once."""
+    """Bare kinds, for which a campaign chooses step and rank; each once."""
 
 
 def parse_faults(text: str) -> Asked:
-    """All that a line asks for, in its order; a line that asks for nothing is a mistake."""
+    """Everything the line asks for, in order; an empty line is an error."""
     faults: list[Fault] = []
     kinds: list[str] = []
     place = _after_gap(text, 0)
@@ -57,7 +58,7 @@ def _after_gap(text: str, place: int) -> int:
 
 
 def _words_ahead(text: str, found: re.Match[str]) -> Sequence[str]:
-    """Blanks part faults as well as commas do; the match has taken them in already."""
+    """Blanks separate faults as commas do; the match has already consumed them."""
     return (text[found.end()],) if found[0][-1:].isspace() and found.end() < len(text) else ()
 
 

@@ -1,9 +1,9 @@
-"""Who strikes a run, and when?
+"""Injects faults into a run at the steps they name.
 
-The injector looks over the agent's shoulder: it is called at every turn of the agent's loop, in the agent's process,
-outside the workers, which know nothing of it. Invariants: each fault strikes once; a fault that ends a generation
-waits for the next one if this has been struck already, so that each has a recovery of its own; whatever was set up is
-taken down by ``close``, however the run ended.
+The injector is called at every iteration of the agent's loop, in the agent's process, outside the workers, which do not
+know of it. Invariants: each fault is injected once; a fault that ends a generation waits for the next generation if
+such a fault was already injected into this one, so that each has a recovery of its own; whatever was set up is removed
+by ``close``, however the run ended.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What was done."""
+    """The record of one injected fault."""
 
     fault: Fault
     at: float
     """``time.time()``"""
     generation: int
     step: int
-    """What the victim was at."""
+    """The step that the target worked on."""
     note: str = ""
     error: str = ""
-    """Why it could not be done; empty where it was."""
+    """Why the fault could not be injected; empty if it was."""
 
 
 @dataclass(slots=True)
@@ -50,9 +50,9 @@ class _Underway:
 
 
 class Injector:
-    """Strikes with ``faults``. Call sequence: make it before the run starts, hand it to the agent, ``close`` it.
+    """Injects ``faults``. Call sequence: construct it before the run starts, pass it to the agent, ``close`` it.
 
-    ``checkpoints``: the folder that a fault ``diskfull`` means.
+    ``checkpoints``: the folder that a ``diskfull`` fault fills.
     """
 
     def __init__(self, faults: Sequence[Fault], checkpoints: Path | None = None) -> None:
@@ -69,7 +69,7 @@ class Injector:
             self._disk = SmallDisk(checkpoints)
 
     def __call__(self, look: Look) -> float | None:
-        """One turn; returns when (``time.monotonic()``) the next is wanted at the latest."""
+        """One poll; returns the latest time (``time.monotonic()``) for the next one, or None."""
         if not self._is_open:
             self._open(look)
         self._paces = paced(self._paces, look)
@@ -83,7 +83,7 @@ class Injector:
         return time.monotonic() + _POLL_S if self._pending or self._underway else None
 
     def _open(self, look: Look) -> None:
-        """The first turn comes before the first worker: what must be there before it is put there now."""
+        """The first poll comes before the first worker is started: set up what must exist before that."""
         self._is_open = True
         if self._disk is not None:
             try:
@@ -98,7 +98,7 @@ class Injector:
 
     @property
     def missed(self) -> tuple[Fault, ...]:
-        """Those that have not struck."""
+        """Faults that were not injected."""
         return (*self._pending, *(one.fault for one in self._underway if not one.is_told))
 
     def _may(self, fault: Fault, look: Look) -> bool:
@@ -109,7 +109,7 @@ class Injector:
         try:
             blow = BLOWS[fault.kind](fault, look, self._disk)
         except ProcessLookupError:
-            return  # it died of something else just now: its successor is struck
+            return  # it has just died of something else: the fault is injected into its successor
         except OSError as error:
             self._pending.remove(fault)
             self.strikes.append(Strike(fault, time.time(), look.generation, step, error=str(error)))
@@ -140,13 +140,13 @@ class Injector:
             one.blow.is_hasty = False  # ``close`` tries again, and says what is wrong
             return
         self._underway.remove(one)
-        if not one.is_told:  # the victim was gone before the blow could fall
+        if not one.is_told:  # the target was gone before the fault took effect
             self._pending.append(one.fault)
             self._struck_generation = min(self._struck_generation, one.generation - 1)
 
     def close(self) -> None:
-        """Everything is as it was found, but for what the faults did. May be called again."""
-        with ExitStack() as stack:  # one that fails does not keep the others from being tried
+        """Undo everything that was set up, apart from the effects of the faults. May be called more than once."""
+        with ExitStack() as stack:  # all are tried, even if one fails
             if self._disk is not None:
                 stack.callback(self._disk.close)
             for one in self._underway:

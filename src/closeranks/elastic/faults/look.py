@@ -1,7 +1,8 @@
-"""What does whoever strikes see of a run, and when is it time?
+"""What the injector sees of a run, and when a fault is due.
 
-The agent shows its workers at every turn of its loop (``agent.view.View`` has this shape). Pure. Invariant: a fault is
-due when its victim works on the step it names, or on a later one, never before and never in a run that is ending.
+The agent passes a view of its workers at every iteration of its loop (``agent.view.View`` has this shape). Pure.
+Invariant: a fault is due when its target works on the step it names or a later one, never before, and never in a run
+that is ending.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from closeranks.elastic.faults.fault import Fault
 
 
 class Stand(Protocol):
-    """The last that a worker wrote of itself."""
+    """The progress that a worker reported last."""
 
     @property
     def step(self) -> int | None: ...
@@ -39,7 +40,7 @@ class Worker(Protocol):
 
 
 class Look(Protocol):
-    """One moment of a run on this host."""
+    """The state of a run on this host at one moment."""
 
     @property
     def now(self) -> float: ...
@@ -62,7 +63,7 @@ class Look(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Since when a rank is at its step, and how long it took for the last."""
+    """Since when a rank has been at its step, and how long its previous step took."""
 
     step: int
     since: float
@@ -71,7 +72,7 @@ class Pace:
 
 
 def paced(paces: dict[int, Pace], look: Look) -> dict[int, Pace]:
-    """The paces of all ranks, after one more look."""
+    """The step timings of all ranks, updated with one more observation."""
     after = dict(paces)
     for worker in look.seen:
         step, last = worker.progress.step, paces.get(worker.rank)
@@ -79,7 +80,7 @@ def paced(paces: dict[int, Pace], look: Look) -> dict[int, Pace]:
             continue
         took_s = last.last_s if last is not None else 0.0
         if last is not None and (step, look.generation) == (last.step + 1, last.generation):
-            took_s = look.now - last.since  # what lies between two generations was no step
+            took_s = look.now - last.since  # the time between two generations is not a step
         after[worker.rank] = Pace(step, look.now, took_s, look.generation)
     return after
 
@@ -89,7 +90,7 @@ def worker_of(look: Look, rank: int) -> Worker | None:
 
 
 def step_of(look: Look, fault: Fault) -> int | None:
-    """The step that the victim is at, or the farthest worker where nobody is meant in particular."""
+    """The step that the target is at, or the most advanced worker if the fault names no rank."""
     ranks = fault.victims[:1] or tuple(worker.rank for worker in look.seen)
     steps = [worker.progress.step for worker in look.seen if worker.rank in ranks]
     return max((step for step in steps if step is not None), default=None)

@@ -1,6 +1,6 @@
-"""Which faults can be done on this machine, and why not the others?
+"""Checks which kinds of faults are possible on this machine, and why the others are not.
 
-Asked before a campaign begins: what is missing is told then, not when a run already stands in the middle of it.
+Called before a campaign starts: what is missing is reported then, not in the middle of a run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from closeranks.elastic.faults.processes import cannot_take_descriptors
 
 
 def lacking(kinds: Iterable[str]) -> dict[str, str]:
-    """Of these kinds, those that are not possible here, each with the reason."""
+    """The kinds among these that are not possible here, each with the reason."""
     reasons = {kind: _ASK[kind]() for kind in dict.fromkeys(kinds) if kind in _ASK}
     return {kind: reason for kind, reason in reasons.items() if reason}
 

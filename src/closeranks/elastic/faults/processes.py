@@ -1,7 +1,7 @@
-"""How is a worker struck from outside, and nobody else?
+"""Signals a worker and shuts down its connections from outside, without any risk to other processes.
 
-Invariants: a process is struck through a pidfd that was opened while it was a descendant of this one, so that a number
-the kernel has given out again never costs a stranger; a worker needs no code for any of this and cannot know of it.
+Invariants: a process is reached through a pidfd that was opened while it was a descendant of this one, so that a reused
+pid never hits an unrelated process; a worker needs no code for any of this and cannot detect it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import TracebackType
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYS_PIDFD_GETFD = 438
-"""The same on every architecture, as all system calls of its age."""
+"""The same number on every architecture, as for all system calls since Linux 5.1."""
 _DEEPEST = 8
 
 
@@ -38,21 +38,21 @@ class Victim:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it runs no more, reaped or not."""
-        poll = select.poll()  # unlike select it takes descriptors beyond 1023
+        """Whether it has ended, reaped or not."""
+        poll = select.poll()  # unlike select, it accepts descriptors above 1023
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
     def cut_connections(self) -> int:
-        """Shut down every TCP connection it holds, as a network that fails would; returns how many.
+        """Shut down every TCP connection it holds, as a failing network would; returns how many.
 
-        A duplicate of a descriptor shares the socket: shutting it down here ends it there, and who waits on it is woken
-        with an error. Sockets that listen are left alone, for they are no connection; the link to the agent is not TCP.
+        A duplicated descriptor shares the socket: shutting it down here also ends it in the worker, and a thread that
+        waits on it wakes with an error. Listening sockets are left alone; the link to the agent is not TCP.
         """
         return sum(_shut_down(self._take(int(name))) for name in os.listdir(f"/proc/{self.pid}/fd"))
 
     def _take(self, fd: int) -> int | None:
-        """A duplicate of its descriptor here, None where it is closed already or is no socket."""
+        """A duplicate of its descriptor in this process; None if it is already closed or not a socket."""
         try:
             if not os.readlink(f"/proc/{self.pid}/fd/{fd}").startswith("socket:"):
                 return None
@@ -62,7 +62,7 @@ class Victim:
         return taken if taken >= 0 else None
 
     def close(self) -> None:
-        """May be called again."""
+        """May be called more than once."""
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
@@ -89,7 +89,7 @@ def _shut_down(fd: int | None) -> int:
 
 
 def cannot_take_descriptors() -> str:
-    """Why no descriptor of a child can be duplicated here; empty where it can."""
+    """Why no descriptor of a child can be duplicated here; empty if it can."""
     with Victim(os.getpid()) as own:
         taken: int = _LIBC.syscall(_SYS_PIDFD_GETFD, own._pidfd, own._pidfd, 0)
     if taken < 0:
@@ -100,7 +100,7 @@ def cannot_take_descriptors() -> str:
 
 @contextmanager
 def going_first() -> Iterator[None]:
-    """This process comes before all others on busy cores, where it may."""
+    """Run this process at the highest scheduling priority, if permitted."""
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     try:
         os.setpriority(os.PRIO_PROCESS, 0, -20)
@@ -114,7 +114,7 @@ def going_first() -> Iterator[None]:
 
 
 def await_state(pid: int, wanted: str, timeout_s: float = 0.2) -> None:
-    """Until it is in one of these states of the kernel's, or gone, for a moment at most."""
+    """Wait until the process is in one of these states of ``/proc/PID/stat``, or gone, or the timeout has passed."""
     deadline = time.monotonic() + timeout_s
     while _stat(pid)[0] not in ("", "Z", "X", *wanted) and time.monotonic() < deadline:
         time.sleep(0.0002)
@@ -132,7 +132,7 @@ def _is_ours(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Its state and its parent; nothing and 0 where there is no such process."""
+    """Its state and its parent's pid; an empty string and 0 if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
