@@ -1,8 +1,8 @@
-"""Which checkpoints lie at a place, and in which order should a run try to go on from them?
+"""Lists the checkpoints at a place, in the order in which a run should try to resume from them.
 
-Looks at the folders and manifests themselves; ``latest`` only says which comes first. Invariants: a checkpoint counts
-by its sealed manifest alone, so that a missing, damaged or stale ``latest`` costs nothing; everything that does not
-count is said with its reason, never left out in silence. Imports no torch.
+Inspects the folders and manifests themselves; ``latest`` only says which comes first. Invariants: a checkpoint is
+committed by its sealed manifest alone, so that a missing, damaged or stale ``latest`` does no harm; everything that
+does not count is listed with its reason, never silently left out. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 FOLDER = "checkpoints"
-"""In a run's folder."""
+"""Name of the checkpoints' folder in a run's folder."""
 
 State = Literal["certified", "suspect", "damaged", "unfinished", "serving"]
-"""``suspect``: sealed, but not what ``latest`` was written for; ``serving``: no checkpoint of its own any more, its
-files are needed by others."""
+"""``suspect``: sealed, but not the manifest that ``latest`` was written for; ``serving``: no longer a checkpoint
+itself, but other checkpoints need its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,17 @@ class Found:
     """A checkpoint's folder."""
 
     storage: Storage
-    """Where it lies: the root that holds the checkpoints."""
+    """The root that holds the checkpoints."""
     name: str
     step: int
     part: int
     manifest: Manifest | None
     problem: str
-    """Why it does not count, or should be tried last; empty: nothing is known against it."""
+    """Why it does not count, or should be tried last; empty: no problem is known."""
     is_latest: bool
     state: State
     blake3: str = ""
-    """Of the manifest's bytes."""
+    """BLAKE3 of the manifest's bytes."""
 
     @property
     def path(self) -> str:
@@ -54,9 +54,9 @@ class Oddity:
 
     what: str
     is_damage: bool
-    """Else nothing was lost: a save cut short, files that are not ours."""
+    """False: nothing was lost, for example an interrupted save, or files that are not ours."""
     name: str = ""
-    """Of the checkpoint it is about; its own ``problem`` says it too."""
+    """The checkpoint it is about, whose own ``problem`` says the same."""
 
     def __str__(self) -> str:
         return self.what
@@ -66,23 +66,25 @@ class Oddity:
 class Catalogue:
     place: str
     found: tuple[Found, ...]
-    """Newest first: by part of the run, then by step."""
+    """Newest first: by attempt of the run, then by step."""
     problems: tuple[Oddity, ...]
-    """Of the place itself: a damaged ``latest``, one that names what is not there, a folder that is not ours."""
+    """Problems of the place itself: a damaged ``latest``, one that names a missing checkpoint, a folder that is not
+    ours."""
 
     def __iter__(self) -> Iterator[Found]:
         return iter(self.found)
 
     @property
     def latest(self) -> Found | None:
-        """What ``latest`` names, if it is what ``latest`` was written for; the newest such of several places."""
+        """The checkpoint that ``latest`` names, if its manifest is the one ``latest`` was written for; of several
+        places, the newest such checkpoint."""
         return next((found for found in self.found if found.is_latest and found.state == "certified"), None)
 
     def candidates(self) -> tuple[Found, ...]:
-        """Those to try in turn: what ``latest`` names, then newest to oldest, and last what is suspect.
+        """Checkpoints to try in this order: the one ``latest`` names, then newest to oldest, and suspect ones last.
 
-        Damaged ones are among them: whoever tries them passes them over with the reason, and a place with damaged
-        checkpoints alone is never taken for one without any.
+        Damaged ones are included: the caller skips them and logs the reason, so that a place with only damaged
+        checkpoints is never taken for an empty one.
         """
         worth = [found for found in self.found if found.state in ("certified", "damaged")]
         first = [found for found in worth if found.is_latest][:1]
@@ -91,11 +93,11 @@ class Catalogue:
 
 
 def find(place: str, also: Sequence[str] = ()) -> Catalogue:
-    """``place``: a run's folder, a folder of checkpoints, one checkpoint, or a URL of those; ``also``: more of them,
-    the second tier of a run. Of two copies of one checkpoint the first place's comes first.
+    """``place``: a run's folder, a folder of checkpoints, one checkpoint, or a URL of those; ``also``: further places,
+    such as the second tier of a run. Of two copies of one checkpoint, that of the first place comes first.
 
-    A place that cannot be looked at is a problem where another has checkpoints. Where none has, it raises: there may be
-    some that nobody can see.
+    A place that cannot be read is listed as a problem if another one has checkpoints. If none has, this raises: there
+    may be checkpoints that cannot be seen.
     """
     found: list[Found] = []
     problems: list[Oddity] = []
@@ -140,7 +142,7 @@ def _folders(names: Sequence[str]) -> list[str]:
 
 
 def _looked(storage: Storage, names: Sequence[str], *, is_all: bool) -> Catalogue:
-    """``is_all``: the names are those of a whole root, else of one folder somebody asked for."""
+    """``is_all``: the names are those of a whole root, else of the one folder that was asked for."""
     folders = _folders(names) if is_all else [name.rstrip("/") for name in names]
     found = [_examine(storage, name) for name in folders]
     latest, odd = _read_latest(storage)
@@ -193,7 +195,7 @@ def _examine(storage: Storage, name: str) -> Found:
 
 
 def _judged(found: Found, latest: Latest) -> Found:
-    """A folder in the light of ``latest``."""
+    """The folder's entry, updated with what ``latest`` says about it."""
     if found.name != latest.name:
         return found
     if found.state == "certified" and found.blake3 != latest.blake3:
@@ -203,7 +205,7 @@ def _judged(found: Found, latest: Latest) -> Found:
 
 
 def _serving(found: Sequence[Found]) -> list[Found]:
-    """Folders that lost their manifest to retention, and keep files that others refer to."""
+    """Mark folders whose manifest was removed by retention, but whose files other checkpoints refer to."""
     needed: dict[str, str] = {}
     for one in reversed(found):
         for file in one.manifest.referred() if one.manifest else ():

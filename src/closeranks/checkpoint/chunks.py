@@ -1,9 +1,9 @@
-"""How do the bytes of a saved chunk come back, and are they the ones that were saved?
+"""Reads the bytes of saved chunks and checks that they are the ones that were saved.
 
-Fetches chunks from where the manifest says they lie, into memory of the caller's where that saves a copy. Invariant:
-bytes that leave here match the CRC32C that was taken from the memory of training, and lie in a file that has the size
-and, where it is this checkpoint's own, the header it was saved with. May be called from several threads; reading and
-checking run without the interpreter's lock. Imports no torch.
+Fetches chunks from where the manifest says they lie, into the caller's memory if that saves a copy. Invariant: the
+returned bytes match the CRC32C that was taken from the training process's memory, and lie in a file that is long enough
+and, if it is one of this checkpoint's own, has the size and header it was saved with. Thread-safe; reading and checking
+run without the GIL. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Chunks:
         self._lock = Lock()
 
     def place(self, file: str) -> str:
-        """Of a file of this checkpoint, or of one it refers to, in the storage."""
+        """Path in the storage of a file of this checkpoint, or of one it refers to."""
         return file if "/" in file else f"{self._folder}/{file}"
 
     def check_file(self, file: str) -> int:
-        """Its size; looked at once, with the header of an own one."""
+        """Its size; checked once per file, together with the header if it is one of the checkpoint's own."""
         with self._lock:
             if file not in self._sizes:
                 self._sizes[file] = self._look(file)
             return self._sizes[file]
 
     def check_room(self, entry: Entry) -> None:
-        """Whether the chunk's file is there and reaches as far as the chunk does."""
+        """Check that the chunk's file exists and is long enough for the chunk."""
         num_bytes = self.check_file(entry.file)
         if entry.offset + entry.chunk.num_bytes > num_bytes:
             place = f"'{entry.chunk.section}/{entry.chunk.key}' lies beyond the {num_bytes} bytes"
@@ -59,7 +59,7 @@ class Chunks:
         return data
 
     def read_into(self, entry: Entry, memory: memoryview) -> None:
-        """All bytes of a chunk, into memory of just its size: from a disk without any copy of ours between."""
+        """All bytes of a chunk, into memory of exactly its size: from a disk without an intermediate copy."""
         if not self._storage.is_local:
             memory[:] = self.read(entry)
             return

@@ -1,9 +1,9 @@
-"""Which checkpoints go, and how do they go without taking anything along that is still needed?
+"""Retention: decides which checkpoints are removed, and removes them without any file that is still needed.
 
-Only rank 0's writer collects, between its own saves, and ``closeranks ckpt prune``; both hold the storage's lock, as
-every save does. Invariants: the newest two certified checkpoints stay, and the one ``latest`` names; so does every file
-that a checkpoint which stays refers to, and every folder that a save may be working in. Manifests go first: a kill on
-the way leaves files that nobody needs, never a checkpoint without its files. Imports no torch.
+Only rank 0's writer (between its own saves) and ``closeranks ckpt prune`` remove checkpoints; both hold the storage's
+lock, as every save does. Invariants: the newest two certified checkpoints are kept, and the one ``latest`` names; so is
+every file that a kept checkpoint refers to, and every folder that a save may be working in. Manifests are removed
+first: a kill during removal leaves files that nothing needs, never a checkpoint without its files. Imports no torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Dated(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What retention lets stay beside what must."""
+    """The checkpoints to keep besides those that are always kept."""
 
     last: int
     every: int = 0
@@ -51,7 +51,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a manifest says about files."""
+    """The files of a checkpoint according to its manifest: its own and those it refers to."""
 
     name: str
     step: int
@@ -65,12 +65,12 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One checkpoint's folder as it lies there."""
+    """One checkpoint's folder as it is in the storage."""
 
     name: str
     files: tuple[str, ...]
     holding: Holding | None
-    """None where it has no manifest, or one that cannot be read."""
+    """None if it has no manifest, or one that cannot be read."""
 
     @property
     def age(self) -> tuple[int, int]:
@@ -79,23 +79,23 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What goes, in this order. Names are relative to the storage."""
+    """What to remove, in this order. Names are relative to the storage."""
 
     checkpoints: tuple[str, ...]
-    """Whose manifests go first."""
+    """Checkpoints whose manifests are removed first."""
     files: tuple[str, ...]
     folders: tuple[str, ...]
-    """In which nothing is left that anybody needs."""
+    """Folders in which no file is needed any more."""
 
 
 def age(name: str) -> tuple[int, int]:
-    """Grows with time: a run's later parts began later, whatever step they began at."""
+    """A sort key that grows with time: later attempts of a run started later, whatever step they started at."""
     step, part = parse_folder(name) or (-1, -1)
     return part, step
 
 
 def doomed(manifests: Sequence[Dated], keep_last: int, keep_every: int, keep_best: int) -> tuple[str, ...]:
-    """Names of those that retention lets go, oldest first."""
+    """Names of the checkpoints that retention removes, oldest first."""
     newest = sorted(manifests, key=lambda manifest: age(manifest.name), reverse=True)
     kept = {manifest.name for manifest in newest[: max(keep_last, 2)]}
     if keep_every:
@@ -108,8 +108,9 @@ def doomed(manifests: Sequence[Dated], keep_last: int, keep_every: int, keep_bes
 
 
 def removal(folders: Sequence[Folder], keep: Keep | None, before: str, spare: Collection[str] = ()) -> Removal:
-    """``before``: folders without a manifest go where they are older than this one; ``spare`` stay, whatever retention
-    says. Without ``keep`` every checkpoint stays. A damaged manifest is left alone: a person may want to look at it."""
+    """``before``: folders without a manifest are removed if they are older than this one; ``spare`` are kept in any
+    case. Without ``keep`` every checkpoint is kept. A folder with a damaged manifest is left for a person to look
+    at."""
     holdings = [folder.holding for folder in folders if folder.holding is not None]
     going = set(doomed(holdings, keep.last, keep.every, keep.best) if keep else ()) - set(spare)
     needed = {file for holding in holdings if holding.name not in going for file in holding.needs()}
@@ -121,15 +122,15 @@ def removal(folders: Sequence[Folder], keep: Keep | None, before: str, spare: Co
         if (folder.name in going or is_unfinished) and not needed.intersection(paths):
             whole.append(folder.name)
         elif folder.name in going or is_unfinished or (folder.holding is not None and folder.name not in spare):
-            # Of one that stays, what a killed commit or another layout's try left behind.
+            # In a folder that is kept: what a killed commit, or an attempt with another layout, left behind.
             files += [path for path in paths if path not in needed and _OURS.fullmatch(path.rpartition("/")[2])]
     checkpoints = tuple(sorted(going, key=age))
     return Removal(checkpoints, tuple(sorted(files)), tuple(sorted(whole, key=age)))
 
 
 def survey(storage: Storage, *, only_if_unfinished: bool = False) -> tuple[Folder, ...]:
-    """All checkpoints' folders. Reads every manifest, unless it is only asked about folders without one and there are
-    none. A manifest that cannot be read for the storage's sake raises: nothing may be decided without it."""
+    """All checkpoint folders. Reads every manifest, unless ``only_if_unfinished`` is set and no folder lacks one. A
+    manifest that cannot be read because of a storage error raises: nothing may be decided without it."""
     names = [name.rstrip("/") for name in storage.names() if name.endswith("/") and parse_folder(name)]
     found = {name: tuple(storage.names(name)) for name in names}
     if only_if_unfinished and all(MANIFEST in files for files in found.values()):
@@ -158,7 +159,7 @@ def named_by_latest(storage: Storage) -> tuple[str, ...]:
 
 
 def remove(storage: Storage, what: Removal) -> None:
-    """Carry it out; the caller holds the lock."""
+    """Carry out the plan; the caller holds the lock."""
     for name in what.checkpoints:
         storage.remove(f"{name}/{MANIFEST}")
         point(MANIFEST_REMOVED)
@@ -171,16 +172,17 @@ def remove(storage: Storage, what: Removal) -> None:
 
 
 def collect(storage: Storage, keep: Keep, committed: str, spare: Collection[str] = ()) -> tuple[str, ...]:
-    """Retention after a commit; the caller holds the lock. Names of the checkpoints that went."""
+    """Apply retention after a commit; the caller holds the lock. Returns the names of the removed checkpoints."""
     what = removal(survey(storage), keep, committed, (*spare, *named_by_latest(storage)))
     remove(storage, what)
-    with suppress(DeniedError):  # a store may keep the list of its uploads to itself
+    with suppress(DeniedError):  # an object store may refuse to list its uploads
         storage.sweep()
     point(COLLECTED)
     return what.checkpoints
 
 
 def clear_unfinished(storage: Storage, saving: str, spare: Collection[str] = ()) -> None:
-    """Make room before a save: what failed or killed ones left. The caller holds the lock and saves ``saving``."""
+    """Make room before a save: remove what failed or killed saves left. The caller holds the lock and is about to save
+    ``saving``."""
     folders = survey(storage, only_if_unfinished=True)
     remove(storage, removal(folders, None, saving, (*spare, saving)))

@@ -1,9 +1,9 @@
-"""When do the files of all ranks become a checkpoint that counts?
+"""Commits a checkpoint: turns the files of all ranks into one checkpoint that counts.
 
-Rank 0's writer waits for what every rank says it wrote, checks that it makes up the whole state, and publishes the
-manifest; ``latest`` moves after it. Invariants: a manifest stands only when every tensor is covered exactly once by
-bytes that are there; a kill at any moment leaves the checkpoint uncommitted or committed, never between; once the
-manifest stands nothing fails any more; committing the same save again changes nothing. Imports no torch.
+Rank 0's writer waits for the part document of every rank, checks that the parts make up the whole state, and publishes
+the manifest; then it updates ``latest``. Invariants: a manifest exists only if every tensor is covered exactly once by
+bytes that are there; a kill at any moment leaves the checkpoint either uncommitted or committed, never in between; once
+the manifest is published nothing fails any more; committing the same save again changes nothing. Imports no torch.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ PARTS_REMOVED = declare("commit.parts_removed", "the checkpoint counts and its p
 LATEST_PUBLISHED = declare("commit.latest_published", "latest names the new checkpoint; nothing was collected yet")
 
 _PAUSES_S = (0.1, 0.4)
-"""Before ``latest`` is published once more: a disk does not try again by itself."""
+"""Pauses before ``latest`` is published again: a local disk does not retry by itself."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """How often a place is asked again: at first often, as most ranks are done at the same time."""
+    """Polling interval: short at first, since most ranks finish at the same time, then growing."""
 
     first_s: float
     most_s: float
@@ -64,7 +64,7 @@ LOCAL, REMOTE = Rhythm(0.01, 0.25), Rhythm(0.5, 2.0)
 
 
 def committed(storage: Storage, folder: str) -> Manifest | None:
-    """The manifest that stands in a folder."""
+    """The manifest in a folder; None if there is none."""
     path = f"{folder}/{MANIFEST}"
     try:
         return decode_manifest(storage.read(path), path)
@@ -75,7 +75,7 @@ def committed(storage: Storage, folder: str) -> Manifest | None:
 def gather(
     storage: Storage, order: Order, own: Part, timeout_s: float, breathe: Callable[[], None]
 ) -> tuple[Part, ...]:
-    """The parts of this save, by rank; waits for those of the others. ``breathe`` may raise to give up."""
+    """The parts of this save, by rank; waits for those of the other ranks. ``breathe`` may raise to cancel."""
     rhythm = LOCAL if storage.is_local else REMOTE
     found, until, pause_s = {own.rank: own}, time.monotonic() + timeout_s, rhythm.first_s
     while True:
@@ -97,10 +97,10 @@ def gather(
 
 
 def _part(storage: Storage, order: Order, rank: int, names: set[str]) -> Part | None:
-    """What a rank has to say about this save; what is left of another one says nothing."""
+    """The part that a rank has published for this save, if any; documents left by another save are ignored."""
     failure, name = failure_name(rank, order.num_ranks), part_name(rank, order.num_ranks)
     if failure in names:
-        with suppress(MissingError):  # of an earlier try: its writer begins anew
+        with suppress(MissingError):  # of an earlier attempt: its writer has just started over
             body = unseal("failure", storage.read(f"{order.folder}/{failure}"), failure)
             if body["save"] == order.save:
                 raise SaveError(f"rank {rank} could not save: {body['what']}")
@@ -108,7 +108,7 @@ def _part(storage: Storage, order: Order, rank: int, names: set[str]) -> Part | 
         return None
     try:
         part = decode_part(storage.read(f"{order.folder}/{name}"), f"{order.folder}/{name}")
-    except MissingError:  # its writer begins anew
+    except MissingError:  # its writer has just started over
         return None
     return part if part.save == order.save else None
 
@@ -118,12 +118,12 @@ def failure_name(rank: int, num_ranks: int) -> str:
 
 
 def encode_failure(order: Order, what: str) -> bytes:
-    """What a rank leaves behind that cannot save, so that rank 0 need not wait for it."""
+    """The document that a rank publishes if it cannot save, so that rank 0 need not wait for it."""
     return seal("failure", {"save": order.save, "rank": order.rank, "what": what})
 
 
 def problem(parts: Sequence[Part]) -> str:
-    """Why the parts do not make up a state, each tensor covered exactly once; empty where they do."""
+    """Why the parts do not cover each tensor of the state exactly once; empty if they do."""
     tensors: dict[tuple[str, str], list[Entry]] = {}
     for part in parts:
         for entry in part.entries:
@@ -144,17 +144,17 @@ def _tensor_problem(entries: Sequence[Entry]) -> str:
     num_bytes = sum(entry.chunk.num_bytes for entry in entries)
     if whole and any(entry.chunk.num_bytes * num_elements != num_bytes * entry.chunk.piece.numel for entry in entries):
         return "has chunks whose sizes do not fit their elements"
-    # In the order of their memory, so that what remains to be covered stays one box or two.
+    # In memory order, so that what remains to be covered stays one or two boxes.
     pieces = sorted((entry.chunk.piece for entry in entries), key=lambda piece: (piece.start, piece.flat or (0, 0)))
     if plan(Piece.whole(first.key, first.piece.shape), pieces).missing:
         return f"is not all there: the ranks hold {num_elements} of its {whole} elements"
-    if num_elements != whole:  # all is covered and there is more: something is there twice
+    if num_elements != whole:  # everything is covered, so something is there twice
         return f"was saved more than once in part: {num_elements} elements for {whole}"
     return ""
 
 
 def check_bytes(storage: Storage, folder: str, parts: Iterable[Part]) -> None:
-    """Every file that the manifest will name is there and as long as it should be."""
+    """Check that every file the manifest will name exists and has the right size."""
     for part in parts:
         for file in part.files:
             if storage.size(f"{folder}/{file.name}") != file.num_bytes:
@@ -164,7 +164,8 @@ def check_bytes(storage: Storage, folder: str, parts: Iterable[Part]) -> None:
 
 
 def commit(storage: Storage, order: Order, parts: Sequence[Part]) -> Manifest:
-    """Make it count. Whatever raises before the manifest stands leaves nothing that counts; after it nothing raises."""
+    """Commit the checkpoint. An error before the manifest is published leaves it uncommitted; after that nothing
+    raises."""
     what = problem(parts)
     if what:
         raise SaveError(f"the ranks' parts of {order.folder} do not fit: {what}")
@@ -182,7 +183,7 @@ def commit(storage: Storage, order: Order, parts: Sequence[Part]) -> Manifest:
             raise SaveError(f"{storage.url}/{order.folder} is a checkpoint already, of another save") from None
     point(MANIFEST_PUBLISHED)
     for rank in range(order.num_ranks):
-        with suppress(StorageError):  # whoever collects next removes it
+        with suppress(StorageError):  # the next retention run removes it
             storage.remove(f"{order.folder}/{part_name(rank, order.num_ranks)}")
     point(PARTS_REMOVED)
     _point_at(storage, Latest(order.folder, blake3(data).hexdigest()))
@@ -191,7 +192,8 @@ def commit(storage: Storage, order: Order, parts: Sequence[Part]) -> Manifest:
 
 
 def mend_latest(storage: Storage, folder: str) -> None:
-    """For a checkpoint that counts: where ``latest`` is damaged or names an older one, its commit was cut short."""
+    """For a committed checkpoint: if ``latest`` is damaged or names an older one, the commit was interrupted, and
+    ``latest`` is written again."""
     try:
         named = decode_latest(storage.read(LATEST), LATEST).name
     except (MissingError, CheckpointError):
@@ -201,7 +203,8 @@ def mend_latest(storage: Storage, folder: str) -> None:
 
 
 def _point_at(storage: Storage, latest: Latest) -> None:
-    """The checkpoint counts without it, so that a failure is no failed save; the next one moves it on."""
+    """Publish ``latest``. The checkpoint is committed without it, so a failure here does not fail the save; the next
+    commit updates it."""
     pauses = iter(_PAUSES_S)
     while True:
         try:

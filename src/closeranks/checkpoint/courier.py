@@ -1,15 +1,15 @@
-"""How does a trainer hand a save to its writer, and hear what became of it?
+"""The trainer's client of its writer process: sends saves to it and receives reports.
 
     courier = Courier(settings)
-    courier.start()                      the process is there 0.2 s later; nothing waits for it
+    courier.start()                      the process is up 0.2 s later; nothing waits for it
     courier.send(order, fd)              returns at once
-    courier.poll() -> [Report, ...]      what was heard since; never blocks
-    courier.close(wait_s=...)            lets what is in flight finish for so long, else gives it up
+    courier.poll() -> [Report, ...]      the reports received since; never blocks
+    courier.close(wait_s=...)            waits that long for saves in flight, then cancels them
 
-Invariants: nothing here raises for what happens to the writer: one that died, or that gave no sign of life for longer
-than it may in one of its lanes, becomes ``failed`` and ``released`` reports of all it had in hand, and the next order
-starts another; the writer never outlives its trainer. ``start`` and ``send`` belong on a thread that lives as long as
-the run: the kernel ties the writer to the thread that started it. Needs no torch.
+Invariants: nothing here raises because of the writer: if it died, or sent no heartbeat for too long on one of its
+tiers, all its saves in flight become ``failed`` and ``released`` reports, and the next save starts another writer; the
+writer never outlives its trainer. ``start`` and ``send`` must be called on a thread that lives as long as the run: the
+kernel ties the writer's life to the thread that started it. Needs no torch.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from closeranks.checkpoint.order import Order, Report, Settings, Tier, decode_re
 from closeranks.core.environment import child_environment
 
 _SEND_S = 10.0
-"""A writer that does not take an order for so long takes none any more."""
+"""A writer that does not accept a save for this long is considered stuck."""
 _DEATH_S = 1.0
 _LEAVE_S = 1.0
-"""For a writer that is hung up on to give back what it holds: the lease of an object store does not die with it."""
+"""For a writer to release what it holds after the connection closed: an object store's lease does not end with it."""
 _GRACE_S = 60.0
-"""Beyond the time that a save may wait for other ranks: for one fsync, one retry, one lock."""
+"""Added to the time that a save may wait for other ranks: for one fsync, one retry, one lock."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Flight:
-    """An order that the writer has."""
+    """A save that was sent to the writer and is not done."""
 
     order: Order
     heard_at: float
     lane: Tier = "primary"
-    """Where it is at work or in the queue."""
+    """The storage tier that it is being written to, or queued for."""
     is_released: bool = False
     ended: tuple[Tier, ...] = ()
-    """Tiers that it was committed to or failed on."""
+    """Tiers on which it was committed or has failed."""
 
 
 class Courier:
     def __init__(self, settings: Settings, patience_s: float | None = None) -> None:
-        """``patience_s``: without a sign of life for so long, a writer counts as stuck."""
+        """``patience_s``: a writer without a heartbeat for this long is considered stuck."""
         self._settings = settings
         self._patience_s = settings.timeout_s + _GRACE_S if patience_s is None else patience_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,7 +64,8 @@ class Courier:
         self._unheard: list[Report] = []
 
     def start(self) -> None:
-        """Begin before the first order, so that it need not wait; one that cannot start is told of by ``send``."""
+        """Start the process before the first save, so that the save need not wait. If it cannot be started, ``send``
+        tries again and reports the failure."""
         try:
             self._start()
         except OSError as error:
@@ -82,15 +83,15 @@ class Courier:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=child_environment(1),
-                process_group=0,  # a signal to the trainer's group is not for its writer, which may not listen yet
+                process_group=0,  # signals to the trainer's group must not reach the writer before it ignores them
             )
         mine.settimeout(_SEND_S)
         wire.send(mine, encode_settings(self._settings))
         return mine
 
     def send(self, order: Order, fd: int | None) -> None:
-        """``fd``: of the buffer; stays the caller's, who leaves its bytes alone until ``released``."""
-        self._listen()  # a writer that died since is replaced, not written to
+        """``fd``: of the buffer; still owned by the caller, who must not change its bytes until ``released``."""
+        self._listen()  # a writer that has died meanwhile is replaced, not written to
         self._flights[order.save] = Flight(order, time.monotonic())
         try:
             wire.send(self._start(), encode_order(order), fd)
@@ -119,11 +120,11 @@ class Courier:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any order is not done with, on any tier, as far as ``poll`` has heard."""
+        """Whether any save is unfinished on any tier, according to the messages received so far."""
         return bool(self._flights)
 
     def wait(self, timeout_s: float) -> list[Report]:
-        """What is heard until nothing is in flight, or the time is up."""
+        """Reports received until nothing is in flight or the time is up."""
         until, heard = time.monotonic() + timeout_s, self.poll()
         while self._flights and time.monotonic() < until:
             left_s = min(until - time.monotonic(), self._patience_s, 1.0)
@@ -132,7 +133,8 @@ class Courier:
         return heard
 
     def close(self, wait_s: float = 0.0) -> list[Report]:
-        """The reports heard on the way; what is still in flight after ``wait_s`` is given up and reported so."""
+        """Returns the reports received meanwhile; saves still in flight after ``wait_s`` are cancelled and reported as
+        failed."""
         heard = self.wait(wait_s) if wait_s else self.poll()
         self._lose("the run ended before it was done", leave_s=_LEAVE_S if self._flights else 0.0)
         unheard, self._unheard = self._unheard, []
@@ -165,16 +167,17 @@ class Courier:
                 del self._flights[save]
 
     def _hear_from(self, lane: Tier) -> None:
-        """Those in the queue wait for the one at work; what another lane does says nothing about this one."""
+        """A heartbeat of a tier counts for all saves queued on it, but says nothing about the other tier."""
         now = time.monotonic()
         for flight in self._flights.values():
             if flight.lane == lane:
                 flight.heard_at = now
 
     def _lose(self, why: str, leave_s: float = 0.0) -> None:
-        """Give up the writer and all it had in hand; it may take ``leave_s`` to leave by itself."""
+        """End the writer and fail all its saves in flight; it gets ``leave_s`` to exit by itself before it is
+        killed."""
         if self._connection is not None:
-            with suppress(OSError):  # it hung up first; beside closing, as a forked process may hold a copy
+            with suppress(OSError):  # it may have closed first; close alone is not enough if a fork holds a copy
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             self._connection = None
@@ -189,7 +192,7 @@ class Courier:
             self._unheard += _given_up(flight, self._settings, why)
 
     def _last_words(self) -> str:
-        """How the writer ended; it has hung up, so that it is gone or about to be."""
+        """How the writer ended; it has closed the connection, so it has exited or is about to."""
         assert self._process is not None
         try:
             code = self._process.wait(1.0)
@@ -201,7 +204,8 @@ class Courier:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
-    """A writer in a dead disk's grip, or niced on a busy machine, is waited for in the background until it ends."""
+    """Wait for the process in the background if it does not end at once: it may be blocked by a dead disk, or niced on
+    a busy machine."""
     try:
         process.wait(_DEATH_S)
     except subprocess.TimeoutExpired:

@@ -1,9 +1,10 @@
-"""How do the bytes of a rank become a file whose every byte is accounted for?
+"""Writes the data file of one rank, with a digest of every byte, and reads it back.
 
-One valid safetensors file, front to back: the header (all sizes are known beforehand), then the chunks, no gaps. Two
-threads share the work, both outside the GIL: one writes, one takes digests and compares the memory with the checksum
-from the source, at most ``_LAG`` chunks behind. Invariants: ``write`` returns only when the file is durable and all of
-its bytes were what the source had; ``read_back`` saw every byte again on the medium. Imports no torch.
+It is one valid safetensors file, written front to back: the header (all sizes are known beforehand), then the chunks,
+without gaps. Two threads share the work, both outside the GIL: one writes, the other computes digests and compares the
+memory with the checksum from the source, at most ``_LAG`` chunks behind. Invariants: ``write`` returns only when the
+file is durable and all of its bytes matched the source; ``read_back`` has read every byte again from the medium.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ DATA_WRITTEN = declare("save.data_written", "all of a data file was handed to th
 DATA_DURABLE = declare("save.data_durable", "a data file is durable")
 
 _ALIGNMENT = 4096
-"""The first tensor begins on a page: files can be mapped, and written around the page cache."""
+"""The first tensor begins at a page boundary, so that files can be mapped, and written with direct I/O."""
 _LAG = 8
-"""Chunks that may wait for their digests: what a source that copies (from a device, from a store) holds at most."""
+"""Chunks that may wait for their digests: the most that a copying source (a device, an object store) holds."""
 _READ_BYTES = 4 << 20
 _NAMES = {
     "float64": "F64",
@@ -51,11 +52,11 @@ _NAMES = {
 }
 
 Source = Callable[[int], memoryview]
-"""The bytes of the n-th chunk of an order; called from one thread."""
+"""The bytes of the n-th chunk of a save; called from one thread."""
 
 
 class SaveError(Exception):
-    """This save cannot count; ``str`` is one sentence."""
+    """This save cannot be committed; ``str`` is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,17 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A data file before it is written."""
+    """Header and offsets of a data file, before it is written."""
 
     header: bytes
     """The eight bytes of length and the JSON, padded with spaces."""
     offsets: tuple[int, ...]
-    """Of each chunk, from the file's first byte."""
+    """Offset of each chunk from the file's first byte."""
     num_bytes: int
 
 
 def outline(chunks: Sequence[Chunk]) -> Outline:
-    """Types that safetensors has no word for go as plain bytes: the manifest knows what they are."""
+    """Dtypes that safetensors does not define are written as plain bytes; the manifest has the dtype."""
     ends = list(accumulate((chunk.num_bytes for chunk in chunks), initial=0))
     rows: dict[str, object] = {}
     seen: Counter[tuple[str, str]] = Counter()
@@ -93,7 +94,7 @@ def outline(chunks: Sequence[Chunk]) -> Outline:
 
 
 def digests_of(chunk: Chunk, data: memoryview) -> Digests:
-    """All that is kept of a chunk's bytes, once they are known to be those the source had."""
+    """The digests of a chunk, after checking that its bytes still match the source's checksum."""
     check(chunk, data)
     return Digests(blake3_hex(data), spread_digest(data, chunk.dtype, chunk.piece))
 
@@ -111,9 +112,9 @@ def write(
     known: Mapping[int, Digests],
     breathe: Callable[[], None],
 ) -> tuple[DataFile, Outline, dict[int, Digests]]:
-    """Write the chunks, by their numbers in the order; ``breathe`` runs between them and may raise to give up.
+    """Write the chunks, keyed by their index in the save; ``breathe`` runs between them and may raise to cancel.
 
-    Chunks with ``known`` digests are compared with their checksum only.
+    Chunks with ``known`` digests are only compared with their checksum.
     """
     plan = outline(tuple(chunks.values()))
     sink = storage.create(path, plan.num_bytes)
@@ -125,7 +126,7 @@ def write(
         sink.close()
         found = {number: future.result() for number, future in digests.items()}
     except BaseException:
-        hasher.shutdown(wait=True, cancel_futures=True)  # it reads memory that is about to be given back
+        hasher.shutdown(wait=True, cancel_futures=True)  # it reads memory that is about to be released
         sink.abort()
         raise
     hasher.shutdown(wait=True)
@@ -157,7 +158,7 @@ def _stream(
         if place == len(chunks) // 2:
             point(HALF_WAY)
         while len(behind) > _LAG or (behind and behind[0].done()):
-            behind.popleft().result()  # a mismatch ends the save here, not after the last byte
+            behind.popleft().result()  # a mismatch fails the save here, not after the last byte
         breathe()
     return digests
 
@@ -165,7 +166,7 @@ def _stream(
 def read_back(
     storage: Storage, path: str, file: DataFile, chunks: Iterable[Chunk], breathe: Callable[[], None]
 ) -> None:
-    """Compare what lies on the medium with what the source had, byte for byte by checksum."""
+    """Compare the checksum of every byte on the medium with that of the source."""
     wanted = [(file.header_bytes, file.header_crc32c, "its header")]
     wanted += [(chunk.num_bytes, chunk.crc32c, f"{chunk.section}/{chunk.key}") for chunk in chunks]
     pieces = storage.read_fresh(path, _READ_BYTES)

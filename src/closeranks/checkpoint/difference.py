@@ -1,7 +1,7 @@
-"""In which tensors do two checkpoints differ?
+"""Compares two checkpoints by their manifests: which tensors differ.
 
-Told from their manifests alone: the layout-independent digest of a tensor is equal whatever layout saved it. Invariant:
-every tensor of either is in the answer once. Imports no torch; ``values`` finds out by how much they differ.
+Reads no tensor data: the layout-independent digest of a tensor is the same whatever layout saved it. Invariant: every
+tensor of either checkpoint is in the result once. Imports no torch; ``values`` computes by how much they differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Verdict = Literal["equal", "differs", "shape", "dtype", "only in A", "only in B"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a manifest says of a tensor as a whole."""
+    """What a manifest says about a whole tensor."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -1,21 +1,21 @@
-"""How are the bytes of a state told apart from bytes that were damaged, moved or changed?
+"""The digests that detect damaged, moved or changed bytes of a state.
 
-Three digests of each chunk: CRC32C (checked whenever it is read), BLAKE3 (says which bytes are the same ones), and its
-share of a digest of the whole tensor that does not depend on how the tensor was cut.
+Three digests of each chunk: CRC32C (checked whenever it is read), BLAKE3 (identifies equal bytes), and its term of a
+digest of the whole tensor that does not depend on how the tensor was split.
 
 [Note: the layout-independent digest]
-Let the whole tensor lie row by row in little-endian bytes, filled up with zeros to whole words of four bytes. Then
+Let the whole tensor lie in row-major order in little-endian bytes, padded with zeros to whole words of four bytes. Then
 
     digest = sum of word[i] * MIX[i >> 16] * TABLE[i & 0xffff]  mod 2**64
     mix(x) = splitmix64's finaliser of x + 0x9e3779b97f4a7c15
     MIX[b] = mix(b) | 1
     TABLE[k] = mix(2**63 + k) with its low 17 bits replaced by 2 * k + 1
 
-A piece's share is the same sum with all bytes outside the piece taken as zero; so the shares of any cut add up to the
-digest. Words are of four bytes and weights of eight, since a high bit times a weight keeps only the weight's low bits:
-with words of eight bytes, swapping x and -x would go unseen. Invariants: all weights are odd, so that one flipped bit
-always changes the digest; two different words of one block of 65,536 have weights that differ in their low 17 bits, so
-that swapping two different elements of up to four bytes there always does. Imports no torch.
+A piece's term is the same sum with all bytes outside the piece taken as zero; so the terms of any partition add up to
+the digest. Words have four bytes and weights eight, since a high bit times a weight keeps only the weight's low bits:
+with words of eight bytes, swapping x and -x would go undetected. Invariants: all weights are odd, so that one flipped
+bit always changes the digest; two different words of one block of 65,536 have weights that differ in their low 17 bits,
+so that swapping two different elements of up to four bytes there always changes it too. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ITEM_BYTES = {
 }
 _WORD_BYTES = 4
 _BLOCK = 1 << 16
-"""Words that share one weight of ``MIX``. A block, the table and the widened words fit a core's second-level cache."""
+"""Words that share one weight of ``MIX``. A block, the table and the widened words fit a core's L2 cache."""
 _LONG_BYTES = 8 << 10
-"""From here on a stretch of memory pays for a call of its own; shorter ones are gathered."""
+"""From this size on a contiguous range is worth a call of its own; shorter ones are gathered."""
 _MANY = 4
-"""Segments that make one call for all of them worth its while."""
+"""From this number of segments on, one call for all of them is worth it."""
 _GATHERED = 1 << 16
 """Words gathered at once."""
 _MASK = 2**64 - 1
@@ -57,7 +57,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def item_bytes(dtype: str) -> int:
-    """Of one element; ``ValueError`` for a name that no checkpoint of this version uses."""
+    """Size of one element; ``ValueError`` for a dtype that no checkpoint of this version uses."""
     try:
         return _ITEM_BYTES[dtype]
     except KeyError:
@@ -65,7 +65,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def crc32c(data: Bytes, value: int = 0) -> int:
-    """``value``: of what came before. Runs without the interpreter's lock for more than a few KiB."""
+    """``value``: the CRC of the preceding bytes. Runs without the GIL for more than a few KiB."""
     return int(_crc32c(data, value))
 
 
@@ -74,7 +74,7 @@ def blake3_hex(data: Bytes) -> str:
 
 
 def spread_digest(data: Bytes, dtype: str, piece: Piece) -> int:
-    """The share of ``data``, the piece's elements in its own order, in the digest of the whole tensor."""
+    """The term of ``data``, the piece's elements in the piece's own order, in the digest of the whole tensor."""
     size = item_bytes(dtype)
     if memoryview(data).nbytes != piece.numel * size:
         raise ValueError(f"{piece.name}: {memoryview(data).nbytes} bytes for {piece.numel} elements of {dtype}")
@@ -90,7 +90,7 @@ def spread_digest(data: Bytes, dtype: str, piece: Piece) -> int:
 
 
 class _Segments:
-    """A box of a tensor as stretches that are contiguous in the whole tensor's memory, all of one length."""
+    """A box of a tensor as segments that are contiguous in the whole tensor's memory, all of the same length."""
 
     def __init__(self, box: Box, shape: tuple[int, ...], item: int) -> None:
         strides = [item * prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -115,7 +115,7 @@ class _Segments:
         return self._gathered(octets)
 
     def _by_rows(self, octets: Array) -> int:
-        """Segments at equal distances, many to a block."""
+        """For equally spaced segments, many to a block."""
         stride = self._strides[-1] // _WORD_BYTES
         groups = octets.view("<u4").reshape(-1, self._size[-1], self.num_bytes // _WORD_BYTES)
         total = 0
@@ -132,7 +132,7 @@ class _Segments:
         return total
 
     def _gathered(self, octets: Array) -> int:
-        """Many short ones: every unit finds its own weight. A unit is an element, or a word of a larger one."""
+        """For many short segments: every unit gets its own weight. A unit is an element, or a word of a larger one."""
         units = octets.view(f"<u{self._unit}").reshape(self.count, -1)
         within = np.arange(units.shape[1], dtype=np.int64) * self._unit
         total = 0
@@ -145,8 +145,8 @@ class _Segments:
         return total
 
     def _places(self, at_once: int, num_dims: int) -> Iterator[tuple[int, Array]]:
-        """Where in the whole tensor's bytes the segments begin, so many at a time; with fewer outer dims, the first of
-        each group of segments."""
+        """Byte offsets of the segments in the whole tensor, ``at_once`` at a time; with fewer outer dims, the offset of
+        the first of each group of segments."""
         size, strides = self._size[:num_dims], self._strides[:num_dims]
         count = prod(size)
         for first in range(0, count, at_once):
@@ -158,7 +158,7 @@ class _Segments:
 
 
 def _stretch(octets: Array, at: int) -> int:
-    """Bytes that lie one after another in the whole tensor's memory, from its byte ``at`` on."""
+    """Digest of bytes that are contiguous in the whole tensor's memory, from its byte ``at`` on."""
     head = min(-at % _WORD_BYTES, len(octets))
     num_words = (len(octets) - head) // _WORD_BYTES
     tail = head + num_words * _WORD_BYTES
@@ -177,14 +177,14 @@ def _stretch(octets: Array, at: int) -> int:
 
 
 def _rows(words: Array, word: int, stride: int) -> int:
-    """Rows of words, the first one's from ``word`` of the whole tensor on, each ``stride`` after the one before: the
-    weights of all rows that lie in one block are a strided view of the table."""
+    """Digest of rows of words; the first row starts at word ``word`` of the whole tensor, each further one ``stride``
+    words later. The weights of all rows in one block are a strided view of the table."""
     table, (num_rows, width) = _table(), words.shape
     total = row = 0
     while row < num_rows:
         block, first = divmod(word, _BLOCK)
         count = min((_BLOCK - width - first) // stride + 1, num_rows - row)
-        if count < 1:  # across the border of two blocks
+        if count < 1:  # the row crosses the boundary of two blocks
             count = 1
             total += _stretch(words[row].view(np.uint8), word * _WORD_BYTES)
         else:
@@ -195,7 +195,7 @@ def _rows(words: Array, word: int, stride: int) -> int:
 
 
 def _part(octets: Array, at: int) -> int:
-    """Less than a word."""
+    """Digest of less than a word."""
     if not len(octets):
         return 0
     block, first = divmod(at // _WORD_BYTES, _BLOCK)

@@ -1,6 +1,6 @@
-"""Which version do a checkpoint's sealed documents have, and what is said of one that is damaged?
+"""Seals and unseals the documents of a checkpoint, with its format version and error messages.
 
-How they are sealed stands in ``storage.documents``. Imports no torch.
+The sealing itself is in ``storage.documents``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from closeranks.storage import documents
 from closeranks.storage.documents import UnsoundDocument
 
 VERSION = 1
-"""Of everything a checkpoint holds: a reader refuses a later one by name and reads every earlier one."""
+"""Format version of everything in a checkpoint: a reader refuses later versions and reads every earlier one."""
 
 
 def seal(kind: str, body: Any) -> bytes:

@@ -1,13 +1,13 @@
-"""What does a checkpoint say about itself? The manifest, and the words all of this room share.
+"""The manifest of a checkpoint, its file layout, and the data types that the whole package shares.
 
     checkpoints/                              the root: a storage (a folder, or a prefix in an object store)
-      step-00000040/                          one checkpoint; ``step-00000040-2`` where the run's second part saved
-        data-00000-of-00002.safetensors       what rank 0 of 2 wrote
-        part-00000-of-00002.json              what rank 0 says it wrote; gone once the manifest stands
-        manifest.json                         written last: its being there makes the checkpoint count
+      step-00000040/                          one checkpoint; ``step-00000040-2`` if saved by the run's second attempt
+        data-00000-of-00002.safetensors       data written by rank 0 of 2
+        part-00000-of-00002.json              lists what rank 0 wrote; removed once the manifest is published
+        manifest.json                         written last: its presence commits the checkpoint
       latest                                  names the newest certified checkpoint and its manifest's digest
 
-A tensor of the state is known by section and key (``model``, ``layers.0.weight``) and saved in chunks: flat or box
+A tensor of the state is identified by section and key (``model``, ``layers.0.weight``) and saved in chunks: flat or box
 pieces of it of at most ``CHUNK_BYTES``, each with its digests. Invariants: a manifest lists every chunk of every
 tensor, and each chunk lies in this checkpoint's own files or in an earlier one's, never behind a second reference; all
 of it was read back from the medium before the manifest was written. Imports no torch.
@@ -30,12 +30,12 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a tensor as its holder hands it over; ``crc32c`` was taken from the memory that training uses."""
+    """A piece of a tensor to be saved; ``crc32c`` was computed from the training process's own memory."""
 
     section: str
     key: str
     dtype: str
-    """As torch and numpy call it: ``float32``, ``bfloat16``, ``int64``, ``bool``, ``float8_e4m3fn``."""
+    """The name in torch and numpy: ``float32``, ``bfloat16``, ``int64``, ``bool``, ``float8_e4m3fn``."""
     piece: Piece
     """Its name is the key."""
     num_bytes: int
@@ -44,27 +44,27 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A chunk that lies somewhere."""
+    """A chunk, where it lies, and its digests."""
 
     chunk: Chunk
     file: str
     """A file of the same checkpoint, or ``step-00000020/data-...`` in an earlier one."""
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     blake3: str
-    """Of its bytes: 64 hex digits."""
+    """BLAKE3 of its bytes: 64 hex digits."""
     share: int
-    """Its share of the tensor's layout-independent digest (see ``digests.spread_digest``)."""
+    """Its term of the tensor's layout-independent digest (see ``digests.spread_digest``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A safetensors file of this checkpoint: its header is checked by this, the rest chunk by chunk."""
+    """A safetensors file of this checkpoint, with the digest of its header; the rest is checked chunk by chunk."""
 
     name: str
     num_bytes: int
     header_bytes: int
-    """Up to the first tensor: the eight bytes of length and the JSON."""
+    """Size of the header up to the first tensor: the eight bytes of length and the JSON."""
     header_crc32c: int
 
 
@@ -75,16 +75,16 @@ class Part:
     rank: int
     num_ranks: int
     save: str
-    """Which try this was: parts of different tries never make one checkpoint."""
+    """Identifies the attempt: parts of different attempts never make one checkpoint."""
     files: tuple[DataFile, ...]
-    """At most one today; none where nothing of this rank's changed."""
+    """At most one today; none if nothing that this rank writes has changed."""
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     name: str
-    """Of its folder."""
+    """Name of its folder."""
     step: int
     save: str
     num_ranks: int
@@ -94,20 +94,20 @@ class Manifest:
     is_full: bool
     """Whether nothing in it refers to an earlier checkpoint."""
     metric: float | None
-    """What ``keep_best`` goes by, smaller is better; None where nothing was evaluated."""
+    """What ``keep_best`` ranks by, smaller is better; None if nothing was evaluated."""
     tree: Mapping[str, Any]
-    """Everything of the state that is no tensor: plain values, JSON's."""
+    """The non-tensor part of the state, as plain JSON values."""
     files: tuple[DataFile, ...]
     entries: tuple[Entry, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of the state it holds, references included."""
+        """Size of the state it holds, including references."""
         return sum(entry.chunk.num_bytes for entry in self.entries)
 
     @property
     def own_bytes(self) -> int:
-        """Of its own files."""
+        """Size of its own files."""
         return sum(file.num_bytes for file in self.files)
 
     def tensors(self) -> dict[tuple[str, str], tuple[Entry, ...]]:
@@ -130,16 +130,16 @@ class Manifest:
 class Latest:
     name: str
     blake3: str
-    """Of the manifest, all of its bytes."""
+    """BLAKE3 of all bytes of the manifest."""
 
 
 def folder_name(step: int, part: int = 1) -> str:
-    """``part``: the first opening of the run saves under plain names, a second one under ``...-2``."""
+    """``part``: the attempt number; the first attempt of a run saves under plain names, the second under ``...-2``."""
     return f"step-{step:08d}" if part == 1 else f"step-{step:08d}-{part}"
 
 
 def parse_folder(name: str) -> tuple[int, int] | None:
-    """Step and part of a checkpoint's folder name; None for anything else."""
+    """Step and attempt number of a checkpoint's folder name; None for anything else."""
     match = _FOLDER.fullmatch(name.rstrip("/"))
     return (int(match[1]), int(match[2] or 1)) if match else None
 
@@ -152,7 +152,7 @@ def part_name(rank: int, num_ranks: int) -> str:
     return f"part-{rank:05d}-of-{num_ranks:05d}.json"
 
 
-# Documents: plain values and back. A damaged or foreign one is refused by name.
+# Encoding and decoding of documents. A damaged or foreign one is refused with an error that names it.
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -222,7 +222,7 @@ def _file_row(file: DataFile) -> list[Any]:
 
 
 def _tensor_rows(entries: Iterable[Entry]) -> list[Any]:
-    """One object for each tensor, its chunks as rows: a manifest of a large run has a million of them."""
+    """One object for each tensor, with its chunks as rows: the manifest of a large run has a million of them."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         chunk, piece = entry.chunk, entry.chunk.piece
@@ -256,7 +256,8 @@ def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterable[Entry]:
 
 
 class _refused:
-    """A sealed document whose parts do not fit together is foreign or from a broken writer: refused by name."""
+    """Turns decoding errors into a ``CheckpointError`` that names the document: a sealed document whose parts do not
+    fit together is foreign or from a broken writer."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -271,5 +272,5 @@ class _refused:
 
 
 def moved(entry: Entry, folder: str) -> Entry:
-    """The same bytes as another checkpoint refers to them."""
+    """The same entry, as another checkpoint refers to it."""
     return entry if "/" in entry.file else replace(entry, file=f"{folder}/{entry.file}")

@@ -1,8 +1,8 @@
-"""What is a writer asked to save, under which settings, and what does it answer?
+"""The messages between a trainer and its writer process: save tasks, settings and reports.
 
-Orders go from a trainer to its writer, reports come back; both cross a process boundary as plain JSON values.
-Invariant: ``decode(encode(x)) == x`` for each of them, floats included. Imports no torch and no pydantic: the writer
-starts in a fraction of a second.
+Save tasks go from a trainer to its writer, reports come back; both cross a process boundary as plain JSON values.
+Invariant: ``decode(encode(x)) == x`` for each of them, floats included. Imports no torch and no pydantic, so that the
+writer starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ class Order:
     """One save, as one rank sees it."""
 
     save: str
-    """Which try this is, alike on all ranks: parts of different tries never make one checkpoint."""
+    """Identifies the attempt, the same on all ranks: parts of different attempts never make one checkpoint."""
     folder: str
-    """Of the checkpoint, in the storage's root: ``manifest.folder_name(step, part)``."""
+    """The checkpoint's folder in the storage's root: ``manifest.folder_name(step, part)``."""
     step: int
     rank: int
     num_ranks: int
     layout: str
     chunks: tuple[Chunk, ...]
-    """In the order their bytes lie in shared memory: back to back, without gaps."""
+    """In the order of their bytes in shared memory: back to back, without gaps."""
     is_full: bool
-    """Write all, refer to nothing."""
+    """Write everything, without references to earlier checkpoints."""
     to_remote: bool
-    """Whether the second place gets it too; without meaning where the settings name none."""
+    """Whether to save to the second tier too; ignored if the settings name none."""
     tree: Mapping[str, Any] | None
-    """Rank 0 only: everything of the state that is no tensor."""
+    """Rank 0 only: the non-tensor part of the state."""
     metric: float | None
     begin: int = 0
-    """Where the first chunk lies in the memory."""
+    """Offset of the first chunk in the shared memory."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of each chunk's first byte."""
+        """Offset of each chunk's first byte."""
         return tuple(accumulate((chunk.num_bytes for chunk in self.chunks[:-1]), initial=self.begin))[
             : len(self.chunks)
         ]
@@ -60,12 +60,12 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What stays the same for all saves of a writer."""
+    """Settings that are the same for all saves of a writer."""
 
     place: str
     """The primary storage: a folder or an fsspec URL."""
     remote: str
-    """The second, durable one; empty: none."""
+    """The second, durable storage; empty: none."""
     keep_last: int
     keep_every: int
     keep_best: int
@@ -75,7 +75,7 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: CheckpointConfig, place: str) -> Settings:
-        """``place``: where the run's checkpoints go when the config names no folder of its own."""
+        """``place``: where the run's checkpoints go if the config names no folder."""
         return cls(
             place=config.folder or place,
             remote=config.remote,
@@ -90,15 +90,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of a save, as far as it has come.
+    """Progress or result of a save.
 
-    written     this rank's data is durable in ``tier`` (``path``: its file, ``num_bytes``, ``seconds`` since the order
+    written     this rank's data is durable in ``tier`` (``path``: its file, ``num_bytes``, ``seconds`` since the save
                 began there)
-    released    the buffer is free for the next save; once for each order, whatever else happens
-    committed   rank 0: the checkpoint counts in ``tier`` (``path``, ``num_bytes`` of the state, ``seconds``)
-    failed      it will not count in ``tier``; ``what`` says why in one sentence
+    released    the buffer is free for the next save; exactly once for each save, whatever else happens
+    committed   rank 0: the checkpoint is committed in ``tier`` (``path``, ``num_bytes`` of the state, ``seconds``)
+    failed      it will not be committed in ``tier``; ``what`` says why in one sentence
     collected   rank 0: ``names`` of the checkpoints that retention removed from ``tier``; ``what`` says what it could
-                not remove, which fails no save
+                not remove, which does not fail the save
     """
 
     kind: Kind
@@ -113,7 +113,7 @@ class Report:
 
 
 def session_of(save: str) -> str:
-    """What all saves of one session have in common: in it, a step has one state."""
+    """The token shared by all saves of a session; within a session, a step has one state."""
     return save.rpartition("-")[0]
 
 

@@ -1,9 +1,9 @@
-"""How does a rank get its piece of a saved tensor back, whatever layout saved it?
+"""Reads any piece of a saved tensor, whatever layout saved it (resharding on load).
 
-Every saved chunk that has a part in the piece is fetched, checked and copied to its place; where a chunk lies in one
-stretch in the piece it is read straight into the piece's memory. Invariants: what a reader gives was checked against
-the digest of its source and is whole, or a ``CheckpointError`` names checkpoint, tensor and file; no more than the
-piece and a few chunks is held at a time.
+Every saved chunk that overlaps the piece is fetched, checked and copied to its place; a chunk that is contiguous in the
+piece is read directly into the piece's memory. Invariants: what a reader returns is complete and was checked against
+the digest of its source, or a ``CheckpointError`` names checkpoint, tensor and file; no more than the piece and a few
+chunks are in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import Storage
 
 _KEPT_BYTES = 64 << 20
-"""Of chunks that were used in part: neighbouring pieces, read one after another, share them."""
+"""Cache of chunks that were used in part: neighbouring pieces, read one after another, share them."""
 _REMOTE_THREADS = 8
-"""An object store answers late and many at once; a disk keeps no more threads busy than there are cores."""
+"""An object store has high latency and serves many requests at once; a disk keeps at most one thread per core busy."""
 _WORTH_THREADS_BYTES = 1 << 20
 _LARGE_BYTES = 4 << 20
-"""From here on numpy asks for large pages."""
+"""From this size on numpy requests huge pages."""
 
 _log = logging.getLogger(__name__)
 
 
 class CheckpointReader:
-    """One checkpoint, open for reading; tensors come one at a time, and only when asked for."""
+    """One checkpoint, open for reading; tensors are read one at a time, on request."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self.path = f"{storage.url}/{folder}"
@@ -58,16 +58,17 @@ class CheckpointReader:
         return self.manifest.tree
 
     def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of what a section holds, by key."""
+        """Global shapes of the tensors of a section, by key."""
         return {key: entries[0].chunk.piece.shape for (of, key), entries in self._tensors.items() if of == section}
 
     def dtype(self, section: str, key: str) -> torch.dtype:
-        """As it was saved."""
+        """The dtype it was saved in."""
         found: torch.dtype = getattr(torch, self._entries(section, key)[0].chunk.dtype)
         return found
 
     def check_files(self) -> None:
-        """Whether all files are there, own ones as they were saved but for the tensors' bytes. Reads headers only."""
+        """Check that all files exist and that the checkpoint's own files have the saved size and header. Reads headers
+        only, no tensor data."""
         for file in [file.name for file in self.manifest.files]:
             self._chunks.check_file(file)
         for entry in self.manifest.entries:
@@ -81,8 +82,8 @@ class CheckpointReader:
         return made.view(piece.local_shape)
 
     def read_into(self, section: str, key: str, piece: Piece, out: Tensor) -> None:
-        """The same into a tensor that is there: saves a copy and fresh memory where it is contiguous, on the CPU and of
-        the saved type. Where this raises, it holds some of it and some not."""
+        """The same into an existing tensor: saves a copy and an allocation if it is contiguous, on the CPU and of the
+        saved dtype. If this raises, the tensor may be partly filled."""
         is_straight = out.device.type == "cpu" and out.is_contiguous() and out.dtype == self.dtype(section, key)
         with torch.no_grad():
             if is_straight:
@@ -99,7 +100,7 @@ class CheckpointReader:
         return entries
 
     def _sound(self, section: str, key: str, shape: tuple[int, ...]) -> tuple[Entry, ...]:
-        """The chunks of a tensor, once they are known to cover it and to be there: before memory is taken for it."""
+        """The chunks of a tensor, after checking that they cover it and exist: before memory is allocated for it."""
         entries = self._entries(section, key)
         saved = [entry.chunk.piece for entry in entries]
         if shape != saved[0].shape:
@@ -127,7 +128,7 @@ class CheckpointReader:
                 done.result()
 
     def _copy(self, entry: Entry, overlaps: Sequence[Overlap], made: Tensor) -> None:
-        """One chunk's part in a piece; ``made`` is the piece's memory."""
+        """Copy the part of a chunk that lies in a piece; ``made`` is the piece's memory."""
         dtype = getattr(torch, entry.chunk.dtype)
         numel = entry.chunk.piece.numel
         place = straight(overlaps, numel) if made.dtype == dtype else None
@@ -148,8 +149,8 @@ class CheckpointReader:
 
 
 def open_newest(place: str) -> CheckpointReader:
-    """The checkpoint to go on from at a run's folder, a folder of checkpoints, one of them, or a URL of those: the
-    first whose manifest, files and headers are sound. Others are passed over with a word in the log."""
+    """The checkpoint to resume from at a run's folder, a folder of checkpoints, one of them, or a URL of those: the
+    first whose manifest, files and headers are valid. Others are skipped with a warning in the log."""
     passed: list[str] = []
     catalogue = find(place)
     for found in catalogue.candidates():
@@ -169,7 +170,7 @@ def open_newest(place: str) -> CheckpointReader:
 
 
 def straight(overlaps: Sequence[Overlap], numel: int) -> int | None:
-    """Where a chunk of so many elements lies in a piece's memory, if it lies there whole and in its own order."""
+    """The offset of a chunk of ``numel`` elements in a piece's memory, if it is complete and contiguous there."""
     if sum(overlap.box.numel for overlap in overlaps) != numel:
         return None
     places = set()
@@ -180,7 +181,7 @@ def straight(overlaps: Sequence[Overlap], numel: int) -> int | None:
 
 
 def _stretch(run: Run, box: Box) -> int | None:
-    """The first element of a box in a run's memory, if the rest of it follows without gaps."""
+    """Index of the first element of a box in a run's memory, if the rest of it follows without gaps."""
     first, stride, is_open = run.first, 1, True
     for dim in reversed(range(len(box.size))):
         extent = run.box.size[dim]
@@ -201,7 +202,7 @@ def _part(memory: Tensor, run: Run, box: Box) -> Tensor:
 
 
 def _fresh(numel: int, dtype: torch.dtype) -> Tensor:
-    """Large memory from numpy, which asks the kernel for large pages: touching 4 KiB ones first costs more than
+    """Large buffers come from numpy, which requests huge pages: page faults of 4 KiB each would cost more than
     reading."""
     if numel * dtype.itemsize < _LARGE_BYTES:
         return torch.empty(numel, dtype=dtype)
@@ -214,7 +215,7 @@ def _octets(memory: Tensor) -> memoryview:
 
 
 class _Kept:
-    """The chunks used last, as far as they fit."""
+    """An LRU cache of chunks, limited by size."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes, self._num_bytes = limit_bytes, 0

@@ -1,9 +1,9 @@
-"""Which chunks need not be written again, because an earlier checkpoint holds the very same bytes?
+"""Finds the chunks that an incremental save need not write, because an earlier checkpoint holds the same bytes.
 
-The base is the newest certified checkpoint of the same place. A chunk of it is a candidate where everything that costs
-nothing to compare is equal, the checksum from the source among it; it becomes a reference when its BLAKE3 is equal too.
+The base is the newest certified checkpoint of the same place. A chunk of it is a candidate if everything that is free
+to compare is equal, including the checksum from the source; it becomes a reference if its BLAKE3 is equal too.
 Invariants: a reference points at bytes, never at another reference; a base that is damaged, or whose files are gone,
-refers to nothing, and all is written anew. Imports no torch.
+yields no references, and everything is written. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 
 def read_base(storage: Storage) -> Manifest | None:
-    """The manifest that ``latest`` names, if both are sound."""
+    """The manifest that ``latest`` names, if both are valid; else None."""
     try:
         latest = decode_latest(storage.read(LATEST), LATEST)
         path = f"{latest.name}/{MANIFEST}"
@@ -36,11 +36,11 @@ def read_base(storage: Storage) -> Manifest | None:
             return None
         return decode_manifest(data, path)
     except (StorageError, CheckpointError):
-        return None  # nothing to refer to: the price is bytes, and the error shows where it matters
+        return None  # no references: costs more bytes, and a real error shows up when this save writes
 
 
 def candidates(base: Manifest, chunks: Sequence[Chunk]) -> dict[int, Entry]:
-    """By number of the chunk: where the base has bytes that may be the same."""
+    """By index of the chunk: the location in the base of bytes that may be the same."""
     entries = {entry.chunk: entry for entry in base.entries}
     return {
         number: moved(entries[chunk], base.name)
@@ -50,13 +50,13 @@ def candidates(base: Manifest, chunks: Sequence[Chunk]) -> dict[int, Entry]:
 
 
 def standing(storage: Storage, found: Mapping[int, Entry]) -> dict[int, Entry]:
-    """Those whose files are still there, and long enough."""
+    """The entries whose files still exist and are long enough."""
     missing = set(absent(found.values(), storage.size))
     return {number: entry for number, entry in found.items() if entry.file not in missing}
 
 
 def absent(entries: Iterable[Entry], size: Callable[[str], int]) -> list[str]:
-    """The files of other checkpoints that are gone or too short for what is to be read from them."""
+    """The files of other checkpoints that are missing, or too short for what must be read from them."""
     needed: dict[str, int] = {}
     for entry in entries:
         if "/" in entry.file:

@@ -1,17 +1,17 @@
-"""When is the next checkpoint due?
+"""The save schedule: decides when the next checkpoint is due.
 
-Rank 0 alone asks, and any rank where a save failed; the vote tells the others. ``every`` says how: a number of steps
-(due at its multiples), a span of time (due at the first step at or after each multiple of it since the run's first
-step), or "auto": as often as what a save costs and how often the job fails make best (facts.intervals), learned as the
-run goes.
+Only rank 0 consults it, and any rank on which a save failed; the vote informs the others. ``every`` is a number of
+steps (due at its multiples), a period of time (due at the first step at or after each multiple of it since the run's
+first step), or "auto": the interval that is optimal for the measured cost of a save and the job's failure rate
+(facts.intervals), learned during the run.
 
-What "auto" promises: no save in the first ``FIRST_SAVE_S`` of a run, so that short runs do not pay for one; then one,
-which proves the path and measures it, also after every restart; then at least one step and at most ``MOST_S`` apart,
-and never more often than saves become durable. A failed save is tried again after a time that doubles, under every
-rhythm but 0. Nothing is due while a save is under way, but the multiples of a number of steps always are.
+What "auto" guarantees: no save in the first ``FIRST_SAVE_S`` of a run, so that short runs do not pay for one; then one
+save, which tests and measures the path, also after every restart; then saves at least one step and at most ``MOST_S``
+apart, and never more often than saves become durable. A failed save is retried with exponential backoff, unless
+``every`` is 0. Nothing is due while a save is in flight, except the multiples of a number of steps, which always are.
 
-Invariant: no clock is read here; all instants are monotonic seconds that the caller passes in, and none of them leaves
-in ``state``, which is plain JSON values and continues the estimate of the failure rate over restarts.
+Invariant: no clock is read here; all times are monotonic seconds passed in by the caller, and none of them is stored in
+``state``, which consists of plain JSON values and continues the estimate of the failure rate over restarts.
 """
 
 from __future__ import annotations
@@ -30,40 +30,41 @@ MOST_S = 1800.0
 FIRST_RETRY_S = 15.0
 MOST_RETRY_S = 600.0
 GIVEN_UP_S = 7200.0
-"""A save that nothing was heard of for so long no longer stands in the way of the next."""
+"""A save without any report for this long no longer blocks the next one."""
 _WEIGHT = 0.3
-"""Of a new measurement, once there are a few."""
+"""Weight of a new measurement, once there are a few."""
 _STEP_WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What is known of the job from all its lives so far."""
+    """Measured saves and faults of the job, over all its restarts so far."""
 
     uptime_s: float = 0.0
     num_faults: int = 0
     stall_s: float = 0.0
     durable_s: float = 0.0
     drag_s: float = 0.0
-    """What the steps during one save took longer than others."""
+    """How much longer the steps during one save took than other steps."""
     num_saves: int = 0
-    """Measured, over all lives; 0: nothing is known of costs."""
+    """Number of measured saves, over all restarts; 0: the cost is not known."""
 
     @classmethod
     def decode(cls, state: Mapping[str, Any], num_new_faults: int | None = None) -> History:
-        """What ``Rhythm.state`` wrote. A state that was not written on leaving was cut short by one fault."""
+        """Decode what ``Rhythm.state`` wrote. A state that was not written at an orderly end counts as one fault."""
         known = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
         new = num_new_faults if num_new_faults is not None else int(not state.get("is_ending", False))
         return replace(cls(**known), num_faults=int(state.get("num_faults", 0)) + new)
 
     @property
     def cost_s(self) -> float:
-        """What a save takes from training: it stood still, or its steps were slower. Step times may hold the stall, so
-        the larger counts and not the sum."""
+        """What a save costs training: it was blocked, or its steps were slower. Step times may include the stall, so
+        this is the larger of the two, not the sum."""
         return max(self.stall_s, self.drag_s)
 
     def measured(self, stall_s: float, durable_s: float, drag_s: float) -> History:
-        """With one more save. The first one made its buffers; the second forgets it."""
+        """The history with one more save. The first save allocated its buffers, so the second one overwrites its
+        measurement."""
         number = self.num_saves + 1
         weight = 1.0 if number <= 2 else max(_WEIGHT, 1 / (number - 1))
         return replace(
@@ -80,7 +81,7 @@ def _blend(old: float, new: float, weight: float) -> float:
 
 
 class Rhythm:
-    """Ask ``is_due`` after every step, and tell what became of each save with ``saved`` or ``failed``."""
+    """Call ``is_due`` after every step, and report the result of each save with ``saved`` or ``failed``."""
 
     def __init__(self, every: int | str, mtbf_s: float | None, num_ranks: int, history: History | None = None) -> None:
         self.every = every
@@ -91,11 +92,11 @@ class Rhythm:
         self._opened_s: float | None = None
         self._now_s = 0.0
         self._asked_s: float | None = None
-        """When a save was found due, until it is known what became of it."""
+        """When a save was found due, until its result is known."""
         self._last_s: float | None = None
-        """When the newest good save of this life was asked for."""
+        """When the newest successful save since the last restart was requested."""
         self._tried_s: float | None = None
-        """The same of the newest save, good or not."""
+        """The same for the newest save, successful or not."""
         self._retry_s = math.inf
         self._num_failed = 0
         self._step_s = 0.0
@@ -111,15 +112,17 @@ class Rhythm:
         state: Mapping[str, Any],
         num_new_faults: int | None = None,
     ) -> Rhythm:
-        """Go on with the estimate of a checkpoint; the faults since then are told, or taken from how it was left."""
+        """Continue with the estimate stored in a checkpoint; the number of faults since then is given, or inferred from
+        whether the run ended in an orderly way."""
         return cls(every, mtbf_s, num_ranks, History.decode(state, num_new_faults))
 
     def state(self, *, is_ending: bool = False) -> dict[str, Any]:
-        """For the state tree; ``is_ending`` when this save is the last of a run that ends or drains as it should."""
+        """For the state tree; ``is_ending`` if this save is the last one of a run that ends or drains in order."""
         return {**asdict(self._history_now()), "is_ending": is_ending}
 
     def is_due(self, step: int, now_s: float) -> bool:
-        """Whether the state after this step should be saved. True once; then not before ``saved`` or ``failed``."""
+        """Whether the state after this step should be saved. True once, then not again before ``saved`` or
+        ``failed``."""
         self._hear(now_s)
         if self.every == 0:
             return False
@@ -134,20 +137,20 @@ class Rhythm:
         return is_due
 
     def is_retry_due(self, now_s: float) -> bool:
-        """On the other ranks, which ask for nothing else: whether a save failed here and should be tried again."""
+        """On the other ranks, which call nothing else: whether a save failed here and should be retried."""
         self._hear(now_s)
         return self._num_failed > 0 and now_s >= self._retry_s
 
     def taken(self) -> None:
-        """A save is on its way on all ranks: whoever waited to try again has what it wanted."""
+        """A save has started on all ranks, so a pending retry is no longer needed."""
         self._retry_s = math.inf
 
     def mended(self) -> None:
-        """On the other ranks, which are not told when a checkpoint counts: this rank's part of it is durable."""
+        """On the other ranks, which do not learn of a commit: this rank's part of a save is durable."""
         self._num_failed, self._retry_s = 0, math.inf
 
     def stepped(self, seconds: float) -> None:
-        """One step's wall time. The first holds warm-up and counts for nothing."""
+        """Record the wall time of one step. The first includes warm-up and is ignored."""
         self._num_steps += 1
         if self._num_steps == 1:
             return
@@ -157,9 +160,9 @@ class Rhythm:
             self._step_s = _blend(self._step_s, seconds, max(_STEP_WEIGHT, 1 / (self._num_steps - 1)))
 
     def saved(self, step: int, stall_s: float, durable_s: float, now_s: float) -> None:
-        """A checkpoint counts: training stood for ``stall_s``, and ``durable_s`` passed since the save began."""
+        """A checkpoint was committed: training was blocked for ``stall_s``, and the save took ``durable_s`` in all."""
         self._hear(now_s)
-        asked_s, drag_s = now_s - durable_s, self.history.drag_s  # a save that somebody else asked for
+        asked_s, drag_s = now_s - durable_s, self.history.drag_s  # a save that this schedule did not request
         if self._asked_s is not None:
             asked_s, drag_s = self._asked_s, min(durable_s, max(-durable_s, self._slower_s))
         self.history = self.history.measured(stall_s, durable_s, drag_s)
@@ -167,7 +170,7 @@ class Rhythm:
         self._asked_s, self._num_failed, self._retry_s = None, 0, math.inf
 
     def failed(self, step: int, now_s: float) -> None:
-        """A save came to nothing: try again soon, then ever later."""
+        """A save failed: retry soon, then at growing intervals."""
         self._hear(now_s)
         self._asked_s = None
         self._retry_s = now_s + min(MOST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._num_failed, 30))
@@ -175,14 +178,14 @@ class Rhythm:
 
     @property
     def mtbf_s(self) -> float:
-        """The time between failures that is reckoned with."""
+        """The assumed mean time between failures: from the config, or learned."""
         if self.given_mtbf_s is not None:
             return self.given_mtbf_s
         return learned_mtbf_s(self.prior_s, self._history_now().uptime_s, self.history.num_faults)
 
     @property
     def interval_s(self) -> float:
-        """From save to save; infinite where only the end is saved, 0 while nothing is known of a step's time."""
+        """Time from save to save; infinite if only the end is saved, 0 while the step time is not known."""
         if isinstance(self.every, int):
             return self.every * self._step_s if self.every else math.inf
         if self.span_s is not None:
@@ -220,7 +223,7 @@ class Rhythm:
         return self._asked_s is not None and now_s - self._asked_s < max(GIVEN_UP_S, 4 * self.history.durable_s)
 
     def _next_s(self) -> float:
-        """The instant from which a save is due, by time."""
+        """The time from which a save is due."""
         if self._num_failed:
             return min(self._retry_s, self._next_multiple_s()) if self.span_s is not None else self._retry_s
         if isinstance(self.every, int):
@@ -230,7 +233,7 @@ class Rhythm:
         return self._began_s() + FIRST_SAVE_S if self._last_s is None else self._last_s + self.interval_s
 
     def _next_multiple_s(self) -> float:
-        """The first multiple of the span that nothing was tried for yet: lateness does not add up."""
+        """The first multiple of the period for which no save was tried yet, so that delays do not accumulate."""
         began_s, span_s = self._began_s(), self.span_s or MOST_S
         gone_s = max(0.0, (self._tried_s if self._tried_s is not None else began_s) - began_s)
         return began_s + (math.floor(gone_s / span_s) + 1) * span_s

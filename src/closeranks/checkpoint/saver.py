@@ -1,12 +1,12 @@
-"""How does a rank save without stopping to train?
+"""Saves checkpoints asynchronously, while training continues.
 
-    ask     a target for the capture that copies the state (``capture.capture``)
-    poll    what has become of saves since the last time
+    ask     begin a save: a target for the capture that copies the state (``capture.capture``)
+    poll    reports on saves since the last call
 
-What this rank writes of the state is copied into a slot of the saver's own, and handed to a writer in another process,
-which does everything else. Costs that slot for as long as the saver is open, and a process of some tens of MB.
-Invariants: no failure of a save is raised here, each is a report; all ranks name a save alike because they count the
-calls of ``ask`` and ``save_now``, whatever became of each; the slot is never written to while a writer may read it.
+The part of the state that this rank writes is copied into a slot owned by the saver and sent to a writer process, which
+does everything else. Costs that slot for as long as the saver is open, and a process of some tens of MB. Invariants: a
+failed save is never raised here, only reported; all ranks give a save the same name, because they count the calls of
+``ask`` and ``save_now``, whatever the result of each; the slot is never written to while a writer may read it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from closeranks.core.faults import declare, point
 
 _POLL_S = 0.02
 _REMEMBERED = 64
-"""Orders whose places are known: more than are ever under way."""
+"""Number of saves whose tiers are remembered: more than are ever in flight."""
 _NUM_RECENT = 4
 _LAST_WORDS_S = 5.0
-"""For word of a save that was given up to reach the other ranks, when this one closes."""
+"""When this rank closes: time for the news of a failed save to reach the other ranks."""
 _log = logging.getLogger(__name__)
 BEGUN = declare("capture.begun", "a save was asked for, and the state is about to be copied")
 COPIED = declare("capture.copied", "the copy is complete; the writer does not know of it yet")
@@ -47,7 +47,7 @@ SENT = declare("saver.sent", "the writer has the order; the trainer goes on")
 
 
 class Saver:
-    """All calls from the thread that trains."""
+    """All methods are called from the training thread, unless they say otherwise."""
 
     def __init__(
         self,
@@ -59,27 +59,28 @@ class Saver:
         settings: Settings,
         config: CheckpointConfig,
     ) -> None:
-        """``token``: drawn by rank 0 for this session and shared; ``part``: which opening of the run this is."""
+        """``token``: drawn by rank 0 for this session and shared with all ranks; ``part``: the attempt number of the
+        run."""
         self._rank, self._num_ranks, self._token, self._part, self._layout = rank, num_ranks, token, part, layout
         self._settings, self._config = settings, config
         self._num_saves = 0
         self._background = Background("checkpoint")
         self._messenger = Background("checkpoint-word")
-        """Writes to storage, which may be stuck: what the state is copied by must not wait for that."""
+        """Publishes failures to storage, which may block: the copy of the state must not wait for that."""
         self._slot = Slot()
         self._courier = Courier(settings)
         self._courier_lock = threading.Lock()
         self._noted: SimpleQueue[Report] = SimpleQueue()
         self._heard: list[Report] = []
         self._holder: Order | None = None
-        """The save that the buffer belongs to."""
+        """The save that is using the buffer."""
         self._went_remote: dict[int, bool] = {}
         self._orders: dict[str, Order] = {}
         self._is_closed = False
 
     def warm(self, capture: Capture, tensors: Sequence[StateTensor]) -> None:
-        """Start the writer and give the slot its memory now, in the background, so that the first save need not. What
-        cannot be saved is told of by the first save."""
+        """Start the writer and allocate the slot's memory now, in the background, so that the first save need not. A
+        state that cannot be saved is reported by the first save."""
         try:
             self._background.do(self._start_writer)
             capture.make_ready(tensors, SaveTarget(self, None, self._slot))
@@ -95,9 +96,9 @@ class Saver:
         to_remote: bool | None = None,
         is_full: bool | None = None,
     ) -> list[SaveTarget]:
-        """A target for the state as it is now; none where the save before is still being written. ``tree`` is handed
-        over: it may not change any more. Whether all is written, and whether to the second place too, follows the
-        config's rhythm unless it is said."""
+        """A capture target for the current state; an empty list if the previous save is still being written. ``tree``
+        must not change afterwards. ``is_full`` (write everything) and ``to_remote`` (also save to the second tier)
+        follow the config unless given."""
         order = self._order(step, tree, metric, to_remote, is_full)
         self._listen()
         if self._holder is not None:
@@ -108,13 +109,13 @@ class Saver:
         return [SaveTarget(self, order, self._slot)]
 
     def poll(self) -> list[Report]:
-        """What came to pass since the last call; never waits."""
+        """Reports since the last call; never blocks."""
         self._listen()
         heard, self._heard = self._heard, []
         return heard
 
     def wait(self, timeout_s: float) -> list[Report]:
-        """Until no save is under way any more, or the time is up."""
+        """Wait until no save is in flight, or the time is up."""
         until = time.monotonic() + timeout_s
         while self.is_in_flight and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -129,41 +130,41 @@ class Saver:
         *,
         patience_s: float | None = None,
     ) -> list[Report]:
-        """Save at once, in this process, from the tensors' own memory; returns when it is over, with all reports since
-        the last ``poll``. A save under way is waited for and given up after ``patience_s`` (None: as long as a save
-        may take), since two at once would get in each other's way."""
+        """Save synchronously, in this process, from the tensors' own memory; returns all reports since the last
+        ``poll``. A save in flight is waited for, and cancelled after ``patience_s`` (None: as long as a save may take),
+        since two concurrent saves would interfere."""
         order = self._order(step, tree, metric, to_remote=True, is_full=None)
         reports = self._cleared(self._settings.timeout_s if patience_s is None else patience_s)
         try:
             source = Straight(items)
             whole = replace(order, chunks=source.chunks())
             writing.save(whole, source, self._settings, reports.append, lambda: False)
-        except Exception as error:  # it cannot be saved, and whoever asked decides what follows
+        except Exception as error:  # it cannot be saved, and the caller decides what follows
             reports += _given_up(order.save, step, self._tiers(order), _in_words(error))
             writing.tell_failure(order, self._settings, _in_words(error))
         return reports
 
     def path_of(self, step: int) -> str:
-        """Where the checkpoint of a step lies once it counts."""
+        """Where the checkpoint of a step lies once it is committed."""
         return f"{self._settings.place.rstrip('/')}/{folder_name(step, self._part)}"
 
     def went_remote(self, step: int) -> bool:
-        """Whether the last save of a step was ordered to the second place too; whether it got there, reports tell."""
+        """Whether the last save of a step was also meant for the second tier; reports say whether it got there."""
         return self._went_remote.get(step, False)
 
     @property
     def is_busy(self) -> bool:
-        """Whether the copy of the last state is still needed, so that none could be taken now."""
+        """Whether the buffer is still in use, so that no save could be started now."""
         self._listen()
         return self._holder is not None
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a save is not over: being copied, written, or waiting to count."""
+        """Whether a save is unfinished: being copied, written, or waiting for its commit."""
         return self.is_busy or self._courier.is_busy
 
     def close(self) -> None:
-        """Gives up what is under way: ``wait`` first where that matters. Closed once, it stays so."""
+        """Cancels saves in flight: call ``wait`` first if they matter. May be called more than once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -172,7 +173,7 @@ class Saver:
         self._messenger.close(_LAST_WORDS_S)
         self._slot.close()
 
-    # What becomes of a save.
+    # The life of a save.
 
     def _order(
         self,
@@ -209,8 +210,8 @@ class Saver:
         return {"primary", "remote"} if order.to_remote and self._settings.remote else {"primary"}
 
     def _listen(self) -> None:
-        """Gather reports, and follow what they say of the saves under way. Never waits: while the background starts a
-        writer or hands it an order, there is nothing to hear."""
+        """Collect reports and update the saves in flight from them. Never blocks: while the background thread starts a
+        writer or sends it a save, there is nothing to receive."""
         fresh: list[Report] = []
         while True:
             try:
@@ -230,37 +231,39 @@ class Saver:
         self._heard += fresh
 
     def _pass_on(self, told: Sequence[Report]) -> None:
-        """A writer that died could not tell rank 0's, which would wait for this rank's part; twice does no harm."""
+        """Publish failures on behalf of a writer that died: rank 0's writer would wait for this rank's part. Publishing
+        twice does no harm."""
         for report in told:
             order = self._orders.get(report.save)
             if report.kind == "failed" and order is not None:
                 _hand(self._messenger, partial(writing.tell_failure, order, self._settings, report.what))
 
     def give_up(self, order: Order, what: str) -> None:
-        """Told here at once, and in a while to rank 0's writer, which would wait for this rank's part."""
+        """Report a failed save here at once and, in the background, to rank 0's writer, which would wait for this
+        rank's part."""
         for report in _given_up(order.save, order.step, self._tiers(order), what):
             self._noted.put(report)
         _hand(self._messenger, lambda: writing.tell_failure(order, self._settings, what))
 
     def _cleared(self, patience_s: float) -> list[Report]:
-        """All reports so far, with no save under way any more and no writer."""
+        """End all saves in flight and the writer; returns all reports so far."""
         reports = self.wait(patience_s)
         if _hand(self._background, self._stop_writer):
             self._background.drain()
         return reports + self.poll()
 
     def hand_over(self, order: Order, chunks: tuple[Chunk, ...]) -> None:
-        """The copy is complete; by the thread that made it."""
+        """Called by the copying thread when the copy is complete."""
         if not _hand(self._background, lambda: self._send(replace(order, chunks=chunks, begin=DATA_AT))):
             self.give_up(order, "no thread can be started that would hand it to a writer")
 
-    # What follows runs on the background's thread.
+    # The methods below run on the background thread.
 
     def _send(self, order: Order) -> None:
         try:
             with self._courier_lock:
                 self._courier.send(order, self._slot.fd)
-        except Exception as error:  # a tree that is no JSON, most likely; the courier may think that it was sent
+        except Exception as error:  # most likely a tree that is not JSON; the client may already count it as sent
             self.give_up(order, _in_words(error))
             self._stop_writer(untold=order.save)
         else:
@@ -279,7 +282,7 @@ class Saver:
 
 
 class SaveTarget:
-    """One save, as a target of a capture: what this rank writes, packed. ``order`` None: nothing is saved yet."""
+    """One save, as a target of a capture: what this rank writes, packed. ``order`` None: warm-up, nothing is saved."""
 
     def __init__(self, saver: Saver, order: Order | None, slot: Slot) -> None:
         self._saver, self._order = saver, order
@@ -314,7 +317,8 @@ class SaveTarget:
 
 
 def _hand(background: Background, job: Job) -> bool:
-    """False where no thread can be started, and so none ever started a writer; others then wait until time is up."""
+    """False if no thread can be started: then no writer was ever started either, and other ranks wait for their
+    timeout."""
     try:
         background.do(job)
     except RuntimeError as error:
@@ -324,7 +328,7 @@ def _hand(background: Background, job: Job) -> bool:
 
 
 def _given_up(save: str, step: int, tiers: set[Tier], what: str) -> list[Report]:
-    """It counts nowhere, and the buffer is free."""
+    """Reports for a save that failed on all tiers: the buffer is free."""
     failed = [Report("failed", save, step, tier, what) for tier in sorted(tiers)]
     return [*failed, Report("released", save, step)]
 

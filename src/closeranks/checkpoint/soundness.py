@@ -1,9 +1,9 @@
-"""May the words of a manifest be acted on?
+"""Validates a manifest before anything acts on its contents.
 
-A seal says that nobody damaged a manifest by accident, not that whoever wrote it meant well or was right. Invariants:
-after ``sound_manifest`` every number in a manifest has its type and bounds, no name leads out of the checkpoints' root,
-no two chunks claim the same bytes of a file or have more elements than their tensor together, so that what a reader is
-made to allocate is bounded by the files that lie there. Imports no torch.
+A seal proves that a manifest was not damaged by accident, not that its author was correct or benign. Invariants: after
+``sound_manifest`` every number in a manifest has the right type and is within bounds, no name leads out of the
+checkpoints' root, no two chunks claim the same bytes of a file, and the chunks of a tensor have no more elements than
+the tensor, so that the memory a reader allocates is bounded by the files that exist. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 FIX = "Use an earlier checkpoint."
 DOCUMENT_BYTES = 1 << 30
-"""No manifest is larger: a hundred bytes and more for each chunk, of up to a million chunks and more."""
+"""Upper bound for a manifest: it has a hundred bytes and more per chunk, and up to a million chunks and more."""
 _HEADER_BYTES = 100_000_000 + 8
-"""No safetensors reader takes a longer header."""
+"""No safetensors reader accepts a longer header."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _DIMS = 64
@@ -35,11 +35,11 @@ _LARGE = 2**63
 _DEPTH = 100
 _TEXT = 4096
 _LATEST = 253402300799.0
-"""The end of the year 9999, in Unix time: the calendar has no later day."""
+"""The end of the year 9999 in Unix time, the latest date that Python can represent."""
 
 
 def read_document(storage: Storage, name: str) -> bytes:
-    """A sealed document's bytes; one that is absurdly large is refused before it is read."""
+    """The bytes of a sealed document; one that is absurdly large is refused before it is read."""
     num_bytes = storage.size(name)
     if num_bytes > DOCUMENT_BYTES:
         raise CheckpointError(f"{storage.url}/{name} is damaged: no document has {num_bytes} bytes", FIX)
@@ -47,7 +47,7 @@ def read_document(storage: Storage, name: str) -> bytes:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Of one checkpoint, sound or refused by name."""
+    """The validated manifest of one checkpoint; ``CheckpointError`` names a checkpoint whose manifest is not valid."""
     path = f"{storage.url}/{folder}"
     try:
         data = read_document(storage, f"{folder}/{MANIFEST}")
@@ -59,8 +59,8 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
 
 def sound_manifest(data: bytes, path: str) -> Manifest:
-    """``path``: of the checkpoint's folder. A folder that bears a checkpoint's name must be the one that was saved so;
-    a copy under another name may be read."""
+    """``path``: of the checkpoint's folder. If the folder is named like a checkpoint, the manifest must have the same
+    name; a copy under any other folder name may be read."""
     manifest = decode_manifest(data, f"{path}/{MANIFEST}")
     with _refused(path):
         _check(manifest, path.rstrip("/").rpartition("/")[2])
@@ -68,7 +68,8 @@ def sound_manifest(data: bytes, path: str) -> Manifest:
 
 
 def check_head(manifest: Manifest, folder: str) -> None:
-    """All but the chunks, of which only the files' names are looked at: enough to decide what retention lets go."""
+    """Validate everything but the chunks, of which only the file names are checked: enough to decide what retention
+    removes."""
     with _refused(folder):
         _check_head(manifest, folder)
         _checked_files(manifest.files)
@@ -85,7 +86,7 @@ def _refused(path: str) -> Iterator[None]:
 
 
 def uncovered(pieces: Iterable[Piece]) -> str:
-    """What is wrong with the pieces as a cut of one tensor, in a few words; empty: they cover it, each element once."""
+    """What is wrong with the pieces as a partition of one tensor; empty: they cover each element exactly once."""
     held = tuple(pieces)
     if len(held) == 1 and held[0].is_whole:
         return ""
@@ -174,7 +175,7 @@ def _check_piece(piece: Piece, what: str) -> None:
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    """Cheap sums; that chunks of a tensor do not overlap is looked at when it is read (``uncovered``)."""
+    """Cheap sums; whether chunks of a tensor overlap is checked when it is read (``uncovered``)."""
     for (section, key), entries in manifest.tensors().items():
         first = entries[0].chunk
         if any((one.chunk.dtype, one.chunk.piece.shape) != (first.dtype, first.piece.shape) for one in entries):
@@ -185,7 +186,7 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _check_ranges(entries: Iterable[Entry]) -> None:
-    """Bytes claimed twice would let a small file stand for a huge state."""
+    """Bytes claimed twice would let a small file describe a huge state."""
     claims: dict[str, list[tuple[int, int, str]]] = {}
     for entry in entries:
         if entry.chunk.num_bytes:
@@ -209,14 +210,15 @@ def _real(value: Any, what: str, low: float = -inf, high: float = inf) -> None:
 
 
 def _text(value: Any, what: str) -> str:
-    """One line that a terminal shows as it is: names are printed."""
+    """One line of printable text, since names are printed to a terminal."""
     if type(value) is not str or len(value) > _TEXT or not is_printable(value):
         _refuse(value, what)
     return value
 
 
 def _check_plain(tree: dict[str, Any]) -> None:
-    """Values of the state tree: what each means is for its reader to check, but none may break whoever walks it."""
+    """Limit the depth of the state tree, so that no value breaks a recursive walk; what the values mean is checked by
+    their readers."""
     left: list[tuple[Any, int]] = [(tree, 1)]
     while left:
         value, depth = left.pop()

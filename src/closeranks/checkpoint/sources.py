@@ -1,4 +1,4 @@
-"""The chunks of a save: from a capture's plan, or straight from the tensors where training waits for the save."""
+"""The chunks of a save: from a capture plan, or directly from the tensors if training waits for the save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from closeranks.core.pieces import Piece
 
 
 def chunks_of(plan: Plan, crcs: Sequence[int]) -> tuple[Chunk, ...]:
-    """``crcs``: of the saved entries, in their order. Raises ``CheckpointError`` for a type that cannot be saved."""
+    """``crcs``: of the saved entries, in order. Raises ``CheckpointError`` for a dtype that cannot be saved."""
     chunks = []
     for number, crc in zip(plan.saved, crcs, strict=True):
         entry = plan.entries[number]
@@ -29,21 +29,21 @@ def chunks_of(plan: Plan, crcs: Sequence[int]) -> tuple[Chunk, ...]:
 
 
 class Straight:
-    """Tensors as they are, for a save that training waits for: no copy of the CPU's tensors, and of a device's no more
-    than the chunks somebody is looking at."""
+    """Chunks read from the tensors' own memory, for a save that training waits for: CPU tensors are not copied, and of
+    tensors on a device only the chunks in use are."""
 
     def __init__(self, tensors: Sequence[StateTensor]) -> None:
         self._tensors = tensors
         self._plan = plan(tensors)
 
     def chunks(self) -> tuple[Chunk, ...]:
-        """With their digests: reads all of it once."""
+        """All chunks with their digests: reads everything once."""
         return chunks_of(self._plan, [crc32c(self(number)) for number in range(len(self._plan.saved))])
 
     def __call__(self, number: int) -> memoryview:
         """The bytes of a chunk."""
         span = self._plan.spans[self._plan.saved[number]]
         source = span.of(self._tensors[span.tensor].tensor).view(torch.uint8)
-        if source.is_cuda:  # pinned memory comes from a cache: each chunk of its own, and none is allocated twice
+        if source.is_cuda:  # a fresh buffer per chunk is cheap: torch caches pinned memory
             source = torch.empty_like(source, device="cpu", pin_memory=True).copy_(source)
         return octets(source).data

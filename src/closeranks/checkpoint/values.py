@@ -1,7 +1,7 @@
-"""By how much do two saved tensors differ?
+"""Computes by how much the values of two saved tensors differ.
 
-Reads both in equal ranges of a few million elements, so that neither is ever held whole. Invariant: elements with the
-same bits count as equal, NaN included; a NaN on one side only is an infinite difference.
+Reads both in equal ranges of a few million elements, so that neither is ever held in memory as a whole. Invariant:
+elements with the same bits count as equal, NaN included; a NaN on one side only is an infinite difference.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Largest:
     num_different: int
     absolute: float
     relative: float
-    """Of the larger of the two magnitudes."""
+    """Relative to the larger of the two magnitudes."""
 
 
 def largest_difference(a: CheckpointReader, b: CheckpointReader, section: str, key: str) -> Largest:
-    """Of two tensors of one shape; types may differ."""
+    """For two tensors of the same shape; dtypes may differ."""
     whole = Piece.whole(key, a.shapes(section)[key])
     found = Largest(0, 0.0, 0.0)
     for first in range(0, whole.numel, _RANGE):

@@ -1,9 +1,8 @@
-"""Is every byte of a checkpoint what it was when it was saved?
+"""Verifies that every byte of a checkpoint is as it was saved.
 
-Reads all of it and compares all three digests of every chunk, headers and sizes, and what the safetensors headers say
-with what the manifest says. Invariant: every finding names its checkpoint, its file and, where it has one, its tensor;
-one damaged chunk never keeps the others from being looked at. Bytes that several checkpoints share are read once.
-Imports no torch.
+Reads everything and compares all three digests of every chunk, the headers and sizes, and the safetensors headers with
+the manifest. Invariant: every finding names its checkpoint, its file and, if it has one, its tensor; a damaged chunk
+never prevents the check of the others. Bytes that several checkpoints share are read once. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from closeranks.storage.protocol import Storage, StorageError
 _THREADS = 4
 
 OnProgress = Callable[[int], None]
-"""Told how many more bytes were looked at."""
+"""Called with the number of bytes verified since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Finding:
     """``section/key``, or empty."""
     what: str
     is_damage: bool = True
-    """Else a remark: nothing that was saved is in doubt."""
+    """False: a remark only, no saved data is in doubt."""
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.checkpoint, self.file, self.tensor, self.what) if part)
@@ -47,16 +46,16 @@ class Finding:
 
 @dataclass(slots=True)
 class Seen:
-    """What was proven already, shared by the checkpoints of one verification."""
+    """Chunks verified so far, shared by all checkpoints of one verification."""
 
     chunks: dict[tuple[str, str, int, str, int, int], str] = field(default_factory=dict)
-    """What is wrong with the bytes at a place, measured by these digests; empty: nothing."""
+    """What is wrong with the bytes at a location, compared with these digests; empty: nothing."""
     num_bytes: int = 0
     num_chunks: int = 0
 
 
 def verify(found: Found, on_progress: OnProgress = lambda _: None, seen: Seen | None = None) -> list[Finding]:
-    """All that is wrong with one checkpoint, worst first; empty: every byte is as it was saved."""
+    """Everything that is wrong with one checkpoint, worst first; empty: every byte is as it was saved."""
     seen = Seen() if seen is None else seen
     if found.manifest is None:
         is_lost = found.state == "damaged" or (found.state == "unfinished" and found.is_latest)
@@ -73,14 +72,14 @@ def verify(found: Found, on_progress: OnProgress = lambda _: None, seen: Seen | 
 def verify_all(
     catalogue: Catalogue, on_progress: OnProgress = lambda _: None, seen: Seen | None = None
 ) -> list[Finding]:
-    """Every checkpoint of a place, and what is wrong with the place itself."""
+    """Verify every checkpoint of a place, and report what is wrong with the place itself."""
     seen = Seen() if seen is None else seen
     findings = [finding for found in catalogue for finding in verify(found, on_progress, seen)]
     return findings + [Finding("", "", "", odd.what, odd.is_damage) for odd in catalogue.problems if not odd.name]
 
 
 def work_bytes(catalogue: Iterable[Found]) -> int:
-    """How many bytes there are to look at, for a progress bar."""
+    """How many bytes there are to verify, for a progress bar."""
     chunks = {
         (found.storage.url, _place(found.name, entry), entry.offset): entry.chunk.num_bytes
         for found in catalogue
@@ -114,7 +113,7 @@ def _own_files(found: Found, manifest: Manifest, chunks: Chunks) -> Iterator[Fin
 
 
 def _header_faults(storage: Storage, folder: str, file: DataFile, entries: Sequence[Entry]) -> Iterator[str]:
-    """Whether other programs that open the file see the same bytes as the manifest means."""
+    """Whether other programs that open the file see the same tensors as the manifest describes."""
     header = storage.read(f"{folder}/{file.name}", 0, file.header_bytes)
     if int.from_bytes(header[:8], "little") != file.header_bytes - 8:
         yield "its header has another length than the manifest says"
@@ -134,7 +133,7 @@ def _header_faults(storage: Storage, folder: str, file: DataFile, entries: Seque
 def _contents(
     found: Found, entries: Sequence[Entry], chunks: Chunks, on_progress: OnProgress, seen: Seen
 ) -> list[Finding]:
-    """Every chunk, by a few threads: reading and digests run without the interpreter's lock. A few chunks are held."""
+    """Verify every chunk with a few threads: reading and digesting run without the GIL. Holds only a few chunks."""
     findings: list[Finding] = []
     num_threads = min(_THREADS, os.cpu_count() or 1)
     todo = iter(sorted(entries, key=lambda entry: (entry.file, entry.offset)))
@@ -161,7 +160,7 @@ def _contents(
 
 
 def _proof(found: Found, entry: Entry) -> tuple[str, str, int, str, int, int]:
-    """Which bytes, measured by what."""
+    """The location of the bytes and the digests they are compared with."""
     place = _place(found.name, entry)
     return found.storage.url, place, entry.offset, entry.blake3, entry.chunk.crc32c, entry.share
 
@@ -173,8 +172,8 @@ def _finding(name: str, entry: Entry, what: str) -> Finding:
 def _fault(entry: Entry, chunks: Chunks) -> str:
     """What is wrong with a chunk's bytes; empty: nothing."""
     try:
-        chunks.check_room(entry)  # before memory is taken for it
-        data = np.empty(entry.chunk.num_bytes, np.uint8).data  # in large pages, which plain bytes are not
+        chunks.check_room(entry)  # before memory is allocated for it
+        data = np.empty(entry.chunk.num_bytes, np.uint8).data  # in huge pages, unlike a plain bytes object
         chunks.read_into(entry, data)
     except CheckpointError as error:
         return _bare(error, chunks)
@@ -186,7 +185,7 @@ def _fault(entry: Entry, chunks: Chunks) -> str:
 
 
 def _bare(error: CheckpointError, chunks: Chunks) -> str:
-    """Without the checkpoint's name, which every finding begins with."""
+    """The message without the checkpoint's name, since every finding begins with it."""
     return error.what.removeprefix(f"checkpoint {chunks.path} is damaged: ").removeprefix(f"checkpoint {chunks.path}: ")
 
 

@@ -1,7 +1,7 @@
-"""How do a trainer and its writer talk?
+"""Messages between a trainer and its writer process over a socket pair.
 
-By messages over a socket pair: four bytes of length, then JSON; a message may carry one file descriptor. Invariant: a
-message arrives whole or the other side is gone (``EOFError``). Imports no torch.
+Four bytes of length, then JSON; a message may carry one file descriptor. Invariant: a message arrives complete, or the
+other side is gone (``EOFError``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 class Message:
     body: Mapping[str, Any]
     fd: int | None
-    """The receiver's own to close."""
+    """The receiver must close it."""
 
 
 def send(connection: socket.socket, body: Mapping[str, Any], fd: int | None = None) -> None:

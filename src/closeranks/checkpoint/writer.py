@@ -1,13 +1,13 @@
-"""Who writes while training goes on? This process, one beside each trainer.
+"""The writer process, one beside each trainer, which writes checkpoints while training continues.
 
-    trainer --(order, buffer)--> main thread --> primary lane --> remote lane
-            <--(reports)--------------------------------'------------'
+    trainer --(save, buffer)---> main thread --> primary thread --> remote thread
+            <--(reports)---------------------------------'----------------'
 
-Saves of one tier follow one another; the slow, durable one has a lane of its own, so that uploading never keeps the
-next local save waiting. A newer order ends an older one in the primary lane; in the remote lane an upload that began is
-finished, and of those that wait only the newest is kept. Invariants: it ends when its trainer ends, however that
-happens, and when the trainer hangs up, having given back the leases it holds; signals that end a whole process group do
-not end it before. Imports no torch.
+Saves on one tier are written one after the other; the slow, durable tier has a thread of its own, so that an upload
+never delays the next local save. On the primary tier a newer save cancels an older one; on the remote tier an upload
+that has started is finished, and of the queued ones only the newest is kept. Invariants: the process ends when its
+trainer ends, however that happens, and when the trainer closes the connection, after releasing the leases it holds;
+signals to a whole process group do not end it before that. Imports no torch.
 
     python -P -m closeranks.checkpoint.writer SOCKET_FD PARENT_PID
 """
@@ -47,14 +47,14 @@ from closeranks.storage import lease
 RECEIVED = declare("writer.order_received", "a writer process has an order and the buffer; nothing was begun")
 
 _BEAT_S = 0.5
-"""At most this often a save says that it is alive."""
+"""Minimum time between two heartbeats of a save."""
 _LEAVE_S = 0.8
-"""What leaving may take; the trainer kills soon after."""
+"""How long the release of leases at exit may take; the trainer kills this process soon after."""
 
 
 @dataclass(slots=True)
 class Task:
-    """An order on its way through the lanes."""
+    """A save queued for, or being written to, one of the tiers."""
 
     order: Order
     source: Source
@@ -76,7 +76,7 @@ class Writer:
         self._is_leaving = False
 
     def run(self) -> None:
-        """Until the trainer hangs up; what is in flight then is given up, and counts for nothing."""
+        """Serve until the trainer closes the connection; saves in flight are then cancelled and stay uncommitted."""
         for lane in (self._be_primary, self._be_remote):
             threading.Thread(target=lane, daemon=True).start()
         while True:
@@ -112,7 +112,7 @@ class Writer:
                 self._uploading_names,
             )
             if writing.wants_remote(task.order, self._settings):
-                self._say({"passed": task.order.save})  # before the other lane can say anything about it
+                self._say({"passed": task.order.save})  # before the remote thread can report anything about it
                 with self._changed:
                     self._uploads.append(task)
                     self._changed.notify_all()
@@ -142,7 +142,7 @@ class Writer:
             self._finish(task)
 
     def _skip(self, task: Task) -> None:
-        """The lanes of other ranks may not: their rank 0 would wait for this one's part."""
+        """Other ranks may not skip this upload, and rank 0 would wait for this rank's part: publish the failure."""
         order, why = task.order, "a later one goes there instead"
         task.release()
         what = f"step {order.step} was not saved to {self._settings.remote}: {why}"
@@ -151,7 +151,7 @@ class Writer:
         self._finish(task)
 
     def _uploading_names(self) -> tuple[str, ...]:
-        """Checkpoints of the primary place that the remote lane reads from, or is about to."""
+        """Checkpoints of the primary tier that the remote thread reads from, or is about to."""
         with self._changed:
             tasks = [*self._uploads, *([self._uploading] if self._uploading else [])]
             return tuple(task.order.folder for task in tasks)
@@ -160,7 +160,8 @@ class Writer:
         return self._beat(task) or self._newest != task.order.save
 
     def _beat(self, task: Task) -> bool:
-        """Superseded by the end alone: where uploads are slower than saves, none would ever be finished."""
+        """Sends a heartbeat; True only when the process is ending. A newer save does not cancel an upload: if uploads
+        are slower than saves, none would ever finish."""
         now = time.monotonic()
         if now - task.last_beat_at >= _BEAT_S:
             task.last_beat_at = now
@@ -175,12 +176,12 @@ class Writer:
         self._say({"report": encode_report(report)})
 
     def _say(self, body: dict[str, object]) -> None:
-        with self._speaking, suppress(OSError):  # the trainer hung up, which the main thread is told, too
+        with self._speaking, suppress(OSError):  # the trainer closed the connection; the main thread notices, too
             wire.send(self._connection, body)
 
 
 def _from_memory(order: Order, fd: int | None) -> Source:
-    """Mapped, not copied, and never writable from here; unmapped when the last view of it is gone."""
+    """The buffer is mapped read-only, not copied, and unmapped when the last view of it is gone."""
     if fd is None or not order.num_bytes:
         whole = memoryview(b"")
     else:
@@ -195,16 +196,17 @@ _LAST = 19
 
 
 def _step_back(nice: int) -> None:
-    """Before any thread is started: each inherits it. The last is a class of its own: four threads of nice 19 beside
-    two that train still take a thirtieth of their time."""
+    """Lower the priority before any thread is started, since threads inherit it. At nice 19 the process also moves to
+    SCHED_IDLE: four threads at nice 19 beside two training threads still take a thirtieth of their time."""
     os.nice(nice)
     if nice == _LAST:
-        with suppress(OSError):  # where a sandbox forbids it, nice has to do
+        with suppress(OSError):  # if a sandbox forbids it, nice has to suffice
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def main(arguments: list[str]) -> None:
-    """Schedulers send SIGTERM to all processes of a job: the last save must survive that as its trainer does."""
+    """Ignores termination signals: schedulers send SIGTERM to all processes of a job, and the last save must survive
+    it, as its trainer does."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     outlast_readers()
@@ -218,7 +220,7 @@ def main(arguments: list[str]) -> None:
     _step_back(settings.nice)
     Writer(connection, settings).run()
     sys.stderr.flush()
-    os._exit(0)  # its lanes may be in the middle of something, and nobody waits for it
+    os._exit(0)  # the tier threads may still be working, and nothing waits for them
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""How does one rank's share of a checkpoint get to where it lasts, in every place it goes to?
+"""Saves one rank's part of a checkpoint to each storage tier.
 
-The same on each tier: write the data file, read it back, publish the part; rank 0 then commits for all and collects.
-Rank 0 holds the place's lock from its first byte to its last removal, so that nothing is ever collected while it saves.
-The second place is fed from the first one's finished file, or from the buffer where the first one failed. Invariants:
-nothing raises, everything is reported; ``released`` comes exactly once; what a failed try wrote never counts, and is
-never removed once rank 0 may have counted on it; what counts never fails, nor does saving the same step of the same
-session again. Imports no torch: used by the writer process, and by a trainer that wants to wait.
+The same on each tier: write the data file, read it back, publish the part; rank 0 then commits for all and applies
+retention. Rank 0 holds the storage's lock from its first byte to its last removal, so that nothing is removed during a
+save. The second tier is fed from the finished file of the first, or from the buffer if the first one failed.
+Invariants: nothing raises, everything is reported; ``released`` is reported exactly once; what a failed attempt wrote
+never counts, and is never removed once rank 0 may have relied on it; a committed save is never reported as failed, nor
+does saving the same step of the same session again fail. Imports no torch: used by the writer process, and by a trainer
+that waits for its save.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ READ_BACK = declare("save.read_back", "a rank's data came back whole from the me
 PART_PUBLISHED = declare("save.part_published", "a rank's part is published")
 
 _LOCK_WAIT_S = 120.0
-"""How long a save waits for a prune, or for the lease of a writer that was killed, at most."""
+"""How long a save waits at most for a prune, or for the lease of a writer that was killed."""
 _log = logging.getLogger(__name__)
 
 
 class Superseded(SaveError):
-    """A later save was ordered: this one is no longer wanted."""
+    """A later save was requested: this one is no longer wanted."""
 
 
 class Release:
-    """Says once that the buffer is free."""
+    """Reports once that the buffer is free."""
 
     def __init__(self, order: Order, report: Callable[[Report], None]) -> None:
         self._report: Callable[[], None] = lambda: report(Report("released", order.save, order.step))
@@ -64,12 +65,12 @@ class Job:
     settings: Settings
     report: Callable[[Report], None]
     is_superseded: Callable[[], bool]
-    """Asked between chunks and while waiting; a writer takes the question as a sign of life."""
+    """Called between chunks and while waiting; the writer process also sends its heartbeat from it."""
     release: Callable[[], None]
     spare: Callable[[], Collection[str]] = tuple
-    """Checkpoints of this place that another tier still reads from."""
+    """Checkpoints of this storage that another tier still reads from."""
     known: Mapping[int, Digests] = field(default_factory=dict)
-    """Of chunks whose digests need not be taken again."""
+    """Digests that need not be computed again, by index of the chunk."""
     started_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -90,7 +91,7 @@ class Job:
 
 @cache
 def _opened(place: str) -> Storage:
-    """One for the life of the process: an object store's connections are worth keeping."""
+    """One per place for the life of the process, to keep an object store's connections open."""
     return open_storage(place)
 
 
@@ -114,21 +115,22 @@ def wants_remote(order: Order, settings: Settings) -> bool:
 
 
 def tell_failure(order: Order, settings: Settings, why: str) -> None:
-    """For a rank that gives a save up before it came here: rank 0 need not wait for it, in any place. Never raises; a
-    place that cannot be reached keeps it for as long as its requests are tried again, and rank 0 waits its time."""
+    """For a rank whose save failed before it got here: tells rank 0 on every tier not to wait for its part. Never
+    raises; for a place that cannot be reached it blocks while requests are retried, and rank 0 waits for its
+    timeout."""
     tell_failure_at(settings.place, order, why)
     if wants_remote(order, settings):
         tell_failure_at(settings.remote, order, why)
 
 
 def tell_failure_at(place: str, order: Order, why: str) -> None:
-    """In one place. Nobody waits for rank 0."""
+    """The same in one place. Does nothing on rank 0, which no rank waits for."""
     if order.rank == 0:
         return
     path = f"{order.folder}/{failure_name(order.rank, order.num_ranks)}"
     try:
         _opened(place).publish(path, encode_failure(order, why), replace=True)
-    except Exception as error:  # what it would tell of is a failure already
+    except Exception as error:  # the failure itself is reported elsewhere
         _log.warning("rank %d could not tell %s that it does not save %s: %s", order.rank, place, order.folder, error)
 
 
@@ -141,7 +143,8 @@ def save_primary(
     release: Callable[[], None],
     spare: Callable[[], Collection[str]] = tuple,
 ) -> Part | None:
-    """The part it wrote and read back, None where it did not: the buffer is not free then if another tier needs it."""
+    """Returns the part that was written and read back, None on failure: the buffer is then not free if another tier
+    needs it."""
     return _save_tier(Job(order, "primary", settings.place, source, settings, report, is_superseded, release, spare))
 
 
@@ -154,7 +157,8 @@ def save_remote(
     is_superseded: Callable[[], bool],
     release: Callable[[], None],
 ) -> None:
-    """From the primary's files where it has them, else from ``source``; released in either case once it is done."""
+    """Save from the primary tier's files if there are any, else from ``source``; releases the buffer in either case
+    when done."""
     known: dict[int, Digests] = {}
     if primary is not None:
         known = {number: Digests(entry.blake3, entry.share) for number, entry in enumerate(primary.entries)}
@@ -183,7 +187,7 @@ def _save_tier(job: Job) -> Part | None:
             counts = _counting(job)
             if counts is None:
                 part = _write_part(job)
-                # From here on rank 0 may commit at any moment, even if this call says it failed: nothing is taken back.
+                # From here on rank 0 may commit at any moment, even if this call raises: nothing is withdrawn.
                 job.storage.publish(job.path(_name(job.order)), encode_part(part), replace=True)
                 point(PART_PUBLISHED)
                 counts = _commit(job, part) if is_lead else None
@@ -195,9 +199,9 @@ def _save_tier(job: Job) -> Part | None:
                 _collect(job)
     except (SaveError, StorageError, CloseranksError) as error:
         _fail(job, str(error), is_committed)
-    except OSError as error:  # of a disk or a store, where no storage has put it into words
+    except OSError as error:  # from a disk or an object store, not translated by the storage
         _fail(job, os.strerror(error.errno) if error.errno else str(error), is_committed)
-    except Exception as error:  # whatever it is, training goes on and somebody is told
+    except Exception as error:  # whatever it is, training continues and the failure is reported
         _log.exception("saving %s failed", job.order.folder)
         _fail(job, f"{type(error).__name__}: {error}", is_committed)
     return part
@@ -205,7 +209,7 @@ def _save_tier(job: Job) -> Part | None:
 
 def _fail(job: Job, why: str, is_committed: bool) -> None:
     order = job.order
-    if is_committed:  # the lock could not be given back properly, say: no reason to save again
+    if is_committed:  # for example, the lock could not be released: no reason to save again
         _log.warning("%s was saved to %s, but then: %s", order.folder, job.place, why)
         return
     what = f"step {order.step} was not saved to {job.place}: {why}"
@@ -213,7 +217,7 @@ def _fail(job: Job, why: str, is_committed: bool) -> None:
 
 
 def _clear(job: Job) -> None:
-    """What is left there costs room, not this save."""
+    """Remove what unfinished saves left; if that fails it costs space, not this save."""
     order = job.order
     try:
         clear_unfinished(job.storage, order.folder, job.spare())
@@ -223,7 +227,7 @@ def _clear(job: Job) -> None:
 
 
 def _counting(job: Job) -> Manifest | None:
-    """The checkpoint that an earlier try of this session made of this very step."""
+    """The manifest if an earlier attempt of this session has already committed this step."""
     order = job.order
     found = committed(job.storage, order.folder)
     if found is not None and (session_of(found.save), found.step) != (session_of(order.save), order.step):
@@ -232,9 +236,10 @@ def _counting(job: Job) -> Manifest | None:
 
 
 def _accept(job: Job) -> None:
-    """It counts, though whoever ordered it may have heard otherwise: all that can be left to do is to say so."""
+    """The step is already committed, though an earlier report may have said otherwise: all that is left is to report
+    it."""
     if job.order.rank == 0:
-        with suppress(StorageError):  # the next commit moves it on
+        with suppress(StorageError):  # the next commit updates ``latest``
             mend_latest(job.storage, job.order.folder)
     _written(job, "", 0)
 
@@ -250,7 +255,7 @@ def _held(job: Job) -> Iterator[None]:
 
 
 def _write_part(job: Job) -> Part:
-    """Data, read back; the buffer is free then. A failure takes everything back."""
+    """Write the data and read it back, then release the buffer. On failure everything is withdrawn."""
     order, storage = job.order, job.storage
     try:
         stale = set(storage.names(order.folder))
@@ -269,7 +274,7 @@ def _name(order: Order) -> str:
 
 
 def _withdraw(job: Job, error: Exception) -> None:
-    """As far as the place lets us; rank 0 is told, or waits until its time is up."""
+    """Best effort; rank 0 is told of the failure, or waits for its timeout."""
     order = job.order
     with suppress(StorageError):
         job.storage.remove(job.path(data_name(order.rank, order.num_ranks)))
@@ -302,13 +307,13 @@ def _written(job: Job, path: str, num_bytes: int) -> None:
     order = job.order
     where = f"{job.storage.url}/{path}" if num_bytes else ""
     job.report(Report("written", order.save, order.step, job.tier, "", where, num_bytes, job.seconds))
-    # Unless the second tier takes the buffer, should this one's file not come back whole.
+    # Not if the second tier may need the buffer, because this tier's file fails its read-back.
     if job.tier == "remote" or not wants_remote(order, job.settings):
         job.release()
 
 
 def _references(job: Job) -> tuple[dict[int, Digests], dict[int, Entry]]:
-    """Digests taken on the way, and the chunks that need not be written."""
+    """The digests known so far, and the chunks that need not be written because an earlier checkpoint has them."""
     known = dict(job.known)
     base = None if job.order.is_full else references.read_base(job.storage)
     if base is None:
@@ -339,7 +344,7 @@ def _collect(job: Job) -> None:
     keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
     try:
         names = collect(storage, keep, order.folder, job.spare())
-    except (StorageError, CloseranksError) as error:  # the checkpoint stands; the next one collects
+    except (StorageError, CloseranksError) as error:  # the checkpoint is committed; the next save retries retention
         job.report(Report("collected", order.save, order.step, job.tier, f"nothing more could be removed: {error}"))
     else:
         if names:

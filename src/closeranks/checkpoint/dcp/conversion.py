@@ -1,7 +1,7 @@
-"""Which reader and which writer does a conversion take?
+"""Converts checkpoints and weights between formats: chooses the reader and the writer.
 
-Invariants: a conversion carries weights alone, unless a checkpoint of ours goes to DCP; a checkpoint is taken that is
-sound as far as its documents, sizes and headers tell, and its chunks are checked as they pass.
+Invariants: a conversion carries only weights, unless a checkpoint of ours is converted to DCP; a source checkpoint must
+have valid documents, sizes and headers, and its chunks are checked as they are read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Converted:
 def convert(
     source: str, out: Path, to: str, on_total: Callable[[int], None], on_bytes: Callable[[int], None]
 ) -> Converted:
-    """``on_total`` hears once how many bytes of tensors there are, ``on_bytes`` how many more are done."""
+    """``on_total`` is called once with the total bytes of tensors, ``on_bytes`` with each further number done."""
     if to not in FORMATS:
         raise CheckpointError(f"'{to}' is no format", f"Write one of {', '.join(FORMATS)}.")
     if "://" in str(out) or ":/" in str(out):

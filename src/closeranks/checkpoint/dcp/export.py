@@ -1,8 +1,8 @@
-"""How are weights written in another format, whatever they are read from?
+"""Writes weights in another format, whatever they are read from.
 
-Formats: a checkpoint of ours with weights alone, a folder of torch DCP, a file of ``torch.save``, a safetensors file.
-Invariants: what is written appears under its name whole and durable, or not at all; nothing that is there is replaced;
-all but ``torch.save``, which takes everything at once, hold one band of a tensor in memory.
+Formats: a checkpoint of ours with only weights, a torch DCP folder, a ``torch.save`` file, a safetensors file.
+Invariants: the output appears under its name complete and durable, or not at all; nothing that exists is replaced; all
+but ``torch.save``, which needs everything at once, hold one band of a tensor in memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FILE = "__0_0.distcp"
 
 
 def to_closeranks(outgoing: Outgoing, out: Path, source: str, on_bytes: OnBytes) -> None:
-    """A checkpoint of step 0 that holds weights alone, and says so in its tree."""
+    """A checkpoint of step 0 that holds only weights, and says so in its tree."""
     with _appearing(out) as aside:
         tree = {"weights_only": True, "source": source}
         # It is read twice: once for the checksums, once to be written.
@@ -68,7 +68,7 @@ def to_torch(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
 
 def to_safetensors(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
     """One safetensors file: tensors by their names in the model."""
-    # Elements of more bytes first, so that all are aligned.
+    # Larger elements first, so that all tensors are aligned.
     tensors = sorted(outgoing.tensors, key=lambda tensor: -tensor.dtype.itemsize)
     with _appearing(out) as aside, aside.open("wb") as file:
         file.write(_header(tensors))
@@ -104,7 +104,7 @@ def _header(tensors: list[Tensorlike]) -> bytes:
 
 def _save(writer: StorageWriter, outgoing: Outgoing, on_bytes: OnBytes) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is intended
         try:
             save({}, storage_writer=writer, planner=LazyPlanner(outgoing, on_bytes), no_dist=True)
         except CheckpointException as error:
@@ -112,7 +112,7 @@ def _save(writer: StorageWriter, outgoing: Outgoing, on_bytes: OnBytes) -> None:
 
 
 def _torch_save(value: object, file: BinaryIO) -> None:
-    """``torch.save``, which says by a ``RuntimeError`` that a disk is full."""
+    """``torch.save``, which raises ``RuntimeError`` if the disk is full."""
     try:
         torch.save(value, file)
     except RuntimeError as error:
@@ -120,7 +120,7 @@ def _torch_save(value: object, file: BinaryIO) -> None:
 
 
 class _OneByOne(FileSystemWriter):
-    """torch's own writer keeps every tensor of a file in memory until the file is done."""
+    """Writes one tensor at a time: torch's own writer keeps every tensor of a file in memory until the file is done."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
@@ -142,13 +142,13 @@ class _OneByOne(FileSystemWriter):
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """A path beside ``out`` to write to, which becomes ``out`` at the end; what is left of a failure is removed."""
+    """A temporary path beside ``out`` that is renamed to ``out`` at the end; removed on failure."""
     refuse_existing(out)
     aside = out.parent / f".{out.name}.{secrets.token_hex(4)}.aside"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield aside
-        refuse_existing(out)  # somebody else's, meanwhile
+        refuse_existing(out)  # another process may have created it meanwhile
         aside.rename(out)
         fsync_folder(out.parent)
     except OSError as error:

@@ -1,7 +1,8 @@
-"""Which tensors and values does a torch DCP folder hold, and where do they lie in its files?
+"""The index of a torch DCP folder: its tensors and values, and where they lie in its files.
 
-Invariants: everything is of the type it claims; a file is one beside the metadata, never elsewhere; the chunks of a
-tensor lie within it and are as many elements as it has. What does not fit is refused by name. Imports no torch.
+Invariants: everything has the expected type; every file is in the same folder as the metadata; the chunks of a tensor
+lie within it and have as many elements together as it has. Anything else is refused with an error that names it.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from closeranks.core.pieces import Piece
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A stretch of a file: what ``torch.save`` wrote of one chunk or one value."""
+    """A byte range of a file: what ``torch.save`` wrote for one chunk or one value."""
 
     file: str
     offset: int
@@ -28,11 +29,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in chunks."""
+    """A tensor and its chunks."""
 
     name: str
     path: Path
-    """Where it lay in the state dict that was saved; the name alone where that was not kept."""
+    """Its path in the state dict that was saved; only the name if the path was not recorded."""
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[tuple[Piece, Slot], ...]
@@ -43,7 +44,7 @@ class Stored:
 class Index:
     tensors: Mapping[str, Stored]
     values: Mapping[str, Slot]
-    """What is no tensor, by name: pickled, and left alone."""
+    """Non-tensor values by name: pickled, and never unpickled here."""
 
 
 class _Misfit(Exception):
@@ -51,7 +52,7 @@ class _Misfit(Exception):
 
 
 def index_of(metadata: Record, name: str) -> Index:
-    """``name``: the metadata's file, for errors."""
+    """``name``: of the metadata file, for errors."""
     try:
         return _index(metadata)
     except _Misfit as error:
@@ -129,7 +130,7 @@ def _path(value: Any, name: str) -> Path:
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """Of a ``torch.Size``: a record of one tuple."""
+    """The dims of a ``torch.Size``, which is a record of one tuple."""
     record = _of(Record, value, "size")
     arguments = record.__dict__.get("arguments", ())
     inner = arguments[0] if record.kind == "Size" and len(arguments) == 1 else None

@@ -1,11 +1,11 @@
-"""What does the pickled ``.metadata`` of a torch DCP folder say, without running what it asks for?
+"""Reads the pickled ``.metadata`` of a torch DCP folder without executing anything it names.
 
-A pickle is a program that names classes and functions to call. Here every name is looked up in a list of what the
-metadata of torch 2.4 to 2.13 needs, and each stands for an inert record that keeps what it was given; anything else is
-refused by name before anything happens. Not even the named classes are used: a pickle may also set attributes, of a
-class too, and what it could reach would stay changed in this process. Records are made anew for each file. Invariant:
-reading a hostile file calls nothing but the constructors of records, and changes nothing that
-outlives it. Imports no torch.
+A pickle is a program that names classes and functions to call. Here every name is looked up in an allow-list of what
+the metadata of torch 2.4 to 2.13 needs, and each is replaced by an inert record that stores its arguments; any other
+name is refused before anything happens. Not even the allowed classes are used: a pickle may also set attributes, even
+of a class, and such changes would persist in this process. Record classes are created anew for each file. Invariant:
+reading a hostile file calls nothing but the constructors of records, and changes nothing that outlives it. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ ALLOWED = (
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    # Where the folder lay when it was saved.
+    # The path of the folder when it was saved.
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
     ("pathlib._local", "PosixPath"),
     ("pathlib._local", "WindowsPath"),
-    # Some Pythons pickle a member of an enumeration as getattr(class, name). Here it is a record of the two.
+    # Some Python versions pickle an enum member as getattr(class, name). Here it is a record of the two.
     ("builtins", "getattr"),
 )
 
 
 class Record:
-    """What a pickled object was made of."""
+    """An inert stand-in for a pickled object: the arguments and state it was made of."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -55,18 +55,18 @@ class Record:
         return type(self).__name__
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field; ``default`` where it has none, as a field that an earlier torch did not write."""
+        """A field, or ``default`` if it is missing, for example because an earlier torch did not write it."""
         state = self.__dict__.get("state", {})
         return state.get(key, default) if isinstance(state, dict) else default
 
 
 def read_metadata(data: bytes, name: str) -> Record:
-    """The record of the ``Metadata`` object; ``name``: the file, for errors."""
+    """The record of the ``Metadata`` object; ``name``: of the file, for errors."""
     try:
         found = _Unpickler(data, name).load()
     except CheckpointError:
         raise
-    except Exception as error:  # what a damaged pickle raises is not listed anywhere
+    except Exception as error:  # what a damaged pickle may raise is not documented
         what = f"{name} is damaged: it is no metadata of torch DCP ({type(error).__name__})"
         raise CheckpointError(what, "Copy the folder again from where it was saved.") from error
     if not isinstance(found, Record) or found.kind != "Metadata":

@@ -1,14 +1,14 @@
-"""Under which name does torch's DCP know a tensor of a checkpoint?
+"""Maps between the names of torch's DCP and the sections and keys of a checkpoint.
 
-DCP knows a flat list of names, a checkpoint knows sections and keys:
+DCP has a flat list of names, a checkpoint has sections and keys:
 
     model.layers.0.weight                        section model,     key layers.0.weight
     optimizer.state.layers.0.weight.exp_avg      section optimizer, key layers.0.weight/exp_avg
     anything else                                section other,     key as it is
 
-The prefixes are the places of the two in the state dict that is saved or loaded (``{"model": ..., "optimizer": ...}``)
-and can be others (``app.model``); an empty one stands for a bare state dict of the model. Invariant: a name that was
-saved is found again under the same prefixes. Imports no torch.
+The prefixes are the paths of model and optimizer in the state dict that is saved or loaded (``{"model": ...,
+"optimizer": ...}``); others can be configured (``app.model``), and an empty one means that the state dict is the
+model's own. Invariant: a saved name is found again under the same prefixes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Path = tuple[str | int, ...]
-"""Where a value lies in a nested state dict."""
+"""The path of a value in a nested state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class Names:
     """Where model and optimizer lie in a state dict."""
 
     model: str = "model"
-    """Of the model's state dict; empty: the state dict is the model's own."""
+    """Path of the model's state dict; empty: the state dict is the model's own."""
     optimizer: str = "optimizer"
-    """Of the optimizer's, as ``get_optimizer_state_dict`` gives it."""
+    """Path of the optimizer's state dict, as ``get_optimizer_state_dict`` returns it."""
 
     def place(self, name: str) -> Place:
-        """Where a checkpoint keeps what DCP calls ``name``."""
+        """Section and key of what DCP calls ``name``."""
         memory = f"{self.optimizer}.state."
         parameter, _, what = name.removeprefix(memory).rpartition(".")
-        # A slash could not be told from the one that joins the two.
+        # A slash in the name would be ambiguous: a slash joins parameter and state.
         if name.startswith(memory) and parameter and what and "/" not in name:
             return Place("optimizer", f"{parameter}/{what}")
         if not self.model:
@@ -49,7 +49,7 @@ class Names:
         return Place("model", name.removeprefix(prefix)) if is_model else Place("other", name)
 
     def path(self, place: Place) -> Path | None:
-        """Where it lies in a nested state dict; None where a bare one has no room for it."""
+        """Its path in a nested state dict; None if a bare model state dict has no place for it."""
         if place.section == "model":
             return (*_parts(self.model), place.key)
         if place.section == "optimizer":
@@ -58,7 +58,7 @@ class Names:
         return (place.key,) if self.model else None
 
     def name(self, place: Place) -> str | None:
-        """What DCP calls it; None where a bare state dict has no room for it."""
+        """Its name in DCP; None if a bare model state dict has no place for it."""
         path = self.path(place)
         return None if path is None else ".".join(map(str, path))
 

@@ -1,7 +1,7 @@
-"""What leaves when a checkpoint or a set of weights is written in another format?
+"""The source of an export: what is read from a checkpoint or a set of weights to be written in another format.
 
-Tensors under the names of the state dict they go to, each read piece by piece when its turn comes, and values that are
-no tensors. Invariant: nothing is read before it is asked for.
+Tensors under their names in the target state dict, each read lazily, piece by piece, and non-tensor values. Invariant:
+nothing is read before it is requested.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from closeranks.core.pieces import Piece
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensorlike:
-    """A tensor that can be read."""
+    """A tensor that is read on request."""
 
     name: str
     path: Path
-    """Where it lies in the nested state dict."""
+    """Its path in the nested state dict."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[Piece], Tensor]
@@ -42,9 +42,9 @@ class Tensorlike:
 class Outgoing:
     tensors: tuple[Tensorlike, ...]
     values: Mapping[str, Any] = field(default_factory=dict)
-    """By name, as they were."""
+    """Non-tensor values by name, unchanged."""
     paths: Mapping[str, Path] = field(default_factory=dict)
-    """Of the values."""
+    """Paths of the values in the nested state dict."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +52,7 @@ class Outgoing:
 
 
 def of_weights(weights: Weights, names: Names) -> Outgoing:
-    """A model's weights, at the model's place in a state dict."""
+    """A model's weights, at the model's path in a state dict."""
 
     def outgoing(key: str, shape: tuple[int, ...]) -> Tensorlike:
         place = Place("model", key)
@@ -65,7 +65,7 @@ def of_weights(weights: Weights, names: Names) -> Outgoing:
 
 
 def of_checkpoint(reader: CheckpointReader) -> Outgoing:
-    """Everything of a checkpoint that a state dict of DCP has room for: model, optimizer, other tensors, values."""
+    """Everything of a checkpoint that a DCP state dict can hold: model, optimizer, other tensors, values."""
     listed = listing(reader.manifest, None)
     shapes = {section: reader.shapes(section) for section in {place.section for place in listed.tensors.values()}}
 

@@ -1,8 +1,8 @@
-"""How does one rank write what DCP's planner gave it?
+"""Writes what DCP's planner assigned to one rank.
 
-Chunks are cut, and a file is written and read back, as in every other save. Invariants: the checksum of a chunk is
-taken from the tensor's own memory in a first pass, and the bytes that are written in a second one are compared with it;
-one tensor of the planner's is held at a time.
+Tensors are split into chunks, and a file is written and read back, as in every other save. Invariants: the checksum of
+a chunk is computed from the tensor's own memory in a first pass, and the bytes written in a second pass are compared
+with it; only one of the planner's tensors is held at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIX = "What was saved before still counts: save again later."
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which rank of how many: the same for every save, as DCP may keep plans."""
+    """This rank and the number of ranks: the same for every save, since DCP may cache plans."""
 
     rank: int
     num_ranks: int
@@ -35,7 +35,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A box of a tensor that this rank writes; the piece is named by the key."""
+    """A box of a tensor that this rank writes; the piece's name is the key."""
 
     section: str
     piece: Piece
@@ -50,12 +50,12 @@ class Cut:
 
 
 Load = Callable[[int], Tensor]
-"""The tensor of the n-th cut, on the CPU."""
+"""Returns the n-th tensor to write, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Elements ``first`` to ``last`` of a cut's memory, to be written as one chunk."""
+    """Elements ``first`` to ``last`` of a box's memory, to be written as one chunk."""
 
     cut: int
     first: int
@@ -64,7 +64,8 @@ class _Range:
 
 
 def write_part(storage: Storage, folder: str, seat: Seat, cuts: Sequence[Cut], load: Load, *, is_checked: bool) -> Part:
-    """Write a rank's data file; durable, and read back from the medium if ``is_checked``, when this returns."""
+    """Write a rank's data file; when this returns it is durable and, if ``is_checked``, was read back from the
+    medium."""
     memory = _Memory(cuts, load)
     ranges = _ranges(cuts)
     name = data_name(seat.rank, seat.num_ranks)
@@ -74,10 +75,10 @@ def write_part(storage: Storage, folder: str, seat: Seat, cuts: Sequence[Cut], l
         if is_checked:
             read_back(storage, f"{folder}/{name}", file, chunks, _breathe)
     except (SaveError, StorageError) as error:
-        with suppress(StorageError):  # what is left of it counts for nothing, and goes with the next collection
+        with suppress(StorageError):  # what is left does not count, and the next retention run removes it
             storage.remove(f"{folder}/{name}")
         raise CheckpointError(f"{folder} was not saved: {error}", _FIX, rank=seat.rank) from error
-    # DCP gathers the parts of one save: there is no other one to be told from.
+    # DCP itself gathers the parts of one save, so no attempt id is needed to tell saves apart.
     return Part(seat.rank, seat.num_ranks, "dcp", (file,), entries)
 
 
@@ -92,11 +93,11 @@ def _write(
 
 
 def _breathe() -> None:
-    """DCP has no way to give up a save."""
+    """DCP has no way to cancel a save."""
 
 
 def _ranges(cuts: Sequence[Cut]) -> list[_Range]:
-    """In the order of the file: elements of more bytes first, so that all are aligned."""
+    """In file order: larger elements first, so that all are aligned."""
     order = sorted(range(len(cuts)), key=lambda number: -cuts[number].item_bytes)
     return [
         _Range(number, share.first, share.last, share.piece)
@@ -106,7 +107,7 @@ def _ranges(cuts: Sequence[Cut]) -> list[_Range]:
 
 
 class _Memory:
-    """Ranges of cuts as bytes, asked for in order."""
+    """Ranges of boxes as bytes, requested in order."""
 
     def __init__(self, cuts: Sequence[Cut], load: Load) -> None:
         self._cuts = cuts

@@ -1,7 +1,7 @@
-"""How does ``dcp.save`` take tensors that are not in memory?
+"""A DCP save planner for tensors that are not in memory.
 
-A planner that lists what is to leave, and reads each band of it when the writer asks. Invariant: a band is at most
-``_BAND_BYTES``, or one row where a row is more; the bands of a tensor cover it without overlap.
+It lists what is to be exported, and reads each band of a tensor when the writer requests it. Invariant: a band has at
+most ``_BAND_BYTES``, or one row if a row is larger; the bands of a tensor cover it without overlap.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BAND_BYTES = 32 << 20
 
 
 class LazyPlanner(SavePlanner):
-    """Saves what is outgoing, whatever state dict it is given; ``on_bytes`` hears how many were read, each time."""
+    """Saves ``outgoing``, whatever state dict it is given; ``on_bytes`` is called with the size of each read."""
 
     def __init__(self, outgoing: Outgoing, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._outgoing = outgoing
@@ -41,7 +41,7 @@ class LazyPlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """There is nothing to take from a state dict."""
+        """The state dict is ignored."""
 
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._outgoing.values]

@@ -1,10 +1,10 @@
-"""How does torch's DCP load from a checkpoint of ours, into whatever layout its planner serves?
+"""A DCP storage reader: loads a checkpoint of ours with ``torch.distributed.checkpoint``, into any layout.
 
     dcp.load(state_dict, storage_reader=CheckpointStorageReader("runs/tiny"))
 
-DCP's planner cuts what each rank wants; each cut is read from the chunks that overlap it. To the planner every tensor
-is one chunk: how ours lie in files is the reader's own business. Invariants: every byte that reaches a tensor was
-checked against its digest; all ranks read the same checkpoint, or all raise; nothing of a file is unpickled.
+DCP's planner decides which part of each tensor a rank needs; the part is read from the chunks that overlap it. To the
+planner every tensor is one chunk: the reader hides how our chunks lie in files. Invariants: every byte that reaches a
+tensor was checked against its digest; all ranks read the same checkpoint, or all raise; nothing in a file is unpickled.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from closeranks.core.pieces import Piece
 
 class CheckpointStorageReader(StorageReader):
     """``place``: a run folder, its checkpoints folder, one checkpoint, or a URL of those; of several, the newest
-    whose documents, files and headers are sound.
+    whose documents, files and headers are valid.
 
-    ``names``: where model and optimizer lie in the state dict to load; None: where they lay when DCP saved it, or under
-    ``model`` and ``optimizer``.
+    ``names``: the paths of model and optimizer in the state dict to load; None: the paths they had when DCP saved it,
+    or ``model`` and ``optimizer``.
     """
 
     def __init__(self, place: str | Path, names: Names | None = None) -> None:
@@ -58,7 +58,7 @@ class CheckpointStorageReader(StorageReader):
             self._place = str(checkpoint_id)
         self._opened = None
 
-    # Without keyword arguments: DCP would take those for metadata of each rank, and look for it after an error.
+    # No keyword arguments: DCP would take them as a sign of per-rank metadata, and look for it after an error.
     def read_metadata(self) -> Metadata:
         opened = self._open()
         found: dict[str, STORAGE_TYPES] = {name: BytesStorageMetadata() for name in opened.listed.values}
@@ -117,7 +117,7 @@ class CheckpointStorageReader(StorageReader):
         planner.commit_tensor(item, target)
 
     def _read_value(self, item: ReadItem, planner: LoadPlanner) -> None:
-        """DCP's planners take values as ``torch.save`` would write them: so it is made here, from checked JSON."""
+        """DCP's planners expect values as bytes of ``torch.save``: they are created here, from checked JSON."""
         buffer = io.BytesIO()
         torch.save(decode(self._open().listed.values[item.storage_index.fqn]), buffer)
         buffer.seek(0)
@@ -125,7 +125,7 @@ class CheckpointStorageReader(StorageReader):
 
 
 class _Opened:
-    """A checkpoint, and what DCP calls its tensors."""
+    """A checkpoint, and the DCP names of its tensors."""
 
     def __init__(self, reader: CheckpointReader, listed: Listed) -> None:
         self.reader = reader

@@ -1,11 +1,12 @@
-"""How does torch's DCP save into a checkpoint of ours?
+"""A DCP storage writer: saves into a checkpoint of ours with ``torch.distributed.checkpoint``.
 
     dcp.save(state_dict, storage_writer=CheckpointStorageWriter("runs/tiny/checkpoints", step=40))
 
-DCP's planner decides which rank writes what, once each. Every rank writes its data file and reads it back from the
-medium; its sealed part goes to the coordinator with DCP's own gathering, and the coordinator publishes the manifest and
-moves ``latest``. Invariants: a checkpoint counts only when all ranks' files are durable and were read back; a folder
-that counts already is never written to; nothing is pickled, and a value that would have to be is refused by its name.
+DCP's planner decides which rank writes what, each item once. Every rank writes its data file and reads it back from the
+medium; DCP's own gather brings the sealed parts to the coordinator, which publishes the manifest and updates
+``latest``. Invariants: a checkpoint is committed only when the files of all ranks are durable and were read back; the
+folder of a committed checkpoint is never written to; nothing is pickled, and a value that would need it is refused by
+name.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from closeranks.storage.protocol import StorageError
 
 _LOCK_WAIT_S = 60.0
 _LOCKS: dict[str, ExitStack] = {}
-"""Places whose lock this process holds for a save of DCP. When another rank fails DCP calls nothing that could give it
-back: then the next save to the same place does, or the end of the process."""
+"""Places whose lock this process holds for a DCP save. If another rank fails, DCP makes no call that could release the
+lock: then the next save to the same place releases it, or the end of the process."""
 
 
 class CheckpointStorageWriter(StorageWriter):
     """``place``: the checkpoints folder or its URL; with ``step`` None, one checkpoint in it (``.../step-00000040``),
-    as ``checkpoint_id`` of ``dcp.save`` is too.
+    like the ``checkpoint_id`` of ``dcp.save``.
 
-    ``names``: where model and optimizer lie in the state dict. ``tree``: plain values to keep beside it. ``metric``:
-    what retention goes by, smaller is better. Nothing is collected: that is for ``closeranks ckpt prune``.
+    ``names``: the paths of model and optimizer in the state dict. ``tree``: plain values to store with it. ``metric``:
+    what retention ranks by, smaller is better. Retention is not applied: use ``closeranks ckpt prune``.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class CheckpointStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: from here to ``finish`` nothing is collected in this place."""
+        """On the coordinator: takes the lock, so that nothing is removed from this place until ``finish``."""
         storage = open_storage(self._place)
         if MANIFEST in storage.names(self._folder):
             raise CheckpointError(f"{self.checkpoint_id} is a checkpoint already", "Save under another step.")
@@ -111,7 +112,7 @@ class CheckpointStorageWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, once every rank's files are durable."""
+        """On the coordinator, when the files of every rank are durable."""
         values: dict[str, Any] = {}
         parts: list[Part] = []
         for rank, rows in enumerate(results):
@@ -130,7 +131,7 @@ class CheckpointStorageWriter(StorageWriter):
         return parse_folder(str(checkpoint_id).rstrip("/").rpartition("/")[2]) is not None
 
     def _results(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Each value as JSON, and the sealed part with the first tensor."""
+        """Each value as JSON; the sealed part is attached to the first tensor."""
         values = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         results = [WriteResult(item.index, 0, encode(_value(item, planner), item.index.fqn)) for item in values]
@@ -193,7 +194,7 @@ def _split(place: str) -> tuple[str, str]:
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> Any:
-    """The value itself: torch's planner offers it, where it is the default one or made from it, before pickling it."""
+    """The value before it is pickled: torch's default planner, and planners derived from it, give access to it."""
     if hasattr(planner, "lookup_object"):
         return planner.lookup_object(item.index)
     data = planner.resolve_data(item)

@@ -1,8 +1,8 @@
-"""What does a checkpoint's tree keep of a state dict that DCP saved, and how is it listed for DCP again?
+"""Stores what DCP needs of a state dict in a checkpoint's tree, and lists the checkpoint for DCP again.
 
-Under ``dcp`` in the tree: the values that are no tensors, the path of every name in the nested state dict, and the
-prefixes. A checkpoint that training saved has none of it, and is listed all the same. Invariant: two tensors never get
-one name. Imports no torch.
+Under ``dcp`` in the tree: the non-tensor values, the path of every name in the nested state dict, and the prefixes. A
+checkpoint saved by training has no such entry, and is listed all the same. Invariant: two tensors never get the same
+name. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ KEY = "dcp"
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A checkpoint as DCP sees it, by name."""
+    """The contents of a checkpoint by their DCP names."""
 
     tensors: Mapping[str, Place]
     values: Mapping[str, Any]
-    """As ``values.encode`` wrote them."""
+    """Encoded by ``values.encode``."""
     paths: Mapping[str, Path]
 
 
 def listing(manifest: Manifest, names: Names | None) -> Listed:
-    """``names``: None for those it was saved with."""
+    """``names``: None to use those it was saved with."""
     kept = _checked(manifest)
     saved = Names.decode(kept["names"]) if kept else Names()
     wanted = names or saved

@@ -1,7 +1,7 @@
-"""How is a value that is no tensor written down without pickling it?
+"""Encodes non-tensor values as JSON, without pickle.
 
-As JSON that gives back the same value of the same type: a tuple stays a tuple, 1 is not 1.0, infinity survives.
-Invariant: ``decode(encode(x)) == x`` with equal types, or ``encode`` refuses ``x`` and says under which name it lies.
+Decoding gives back the same value of the same type: a tuple stays a tuple, 1 is not 1.0, infinity is preserved.
+Invariant: ``decode(encode(x)) == x`` with equal types, or ``encode`` refuses ``x`` with an error that gives its name.
 Imports no torch.
 """
 
@@ -16,7 +16,7 @@ _FIX = "Save it as a tensor or as plain values (numbers, text, lists, tuples, di
 
 
 def encode(value: Any, name: str) -> Any:
-    """``name``: what the state dict calls it."""
+    """``name``: of the value in the state dict, for errors."""
     kind = type(value)
     if value is None or kind in (bool, int):
         return value

@@ -1,10 +1,11 @@
-"""How are weights read from a folder that torch's ``dcp.save`` wrote?
+"""Reads weights from a folder written by torch's ``dcp.save``.
 
 Its pickled metadata goes through an allow-list (``dcp/metadata.py``), each chunk through ``torch.load`` with
-``weights_only=True``. DCP keeps no checksum of its own, but ``torch.save`` leaves a CRC32 in each chunk, which torch
-does not look at when it loads: it is checked here. Invariants: a chunk is of the type and shape that the metadata says,
-a piece is made of exactly the chunks that overlap it, and what is cut short or changed in a chunk is refused by name. A
-chunk is read whole: ``torch.save`` knows no parts. The last one is kept, for whoever reads it band by band.
+``weights_only=True``. DCP stores no checksum of its own, but ``torch.save`` leaves a CRC32 in each chunk, which torch
+does not check when it loads: it is checked here. Invariants: a chunk has the dtype and shape given in the metadata, a
+piece is made of exactly the chunks that overlap it, and a truncated or changed chunk is refused by name. A chunk is
+always read as a whole, since ``torch.save`` has no partial reads. The last one is cached for callers that read it band
+by band.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _MODELS: tuple[StatePath, ...] = (
     ("state_dict",),
     ("module",),
 )
-"""Where people keep the model in what they save, the likeliest first."""
+"""Usual paths of the model in a saved state dict, the most likely first."""
 _OTHERS = ("optim", "sched", "lr_", "scaler", "ema", "rng", "dataloader", "sampler", "train_state")
-"""What begins so, in any case of letters, is not the model where a state dict has none of the places above."""
+"""If a state dict has none of the paths above: keys with these prefixes (in any case) are not part of the model."""
 _FIX = "Copy the folder again from where it was saved."
 
 
@@ -117,8 +118,8 @@ class DcpFolder:
 def open_dcp(place: str | Path, prefix: Sequence[str] | None = None) -> DcpFolder:
     """Weights in a folder, or under a URL, that ``torch.distributed.checkpoint.save`` wrote.
 
-    ``prefix``: where the model lies in the state dict that was saved, as ``["app", "model"]``; empty: the state dict is
-    the model's own. None: found by its usual places.
+    ``prefix``: the path of the model in the saved state dict, such as ``["app", "model"]``; empty: the state dict is
+    the model's own. None: the usual paths are tried.
     """
     storage = open_storage(place)
     name = f"{storage.url}/{METADATA}"
@@ -134,7 +135,7 @@ def open_dcp(place: str | Path, prefix: Sequence[str] | None = None) -> DcpFolde
 
 
 def check_archive(data: bytes) -> bool:
-    """Check what ``torch.save`` wrote against the CRC32s in it; False where it was told to leave them out."""
+    """Check what ``torch.save`` wrote against the CRC32s in it; False if it was configured to omit them."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         infos = archive.infolist()
         if not any(info.CRC for info in infos):
@@ -147,7 +148,7 @@ def check_archive(data: bytes) -> bool:
 
 
 def _subtree(tensors: Iterable[Stored], prefix: StatePath | None, url: str) -> dict[str, Stored]:
-    """The model's tensors by the names that the model knows."""
+    """The model's tensors by their names in the model."""
     all_of_them = list(tensors)
     for places in [(prefix,)] if prefix is not None else [_MODELS, ((),)]:
         for place in places:
@@ -162,7 +163,7 @@ def _subtree(tensors: Iterable[Stored], prefix: StatePath | None, url: str) -> d
 
 
 def _named(tensors: Sequence[Stored], depth: int, url: str) -> dict[str, Stored]:
-    """By path from a depth on, without what compilers and sharders put between the names of modules."""
+    """Tensors by path from a depth on, without what ``torch.compile`` and FSDP insert between module names."""
     inner = {".".join(map(str, one.path[depth:])): one for one in tensors}
     plain = plain_names(inner)
     found = {plain[name]: one for name, one in inner.items()}
@@ -172,7 +173,7 @@ def _named(tensors: Sequence[Stored], depth: int, url: str) -> dict[str, Stored]
 
 
 def _within(tensor: Tensor, run: Run, box: Box) -> Tensor:
-    """A box of the whole tensor in the memory that holds a run of it."""
+    """A box of the whole tensor, as a view of the memory that holds a run of it."""
     view = tensor.view(-1)[run.first : run.first + prod(run.box.size)].view(run.box.size)
     for dim, (first, begin, size) in enumerate(zip(run.box.start, box.start, box.size, strict=True)):
         view = view.narrow(dim, begin - first, size)

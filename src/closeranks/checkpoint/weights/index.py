@@ -1,7 +1,7 @@
-"""In which file of a Hugging Face folder does a tensor lie?
+"""Reads the index of a Hugging Face folder: which file holds each tensor.
 
-A model in several files comes with an index: JSON that maps every tensor to a file beside it. Invariant: no name of an
-index leads out of its folder.
+A model in several files comes with an index: JSON that maps every tensor to a file in the same folder. Invariant: no
+file name in an index leads out of its folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AGAIN = "Fetch the folder anew."
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or one sentence."""
+    """A JSON object; ``CheckpointError`` with one sentence if there is none."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large for what it should be", _AGAIN)
@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> Mapping[str, Path]:
-    """Tensor to file, every file there."""
+    """The file of each tensor; all files exist."""
     table = read_json(path).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{path} is damaged: it has no weight_map", _AGAIN)
@@ -46,7 +46,7 @@ def read_index(path: Path) -> Mapping[str, Path]:
 
 
 def _beside(index: Path, name: object) -> Path:
-    """Links may point anywhere, as the hub's own cache does with its blobs; names may not."""
+    """Symbolic links may point anywhere, as in the hub's own cache; file names may not leave the folder."""
     if not isinstance(name, str) or not name or name in (".", "..") or set(name) & {"/", "\\", "\0"}:
         what = f"{index} names the file {name!r}, which is none of its folder's"
         raise CheckpointError(what, "Do not use this folder; fetch it anew.")

@@ -1,7 +1,7 @@
-"""What kind of weights lies in a place?
+"""Detects the format of weights at a path or URL and opens them.
 
-Decided by what is there, never by trying one reader after the other: an error is then that of the kind it is.
-Invariant: nothing of a file is unpickled or believed before its kind is known.
+The format is decided by which files exist, never by trying one reader after the other, so that errors come from the
+reader of the actual format. Invariant: nothing in a file is unpickled or trusted before its format is known.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _KINDS = (
 
 
 def open_weights(place: str) -> Weights:
-    """The weights in a path or URL, of whatever kind."""
+    """The weights at a path or URL, in any supported format."""
     return _OPENERS[kind_of(place)](place)
 
 
 def kind_of(place: str) -> Kind:
-    """Which reader a place is for; one sentence where it is for none."""
+    """The format of the weights at a place; ``CheckpointError`` with one sentence if it is unknown."""
     if "://" in place and not place.startswith("file://"):
         return OURS
     path = Path(place.removeprefix("file://"))
@@ -42,7 +42,7 @@ def kind_of(place: str) -> Kind:
 
 
 def _kind_of_folder(path: Path) -> Kind | None:
-    """Ours first: a run folder has a config.json too."""
+    """Our own format first: a run folder has a config.json, too."""
     if (path / MANIFEST).is_file() or (path / LATEST).is_file() or (path / "checkpoints").is_dir():
         return OURS
     if any(parse_folder(child.name) for child in path.iterdir() if child.is_dir()):

@@ -1,7 +1,7 @@
-"""How are weights read from one of our own checkpoints?
+"""Reads weights from one of our own checkpoints.
 
-Its model alone, whatever else it holds and whatever layout saved it; where a moving average of the weights was kept
-(``optim.ema``), the average. Invariant: every chunk that has a part in what is read was compared with its checksum.
+Only its model, whatever else it holds and whatever layout saved it; if a moving average of the weights was kept
+(``optim.ema``), the average. Invariant: every chunk that contributes to what is read was compared with its checksum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OurWeights:
 
     @property
     def tree(self) -> Mapping[str, Any]:
-        """Everything of the state that is no tensor."""
+        """The non-tensor part of the state."""
         return self._reader.tree
 
     def names(self) -> dict[str, tuple[int, ...]]:
@@ -50,5 +50,5 @@ class OurWeights:
 
 
 def open_ours(place: str) -> OurWeights:
-    """The newest sound checkpoint at a run's folder, a folder of checkpoints, one of them, or a URL of those."""
+    """The newest valid checkpoint at a run's folder, a folder of checkpoints, one of them, or a URL of those."""
     return OurWeights(open_newest(place))

@@ -1,8 +1,8 @@
-"""What must a set of weights offer so that any layout can start from it?
+"""The protocol of a set of weights that any layout can start from.
 
-Whoever wrote it, it is names, shapes and values that are read piece by piece. Invariants: ``read`` allocates no more
-than the piece it returns, a copy of it in the format it is stored in, and ``BAND_BYTES``; what is damaged or foreign is
-a ``CheckpointError`` that names the file.
+In whatever format, weights are names, shapes and values that are read piece by piece. Invariants: ``read`` allocates no
+more than the piece it returns, a copy of it in its stored dtype, and ``BAND_BYTES``; a damaged or foreign file is a
+``CheckpointError`` that names it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from closeranks.core.pieces import Piece
 
 BAND_BYTES = 8 << 20
-"""What is read and converted at once, where it need not be more: large enough for a disk, small beside any model."""
+"""Read and converted at a time, unless a single row is larger: large enough for a disk, small beside any model."""
 
 
 class Weights(Protocol):
@@ -25,30 +25,30 @@ class Weights(Protocol):
 
     @property
     def path(self) -> str:
-        """What a person would write to name it: a path, or a URL."""
+        """The path or URL, as a user would write it."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about how it was read, one sentence each."""
+        """What a user should know about how the weights were read, one sentence each."""
         ...
 
     def names(self) -> Mapping[str, tuple[int, ...]]:
-        """Whole shapes by name, in the order of the files."""
+        """Global shapes by name, in file order."""
         ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """The format it is stored in."""
+        """The dtype it is stored in."""
         ...
 
     def read(self, name: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
-        """A piece on the CPU, of ``piece.local_shape``, in ``dtype`` or as it is stored. The piece's own name does not
-        matter: models and files may call a tensor differently."""
+        """A piece on the CPU, of shape ``piece.local_shape``, in ``dtype`` or as it is stored. The piece's own name is
+        ignored: models and files may have different names for a tensor."""
         ...
 
 
 class Band(NamedTuple):
-    """A part of a piece, and where it lies in the piece's tensor along dim 0."""
+    """A band of rows of a piece, and its position along dim 0 of the piece's tensor."""
 
     piece: Piece
     first: int
@@ -56,7 +56,7 @@ class Band(NamedTuple):
 
 
 def bands(piece: Piece, itemsize: int, max_bytes: int = BAND_BYTES) -> Iterator[Band]:
-    """A piece in parts of at most ``max_bytes``, or of one row where a row is more; none of an empty piece."""
+    """Split a piece into parts of at most ``max_bytes``, or of one row if a row is larger; an empty piece has none."""
     if not piece.numel:
         return
     if not piece.local_shape:

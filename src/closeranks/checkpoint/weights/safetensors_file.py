@@ -1,12 +1,12 @@
-"""What does one safetensors file hold, and how is a piece of it read?
+"""Reads tensors, piece by piece, from one safetensors file.
 
     8 bytes    the header's length, little-endian
     JSON       {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {...}}
-    data       tensors back to back, row by row
+    data       tensors back to back, row-major
 
-Pieces are read with ``pread``, not mapped: a file cut short under a mapping kills the process, and a map of a slow
-store is read page by page. Invariants: a header is believed only where it fits the file (sizes, order, no holes); a
-read takes from the file the rows that its piece touches, no others, and holds at most a band of them beside the piece.
+Pieces are read with ``pread``, not mapped: truncating a mapped file kills the process, and a mapping of a slow storage
+is read page by page. Invariants: a header is trusted only if it fits the file (sizes, order, no holes); a read takes
+only the rows that its piece touches from the file, and holds at most one band of them besides the piece.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 class SafetensorsFile:
-    """One file; its header is read and checked when this is made."""
+    """One file; its header is read and checked on construction."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,7 +84,8 @@ class SafetensorsFile:
         return out
 
     def _read_box(self, file: int, stored: Stored, box: Box, target: Tensor) -> None:
-        """``target`` has the box's size. A single row is entered, so that a part of it reads no more than that part."""
+        """``target`` has the box's size. A leading dim of size 1 is stripped, so that a part of one row reads only that
+        part."""
         itemsize, shape, start, size, offset = stored.dtype.itemsize, stored.shape, box.start, box.size, stored.offset
         while size and size[0] == 1:
             offset += start[0] * prod(shape[1:]) * itemsize
@@ -109,7 +110,7 @@ class SafetensorsFile:
             del band  # before the next one is made
 
     def _read_into(self, file: int, offset: int, target: Tensor, dtype: torch.dtype) -> None:
-        """``target`` is contiguous; through a band of the stored format where it has another one."""
+        """``target`` is contiguous; reads through a temporary band if its dtype is not the stored one."""
         if target.dtype == dtype:
             self._fill(file, offset, target)
             return
@@ -165,7 +166,8 @@ def _stored(path: Path, name: str, row: Any, data_start: int) -> Stored:
 
 
 def _check_extent(path: Path, found: Mapping[str, Stored], data_start: int, num_bytes: int) -> None:
-    """Tensors lie back to back and fill the file: a file that was cut short or spliced is refused before it is used."""
+    """Check that tensors lie back to back and fill the file: a truncated or spliced file is refused before it is
+    used."""
     position = data_start
     for stored in sorted(found.values(), key=lambda stored: (stored.offset, prod(stored.shape))):
         if stored.offset != position:

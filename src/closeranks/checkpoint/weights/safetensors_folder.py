@@ -1,7 +1,7 @@
-"""How are the weights of a Hugging Face folder read?
+"""Reads the weights of a Hugging Face folder.
 
 One ``model.safetensors``, or several files with ``model.safetensors.index.json``; a single .safetensors file of any
-name is read alike. Invariant: index and files say the same; where they differ nothing is loaded.
+name is read in the same way. Invariant: index and files agree; if they differ, nothing is loaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How do weights become the files of a Hugging Face folder?
+"""Writes weights as the files of a Hugging Face folder.
 
-Files are planned first, sizes are known, so each is written front to back, band by band. Invariants: no file is larger
-than asked for, unless one tensor alone is; the whole model is never in memory, nor a whole large tensor; names and
-index are those that transformers looks for.
+Files are planned first; since all sizes are known, each is written front to back, band by band. Invariants: no file is
+larger than requested, unless a single tensor is; neither the whole model nor a whole large tensor is ever in memory;
+names and index are those that transformers expects.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
 Progress = Callable[[int], None]
-"""Told of every so many bytes that are done."""
+"""Called with the number of bytes done since the last call."""
 
 
 class Watcher(Protocol):
-    """Who sees how far it is. Call sequence: ``begin`` for each pass with its bytes, ``advance`` within it."""
+    """Receives progress. Call sequence: ``begin`` for each pass with its total bytes, ``advance`` during it."""
 
     def begin(self, stage: str, num_bytes: int) -> None: ...
 
@@ -38,7 +38,7 @@ class Watcher(Protocol):
 
 
 class Nobody:
-    """Does not look."""
+    """Ignores progress."""
 
     def begin(self, stage: str, num_bytes: int) -> None:
         pass
@@ -49,12 +49,12 @@ class Nobody:
 
 @dataclass(frozen=True, slots=True)
 class Going:
-    """A tensor on its way into a file."""
+    """A tensor to be exported."""
 
     name: str
-    """In the file."""
+    """Its name in the file."""
     source: str
-    """In the weights."""
+    """Its name in the weights."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -64,7 +64,8 @@ class Going:
 
 
 def going(weights: Weights, names: Mapping[str, str], dtype: torch.dtype | None = None) -> list[Going]:
-    """``names``: in the files to in the weights. ``dtype`` is for numbers with a fraction; others stay as they are."""
+    """``names``: maps names in the files to names in the weights. ``dtype`` applies to floating-point tensors; others
+    keep theirs."""
     found = []
     for name, source in names.items():
         stored = weights.dtype(source)
@@ -77,7 +78,7 @@ def going(weights: Weights, names: Mapping[str, str], dtype: torch.dtype | None 
 
 
 def plan_shards(tensors: Sequence[Going], shard_bytes: int) -> list[list[Going]]:
-    """Tensors in their order, as many to a file as fit."""
+    """Tensors in order, as many to a file as fit."""
     shards: list[list[Going]] = []
     room = 0
     for tensor in tensors:
@@ -92,7 +93,7 @@ def plan_shards(tensors: Sequence[Going], shard_bytes: int) -> list[list[Going]]
 def write_shards(
     folder: Path, weights: Weights, tensors: Sequence[Going], shard_bytes: int, on_progress: Progress
 ) -> list[str]:
-    """Write all files of the weights, durably, and their index where there are several; the files' names."""
+    """Write all files of the weights durably, and their index if there are several; returns the files' names."""
     shards = plan_shards(tensors, shard_bytes)
     count = len(shards)
     files = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
@@ -113,7 +114,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def header_of(tensors: Sequence[Going]) -> bytes:
-    """The first bytes of a safetensors file. Its reader in other programs wants data to begin at a multiple of 8."""
+    """The header of a safetensors file. Readers in other programs require the data to begin at a multiple of 8."""
     rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in tensors:
@@ -140,7 +141,7 @@ def _write_file(path: Path, weights: Weights, tensors: Sequence[Going], on_progr
 
 
 def octets(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, row by row."""
+    """A tensor's bytes, row-major."""
     view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view
 

@@ -1,8 +1,8 @@
-"""How do weights of any kind become one of our checkpoints?
+"""Saves weights of any format as one of our checkpoints.
 
-They are read twice, chunk by chunk: once for the checksums that a save begins with, once to be written. Invariants: a
-few chunks are in memory at a time, never the model; what lies in the checkpoint is what the first reading saw, or the
-save fails; it holds weights alone, without the progress and identity that make a state which a run can resume.
+They are read twice, chunk by chunk: once for the checksums that a save needs, once to be written. Invariants: only a
+few chunks are in memory at a time, never the model; the checkpoint holds what the first pass read, or the save fails;
+it holds only weights, without the progress and identity that a run needs to resume from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECTION = "model"
 def save_weights(
     place: str, weights: Weights, tensors: Sequence[Going], tree: Mapping[str, Any], watcher: Watcher
 ) -> str:
-    """Write a checkpoint of step 0 at ``place``; where it lies."""
+    """Write a checkpoint of step 0 at ``place``; returns its path."""
     total = sum(tensor.num_bytes for tensor in tensors)
     wanted = [(tensor, piece) for tensor in tensors for piece in _pieces(tensor)]
 
@@ -64,7 +64,7 @@ def save_weights(
 
 
 def _pieces(tensor: Going) -> list[Piece]:
-    """Of at most a chunk's size; a tensor without elements is one, so that it keeps its name."""
+    """Pieces of at most a chunk's size; a tensor without elements is one piece, so that it keeps its name."""
     whole = Piece.whole(tensor.name, tensor.shape)
     if not whole.numel:
         return [whole]

@@ -1,8 +1,8 @@
-"""How are weights read from a file of ``torch.save``?
+"""Reads weights from a ``torch.save`` file.
 
-The file is a zip of a pickle and raw storages. Invariants: the pickle goes through torch's own unpickler for weights
-alone, which knows tensors and plain containers and executes nothing; every record's checksum is compared before a
-value is believed (``torch.load`` does not look); storages are mapped, so that a rank reads only what its pieces touch.
+The file is a zip of a pickle and raw storages. Invariants: the pickle goes through torch's ``weights_only`` unpickler,
+which accepts tensors and plain containers and executes nothing; every record's checksum is checked before a value is
+used (``torch.load`` does not check it); storages are mapped, so that a rank reads only what its pieces touch.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from closeranks.core.regular_file import open_binary
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 NESTED = ("model", "state_dict", "module", "model_state_dict", "weights")
-"""Keys under which programs keep the weights beside other things, in the order they are looked for."""
+"""Keys under which programs store the weights beside other things, in search order."""
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What compilers, sharders and recompute put between the names of modules."""
+"""What ``torch.compile``, FSDP and activation checkpointing insert between module names."""
 _PARALLEL = "module."
-"""What data-parallel wrappers put before all names. Between others it may be a user's own."""
+"""The prefix that data-parallel wrappers add to all names. Elsewhere in a name it may be the user's own module."""
 _READ_BYTES = 4 << 20
 
 
 class TorchFile:
-    """Tensors of files of ``torch.save`` (``protocol.Weights``)."""
+    """Tensors of ``torch.save`` files (``protocol.Weights``)."""
 
     def __init__(self, path: str, tensors: Mapping[str, Tensor], notes: tuple[str, ...]) -> None:
         self.path = path
@@ -84,10 +84,11 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def load_plain(path: Path) -> Any:
-    """What a file holds, tensors mapped; refused in one sentence where it is damaged or needs code to be read."""
+    """The contents of a file, with tensors mapped; ``CheckpointError`` with one sentence if it is damaged or would
+    need to execute code."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of storages and formats that are deprecated; what counts is refused
+            warnings.simplefilter("ignore")  # about deprecated storages and formats; real problems raise
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)", str(error))
@@ -99,8 +100,8 @@ def load_plain(path: Path) -> Any:
 
 
 def check_records(path: Path) -> bool:
-    """Compare every record of the zip with its checksum; reads the file once, in parts. False where its writer was told
-    to leave them out (``torch.serialization.set_crc32_options``)."""
+    """Compare every record of the zip with its checksum; reads the file once, in parts. False if its writer was
+    configured to omit them (``torch.serialization.set_crc32_options``)."""
     try:
         with open_binary(path) as whole:
             if not zipfile.is_zipfile(whole):
@@ -133,7 +134,7 @@ def _no_zip(path: Path) -> str:
 def _state_dict(path: Path, value: Any) -> tuple[dict[str, Tensor], str]:
     """The tensors of a file, and the key they were found under."""
     where = ""
-    if isinstance(value, Mapping):  # nested ones first: beside them may lie tensors that are no weights (a step)
+    if isinstance(value, Mapping):  # nested dicts first: tensors beside them may not be weights (a step counter)
         where = next((key for key in NESTED if isinstance(value.get(key), Mapping) and _tensors(value[key])), "")
         value = value[where] if where else value
     tensors = _tensors(value) if isinstance(value, Mapping) else {}
@@ -150,7 +151,7 @@ def _tensors(value: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 def _refuse_odd(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
-        is_plain = type(tensor) in (Tensor, nn.Parameter)  # not one that stands for others, such as a DTensor
+        is_plain = type(tensor) in (Tensor, nn.Parameter)  # not a subclass that wraps others, such as DTensor
         if not is_plain or tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             what = f"'{name}' in {path} is a sparse, quantised, distributed or empty (meta) tensor"
             raise CheckpointError(what, "Save dense weights.")
