@@ -1,20 +1,20 @@
-"""In which order do transforms turn a plain module into a distributed one? The one place where the order stands.
+"""Turns a plain module into a distributed one; this file alone decides the order of the transforms.
 
-    1. build          the whole model without memory (on meta): every name and shape is known, nothing is held
-    2. prepare        what depends on all names (frozen patterns), while all names are here
-    3. tensor         cuts parameters and puts collectives around modules: what comes after sees ordinary, smaller ones
-    4. stages         drops what other pipeline ranks compute; after the cut, since a rule may name any part of it
+    1. build          the whole model on the meta device: every name and shape is known, no memory is allocated
+    2. prepare        what depends on all names (frozen patterns), while this rank still has all of them
+    3. tensor         shards parameters and puts collectives around modules: later steps see ordinary, smaller modules
+    4. stages         drops what other pipeline ranks compute; after step 3, since a sharding rule may name any module
     5. batch norm     replaces modules, so it comes before anything that captures them
-    6. recompute      wraps blocks; inside compile, so that the compiler sees what is forgotten (but for full, which
-                      goes around the compiled block), and inside FSDP, so that a block is gathered before it is
-                      computed a second time
+    6. recompute      wraps blocks; inside compile, so that the compiler sees what is dropped (except ``full``, which
+                      wraps the compiled block), and inside FSDP, so that a block is all-gathered before it is
+                      recomputed
     7. compile        per block: one graph serves all equal blocks, and start-up does not grow with depth; after every
                       transform that changes a block's forward, before anything that hooks its parameters
-    8. shard          FSDP2 (zero=3), per block: its hooks are the outermost, and it takes hold of the final parameters
+    8. shard          FSDP2 (zero=3), per block: its hooks are the outermost, and it shards the final parameters
     9. materialise    memory for what this rank keeps and nothing else, filled from (seed, name) one parameter at a time
-    (then, in ``run``: reducer and optimizer, on the parameters that came out)
+    (then, in ``run``: reducer and optimizer, on the resulting parameters)
 
-Invariant: names and values of parameters after ``apply`` are those the spec built, whatever was applied; no rank ever
+Invariant: after ``apply``, parameters have the names and values that the spec built, whatever was applied; no rank ever
 holds more than its own pieces and one whole parameter.
 """
 
@@ -47,7 +47,7 @@ from closeranks.parallel.zero import shard_fully
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a job says about how its model is to be distributed."""
+    """The job's settings for distributing its model."""
 
     layout: Layout
     hold: str
@@ -67,10 +67,10 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """This rank's part of the distributed model, and what a person should know about it."""
+    """This rank's part of the distributed model, and warnings for the user."""
 
     stages: Mapping[int, nn.Module]
-    """By global stage; one, number 0, without a pipeline."""
+    """By global stage number; without a pipeline there is one, number 0."""
     pipeline: Pipeline | None
     held: tuple[Held, ...]
     statistics: tuple[BatchStatistics, ...]
@@ -103,7 +103,7 @@ def apply(
     wrapped: set[nn.Module] = set()
     for module in cut.stages.values():
         _transform(spec, module, wishes, groups, wrapped)
-    stages = nn.ModuleList(cut.stages.values())  # as one, so that what two of them share stays shared
+    stages = nn.ModuleList(cut.stages.values())  # one module, so that a tensor which two stages share stays shared
     if built.is_meta:
         empty(stages, device)
     held = tuple(_held(cut, names, shares, _tie_groups(cut.ties, wishes.layout, groups), groups))
@@ -112,7 +112,7 @@ def apply(
     hint = advice(stages, wishes.batch_norm, wishes.micro_batch, groups.data.size)
     return Applied(
         stages=cut.stages,
-        # Half a backward would compute a recomputed block twice.
+        # A backward split into two halves would recompute a block twice.
         pipeline=open_pipeline(wishes.layout, cut.stages, groups.pipeline, device, splits=wishes.recompute == "none"),
         held=held,
         statistics=tuple(BatchStatistics(module, groups.home.data) for module in cut.stages.values()),
@@ -126,10 +126,10 @@ def apply(
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The whole model's parameters, noted down before anything is cut."""
+    """Names and sizes of the whole model's parameters, recorded before anything is sharded."""
 
     first: Mapping[str, str]
-    """Every name's first name: a tied parameter has several."""
+    """Maps every name of a parameter to its first name: a tied parameter has several names."""
     shapes: Mapping[str, tuple[int, ...]]
     """By first name; persistent buffers too."""
     trainable: frozenset[str]
@@ -154,7 +154,7 @@ class _Names:
 
 
 def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a whole module keeps: each parameter under its first name, and every persistent buffer."""
+    """The tensors of a whole module: each parameter under its first name, and every persistent buffer."""
     yield from module.named_parameters()
     buffers = {name for name, _ in module.named_buffers()}
     yield from ((name, tensor) for name, tensor in module.state_dict().items() if name in buffers)
@@ -180,7 +180,10 @@ def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: Groups) -> C
 def _refuse_shared(
     whole: nn.Module, units: Sequence[str], ranges: Sequence[range], places: Iterable[Sequence[int]]
 ) -> None:
-    """FSDP2 shards a module under one root, and every stage is one. Looks at all ranks' stages: all refuse alike."""
+    """Refuse a module in two stages of one rank: FSDP2 shards a module under one root only, and each stage is a root.
+
+    Checks the stages of all ranks, so that all ranks raise the same error.
+    """
     for own in places:
         found: dict[nn.Module, tuple[str, int]] = {}
         held = [(stage, units[number]) for stage in own for number in ranges[stage]]
@@ -197,7 +200,7 @@ def _refuse_shared(
 
 
 def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Groups, wrapped: set[nn.Module]) -> None:
-    """``wrapped``: modules that an earlier stage of this rank has too, and has wrapped."""
+    """``wrapped``: modules that an earlier stage of this rank shares and has already wrapped."""
     blocks = tuple(_unwrapped(module, spec.blocks, wrapped))
     units = tuple(_unwrapped(module, spec.compile_units, wrapped))
     wrapped.update(module.modules())
@@ -231,16 +234,16 @@ def _idle_recompute(spec: ModelSpec, wishes: Wishes) -> str:
 
 
 def _unwrapped(module: nn.Module, names: Iterable[str], wrapped: Collection[nn.Module]) -> Iterator[str]:
-    """Those of the modules that this stage has and no earlier one had; each once, by its first name."""
+    """The named modules that are in this stage and in no earlier one; each once, by its first name."""
     here = {name for name, part in module.named_modules() if part not in wrapped}
     return (name for name in names if name in here)
 
 
 def _tie_groups(ties: Iterable[Tie], layout: Layout, groups: Groups) -> dict[str, dist.ProcessGroup]:
-    """For each tied parameter of this rank, the group of those that hold a copy; none where both ends are here."""
+    """For each tied parameter of this rank, the group of ranks that hold a copy; none where all copies are here."""
     where = {stage: rank for rank, own in enumerate(placement(layout.schedule, layout.pipeline)) for stage in own}
     found: dict[str, dist.ProcessGroup] = {}
-    for tie in ties:  # the same on every rank: making a group is a collective
+    for tie in ties:  # in the same order on every rank: creating a group is a collective
         coordinates = sorted({where[stage] for stage in tie.stages})
         group = groups.across_stages(coordinates) if len(coordinates) > 1 else None
         if group is not None:
@@ -280,12 +283,12 @@ def _fill(built: Built, stages: nn.ModuleList, held: Iterable[Held], groups: Gro
 
 
 def is_sharded(held: Held) -> bool:
-    """Whether FSDP2 has spread the parameter over the shard group."""
+    """Whether FSDP2 has sharded the parameter over the shard group."""
     return isinstance(held.parameter, DTensor)
 
 
 def local_part(held: Held, shard: Group) -> tuple[Tensor, Piece]:
-    """What this rank has in memory of a parameter: all it holds, or its rows of it under FSDP2."""
+    """The part of a parameter in this rank's memory: the held tensor, or this rank's rows of it under FSDP2."""
     if not isinstance(held.parameter, DTensor):
         return held.parameter.detach(), held.piece
     return held.parameter.to_local().detach(), held.piece.cut(0, shard.rank, shard.size)

@@ -1,4 +1,4 @@
-"""What does batch norm see when the batch is spread over workers?
+"""Batch norm when the batch is split over workers: which samples its statistics cover, and how they stay equal.
 
 [Note: batch norm] With ``micro`` statistics each micro-batch is normalised by its own mean and variance. A micro-batch
 is fixed by the job, so the result does not depend on the number of workers. The running estimates that evaluation uses
@@ -31,7 +31,7 @@ class _Layer:
     momentum: float | None
     """As the user set it; None: the mean over all steps."""
     running: tuple[Tensor, ...] = ()
-    """Mean, variance and step count as they stood when the step began."""
+    """Mean, variance and step count at the start of the step."""
 
 
 class BatchStatistics:
@@ -57,13 +57,13 @@ class BatchStatistics:
             layer.running = tuple(tensor.clone() for tensor in _running(layer.module))
 
     def next(self, *, counts: bool = True) -> None:
-        """``counts`` False: the coming micro-batch is a spare, and leaves no trace."""
+        """``counts`` False: the next micro-batch is padding and does not change the statistics."""
         self._count += counts
         for layer in self._layers:
             layer.module.momentum = 1.0 / self._count if counts else 0.0
 
     def finish(self, taken: Tensor) -> None:
-        """Blend the step's mean into what stood before it; ``taken`` 0 leaves what stood before. No host sync."""
+        """Blend the step's mean into the running statistics; ``taken`` 0 restores the earlier ones. No host sync."""
         if not self._layers:
             return
         with torch.no_grad():
@@ -77,7 +77,7 @@ class BatchStatistics:
                 _settle(layer, means[2 * index : 2 * index + 2], taken)
 
     def average(self, group: Group) -> None:
-        """Where replicas train apart, each has its own: at a meeting all take the mean of ``group``."""
+        """With local SGD each replica has its own statistics: at a synchronization all take the mean of ``group``."""
         if not self._layers or group.size == 1:
             return
         with torch.no_grad():
@@ -181,7 +181,7 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def advice(module: nn.Module, mode: str, micro_batch: int, num_ranks: int) -> str:
-    """What a person should know about batch norm in this job; empty when there is nothing to say."""
+    """A hint for the user about batch norm in this job; empty when there is none."""
     if not any(isinstance(m, _BatchNorm) for m in module.modules()):
         return ""
     if mode == "sync" or micro_batch >= SMALL_MICRO_BATCH:

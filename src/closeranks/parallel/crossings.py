@@ -1,11 +1,11 @@
-"""What happens to activations and their gradients where they cross the tensor axis?
+"""Activation collectives of tensor parallelism: how activations and gradients are communicated along the tensor axis.
 
-Each crossing is an autograd function with one collective on one of its two ways. Invariant: backward is the transpose
-of forward over all ranks together, so a split model's gradients are those of the whole one.
+Each is an autograd function with a collective in its forward, its backward or both. Invariant: backward is the
+transpose of forward over all ranks together, so a split model's gradients are those of the whole one.
 
-Sums are made in the tensor's own format, as everyone does: half-precision activations add up in half precision, which
-costs up to ``size`` roundings more than one product would; float32 and float64 are not rounded further. The collectives
-are torch's functional ones: the same calls run eagerly and inside a compiled block, where they can overlap.
+Sums are computed in the tensor's own dtype, as is usual: half-precision activations are summed in half precision, with
+up to ``size`` roundings more than one product has; float32 and float64 are not rounded further. The collectives are
+torch's functional ones: the same calls run eagerly and inside a compiled block, where they can overlap.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from closeranks.core.errors import ModelError
 from closeranks.parallel.group import Group
 
 SEQUENCE = 1
-"""The dim of activations [batch, positions, features] that ``gather`` and ``scatter`` join and part."""
+"""The dim of activations [batch, positions, features] that ``gather`` concatenates and ``scatter`` splits."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A tensor group as plain values: compiled code holds no process group, and a module that has it can be copied."""
+    """A tensor-parallel group as plain values: compiled code cannot hold a process group, and modules that hold this
+    can be deep-copied."""
 
     rank: int
     size: int
     name: str
-    """Under which torch finds the process group."""
+    """The name under which torch finds the process group."""
 
     @classmethod
     def of(cls, group: Group) -> Axis:
@@ -48,22 +49,22 @@ class Axis:
 
 
 def copy(tensor: Tensor, axis: Axis) -> Tensor:
-    """What every rank reads whole; the gradient is a sum over ranks."""
+    """Identity in forward, for a tensor that every rank reads whole; the gradient is all-reduced."""
     return _crossed(_Copy, tensor, axis.name)
 
 
 def sum(tensor: Tensor, axis: Axis) -> Tensor:
-    """Partial sums to their total on every rank."""
+    """All-reduce partial sums: every rank gets the total. Identity in backward."""
     return _crossed(_Sum, tensor, axis.name)
 
 
 def gather(tensor: Tensor, axis: Axis, dim: int = SEQUENCE) -> Tensor:
-    """Shares of a sequence to the whole on every rank; of the gradient's sum over ranks each gets its share."""
+    """All-gather shards of a sequence on every rank; the gradient is reduce-scattered."""
     return _crossed(_Gather, tensor, dim, axis.size, axis.name)
 
 
 def scatter(tensor: Tensor, axis: Axis, dim: int = SEQUENCE) -> Tensor:
-    """Partial sums to their total, of which each rank gets its share of the sequence."""
+    """Reduce-scatter partial sums: each rank gets its shard of the total along the sequence."""
     if tensor.shape[dim] % axis.size:
         what = f"{tensor.shape[dim]} positions of a sample do not split over {axis.size} tensor ranks"
         raise ModelError(what, f"Set data.seq_len to a multiple of {axis.size}.")
@@ -71,7 +72,7 @@ def scatter(tensor: Tensor, axis: Axis, dim: int = SEQUENCE) -> Tensor:
 
 
 def whole(tensor: Tensor, axis: Axis) -> Tensor:
-    """Shares of the last dim to the whole on every rank, for what all ranks then compute alike."""
+    """All-gather shards of the last dim, for a tensor from which all ranks then compute the same values."""
     return _crossed(_Whole, tensor, axis.rank, axis.size, axis.name)
 
 
@@ -82,7 +83,7 @@ CROSSINGS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     "scatter": scatter,
     "whole": whole,
 }
-"""By the names of ``core.protocols.Crossing``."""
+"""By the names that ``core.protocols.Crossing`` uses."""
 
 
 def _crossed(function: Any, *arguments: Any) -> Tensor:
@@ -147,12 +148,12 @@ class _Whole(torch.autograd.Function):
 
 
 def _all_reduce(tensor: Tensor, operation: str, name: str) -> Tensor:
-    """Out of place: what comes in may be read by others (a gradient by several nodes of the graph)."""
+    """Out of place: the input may have other readers (a gradient is read by several nodes of the graph)."""
     return _arrived(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, name))
 
 
 def _all_gather(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
-    """The collective joins along dim 0; any other dim costs one copy, unless the dims before it have size 1."""
+    """The collective concatenates along dim 0; any other dim costs one copy, unless the dims before it have size 1."""
     shares = _arrived(torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), size, name))
     if dim == 0:
         return shares
@@ -161,13 +162,13 @@ def _all_gather(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
 
 
 def _reduce_scatter(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
-    """The collective parts along dim 0; any other dim costs one copy, unless the dims before it have size 1."""
+    """The collective splits along dim 0; any other dim costs one copy, unless the dims before it have size 1."""
     if dim:
         tensor = tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0).flatten(0, 1)
     return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", size, name))
 
 
 def _arrived(tensor: Tensor) -> Tensor:
-    """The current stream waits, not the host (Gloo's host does)."""
+    """Wait for the collective: the current stream waits, not the host (with Gloo the host does)."""
     arrived: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
     return arrived

@@ -1,8 +1,8 @@
-"""How is each parameter of a model cut along the tensor axis, and what crosses the axis where?
+"""Plans tensor parallelism: how each parameter is sharded, and which modules need activation collectives.
 
-Decided from names, shapes and kinds of modules alone, before anything is touched. Invariant: a plan that is returned
-can be carried out and gives the whole model's result as far as its modules show; every obstacle is a sentence with the
-parameter's name and shape and what to do about it.
+Decided from names, shapes and kinds of modules alone, before anything is changed. Invariant: a returned plan can be
+carried out and gives the whole model's result, as far as the modules show; every obstacle is reported with the
+parameter's name and shape and a fix.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from closeranks.core.protocols import Crossing, ShardingRule
 from closeranks.core.registry import did_you_mean
 
 Kind = Literal["linear", "embedding", "own", "fixed"]
-"""What holds a parameter: a Linear, an Embedding, a class of the model's own that takes whatever share it is given, or
-a module of torch's that computes with the whole."""
+"""The kind of module that owns a parameter: a Linear, an Embedding, a class of the model's own that accepts any shard,
+or a torch module that needs the whole parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A parameter under one of its names, as a plan sees it."""
+    """A parameter under one of its names: the input of a plan."""
 
     name: str
     shape: tuple[int, ...]
     kind: Kind
     label: str = ""
-    """The module's class, for a person."""
+    """The module's class, for messages."""
     is_plain: bool = True
-    """Whether the module computes as torch wrote it, so that we may compute in its place."""
+    """Whether the module has torch's own forward, so that we may replace it."""
     has_bias: bool = False
     tied_to: str = ""
-    """The first name of a tied parameter; empty on that one."""
+    """The first name of a tied parameter; empty under the first name itself."""
 
     @property
     def owner(self) -> str:
@@ -51,7 +51,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``dim`` None: every rank has the whole. ``is_partial``: each rank's gradient is a summand of the true one."""
+    """``dim`` None: every rank has the whole. ``is_partial``: the true gradient is the sum of all ranks' gradients."""
 
     dim: int | None = None
     is_partial: bool = False
@@ -97,7 +97,7 @@ def _first(name: str, crossings: Sequence[Crossing]) -> Crossing | None:
 
 
 def _follow(one: Listed, cuts: Mapping[str, Cut]) -> Cut:
-    """A bias is cut with the outputs of its Linear, whether a rule names it or not."""
+    """A bias is sharded with the outputs of its Linear, whether a rule names it or not."""
     own, weight = cuts[one.name], cuts.get(f"{one.owner}.weight" if one.owner else "weight")
     if one.kind != "linear" or one.is_weight or weight is None:
         return own
@@ -120,7 +120,7 @@ def _check_used(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
-    """Blocks are many and alike: they are offered as one pattern."""
+    """The nearest name. Blocks are many and alike, so they are suggested as one pattern."""
     return did_you_mean(pattern, {re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names if name})
 
 
@@ -157,7 +157,7 @@ def _in_words(cut: Cut) -> str:
 
 
 def _derived(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, Crossing]) -> dict[str, Crossing]:
-    """Crossings of split modules that have none, on themselves or around them."""
+    """Activation collectives for sharded modules where neither they nor a module around them specify any."""
     found: dict[str, Crossing] = {}
     for one in listed:
         dim = cuts[one.name].dim
@@ -180,7 +180,7 @@ def _needed(one: Listed, dim: int) -> Crossing:
 
 
 def _around(module: str, said: Mapping[str, Crossing]) -> str | None:
-    """The module itself or the nearest one around it that has a crossing."""
+    """The module itself, or its nearest ancestor, that has an activation collective."""
     while module not in said:
         if not module:
             return None
@@ -189,7 +189,7 @@ def _around(module: str, said: Mapping[str, Crossing]) -> str | None:
 
 
 def _check_met(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, Crossing]) -> None:
-    """Outputs that are split must be read by inputs that are split: beside them, or later in the model."""
+    """Sharded outputs must be read by sharded inputs, in a sibling module or later in the model."""
     splits_outputs = {("linear", 0), ("embedding", 1)}
     weights = [one for one in listed if one.is_weight]
     ways = [(one.kind, cuts[one.name].dim) for one in weights]
@@ -207,7 +207,7 @@ def _check_met(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[
 def _with_partial_biases(
     listed: Sequence[Listed], cuts: Mapping[str, Cut], crossings: Mapping[str, Crossing]
 ) -> dict[str, Cut]:
-    """A bias added to this rank's share of a sequence has a share of its gradient."""
+    """A bias that is added to this rank's shard of a sequence has a partial gradient."""
     found = dict(cuts)
     for one in listed:
         crossing = crossings.get(one.owner)

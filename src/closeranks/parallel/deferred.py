@@ -1,9 +1,9 @@
-"""How is any user's factory run without holding the model it builds?
+"""Deferred initialization: runs a user's model factory without allocating the model that it builds.
 
-It runs on tensors without data, while every operation that makes or changes one is written down; ``replay`` then gives
-any of its parameters alone. Values are those of the factory run for real after ``torch.manual_seed(seed)``, bit for
-bit, so that a layout which shards starts from the model of one that does not. What Python code asks of a value
-(``.item()``, a list, a condition) is computed on the spot. Invariant: what cannot be written down faithfully raises
+The factory runs on fake tensors (without data), and every operation that creates or changes one is recorded; ``replay``
+then computes any single parameter. The values are those of the factory run for real after ``torch.manual_seed(seed)``,
+bit for bit, so that a sharded layout starts from the same model as an unsharded one. Where Python code reads a value
+(``.item()``, a list, a condition), it is computed on the spot. Invariant: what cannot be recorded faithfully raises
 ``Unfaithful``, and the caller builds the module whole instead; nothing is guessed.
 """
 
@@ -42,16 +42,16 @@ _FROM_OUTSIDE = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _OVERWRITING = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
 _OVERWRITING |= {"fill_", "zero_", "copy_"}
-"""In-place operations that do not read what they write to."""
+"""In-place operations that do not read the previous value of their target."""
 
 
 class Unfaithful(Exception):
-    """Why a factory could not be recorded: a signal to the caller, never an error of the run."""
+    """Says why a factory could not be recorded: a signal to the caller, never an error of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A factory's module without data, and the way to each of its parameters and buffers."""
+    """A factory's module without data, and the recording that computes each of its parameters and buffers."""
 
     module: nn.Module
     program: Program
@@ -63,7 +63,8 @@ class Recording:
 
     @property
     def fingerprint(self) -> int:
-        """Equal where two ranks recorded the same: a factory may draw from numpy, the clock or its rank. Never 0."""
+        """Equal where two ranks recorded the same operations: a factory may use numpy's random numbers, the clock or
+        its rank. Never 0."""
         digest = blake2b(digest_size=7)
         for part in (self.views, self.program.instructions, self.program.num_bytes):
             digest.update(repr(part).encode())
@@ -75,7 +76,7 @@ class Recording:
 
 
 def record(factory: Callable[[], nn.Module], seed: int) -> Recording:
-    """Run the factory without data; raises ``Unfaithful`` where its module cannot be had in pieces.
+    """Run the factory without data; raises ``Unfaithful`` where its parameters cannot be computed one by one.
 
     Cost: a fraction of a millisecond per operation of the factory, and whatever data it brings from outside of torch.
     """
@@ -84,12 +85,12 @@ def record(factory: Callable[[], nn.Module], seed: int) -> Recording:
         recorder = _Recorder(seed)
         try:
             with recorder.fake, recorder, warnings.catch_warnings():
-                # Copying a module asks for an address; a tensor without data has none, and is copied all the same.
+                # Deep-copying a module reads data pointers; a fake tensor has none, and is copied correctly anyway.
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 module = factory()
         except Unfaithful:
             raise
-        except Exception as error:  # on tensors without data anything may fail; the whole build is the judge of it
+        except Exception as error:  # anything may fail on fake tensors; the whole build shows real errors
             raise Unfaithful(sentence(_root(error))) from error
         views = {name: recorder.registered(name, tensor) for name, tensor in named_tensors(module)}
         if shared := shared_storage(module):
@@ -101,20 +102,20 @@ def record(factory: Callable[[], nn.Module], seed: int) -> Recording:
 
 
 class _NoData(FakeTensorMode):
-    """Tensors without data, as long as one recording lasts."""
+    """The fake tensor mode of one recording."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        # It would remember each tensor it makes by a weak reference, and torch converts no parameter that has one.
+        # The memo would hold a weak reference to each tensor, and torch refuses to convert a parameter that has one.
         self.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
 
     def __deepcopy__(self, memo: Any) -> _NoData:
-        """Modules are copied while they are built; their tensors stay in this mode."""
+        """Not copied: modules may be deep-copied while they are built, and the copies' tensors stay in this mode."""
         return self
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operation before the data-less tensors do, and writes it down."""
+    """Intercepts every operation before the fake tensor mode does, and records it."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -122,7 +123,7 @@ class _Recorder(TorchDispatchMode):
         self.program = Program(seed)
         self.replay = Replay(self.program)
         self._numbers: dict[int, int] = {}
-        self._kept: list[torch.UntypedStorage] = []  # an address names a storage only while it lives
+        self._kept: list[torch.UntypedStorage] = []  # an address identifies a storage only while the storage is alive
         self._states: dict[bytes, int] = {_state(): -1}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,8 +151,8 @@ class _Recorder(TorchDispatchMode):
         return self._view(tensor)
 
     def fill_plain_attributes(self, module: nn.Module, views: Iterable[View]) -> None:
-        """Tensors that a module holds as ordinary attributes are no one's to shard: they get their values now. Those
-        that share memory with a parameter or buffer keep none, and are found by ``check_nothing_escaped``."""
+        """Compute the tensors that a module holds as ordinary attributes now, since nothing shards them. Those that
+        share memory with a parameter or buffer get no values, and ``check_nothing_escaped`` finds them."""
         taken = {view.storage for view in views}
 
         def filled(leaf: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ class _Recorder(TorchDispatchMode):
                     object.__setattr__(part, name, tree_map_only(FakeTensor, filled, value))
 
     def check_nothing_escaped(self) -> None:
-        """A tensor without data that lives on in a closure, a cache or a list would meet the training step."""
+        """Refuse fake tensors that survive in a closure, a cache or a list: the training step would use them."""
         self._kept.clear()
         gc.collect()
         if any(type(found) is FakeTensor and found.fake_mode is self.fake for found in gc.get_objects()):
@@ -198,8 +199,8 @@ class _Recorder(TorchDispatchMode):
         self.program.add(Instruction(func, tuple(args), kwargs, reads, writes, outputs, overwrites, draw))
 
     def _draw(self, func: Any, kwargs: dict[str, Any]) -> int | None:
-        """The number of this draw. The generator itself moves on by one number, so that code which keeps and restores
-        its state, or seeds it anew, is followed: each state names the draw it came after."""
+        """The number of this draw. The real generator advances by one number per draw, so that code which saves and
+        restores its state, or reseeds it, is followed: each state identifies the draw that precedes it."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         if kwargs.get("generator") is not None:
@@ -236,7 +237,7 @@ class _Recorder(TorchDispatchMode):
         return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
 
     def _constant(self, real: Tensor) -> Tensor:
-        """A data-less stand-in for data that comes from outside; a copy of the data is kept."""
+        """A fake tensor for data that comes from outside of torch; a copy of the data is kept."""
         if isinstance(real, FakeTensor):
             return real
         with unset_fake_temporarily():
@@ -274,7 +275,8 @@ def _root(error: BaseException) -> BaseException:
 
 @contextmanager
 def _outer_randomness_kept() -> Iterator[None]:
-    """Where a factory could not be recorded it runs again: its draws from Python and numpy must be the same then."""
+    """Restore the random state of Python and numpy: a factory that cannot be recorded runs again, and must then draw
+    the same numbers."""
     python, outer = random.getstate(), np.random.get_state()
     try:
         yield

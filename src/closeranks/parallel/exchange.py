@@ -1,9 +1,9 @@
-"""How do hidden states and their gradients travel between pipeline ranks?
+"""Point-to-point messages between pipeline ranks: hidden states forward, their gradients backward.
 
-Messages of one boundary between stages come in the order they were sent. The first hidden state of a kind (the work's
-``signature``) is led by a header with its form; from then on both ends know it. The form also says whether a gradient
-is wanted back, so that both ends agree about what is not sent: an output that needs no gradient gets none.
-Invariant: a buffer lives until its message is through, and only so many are on their way.
+Messages across one stage boundary arrive in the order they were sent. The first hidden state of a kind (the work's
+``signature``) is preceded by a header with its metadata; from then on both ends know it. The metadata also says whether
+the sender needs a gradient, so that both ends agree on what is not sent: an output that needs no gradient gets none.
+Invariant: a buffer lives until its message is complete, and the number of sends in flight is bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from closeranks.parallel.group import Group
 Way = Literal["forward", "backward"]
 
 MOST_UNDERWAY = 8
-"""Sends that may be on their way before the oldest is waited for: enough to hide one, few enough to bound memory."""
+"""Sends in flight before the oldest is waited for: enough to hide the latency of one, few enough to bound memory."""
 
 _DTYPES = (
     torch.float32,
@@ -41,7 +41,7 @@ _HEADER = 3 + _MOST_DIMS
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the hidden states of a boundary look like, and whether their sender wants a gradient."""
+    """Metadata of the hidden states at a stage boundary, and whether their sender needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """Which message: a hidden state from stage ``boundary`` to the next one, or its gradient on the way back."""
+    """Identifies a message: a hidden state from stage ``boundary`` to the next one, or its gradient back."""
 
     way: Way
     boundary: int
@@ -74,7 +74,8 @@ class Letter:
 
     @property
     def tag(self) -> int:
-        """Tells messages under way apart where a backend can (Gloo; NCCL goes by order alone). Headers' are smaller."""
+        """Distinguishes messages in flight where the backend supports tags (Gloo; NCCL matches by order alone).
+        Headers have smaller tags."""
         return 1 << 30 | self.micro << 13 | self.boundary << 1 | (self.way == "backward")
 
 
@@ -89,8 +90,8 @@ class _Parcel:
 class Exchange:
     """One rank's messages along the pipeline axis. ``peer`` is a rank of that axis.
 
-    Call sequence, by the executor. Forward: the sender ``announce``s the form of what it then ``send``s; the receiver
-    asks for the ``form``, ``post``s and later ``take``s. Backward: both know the form already. Then ``finish``.
+    Call sequence, by the executor. Forward: the sender ``announce``s the metadata of what it then ``send``s; the
+    receiver calls ``form`` for it, ``post``s and later ``take``s. Backward: both know it already. Then ``finish``.
     """
 
     group: Group
@@ -100,11 +101,11 @@ class Exchange:
     _posted: dict[Letter, _Parcel] = field(default_factory=dict, init=False)
 
     def open(self) -> None:
-        """A collective. NCCL sets a group up in the first call that all its ranks make together, not in a message."""
+        """A collective: NCCL initializes a group in the first call that all its ranks make, not in a message."""
         self.group.sum(torch.zeros(1, device=self.device))
 
     def announce(self, boundary: int, signature: Hashable, form: Form, peer: int) -> None:
-        """Tell the other end what comes, the first time; later it must look the same."""
+        """Send the metadata the first time; later it must be the same."""
         known = self._forms.setdefault((boundary, signature), form)
         if known is form:
             header = torch.tensor(form.encode(), dtype=torch.int64, device=self.device)
@@ -115,7 +116,8 @@ class Exchange:
             raise ModelError(what, fix)
 
     def form(self, boundary: int, signature: Hashable, peer: int) -> Form:
-        """What comes from the previous stage. Waits for a header the first time (on CUDA: the host does)."""
+        """Metadata of what the previous stage sends. Waits for the header the first time (also on CUDA: the host
+        waits)."""
         key = (boundary, signature)
         if key not in self._forms:
             parcel = self._start(dist.irecv, self._empty((_HEADER,), torch.int64), peer, boundary)
@@ -127,19 +129,19 @@ class Exchange:
         self._track(self._start(dist.isend, tensor.detach().contiguous(), peer, letter.tag))
 
     def post(self, letter: Letter, form: Form, peer: int) -> None:
-        """Begin to receive."""
+        """Post the receive."""
         parcel = self._start(dist.irecv, self._empty(form.shape, form.dtype), peer, letter.tag)
         parcel.wants_gradient = form.wants_gradient
         self._posted[letter] = parcel
 
     def take(self, letter: Letter) -> Tensor:
-        """What was posted, as soon as it is here (on CUDA: the stream waits, not the host), as a leaf of autograd."""
+        """Wait for a posted receive (on CUDA the stream waits, not the host); returns a leaf of autograd."""
         parcel = self._posted.pop(letter)
         parcel.work.wait()
         return parcel.tensor.requires_grad_(parcel.wants_gradient)
 
     def finish(self) -> None:
-        """Wait until everything is through."""
+        """Wait for all sends in flight."""
         while self._underway:
             self._underway.popleft().work.wait()
 

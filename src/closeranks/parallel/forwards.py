@@ -1,8 +1,8 @@
-"""In which order do pipeline ranks take micro-batches through their stages when nothing comes back?
+"""The pipeline program of a forward pass without backward (evaluation).
 
-In waves: in wave w every stage s has micro-batch w - s, and when all have computed, the messages go in the order of
-their stages. Invariant: all ranks follow one order of messages, so that none can lock up even where sends and receives
-wait for each other.
+Micro-batches move in waves: in wave w every stage s computes micro-batch w - s, then the messages are sent in the order
+of their stages. Invariant: all ranks follow one order of messages, so that none can deadlock even where sends and
+receives block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from closeranks.facts.programs import Instruction
 
 @cache
 def forward_program(placement: tuple[tuple[int, ...], ...], num_micro: int) -> tuple[tuple[Instruction, ...], ...]:
-    """The instructions of every rank; ``placement`` has the stages of each."""
+    """The instructions of every rank; ``placement`` lists the stages of each."""
     home = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     rows: list[list[Instruction]] = [[] for _ in placement]
     for wave in range(len(home) + num_micro - 1):

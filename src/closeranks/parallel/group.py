@@ -1,7 +1,7 @@
-"""How does a worker meet the others?
+"""Forms the process group of all workers, and offers the few collectives that a step needs.
 
-``open_group`` forms the process group of a world on a store of its own and ``Group`` offers the few collectives the
-step needs. Invariants: every generation has its own key prefix, so that no address of an earlier one is ever read;
+``open_group`` is the rendezvous: it forms the process group of a world on a store of its own; ``Group`` has the
+collectives. Invariants: every generation has its own key prefix, so that no address of an earlier one is ever read;
 nothing listens beyond loopback unless the job says so; world size 1 takes the same path.
 """
 
@@ -25,7 +25,8 @@ StoreMaker = Callable[[], Store]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that meet in collectives: the world, or those along an axis; ``process_group`` None is torch's default."""
+    """Ranks that run collectives together: the world, or the ranks along an axis. ``process_group`` None is torch's
+    default group."""
 
     rank: int
     size: int
@@ -37,13 +38,13 @@ class Group:
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Every rank gets rank 0's values, in place."""
+        """Copy rank 0's values to every rank, in place."""
         if self.size > 1:
             dist.broadcast(tensor, group=self.process_group, group_src=0)
         return tensor
 
     def share_text(self, text: str) -> str:
-        """Rank 0's text, on every rank (run folders, names: never in a step)."""
+        """Broadcast rank 0's text to every rank (run folders, names: never in a step)."""
         if self.size == 1:
             return text
         box = [text]
@@ -51,7 +52,7 @@ class Group:
         return box[0]
 
     def gather_text(self, text: str) -> list[str]:
-        """Every rank's text, on every rank (never in a step)."""
+        """All-gather the texts of all ranks (never in a step)."""
         if self.size == 1:
             return [text]
         box: list[str] = [""] * self.size
@@ -59,8 +60,8 @@ class Group:
         return box
 
     def all_agree(self, is_well: bool, topic: str, patience_s: float) -> bool:
-        """Whether every rank of the world says so. Who comes first waits in the store, not in a collective, whose time
-        is short: others may still be writing. A topic is agreed on once."""
+        """Whether ``is_well`` holds on every rank of the world. Early ranks wait on the store rather than in a
+        collective, whose timeout is short: other ranks may still be writing. Each topic is used once."""
         if self.size == 1:
             return is_well
         store = dist.distributed_c10d._get_default_store()
@@ -75,15 +76,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class OpenedGroup:
-    """A group and whether we formed it, so that closing leaves a user's own group alone."""
+    """The world's group, and whether we formed it: closing leaves a user's own process group alone."""
 
     group: Group
     is_ours: bool
     closers: list[Callable[[], None]] = field(default_factory=list)
-    """What was opened within it since: a group that stays would keep it all."""
+    """Closes what was opened inside the group since: a user's group that stays open would otherwise keep it all."""
 
     def close(self) -> None:
-        if self.is_ours:  # and with it every group within
+        if self.is_ours:  # which also destroys every group created within it
             dist.destroy_process_group()
             return
         while self.closers:
@@ -91,7 +92,7 @@ class OpenedGroup:
 
 
 def open_group(world: World, device: torch.device, make_store: StoreMaker, timeout_s: float) -> OpenedGroup:
-    """Form the group of this world; a group that somebody formed before us is taken as it is."""
+    """Form the group of this world; a process group that already exists is used as it is."""
     if dist.is_initialized():
         found = (dist.get_rank(), dist.get_world_size())
         if found != (world.rank, world.size):

@@ -1,11 +1,11 @@
-"""How does a spec become a module with weights, in pieces or whole?
+"""Builds the module of a spec and initializes its weights, sharded or whole.
 
-``build`` gives the whole module without data and a source of its values; whoever cuts the module says with targets
-which piece of which parameter it kept, and ``fill`` brings the values, one whole parameter at a time. Our models draw
-each parameter from a stream keyed by (seed, its name); a user's factory is recorded and gives the values it gives when
-it runs for real (see ``deferred``). Invariants: the initial weights depend on the seed and the model alone, so every
-layout starts from the same one; a rank that fills pieces never holds more than those and one whole parameter, but for
-a factory that cannot be recorded, which ``Built.warning`` names.
+``build`` returns the whole module without data and a source of its initial values. After the module is sharded, targets
+say which piece of which parameter this rank kept, and ``fill`` initializes them, one whole parameter at a time. Our own
+models draw each parameter from a random stream keyed by (seed, name); a user's factory is recorded and gives the values
+that it gives when it runs for real (see ``deferred``). Invariants: the initial weights depend on the seed and the model
+alone, so every layout starts from the same ones; a rank that fills pieces never holds more than those and one whole
+parameter, except for a factory that cannot be recorded, which ``Built.warning`` names.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ Broadcast = Callable[[Tensor], Tensor]
 
 
 class Source(Protocol):
-    """Where first values come from. Call sequence: ``draw`` for each piece that ``fill`` fills, then ``fill_buffers``
-    once the module's tensors are in place."""
+    """Source of initial values. Call sequence: ``draw`` for each piece that ``fill`` fills, then ``fill_buffers`` once
+    the module's tensors are in place."""
 
     def draw(self, name: str, device: torch.device) -> Tensor:
-        """A whole parameter, by its first name. The caller drops it before it draws the next."""
+        """The whole parameter, by its first name. The caller frees it before it asks for the next."""
         ...
 
     def fill_buffers(self, module: nn.Module) -> None:
-        """Give every buffer that ``module`` still has its value."""
+        """Initialize every buffer that ``module`` still has."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A whole module, and where the values of its parameters come from."""
+    """A whole module, and the source of its initial values."""
 
     module: nn.Module
     source: Source
     is_meta: bool
-    """False: it is on the device with its values in place, and nothing is left to fill."""
+    """False: the module is on the device with its values in place, and nothing is left to fill."""
     warning: str = ""
-    """What a person should know about how it was built."""
+    """A warning for the user about how it was built."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor with storage, and the piece of a parameter that belongs into it."""
+    """A tensor with storage, and the piece of a parameter whose values it holds."""
 
     tensor: Tensor
     piece: Piece
@@ -64,9 +64,9 @@ class Target:
 def build(
     spec: ModelSpec, *, seed: int, device: torch.device, dtype: torch.dtype, group: Group, sharded: bool
 ) -> Built:
-    """The spec's module: without data where the spec allows it or ``sharded`` says that no rank keeps all of it.
+    """The spec's module, without data where the spec allows it or ``sharded`` says that no rank keeps the whole.
 
-    ``group`` spans all ranks: they agree on whether a factory can be recorded, and else take the first one's values.
+    ``group`` spans all ranks: they agree on whether a factory can be recorded; otherwise all take rank 0's values.
     """
     if spec.builds_on_meta:
         return _on_meta(spec, seed, dtype)
@@ -76,7 +76,7 @@ def build(
     recording, reason = _recorded(spec, seed)
     if _agreed(group, recording.fingerprint if recording else 0, device) and recording:
         return Built(in_format(recording.module, dtype), _Recorded(recording, dtype), is_meta=True)
-    # One tensor at a time through the device: not every group carries the host's memory.
+    # One tensor at a time through the device: not every backend communicates host memory.
     module = _whole(spec, seed, torch.device("cpu"), dtype, lambda own: own.copy_(group.broadcast(own.to(device))))
     if shared := shared_storage(module):
         what = f"{spec.name}: '{shared[0]}' and '{shared[1]}' share memory without being one parameter"
@@ -95,7 +95,7 @@ def empty(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(targets: Iterable[Target], source: Source, device: torch.device) -> None:
-    """Bring every target its piece. Draws each parameter once, whole, and drops it when its pieces are copied."""
+    """Initialize every target. Draws each parameter once, whole, and frees it when its pieces are copied."""
     by_name: dict[str, list[Target]] = {}
     for target in targets:
         by_name.setdefault(target.piece.name, []).append(target)
@@ -109,7 +109,7 @@ def fill(targets: Iterable[Target], source: Source, device: torch.device) -> Non
 def materialise(
     spec: ModelSpec, *, seed: int, device: torch.device, dtype: torch.dtype, broadcast: Broadcast
 ) -> nn.Module:
-    """The whole module with its values on a device."""
+    """Build the whole module with its values on a device."""
     if not spec.builds_on_meta:
         return _whole(spec, seed, device, dtype, broadcast)
     built = _on_meta(spec, seed, dtype)
@@ -123,7 +123,7 @@ def materialise(
 
 
 def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Floating tensors in ``dtype``; ``Module.to`` would also cut the imaginary part off complex ones."""
+    """Cast floating-point tensors to ``dtype``; ``Module.to`` would also drop the imaginary part of complex ones."""
     module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     return module
 
@@ -138,7 +138,7 @@ def _on_meta(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Built:
 def _whole(spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype, broadcast: Broadcast) -> nn.Module:
     torch.manual_seed(derive_seed(seed, "init"))
     module = in_format(spec.build(), dtype).to(device)
-    with torch.no_grad():  # a factory may draw from numpy or the clock: rank 0's weights are the run's weights
+    with torch.no_grad():  # a factory may use numpy's random numbers or the clock: rank 0's weights are the run's
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     return module
@@ -152,7 +152,7 @@ def _recorded(spec: ModelSpec, seed: int) -> tuple[Recording | None, str]:
 
 
 def _agreed(group: Group, fingerprint: int, device: torch.device) -> bool:
-    """Whether all ranks recorded, and recorded the same."""
+    """Whether all ranks could record the factory, and recorded the same operations."""
     own = torch.tensor([fingerprint], device=device)
     differs = (group.broadcast(own.clone()) != own) | (own == 0)
     return int(group.sum(differs.long())) == 0
@@ -160,12 +160,12 @@ def _agreed(group: Group, fingerprint: int, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Keyed:
-    """One of our models: every parameter from a stream of its own."""
+    """Values of one of our models: every parameter from a random stream of its own."""
 
     spec: ModelSpec
     seed: int
     like: Mapping[str, Tensor]
-    """Shapes and formats of the whole parameters, without data."""
+    """Shapes and dtypes of the whole parameters, without data."""
 
     def draw(self, name: str, device: torch.device) -> Tensor:
         generator = torch.Generator(device).manual_seed(derive_seed(self.seed, "init", name))
@@ -180,7 +180,7 @@ class _Keyed:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A user's factory that was recorded: the bits it gives when it runs for real."""
+    """Values of a recorded user factory: the same bits that it gives when it runs for real."""
 
     recording: Recording
     dtype: torch.dtype
@@ -195,7 +195,7 @@ class _Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A user's factory that had to run for real: all of its values, in the host's memory until this is dropped."""
+    """Values of a user factory that had to run for real: all of them stay in host memory until this is freed."""
 
     tensors: Mapping[str, Tensor]
 

@@ -1,8 +1,8 @@
-"""With whom does this worker meet, axis by axis?
+"""Creates the process groups for every axis of a layout, with ranks ordered as in ``facts.mesh``.
 
-Process groups for every axis of a layout, in the order that ``facts.mesh`` counts ranks. Invariants: all ranks make the
-same groups in the same order (making one is a collective) and with the job's own timeout (torch would give them half an
-hour whatever the world's is); a layout of replicas alone makes none besides the world's.
+Invariants: all ranks create the same groups in the same order (creating one is a collective) and with the job's own
+timeout (torch's default is half an hour, whatever the world's group has); a layout of replicas alone creates none
+besides the world's.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _ALONE = Group(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes process groups, and remembers those that this rank is in."""
+    """Creates process groups, and keeps track of those that this rank is in."""
 
     rank: int
     timeout: timedelta
     made: list[dist.ProcessGroup] = field(default_factory=list)
 
     def make(self, parted: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-        """All the given groups, and this rank's among them. A collective: every rank calls it, in the same order."""
+        """Create all the given groups and return this rank's. A collective: every rank calls it, in the same order."""
         mine: dist.ProcessGroup | None = None
         for ranks in parted:
             group = dist.new_group(list(ranks), timeout=self.timeout)
@@ -47,46 +47,47 @@ class Maker:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Those with whom this rank trains in every step: everybody, unless replicas train apart (``facts.mesh``)."""
+    """The ranks that sum gradients with this one in every step: all ranks, except with local SGD (``facts.mesh``)."""
 
     number: int
     count: int
-    """How many homes there are."""
+    """Number of replica groups."""
     world: Group
-    """All ranks of this one."""
+    """All ranks of this replica group."""
     data: Group
     replica: Group
     across: Group
-    """Ranks of the other homes that hold the same part of the model; they meet now and then."""
+    """This rank and those of the other replica groups that hold the same part of the model; they synchronize every so
+    many steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """This rank's group on every axis; an axis of one rank is a group of one that communicates with nobody."""
+    """This rank's group on every axis; an axis of size 1 is a group of one rank, without communication."""
 
     mesh: Mesh
     rank: int
     world: Group
     data: Group
-    """All that share the batch: replicas and shards."""
+    """All ranks that split the batch: the replica and shard axes together."""
     shard: Group
     replica: Group
     tensor: Group
     pipeline: Group
     device_mesh: DeviceMesh | None
-    """The same grid for torch's own parts, with the axes' names; None for a layout of replicas alone."""
+    """The same grid as torch's DeviceMesh, with the axes' names; None for a layout of replicas alone."""
     maker: Maker
     home: Home
 
     def sharding_mesh(self, *, with_replicas: bool = True) -> DeviceMesh:
-        """What FSDP2 shards over: the shard axis, with the replica axis in front where there are replicas (HSDP)."""
+        """The mesh that FSDP2 shards over: the shard axis, preceded by the replica axis if there is one (HSDP)."""
         assert self.device_mesh is not None
         is_hybrid = with_replicas and self.home.replica.size > 1
         return self.device_mesh["replica", "shard"] if is_hybrid else self.device_mesh["shard"]
 
     def across_hosts(self, hosts: Sequence[int]) -> tuple[Group, Group] | None:
-        """Of this rank's data group those on its own host, and one of each host; None where hosts do not have the same
-        number of its ranks, or there is one host. ``hosts``: that of every rank. A collective."""
+        """This rank's data group in two levels: the ranks on its own host, and one rank of each host. None where the
+        hosts have different numbers of its ranks, or there is one host. ``hosts``: each rank's host. A collective."""
         parted = self.mesh.groups("replica", "shard")
         levels = [_levels(ranks, hosts) for ranks in parted]
         if any(one is None for one in levels):
@@ -98,7 +99,8 @@ class Groups:
         return _as_group(inside), _as_group(across)
 
     def across_stages(self, coordinates: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of the given pipeline coordinates for every other coordinate; None where this rank has no part.
+        """The group of the given pipeline coordinates that this rank is in; None where it is in none. One such group is
+        created for every combination of the other axes' coordinates.
 
         A collective: every rank calls it, in the same order.
         """
@@ -106,12 +108,12 @@ class Groups:
         return self.maker.make(parted)
 
     def close(self) -> None:
-        """Give back every group but the world's."""
+        """Destroy every group except the world's."""
         self.maker.close()
 
 
 def open_groups(world: Group, layout: Layout, device: torch.device, timeout_s: float, num_homes: int = 1) -> Groups:
-    """``num_homes``: how many replicas train apart."""
+    """``num_homes``: number of replica groups (local SGD)."""
     mesh, maker = Mesh(layout, num_homes), Maker(world.rank, timedelta(seconds=timeout_s))
     if layout.num_ranks == layout.data and layout.zero == 0:
         home = _home_of_replicas(maker, mesh, world)
@@ -135,7 +137,7 @@ def open_groups(world: Group, layout: Layout, device: torch.device, timeout_s: f
 
 
 def _levels(ranks: Sequence[int], hosts: Sequence[int]) -> list[list[int]] | None:
-    """The ranks of each host; None unless several hosts have several each, as many everywhere."""
+    """The ranks of each host; None unless there are several hosts, each with the same number of ranks, above one."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
         found.setdefault(hosts[rank], []).append(rank)
@@ -158,7 +160,7 @@ def _as_group(process_group: dist.ProcessGroup) -> Group:
 
 
 def _home_of_replicas(maker: Maker, mesh: Mesh, world: Group) -> Home:
-    """Where every rank holds the whole model: who trains by itself communicates with nobody."""
+    """The replica group in a layout where every rank holds the whole model; one rank alone does not communicate."""
     if mesh.num_homes == 1:
         return Home(0, 1, world, world, world, _ALONE)
     number = mesh.home(mesh.place(world.rank))
@@ -183,8 +185,8 @@ def _home(maker: Maker, mesh: Mesh, world: Group, data: Group, own: Mapping[str,
 
 
 def _grid(mesh: Mesh, own: Mapping[str, Group], home: Home, device: torch.device) -> DeviceMesh:
-    """Of the groups that stand: those that torch makes itself take no timeout in every version. Its ``replica`` are
-    those of one home."""
+    """A DeviceMesh of the existing groups: groups that torch creates itself do not accept a timeout in every version.
+    Its ``replica`` axis spans one replica group."""
     axes = {**own, "replica": home.replica}
     groups = [group for axis in AXES if (group := axes[axis].process_group) is not None]
     ranks = torch.arange(mesh.layout.num_ranks, dtype=torch.int).view(mesh.sizes)
@@ -198,7 +200,7 @@ def _grid(mesh: Mesh, own: Mapping[str, Group], home: Home, device: torch.device
 
 
 def _data_group(maker: Maker, mesh: Mesh, replica: Group, shard: Group) -> Group:
-    """Replicas and shards together; one of them where the other is trivial."""
+    """Replica and shard axes together; reuses one of the two groups where the other axis has size 1."""
     if shard.size == 1 or replica.size == 1:
         return shard if replica.size == 1 else replica
     return _made(maker, mesh, "replica", "shard")

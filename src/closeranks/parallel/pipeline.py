@@ -1,9 +1,9 @@
-"""How does a rank carry out its part of a pipeline program?
+"""Executes this rank's part of a pipeline program.
 
-Instruction by instruction, as ``facts.programs`` wrote and proved them: what runs is what was proven. Between ranks
-hidden states and gradients travel (``exchange``), between two stages of one rank they are handed over.
-Invariants: gradients are the sums that one process would have made, micro-batch by micro-batch in the same order; of a
-micro-batch a stage holds its activations from its forward to the end of its backward, and nothing longer.
+Runs the instructions exactly as ``facts.programs`` lowered and validated them. Hidden states and gradients are sent
+between ranks (``exchange``) and passed directly between two stages of one rank. Invariants: gradients are the sums that
+a single process would compute, micro-batch by micro-batch in the same order; a stage holds the activations of a
+micro-batch from its forward to the end of its backward, no longer.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from closeranks.parallel.quiet import gather, quietly, settle
 from closeranks.parallel.split_backward import Halves, Remainder, backward_input, backward_weight, plan_halves
 
 Place = tuple[int, int]
-"""A stage, counted over the whole pipeline, and a micro-batch."""
+"""A global stage number and a micro-batch."""
 
 
 class Work(Protocol):
-    """What a pipeline does with micro-batches: the step's or the evaluation's side of it.
+    """Callbacks with which a step or an evaluation supplies micro-batches to a pipeline and takes their losses.
 
     Call sequence, by the executor, for every micro-batch and each stage of this rank: ``before_forward``, in the first
     stage ``enter``, in all of them ``beside``, the stage, in the last one ``leave``, all inside ``context``. Later,
     outside of it, around every backward that adds to gradients of a stage: ``begin_backward`` and ``end_backward``.
-    Here stages are counted among this rank's own.
+    Stage numbers here index this rank's own stages.
     """
 
     num_micro: int
@@ -51,19 +51,19 @@ class Work(Protocol):
         ...
 
     def before_forward(self, stage: int, micro: int) -> None:
-        """Key random streams, count."""
+        """Seed the random streams, count."""
         ...
 
     def enter(self, module: nn.Module, micro: int) -> Tensor:
-        """What the first stage reads."""
+        """The input of the first stage."""
         ...
 
     def beside(self, module: nn.Module, micro: int) -> Any:
-        """What the units of any stage read besides."""
+        """Further inputs that the units of every stage read."""
         ...
 
     def leave(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
-        """The loss of what the last stage gave, scaled for its backward."""
+        """The loss of the last stage's output, scaled for backward."""
         ...
 
     def begin_backward(self, stage: int, *, is_last: bool) -> None:
@@ -76,9 +76,10 @@ class Work(Protocol):
 class Pipeline:
     """This rank's stages and the programs that drive them.
 
-    ``splits`` False: where a program takes a backward in two halves, the first is the whole and the second nothing; the
-    result is the same, and the other ranks wait longer. Right for recomputed blocks, which halves would compute twice.
-    Compiled blocks and functions written in Python degrade by themselves (``split_backward``).
+    ``splits`` False: where a program splits a backward into two halves, the first half does all of it and the second
+    nothing; the result is the same, and the other ranks wait longer. Right for recomputed blocks, which a split
+    backward would recompute twice. Compiled blocks and Python autograd functions fall back by themselves
+    (``split_backward``).
     """
 
     def __init__(
@@ -96,9 +97,9 @@ class Pipeline:
         self.splits = splits
         self.exchange = Exchange(group, device)
         self.peak_in_flight: Counter[int] = Counter()
-        """For each stage the most micro-batches it has held activations of at once."""
+        """For each stage, the largest number of micro-batches whose activations it has held at once."""
         self.most_held = 0
-        """The same over all stages of this rank: ``facts.timeline.peak_in_flight`` says what it is."""
+        """The same over all stages of this rank together; defined as in ``facts.timeline.peak_in_flight``."""
         self.exchange.open()
 
     def run(self, work: Work) -> None:
@@ -107,8 +108,8 @@ class Pipeline:
         _Run(self, work, program.num_stages).follow(program.ranks[self.group.rank])
 
     def forward_only(self, work: Work) -> None:
-        """The losses alone, for evaluation: nothing is held, and stages take micro-batches as they come."""
-        program = self.program_of(1)  # for its placement, which is that of all of them
+        """The losses alone, for evaluation: no activations are held, and stages take micro-batches as they arrive."""
+        program = self.program_of(1)  # only for its placement, which is the same for any number of micro-batches
         rows = forward_program(program.placement, work.num_micro)
         with torch.no_grad():
             _Run(self, work, program.num_stages).follow(rows[self.group.rank])
@@ -124,12 +125,12 @@ def open_pipeline(
 
 
 def last_gradients(instructions: Sequence[Instruction], *, splits: bool = True) -> Mapping[int, Instruction]:
-    """For each stage of a rank the instruction that is the last of a step to add to its gradients."""
+    """For each stage of a rank, the last instruction of a step that adds to its gradients."""
     return {at.stage: at for at in instructions if at.kind in ("BW" if splits else "BI")}
 
 
 class _Door(torch.autograd.Function):
-    """The entrance under another name: a unit may work in place on what it reads, but nothing may on a leaf."""
+    """Identity on a stage's input: a unit may modify its input in place, which autograd forbids on a leaf."""
 
     @staticmethod
     def forward(ctx: Any, entrance: Tensor) -> Tensor:
@@ -142,17 +143,17 @@ class _Door(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Held:
-    """What is kept of a micro-batch in a stage until its backward is done; the values of its output are not."""
+    """What a stage keeps of a micro-batch until its backward is done; the values of its output are not kept."""
 
     entrance: Tensor | None
-    """Where the gradient for the previous stage gathers; None where it wants none."""
+    """The stage's input, which accumulates the gradient for the previous stage; None where that needs none."""
     output: GradientEdge | None
-    """None where no gradient comes back: nothing in the stage or before it learns."""
+    """None where no gradient comes back: nothing in this stage or before it is trained."""
     form: Form
     rest: Remainder | None = None
 
     def gradient_of_entrance(self) -> Tensor | None:
-        """Handed over once. Zeros where the output does not depend on the entrance: the previous stage waits for it."""
+        """Returned once. Zeros where the output does not depend on the input: the previous stage still waits for it."""
         entrance, self.entrance = self.entrance, None
         if entrance is None:
             return None
@@ -170,9 +171,9 @@ class _Run:
         self._last: Mapping[int, Instruction] = {}
         self._held: dict[Place, _Held] = {}
         self._outputs: dict[Place, Tensor] = {}
-        """By the stage that made them: to be sent, or to be read by the next stage of this rank."""
+        """By the stage that computed them: to be sent, or to be read by the next stage on this rank."""
         self._gradients: dict[Place, Tensor] = {}
-        """By the stage whose output they belong to: to be sent, or to be used by that stage of this rank."""
+        """By the stage whose output they belong to: to be sent, or to be used by that stage on this rank."""
         self._acts: dict[str, Callable[[Instruction], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -207,7 +208,7 @@ class _Run:
             self._hold(at, entrance, output)
 
     def _entrance(self, at: Instruction) -> Tensor | None:
-        """What the stage reads, cut off from the graph that made it; None: the first stage fetches it itself."""
+        """The stage's input, detached from the graph that computed it; None: the first stage fetches its own input."""
         if at.stage == 0:
             return None
         if at.stage - 1 in self._stages:
@@ -257,7 +258,7 @@ class _Run:
             settle(module)
 
     def _gradient(self, at: Instruction, held: _Held) -> Tensor | None:
-        """Of the stage's output; None: it is a loss, or nothing comes back."""
+        """The gradient of the stage's output; None: the output is a loss, or no gradient comes back."""
         if at.stage == self._last_stage or not held.form.wants_gradient:
             return None
         if at.stage + 1 in self._stages:
@@ -271,13 +272,13 @@ class _Run:
 
     @contextmanager
     def _reducing(self, at: Instruction) -> Iterator[None]:
-        """Around whatever adds to gradients of a stage."""
+        """Wraps every computation that adds to gradients of a stage."""
         local = self._local[at.stage]
         self._work.begin_backward(local, is_last=at == self._last[at.stage])
         yield
         self._work.end_backward(local)
 
-    # Messages; each boundary between stages goes by the number of the stage in front of it
+    # Messages; a boundary between stages has the number of the stage before it
 
     def _send_forward(self, at: Instruction) -> None:
         assert at.peer is not None
@@ -293,7 +294,7 @@ class _Run:
     def _send_backward(self, at: Instruction) -> None:
         assert at.peer is not None
         gradient = self._gradients.pop((at.stage - 1, at.micro), None)
-        if gradient is not None:  # the previous stage knows too that it wants none
+        if gradient is not None:  # the previous stage also knows that it needs none
             self._exchange.send(Letter("backward", at.stage - 1, at.micro), gradient, at.peer)
 
     def _receive_backward(self, at: Instruction) -> None:
@@ -303,7 +304,7 @@ class _Run:
             self._exchange.post(Letter("backward", at.stage, at.micro), replace(form, wants_gradient=False), at.peer)
 
     def _kind(self, at: Instruction) -> Hashable:
-        """Hidden states of one kind look alike. An evaluation wants no gradients, whatever training does."""
+        """Hidden states of one kind have the same metadata. Evaluation is a kind of its own: it needs no gradients."""
         return self._work.signature(at.micro), torch.is_grad_enabled()
 
 

@@ -1,4 +1,4 @@
-"""In which number formats does a run compute and keep its weights?
+"""The number formats in which a run computes and keeps its weights.
 
 Mixed precision keeps float32 weights and lets autocast choose per operation; float64 is for proofs. Invariant: the
 format of weights, gradients and optimizer state is the same on every rank and never depends on the layout.
@@ -30,7 +30,7 @@ class Precision:
 
     @property
     def compute(self) -> torch.dtype:
-        """What matrix products run in; the peak is measured in it."""
+        """The dtype of matrix products; the device's peak FLOP/s is measured in it."""
         return _COMPUTE[self.name] or self.weights
 
     @property
@@ -43,7 +43,7 @@ class Precision:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
     def cast(self, batch: Batch) -> Batch:
-        """Floating inputs in the weights' format; autocast takes them from there."""
+        """Cast floating-point inputs to the weights' format; autocast casts further where it must."""
         return {key: _cast(value, self.weights) for key, value in batch.items()}
 
 

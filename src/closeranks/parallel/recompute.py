@@ -1,4 +1,4 @@
-"""Which results of a block are kept for backward, and which are computed again?
+"""Activation recompute (checkpointing): which results of a block are kept for backward, and which are recomputed.
 
 ``full`` keeps a block's inputs alone, ``selective`` also the results of operations that cost most to repeat, by family.
 Invariants: values, gradients and random masks are those of a run that keeps everything; names of modules and parameters
@@ -63,7 +63,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 def recompute(module: nn.Module, units: Iterable[str], mode: str, keep: tuple[str, ...] = KEEP) -> None:
-    """Let the named blocks compute again in backward what they do not keep.
+    """Make the named blocks recompute in backward what they do not keep.
 
     ``mode`` is none, selective or full; ``keep`` names the families that ``selective`` keeps.
     """
@@ -75,10 +75,10 @@ def recompute(module: nn.Module, units: Iterable[str], mode: str, keep: tuple[st
 
 
 def recompute_compiled(module: nn.Module, units: Iterable[str]) -> None:
-    """``full`` for blocks that are compiled already: around the compiled call, of which only the inputs are kept.
+    """``full`` for blocks that are compiled already: wraps the compiled call, of which only the inputs are kept.
 
-    A compiler that sees the request inside its graph still keeps what attention read and every narrow copy of a weight
-    (measured: more than ``selective`` does).
+    A compiler that sees the checkpoint inside its graph still keeps the inputs of attention and every half-precision
+    copy of a weight (measured: more than ``selective`` keeps).
     """
     for name in units:
         block = module.get_submodule(name)
@@ -109,7 +109,7 @@ def _wrap(name: str, block: nn.Module, kept: frozenset[str] | None) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler repeats results, never what a block did on the side
+        if torch.compiler.is_compiling():  # the compiler repeats results, never side effects
             options: dict[str, Any] = {} if select is None else {"context_fn": select}
             return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
         with _unchanged(name, block, norms):
@@ -134,7 +134,7 @@ def _contexts(
 
 @contextmanager
 def _second_time(second: AbstractContextManager[Any], norms: list[_NormBase]) -> Iterator[None]:
-    """Statistics stand aside, and copies of them take what the second computation writes."""
+    """Replace the running statistics by copies, which take what the second computation writes."""
     aside = [(norm, dict(norm._buffers)) for norm in norms]
     with ExitStack() as stack:
         for norm, buffers in aside:
@@ -147,7 +147,7 @@ def _second_time(second: AbstractContextManager[Any], norms: list[_NormBase]) ->
 
 @contextmanager
 def _unchanged(name: str, block: nn.Module, norms: list[_NormBase]) -> Iterator[None]:
-    """Refuse a block that changes a buffer which is no batch statistic."""
+    """Refuse a block that changes a buffer other than batch statistics."""
     statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
     others = [(key, buffer) for key, buffer in block.named_buffers() if id(buffer) not in statistics]
     before = [_version(buffer) for _, buffer in others]

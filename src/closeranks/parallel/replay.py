@@ -1,9 +1,9 @@
-"""How is one tensor of a recorded factory made again, without the others?
+"""Computes a single tensor of a recorded factory without computing the others.
 
-A program is what a factory did to tensors: operations on views of numbered storages, in order. ``Replay`` runs, for one
-view, just the operations that its values depend on. A random operation starts from the generator state that it would
-have met in the whole factory: to know those states, every draw is made once in order and dropped at once. Invariant:
-``Replay.value`` gives the bits that the factory itself would have given after ``torch.manual_seed``.
+A program is the trace of what a factory did to tensors: operations on views of numbered storages, in order. For one
+view, ``Replay`` runs only the operations that its values depend on. A random operation starts from the generator state
+that it would have in a run of the whole factory: to find those states, every draw is made once, in order, and
+discarded. Invariant: ``Replay.value`` gives the bits that the factory itself would give after ``torch.manual_seed``.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One operation that made a storage or changed one; pure views need none, since arguments say where they lie."""
+    """One operation that created or changed a storage. Pure views are not recorded: arguments carry their offsets."""
 
     op: Any
     args: tuple[Any, ...]
-    """As given, with views in place of tensors."""
+    """The original arguments, with views in place of tensors."""
     kwargs: dict[str, Any]
     reads: frozenset[int]
     writes: frozenset[int]
     outputs: tuple[View | None, ...]
     overwrites: int | None = None
-    """A storage of which no earlier value survives."""
+    """A storage that is overwritten completely."""
     draw: int | None = None
-    """Which of the program's draws it is."""
+    """Index among the program's draws."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A use of the random generator: where it stands, and the draw (-1: the seed) or the state it goes on from."""
+    """A use of the random generator: its position, and the draw (-1: the seed) or the state from which it continues."""
 
     position: int
     start: int | Tensor
@@ -60,7 +60,7 @@ class Draw:
 
 @dataclass(slots=True)
 class Program:
-    """All that a factory did to tensors."""
+    """Everything that a factory did to tensors."""
 
     seed: int
     instructions: list[Instruction] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Program:
         self.instructions.append(instruction)
 
     def history(self, storages: Iterable[int], before: int) -> list[int]:
-        """Positions of all that these storages' values depend on at a time, in order."""
+        """Positions of all instructions before ``before`` that these storages' values depend on, in order."""
         found: set[int] = set()
         seen: set[tuple[int, int]] = set()
         pending = [(storage, before) for storage in storages]
@@ -98,17 +98,17 @@ class Program:
 
 
 class Replay:
-    """Values of a program, one at a time. Holds no tensor between calls but the generator's states (5 KB a draw)."""
+    """Computes values of a program, one at a time. Between calls it holds only generator states (5 KB per draw)."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._states: list[Tensor] = []
-        """Of the default generator: by the seed, then after each draw."""
+        """States of the default generator: after seeding, then after each draw."""
 
     def value(self, view: View, before: int | None = None) -> Tensor:
-        """What ``view`` holds, on the CPU, at the end or before an instruction.
+        """The value of ``view``, on the CPU, at the end or before an instruction.
 
-        Peak: the value, what was needed to compute it, and the largest draw of the program before it.
+        Peak memory: the value, what it is computed from, and the largest draw of the program before it.
         """
         end = len(self._program.instructions) if before is None else before
         positions = self._program.history([view.storage], end)
@@ -117,7 +117,7 @@ class Replay:
             return self._tensor(view, self._run(positions, view.storage))
 
     def _meet(self, positions: list[int]) -> None:
-        """Know the states that the draws among these instructions start from."""
+        """Find the generator states that the draws among these instructions start from."""
         starts = (
             self._program.draws[d].start for p in positions if (d := self._program.instructions[p].draw) is not None
         )
@@ -133,7 +133,7 @@ class Replay:
             self._states.append(torch.get_rng_state())
 
     def _run(self, positions: list[int], *kept: int) -> Storages:
-        """Run instructions in order; a storage goes when the last of them has used it."""
+        """Run instructions in order; a storage is freed after the last of them that uses it."""
         steps = [self._program.instructions[position] for position in positions]
         last = {storage: number for number, step in enumerate(steps) for storage in step.reads | step.writes}
         storages: Storages = {}
@@ -165,7 +165,7 @@ class Replay:
         return torch.UntypedStorage(self._program.num_bytes[storage])
 
     def _stored(self, tensor: Tensor, view: View) -> torch.UntypedStorage:
-        """An output's storage, laid out as it was recorded: kernels may order the same values differently."""
+        """An output's storage, with the recorded strides: kernels may lay out the same values differently."""
         if tuple(tensor.shape) != view.size or tensor.dtype != view.dtype:
             raise RuntimeError(f"recorded {view.dtype} {view.size}, made {tensor.dtype} {tuple(tensor.shape)}")
         if (tensor.stride(), tensor.storage_offset()) == (view.stride, view.offset):

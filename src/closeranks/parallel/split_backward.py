@@ -1,16 +1,16 @@
-"""How is a backward taken in two halves: what the previous stage waits for now, what the optimizer needs later?
+"""Splits a backward into two halves: input gradients now, for the previous stage; weight gradients later.
 
-[Note: two halves] A stage's graph has a spine, the nodes on the way from its output to its input, and branches that
-leave the spine towards parameters. The first half runs the spine alone and notes the gradient that arrives at every
-node a branch leaves from; the second half starts at these nodes and runs the branches alone. Together they compute what
-one backward does, except for a weight that is used twice: the spine between its places runs again, with the noted
-gradients put back where it passes.
+[Note: two halves] A stage's graph has a spine, the nodes on the path from its output to its input, and branches that
+leave the spine towards parameters. The first half runs the spine alone and records the gradient at every node where a
+branch leaves; the second half starts at these nodes and runs the branches alone. Together they compute what one
+backward does, and once only, except for a weight that is used twice: the spine between its uses runs again, with the
+recorded gradients substituted along it.
 
-The second half ends in ``AccumulateGrad``, so hooks on parameters fire as ever; torch.distributed.pipelining's own
-functions, which this follows, go around them, and stop where the branches of several weights meet. A node written in
-Python (``torch.autograd.Function``) computes all its gradients whatever is asked of it: what branches off there is
-taken along in the first half, at no cost. A compiled node allows one pass only: with one in the graph, the first half
-is all. Without a spine nobody waits for anything, and the second half is all.
+The second half ends in ``AccumulateGrad``, so hooks on parameters fire as usual; torch.distributed.pipelining's own
+functions, on which this is modelled, bypass them, and stop where the branches of several weights meet. A node written
+in Python (``torch.autograd.Function``) always computes all its gradients: the branches that leave there are run in the
+first half, at no cost. A compiled node allows one pass only: with one in the graph, the first half does everything.
+Without a spine no stage waits for a gradient, and the second half does everything.
 
 Invariant: gradients are those of a whole backward, each added to ``.grad`` once, in the first half or the second.
 """
@@ -31,7 +31,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(slots=True, eq=False)
 class Branches:
-    """Parameters that are reached from the same nodes of the spine, and the gradients noted there."""
+    """Parameters that are reached from the same nodes of the spine, and the gradients recorded there."""
 
     roots: list[Node]
     leaves: list[Node]
@@ -44,9 +44,9 @@ class Halves:
 
     later: tuple[Branches, ...] = ()
     now: tuple[Node, ...] = ()
-    """Parameters whose gradients the first half has anyhow."""
+    """Parameters whose gradients the first half computes anyway."""
     whole: Literal["", "first", "second"] = ""
-    """Which half is all of it, if one is."""
+    """The half that does everything, if one does."""
 
     @property
     def has_gradients_now(self) -> bool:
@@ -59,7 +59,7 @@ class Remainder:
 
     branches: list[Branches] = field(default_factory=list)
     whole: tuple[GradientEdge, Tensor | None] | None = None
-    """A backward that was put off as a whole."""
+    """A backward that was deferred as a whole."""
 
     @property
     def reruns_spine(self) -> bool:
@@ -67,7 +67,7 @@ class Remainder:
 
 
 def plan_halves(output: GradientEdge, entrance: Tensor | None) -> Halves:
-    """Tell the halves of a graph apart. Costs a walk over the graph on the host."""
+    """Divide a graph into its two halves. Costs a walk over the graph on the host."""
     if entrance is None:
         return Halves(whole="second")
     before = _reversed_edges(output.node)
@@ -82,7 +82,7 @@ def plan_halves(output: GradientEdge, entrance: Tensor | None) -> Halves:
 
 
 def backward_input(output: GradientEdge, gradient: Tensor | None, entrance: Tensor | None, plan: Halves) -> Remainder:
-    """The first half; the gradient of ``entrance`` goes to its ``.grad``. A gradient of None is that of a loss: 1."""
+    """The first half; the gradient of ``entrance`` goes to its ``.grad``. A ``gradient`` of None is a loss's: 1."""
     if entrance is None or plan.whole == "second":
         return Remainder(whole=(output, gradient))
     if plan.whole == "first":
@@ -99,7 +99,7 @@ def backward_input(output: GradientEdge, gradient: Tensor | None, entrance: Tens
 
 
 def backward_weight(remainder: Remainder) -> None:
-    """The second half. Each group of branches lets go of its part of the graph when it is done."""
+    """The second half. Each group of branches frees its part of the graph when it is done."""
     if remainder.whole is not None:
         output, gradient = remainder.whole
         remainder.whole = None
@@ -117,7 +117,7 @@ def _run(branch: Branches, retain_graph: bool) -> None:
         for number, gradient in enumerate(gradients)
         if gradient is not None
     }
-    # Hooks on tensors run before these and have had their say in the first half.
+    # Tensor hooks run before these prehooks; they already took effect in the first half.
     handles = [root.register_prehook(_putting_back(gradients)) for root, gradients in branch.noted.items()]
     try:
         if arrived:
@@ -148,7 +148,7 @@ def _putting_back(gradients: Gradients) -> Callable[[Gradients], Gradients]:
 
 
 def _reversed_edges(output: Node) -> dict[Node, list[Node]]:
-    """Every node of a graph with those that lead to it. Holding them keeps their identities."""
+    """Every node of a graph with its predecessors. Holding the nodes keeps their Python identities stable."""
     before: dict[Node, list[Node]] = {output: []}
     waiting = [output]
     while waiting:
@@ -164,7 +164,7 @@ def _reversed_edges(output: Node) -> dict[Node, list[Node]]:
 
 
 def _closure(start: Node, before: Mapping[Node, list[Node]]) -> dict[Node, None]:
-    """Nodes that lead to ``start``, itself included, in an order that the graph alone decides."""
+    """Nodes that lead to ``start``, itself included, in an order that depends on the graph alone."""
     found: dict[Node, None] = {start: None}
     waiting = [start]
     while waiting:
@@ -191,7 +191,7 @@ def _leaves(root: Node, spine: Mapping[Node, None]) -> dict[Node, None]:
 
 
 def _grouped(leaves_of: Mapping[Node, Iterable[Node]]) -> list[Branches]:
-    """Roots that share a parameter belong together, directly or through others."""
+    """Group the roots that share a parameter, directly or through other roots."""
     group_of: dict[Node, Branches] = {}
     for root, leaves in leaves_of.items():
         group = Branches([root], list(leaves))
@@ -204,7 +204,7 @@ def _grouped(leaves_of: Mapping[Node, Iterable[Node]]) -> list[Branches]:
 
 
 def _kind(node: Node) -> str:
-    """Asked of the class: what a user's Function notes in ``ctx.name`` hides the node's own method of that name."""
+    """Reads the class's method: a user's Function that sets ``ctx.name`` hides the node's own method of that name."""
     return type(node).name(node)
 
 

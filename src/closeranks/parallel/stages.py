@@ -1,9 +1,9 @@
-"""How does a whole model become the stages of one pipeline rank?
+"""Splits a whole model into the stages of one pipeline rank.
 
-A stage is the model's own skeleton with its own units in it and nothing where other stages' units stood, so that every
-parameter keeps its name. Units are moved, never copied: a skeleton is module objects alone, with no tensor of its own.
-Invariants: every parameter stands in some unit, hence in exactly one stage unless it is tied; a parameter tied within a
-rank stays one object.
+A stage is a skeleton of the model that contains its own units and None in place of other stages' units, so that every
+parameter keeps its name. Units are moved, never copied: a skeleton consists of module objects, with no tensor of its
+own. Invariants: every parameter is in some unit, hence in exactly one stage unless it is tied; a parameter tied within
+a rank stays one object.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from closeranks.facts.stages import balance
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """One parameter that several stages compute with: each has a part of its gradient."""
+    """A parameter that several stages use: each stage computes a part of its gradient."""
 
     name: str
     """Its first name in the whole model."""
     aliases: tuple[str, ...]
-    """Its further names; none where a whole unit is shared."""
+    """Its other names; none where a whole unit is shared."""
     stages: tuple[int, ...]
     """Ascending, two or more. Those of one rank hold the same object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """This rank's share of a model."""
+    """This rank's stages of a model."""
 
     stages: Mapping[int, nn.Module]
     """By global stage, ascending."""
     ties: tuple[Tie, ...]
-    """Of the whole model, on every rank alike: groups can be made of them."""
+    """Those of the whole model, identical on every rank, so that process groups can be created from them."""
 
 
 def stage_ranges(costs: Sequence[float], layout: Layout) -> tuple[range, ...]:
-    """The units of every stage, so that the costliest stage is as cheap as can be."""
+    """The units of every stage, such that the most expensive stage is as cheap as possible."""
     return tuple(range(first, last) for first, last in balance(costs, layout.num_stages))
 
 
 def cut_stages(module: nn.Module, chain: Chain, ranges: Sequence[range], mine: Sequence[int]) -> Cut:
-    """Stages ``mine`` of the ``ranges`` of units. The given module is left as it is: whoever built it drops it."""
+    """Stages ``mine`` of the ``ranges`` of units. The given module is not changed; the caller frees it."""
     _refuse_what_no_unit_holds(module, chain.units)
     stages = {stage: _stage(module, chain, ranges[stage]) for stage in sorted(mine)}
     return Cut(stages, ties_across(module, chain.units, ranges))
 
 
 def ties_across(module: nn.Module, units: Sequence[str], ranges: Sequence[range]) -> tuple[Tie, ...]:
-    """Parameters that stand in more than one stage, by their first names."""
+    """Parameters that are in more than one stage, by their first names."""
     stages = {unit: [s for s, own in enumerate(ranges) if unit in (units[n] for n in own)] for unit in units}
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -89,7 +89,7 @@ def _refuse_what_no_unit_holds(module: nn.Module, units: Sequence[str]) -> None:
 def _stage(module: nn.Module, chain: Chain, own: range) -> nn.Module:
     kept = {chain.units[number] for number in own}
     skeleton = _Skeleton(module, [unit for unit in dict.fromkeys(chain.units) if unit not in kept])
-    # An attribute of the instance: the class stays, and hooks on the stage (FSDP2's) still run around it.
+    # Set on the instance: the class stays, and hooks on the stage (FSDP2's) still run around forward.
     skeleton.root.forward = partial(_run_units, chain, skeleton.root, own)
     return skeleton.root
 
@@ -101,7 +101,7 @@ def _run_units(chain: Chain, stage: nn.Module, own: range, hidden: Tensor, besid
 
 
 class _Skeleton:
-    """The modules above the dropped units, each a new object with tables of its own; all else is shared."""
+    """Copies of the modules above the dropped units, each a new object with its own dicts; all else is shared."""
 
     def __init__(self, module: nn.Module, dropped: Sequence[str]) -> None:
         self._twins: dict[int, nn.Module] = {}
@@ -121,7 +121,8 @@ class _Skeleton:
         return parent
 
     def _twin(self, module: nn.Module) -> nn.Module:
-        """One for a module that stands in two places. Children, hooks and buffers can change without the other's."""
+        """The copy of a module; one for a module used in two places. Its children, hooks and buffers can change without
+        affecting the original."""
         if id(module) not in self._twins:
             twin = module.__new__(type(module))
             tables = {key: copy(value) for key, value in vars(module).items() if isinstance(value, dict | set)}

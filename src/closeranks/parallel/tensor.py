@@ -1,11 +1,11 @@
-"""How does a module become one rank's share of itself along the tensor axis?
+"""Tensor parallelism: replaces a module's parameters by this rank's shards along the tensor axis.
 
-``cuts`` decides; here each parameter is replaced by its share and hooks put the crossings around modules. Shares are
-ordinary parameters of smaller shapes, so nothing after this needs to know of the axis. Invariant: names stay, tied
-parameters stay tied, and all ranks together compute what the whole module computes.
+``cuts`` decides; here each parameter is replaced by its shard, and hooks add the activation collectives around modules.
+Shards are ordinary parameters of smaller shapes, so later transforms need not know of the axis. Invariant: names stay,
+tied parameters stay tied, and all ranks together compute what the whole module computes.
 
-[Note: tensor_axis] A module that must know its place on the axis (a loss over a share of the vocabulary, dropout on a
-share of the sequence) has an attribute ``tensor_axis`` that is None; ``split`` puts a ``crossings.Axis`` there.
+[Note: tensor_axis] A module that must know its rank on the axis (a loss over a shard of the vocabulary, dropout on a
+shard of the sequence) has an attribute ``tensor_axis`` that is None; ``split`` sets it to a ``crossings.Axis``.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Share:
 
     piece: Piece
     is_spoken: bool = True
-    """False where tensor rank 0 holds the same values and speaks for them."""
+    """False where tensor rank 0 holds the same values: its copy is the primary one, counted in norms and saved."""
     is_partial: bool = False
-    """Whether its gradient is still a sum to be made over the tensor ranks."""
+    """Whether its gradient must still be summed over the tensor ranks."""
 
 
 def split(
     module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[Crossing], group: Group
 ) -> dict[str, Share]:
-    """Cut ``module`` in place, on the meta device or with its values, and say what became of each parameter.
+    """Shard ``module`` in place, on the meta device or with its values, and return the shard of each parameter.
 
-    Keys are the names of ``named_parameters``: a tied parameter is one of them, under its first name. All that can be
-    wrong is raised before anything is changed. A group of one changes nothing.
+    Keys are the names of ``named_parameters``: a tied parameter appears once, under its first name. All errors are
+    raised before anything is changed. A group of one changes nothing.
     """
     if group.size == 1:
         return {name: Share(Piece.whole(name, tuple(p.shape))) for name, p in module.named_parameters()}
@@ -93,7 +93,7 @@ def list_parameters(module: nn.Module) -> list[Listed]:
 
 
 def _kind_of(owner: nn.Module) -> tuple[Kind, bool]:
-    """What holds a parameter, and whether it computes as torch wrote it."""
+    """The kind of module that owns a parameter, and whether it has torch's own forward."""
     if isinstance(owner, nn.Linear):
         return "linear", type(owner).forward is nn.Linear.forward
     if isinstance(owner, nn.Embedding):
@@ -127,7 +127,7 @@ def _replace(
 
 
 def _local(whole: nn.Parameter, piece: Piece, dim: int) -> nn.Parameter:
-    """A copy of its own, so that the whole can be freed; on the meta device there is nothing to copy."""
+    """A copy, so that the whole parameter can be freed; on the meta device there is nothing to copy."""
     share = whole.detach().narrow(dim, piece.start[dim], piece.size[dim])
     return nn.Parameter(share.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
 
@@ -155,9 +155,9 @@ _ADAPT: dict[str, Callable[[nn.Module, int, Axis], None]] = {"linear": _adapt_li
 
 
 class _RowLinear(nn.Linear):
-    """A Linear whose inputs are split: partial sums cross the axis, then the bias is added once.
+    """A row-parallel Linear: its inputs are sharded; partial sums are reduced, then the bias is added once.
 
-    The class of an existing module is changed to this one, so that its hooks, its name and whoever refers to it stay.
+    The class of an existing module is changed to this one, so that its hooks, its name and references to it stay valid.
     """
 
     leave: Callable[[Tensor, Axis], Tensor]
@@ -169,10 +169,10 @@ class _RowLinear(nn.Linear):
 
 
 class _VocabularyEmbedding(nn.Embedding):
-    """The lookup of a share of the rows; ids of other ranks give zeros, so that the sum over ranks is the lookup.
+    """Lookup in a shard of the rows; ids of other ranks give zeros, so that the sum over ranks is the whole lookup.
 
-    An id outside the whole vocabulary stays outside the first or last share, whose lookup then fails as it would in one
-    process, without a check of its own (on an accelerator that would be a sync).
+    An id outside the whole vocabulary is also outside the first or last shard, whose lookup then fails as it would in
+    one process, without an explicit check (which would be a sync on an accelerator).
     """
 
     axis: Axis
@@ -205,7 +205,7 @@ def _enter(
     arguments: tuple[Any, ...],
     named: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The first argument crosses; others (rotary tables, masks) are the same on every rank."""
+    """Apply the collective to the first argument; others (rotary tables, masks) are the same on every rank."""
     if arguments:
         return (cross(arguments[0], axis), *arguments[1:]), named
     first = next(iter(named))
@@ -215,7 +215,7 @@ def _enter(
 def _leave(
     cross: Callable[[Tensor, Axis], Tensor], axis: Axis, module: nn.Module, arguments: tuple[Any, ...], output: Any
 ) -> Any:
-    """The output crosses, or the first of several."""
+    """Apply the collective to the output, or to the first of several."""
     if isinstance(output, tuple):
         return (cross(output[0], axis), *output[1:])
     return cross(output, axis)
@@ -223,9 +223,9 @@ def _leave(
 
 @contextmanager
 def shapes_explained(pieces: Iterable[Piece]) -> Iterator[None]:
-    """Around forwards of a split model: a shape that does not fit is told with the entry that likely caused it.
+    """Around forwards of a sharded model: a shape error is reported with the sharding rule that likely caused it.
 
-    ``pieces`` are what this rank holds; they are looked at in an error alone.
+    ``pieces`` are what this rank holds; they are read only after an error.
     """
     try:
         yield
@@ -236,12 +236,12 @@ def shapes_explained(pieces: Iterable[Piece]) -> Iterator[None]:
         raise told from error
 
 
-# Words of torch's about tensors; none that a broken collective would use, from which a run recovers.
+# What torch says about tensor shapes; nothing that a broken collective would say, since the run recovers from those.
 _MISFIT = re.compile(r"shape|size of tensor|sizes of tensors|must match|input of size", re.IGNORECASE)
 
 
 def explain(error: RuntimeError, pieces: Iterable[Piece]) -> ModelError | None:
-    """What a shape error in a split model most likely means; None where it is no such error."""
+    """The likely cause of a shape error in a sharded model; None where it is no such error."""
     if not _MISFIT.search(str(error)):
         return None
     numbers = {int(number) for number in re.findall(r"\d+", str(error))}
@@ -259,7 +259,7 @@ _VIEW = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)")
 
 
 def _is_viewed_whole(message: str, all_of_it: int, here: int) -> bool:
-    """Whether a view was to have all columns of what has a share of them: its own numbers may be factors of either."""
+    """Whether a view asked for all columns of a tensor that has a shard of them; its sizes may be factors of either."""
     found = _VIEW.search(message)
     if found is None:
         return False

@@ -1,6 +1,6 @@
-"""Which names of a module are one tensor, and how do they stay one when its tensors are replaced?
+"""Finds tied tensors (several names for one tensor), and keeps them tied when a module's tensors are replaced.
 
-torch replaces tensors name by name, which cuts ties. Invariant: names that were one tensor before are one after.
+torch replaces tensors name by name, which breaks ties. Invariant: names that were one tensor before are one after.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def ties(module: nn.Module) -> list[tuple[str, str]]:
-    """(first name, other name) of what is one tensor."""
+    """(first name, other name) of every tied tensor."""
     first: dict[int, str] = {}
     found = [(first.setdefault(id(tensor), name), name) for name, tensor in named_tensors(module)]
     return [(name, other) for name, other in found if name != other]
 
 
 def replace_tensors(module: nn.Module, change: Callable[[], object]) -> None:
-    """Let ``change`` give the module's names new tensors, then tie again what was tied."""
+    """Let ``change`` replace the module's tensors, then restore the ties."""
     tied = ties(module)
     change()
     now = dict(named_tensors(module))
@@ -34,7 +34,7 @@ def replace_tensors(module: nn.Module, change: Callable[[], object]) -> None:
 
 
 def to_meta(module: nn.Module) -> None:
-    """Drop the data of every parameter and buffer; shapes, formats, strides and ties stay."""
+    """Drop the data of every parameter and buffer; shapes, dtypes, strides and ties stay."""
     made: dict[int, Tensor] = {}
     for name, tensor in list(named_tensors(module)):
         if id(tensor) not in made:
@@ -50,8 +50,8 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def shared_storage(module: nn.Module) -> tuple[str, str] | None:
-    """Two names whose tensors are different ones in the same memory, such as a matrix and its transpose: once they
-    are moved or cut, nothing would keep them equal."""
+    """Two names of different tensors that share memory, such as a matrix and its transpose: once they are moved or
+    sharded, nothing would keep them equal."""
     first: dict[int, tuple[str, int]] = {}
     for name, tensor in named_tensors(module):
         if tensor.numel() == 0:

@@ -1,16 +1,17 @@
-"""Which modules are gathered and freed together, and how does FSDP2 learn of it (zero=3)?
+"""Chooses the FSDP units of a model and applies FSDP2 to them (zero=3).
 
-[Note: units] A unit is a module whose parameters travel in one collective, around its forward and its backward. The
-model's blocks are units; where a model names none, the largest modules that are a small share of it. All else belongs
-to the root, which stays gathered from its forward to the end of its backward. Choosing is a pure function of names and
-sizes. Every forward of a unit is a collective: all ranks must run the same units in the same order. Invariants: a
-parameter that two modules share is in one unit with both; all ranks choose the same units.
+[Note: units] A unit is a module whose parameters are all-gathered in one collective, around its forward and its
+backward. The model's blocks are units; where a model names none, the largest modules that are a small share of it.
+Everything else belongs to the root, which stays gathered from its forward to the end of its backward. Choosing is a
+pure function of names and sizes. Every forward of a unit is a collective: all ranks must run the same units in the same
+order. Invariants: a parameter that two modules share is in one unit with both; all ranks choose the same units.
 
-[Note: number formats] Weights stay float32 (float64 in proofs), gathered or not, and autocast narrows what it
-multiplies, as in every other layout: FSDP2's ``param_dtype`` would hand narrow weights to norms that refuse them, and
-change the residual stream's format. In bf16 runs a block's weights are rounded before they travel, which halves the
-traffic and changes no product, for autocast rounds them alike; norms' weights inside of blocks are rounded too. Not in
-fp16 runs: what is small in a norm or a bias would be lost. Gradients are in the weights' format and are reduced in it.
+[Note: number formats] Weights stay float32 (float64 in proofs), gathered or not, and autocast casts the operands of
+products, as in every other layout: FSDP2's ``param_dtype`` would give half-precision weights to norms that refuse them,
+and change the residual stream's dtype. In bf16 runs a block's weights are rounded before they are all-gathered, which
+halves the traffic and changes no product, since autocast rounds them in the same way; norms' weights inside blocks are
+rounded too. Not in fp16 runs: small values in a norm or a bias would be lost. Gradients have the weights' dtype and
+are reduced in it.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from closeranks.parallel.precision import Precision
 
 LARGEST_SHARE = 1 / 4
-"""Of all parameters in one automatic unit: more of it gathered at once would spare little memory."""
+"""Largest share of all parameters in one automatic unit: with more gathered at once, little memory would be saved."""
 SMALLEST_SHARE = 1 / 100
-"""Less is not worth a collective of its own and goes to the root."""
+"""Smaller modules are not worth a collective of their own and stay with the root."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleFacts:
-    """What choosing units needs to know of a module."""
+    """The facts about a module from which units are chosen."""
 
     name: str
     own: tuple[tuple[str, int], ...]
-    """First name and size of each parameter that it holds itself, not through a child."""
+    """First name and size of each parameter that it holds directly, not through a child."""
     runs: bool = True
-    """Whether it has a forward, around which weights can be gathered; lists of modules have none."""
+    """Whether it has a forward, around which weights can be gathered; an nn.ModuleList has none."""
     is_open: bool = True
-    """Whether units may be chosen inside of it; some modules use their children's weights without calling them."""
+    """Whether units may be chosen inside it; some modules use their children's weights without calling them."""
 
 
 def describe(module: nn.Module) -> tuple[ModuleFacts, ...]:
@@ -94,13 +95,13 @@ class _Tree:
         return sum({parameter: size for facts in self._below(name) for parameter, size in facts.own}.values())
 
     def can_be_unit(self, name: str) -> bool:
-        """It runs, and shares no parameter with a module outside of it."""
+        """Whether it has a forward and shares no parameter with a module outside of it."""
         parameters = [parameter for facts in self._below(name) for parameter, _ in facts.own]
         owners = (owner for parameter in parameters for owner in self._owners[parameter])
         return self._facts[name].runs and bool(parameters) and all(_is_inside(owner, name) for owner in owners)
 
     def children(self, name: str) -> list[str]:
-        """None where units must not be chosen inside."""
+        """Its children; empty where units must not be chosen inside."""
         if not self._facts[name].is_open:
             return []
         return [other for other in self._facts if other and other != name and other.rpartition(".")[0] == name]
@@ -123,25 +124,25 @@ def shard_fully(
     prefetch: int,
     overlap: bool = True,
 ) -> tuple[str, ...]:
-    """Give each rank of ``mesh`` its rows of every parameter, in place, and name the units.
+    """Shard every parameter by rows over ``mesh``, in place, and return the names of the units.
 
     ``mesh`` is the shard axis, or replica and shard axes (HSDP). The module may be on the meta device. ``hold``:
     ``shards`` frees a unit's weights after each use, ``step`` keeps them until the step is over. While one unit
-    computes, the next ``prefetch`` are gathered; without ``overlap`` none is, and nothing runs beside a gathering.
+    computes, the next ``prefetch`` are gathered; without ``overlap`` none is, and nothing runs during an all-gather.
     """
     units = choose_units(describe(module), blocks)
-    # FSDP2 cuts rows of contiguous tensors: another order in memory is given up, parameters without dims stay whole.
+    # FSDP2 shards rows of contiguous tensors: other memory formats are lost, and 0-dim parameters stay whole.
     whole = {parameter for parameter in module.parameters() if parameter.ndim == 0}
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
     for name in units:
-        # The last unit's backward follows its forward at once: freeing it in between would gather it twice.
+        # The last unit's backward follows its forward immediately: freeing it in between would gather it twice.
         frees = hold == "shards" and name != units[-1]
         fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=frees, ignored_params=whole)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
     if hold == "shards":
         for layer in module.modules():
-            if getattr(layer, "keeps_cast", False):  # it narrows its weight for products
+            if getattr(layer, "keeps_cast", False):  # it casts its weight to half precision for products
                 layer.keeps_cast = False  # type: ignore[assignment]  # any attribute may be set on a module
     parts = [_sharded(module, name) for name in ("", *units)]
     for name, part in zip(("", *units), parts, strict=True):
@@ -149,7 +150,7 @@ def shard_fully(
         if precision.name == "bf16" and name in blocks:
             part.set_custom_all_gather(_NarrowGather(precision.compute))  # type: ignore[arg-type]  # its class is private
     _look_ahead(parts, prefetch if overlap else 0)
-    # On the CPU only an asynchronous gathering runs beside others; on CUDA it is the one that does not.
+    # On the CPU only an asynchronous all-gather overlaps with other work; on CUDA it is the one that does not.
     parts[0]._set_unshard_async_op(overlap == (mesh.device_type == "cpu"))
     return units
 
@@ -161,7 +162,7 @@ def _sharded(module: nn.Module, name: str) -> FSDPModule:
 
 
 def _add_up(part: FSDPModule) -> None:
-    """Gradients are sums, also of what only some ranks used; Gloo knows no other reduction."""
+    """Reduce gradients by summing, also where only some ranks used a parameter; Gloo has no other reduction."""
     part.set_gradient_divide_factor(1.0)
     part.set_force_sum_reduction_for_comms(True)
     if hasattr(part, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
@@ -174,8 +175,8 @@ def _add_up(part: FSDPModule) -> None:
 
 
 def _after_backward(group: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    """What later versions of torch do: a rank whose samples did not use a parameter sends zeros for it. Without that it
-    leaves the parameter out, and ranks add up what does not belong together."""
+    """Does what later versions of torch do: a rank whose samples did not use a parameter sends zeros for it. Otherwise
+    it would leave the parameter out, and ranks would sum gradients of different parameters."""
     for one in group.fsdp_params if group.reduce_grads else ():
         gathered = getattr(one, "_unsharded_param", None)
         if gathered is not None and gathered.requires_grad and one.unsharded_accumulated_grad is None:
@@ -184,8 +185,8 @@ def _after_backward(group: Any, reduce: Callable[..., None], *unused: Any) -> No
 
 
 def _look_ahead(parts: Sequence[FSDPModule], prefetch: int) -> None:
-    """The root, then the units in order. With nothing named FSDP2 looks one unit ahead in backward by itself; a part
-    that names itself, which is gathered by then, looks at nothing."""
+    """Set the prefetch order: the root, then the units in order. With no list FSDP2 prefetches one unit in backward by
+    itself; a unit that lists only itself, which is gathered by then, prefetches nothing."""
     root, *units = parts
     root.set_modules_to_forward_prefetch(units[:prefetch])
     root.set_modules_to_backward_prefetch(units[::-1][:prefetch] or [root])
@@ -196,7 +197,7 @@ def _look_ahead(parts: Sequence[FSDPModule], prefetch: int) -> None:
 
 
 class _NarrowGather:
-    """An all-gather that rounds what travels, and widens what arrives (FSDP2's ``AllGather``)."""
+    """An all-gather that casts to half precision before it sends, and back on arrival (FSDP2's ``AllGather``)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -218,7 +219,7 @@ class _NarrowGather:
 
 
 class _Landing(dist.Work):
-    """What arrived is widened when it is waited for."""
+    """A pending all-gather whose result is cast back when it is waited for."""
 
     def __init__(self, work: dist.Work | None, narrow: Tensor, output: Tensor) -> None:
         super().__init__()
