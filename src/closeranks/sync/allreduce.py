@@ -1,7 +1,7 @@
-"""How are gradients summed over the data ranks when each holds the whole state (zero=0)?
+"""Bucketed all-reduce of gradients over the data ranks, each of which holds the whole state (zero=0).
 
-Each parameter's gradient is copied into its place in a flat bucket as soon as backward has produced it, and buckets
-leave while backward runs; see [Note: departures]. Invariants: accumulation communicates once per step, in its last
+Each parameter's gradient is copied into its span of a flat bucket as soon as backward has produced it, and buckets are
+reduced while backward runs; see [Note: departures]. Invariants: accumulation communicates once per step, in its last
 backward; a parameter that no sample used has gradient zero on every rank.
 """
 
@@ -23,7 +23,7 @@ from closeranks.sync.ways import OnWays, Way, WayMaker, flat_ways
 
 
 class _Buffer:
-    """One bucket's memory, a view of it for every member's gradient, and its way."""
+    """One bucket's memory, a view of it for every member's gradient, and its reduction."""
 
     def __init__(self, bucket: Bucket, held: Sequence[Held], ways: WayMaker) -> None:
         self.held = [held[number] for number in bucket.members]
@@ -38,8 +38,8 @@ class _Buffer:
 class AllReduce(OnWays):
     """Bucketed all-reduce, overlapped with backward; see ``core.protocols.Reducer`` for the call sequence.
 
-    ``ways``: how buckets are summed, where that is not torch's own all-reduce; those ``is_exact`` names take that in
-    any case.
+    ``ways``: how buckets are summed, if not by torch's own all-reduce; parameters for which ``is_exact`` holds always
+    use torch's.
     """
 
     needs_equal_counts = False
@@ -60,7 +60,7 @@ class AllReduce(OnWays):
         self._leaves = tuple(Leaf(one.parameter, one.piece, one.is_spoken and group.rank == 0) for one in self._held)
         # A group of one has nothing to sum: gradients stay where autograd put them.
         members = as_members(self._held, is_exact=is_exact) if group.size > 1 else ()
-        num_shards = 1 if ways is None else group.size  # ways may cut buckets
+        num_shards = 1 if ways is None else group.size  # such reductions may slice buckets
         caps = {"cap_bytes": bucket_bytes, "first_cap_bytes": first_bucket_bytes}
         self.plan = plan_buckets(members, **caps, num_shards=num_shards)
         exact = flat_ways(group)
@@ -91,7 +91,7 @@ class AllReduce(OnWays):
         self._departures.end(stage)
 
     def finish(self) -> None:
-        """Send what backward did not fill, then wait. On CUDA the wait orders streams and does not stop the host."""
+        """Reduce buckets that backward did not fill, then wait. On CUDA the streams wait, not the host."""
         self._departures.finish()
         for one in self._held:
             if one.parameter.grad is None:  # only where there are no buckets
@@ -106,7 +106,7 @@ class AllReduce(OnWays):
         return [one.parameter.grad for one in self._held if one.parameter.grad is not None]
 
     def spoken(self) -> Sequence[Tensor]:
-        """All hold the same gradients: the first data rank speaks for them."""
+        """All data ranks hold the same gradients: the first one's are the primary copy."""
         if self._group.rank != 0:
             return []
         if self._buffers:
@@ -117,7 +117,7 @@ class AllReduce(OnWays):
         return self._absent
 
     def spread(self) -> None:
-        """Every rank made the same update."""
+        """Nothing to gather: every rank made the same update."""
 
     def release(self) -> None:
         for one in self._held:
@@ -129,7 +129,8 @@ class AllReduce(OnWays):
         return (buffer.way for buffer in self._buffers)
 
     def _load(self, bucket: int, place: int) -> None:
-        """Copying costs one pass; in return micro-batches accumulate at no cost and nothing is copied back."""
+        """Copy a gradient into its bucket. Costs one pass; in return micro-batches accumulate at no cost and nothing is
+        copied back."""
         parameter, view = self._buffers[bucket].held[place].parameter, self._buffers[bucket].views[place]
         if parameter.grad is None:
             view.zero_()

@@ -1,12 +1,12 @@
-"""Which gradients travel together, and in what order?
+"""Plans the gradient buckets: which gradients are reduced together, and in what order.
 
 The plan is a pure function of the parameters and the caps, never of which gradient happened to be ready first in some
 earlier step: a resumed or re-formed run sums in the same order and is bit-identical. (DDP rebuilds its buckets after
-the first backward, so a freshly wrapped model sums in another order; from three ranks on the bits differ.)
+the first backward, so a freshly wrapped model sums in another order; with three or more ranks the bits differ.)
 
-Invariant: members of a bucket are alike in all that is done to a bucket as a whole (summed over further groups, counted
-in the norm, sent when a stage is done), and buckets whose gradients are summed over further groups hold the same
-members at the same places on every rank of those groups, whatever else these ranks hold.
+Invariant: members of a bucket agree in everything that is done to a bucket as a whole (summed over further groups,
+counted in the norm, reduced when a stage is done), and buckets whose gradients are summed over further groups hold the
+same members at the same offsets on every rank of those groups, whatever else these ranks hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One parameter as the plan sees it."""
+    """One parameter: the input of the plan."""
 
     name: str
     numel: int
@@ -26,9 +26,9 @@ class Member:
     stage: int = 0
     is_spoken: bool = True
     partial_over: tuple[int, ...] = ()
-    """Numbers of the further groups its gradient is summed over."""
+    """Indices of the further groups over which its gradient is summed."""
     row: int = 1
-    """Elements that must not be parted: more than one where memory is not in the order of the tensor's rows."""
+    """Elements that must stay in one slice: more than one where memory is not in the order of the tensor's rows."""
     is_exact: bool = False
     """Whether it must not be compressed."""
 
@@ -46,10 +46,10 @@ class Bucket:
     """Members that are summed in one collective, laid out one after the other."""
 
     members: tuple[int, ...]
-    """Their positions in the sequence that was planned."""
+    """Their positions in the sequence given to the plan."""
     offsets: tuple[int, ...]
     numel: int
-    """With gaps between members and at the end, which belong to nobody and hold zeros."""
+    """Includes padding between members and at the end, which belongs to no parameter and holds zeros."""
     dtype: str
     stage: int = 0
     is_spoken: bool = True
@@ -60,19 +60,19 @@ class Bucket:
 def plan_buckets(
     members: Sequence[Member], *, cap_bytes: int, first_cap_bytes: int, num_shards: int = 1, align_bytes: int = 1
 ) -> tuple[Bucket, ...]:
-    """Buckets in the order they leave: the last stage first, and in a stage as backward fills them.
+    """Buckets in the order in which they are reduced: the last stage first, within a stage as backward fills them.
 
-    A bucket is full when its first parameter has its gradient, so the one whose first parameter comes last leaves
-    first. A parameter larger than the cap gets a bucket of its own. Every bucket can be cut into ``num_shards`` equal
+    A bucket is full when its first parameter has its gradient, so the one whose first parameter comes last is reduced
+    first. A parameter larger than the cap gets a bucket of its own. Every bucket divides into ``num_shards`` equal
     slices, and every member begins at a multiple of ``align_bytes``.
     """
-    opening = {member.stage: number for number, member in enumerate(members)}  # the last of each stage leaves first
+    opening = {member.stage: number for number, member in enumerate(members)}  # the last of each stage is reduced first
     batches: list[list[int]] = []
     for kind in dict.fromkeys(member.kind for member in members):
         alike = [number for number, member in enumerate(members) if member.kind == kind]
         alike.reverse()
         is_partial = bool(members[alike[0]].partial_over)
-        if is_partial:  # other ranks hold them among other parameters and in another order, but by the same names
+        if is_partial:  # other ranks hold them among other parameters, in another order, under the same names
             alike.sort(key=lambda number: members[number].name)
         is_opening = alike[0] in opening.values() and not is_partial
         batches += _batches(alike, members, cap_bytes, first_cap_bytes if is_opening else cap_bytes)
@@ -92,7 +92,7 @@ def _batches(
             size += member.num_bytes
             continue
         cap = cap_bytes if batches else first_cap_bytes
-        cap = cap if member.row == 1 else 0  # a member with rows travels alone
+        cap = cap if member.row == 1 else 0  # a member with rows has a bucket of its own
         batches.append([number])
         size = member.num_bytes
     return batches

@@ -1,6 +1,6 @@
-"""Which of torch's names do two collectives go by?
+"""Two collectives under whichever name the installed torch has for them.
 
-torch 2.13 renamed them and warns of the old names; both are in the range we support.
+torch 2.13 renamed them and warns about the old names; we support versions before and after.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ import torch.distributed as dist
 _Collective = Callable[..., Any]
 
 gather_flat: _Collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Slices of all ranks, one after the other, into one flat tensor."""
+"""All-gather: the slices of all ranks, concatenated into one flat tensor."""
 reduce_flat: _Collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The sum over ranks of one flat tensor, to each rank its slice."""
+"""Reduce-scatter: the sum of a flat tensor over ranks, of which each rank gets its slice."""

@@ -1,12 +1,12 @@
-"""When may a bucket of gradients leave?
+"""Schedules the reduction of gradient buckets: decides when each bucket's collective starts.
 
-[Note: departures] Autograd calls a hook as soon as a parameter's gradient is complete; the hook has it loaded into its
-bucket, and a bucket leaves when it and all before it are full. Who loads and who sends is the strategy's affair.
+[Note: departures] Autograd calls a hook as soon as a parameter's gradient is complete; the hook copies it into its
+bucket, and a bucket's reduction starts when it and all before it are full. The reducer decides how to copy and send.
 
-Two timetables. ``step``: all buckets of all stages leave once, in the last backward of the step or in ``finish``, in
+Two timings. ``step``: all buckets of all stages are reduced once, in the last backward of the step or in ``finish``, in
 one order that is the same on every rank whatever it computed; a rank without a micro-batch sends zeros. ``backward``:
-the buckets of a stage leave in each of its backwards, so all ranks must have the same number of those. What several
-stages share is complete only at the end of the step, and leaves then.
+the buckets of a stage are reduced in each of its backwards, so all ranks must have the same number of those. Gradients
+of parameters that several stages share are complete only at the end of the step, and are reduced then.
 
 Invariant: every rank sends the same buckets in the same order, and what no sample used counts as zero.
 """
@@ -27,7 +27,8 @@ _ONCE = SEVERAL_STAGES
 
 
 class Departures:
-    """The buckets of a plan and how far each is loaded. ``load(bucket, place)`` and ``send(bucket)`` act."""
+    """Tracks how far each bucket of a plan is filled. The callbacks ``load(bucket, place)`` copies a gradient into its
+    bucket and ``send(bucket)`` starts the reduction."""
 
     def __init__(
         self,
@@ -46,9 +47,9 @@ class Departures:
         self._sizes = [len(bucket.members) for bucket in plan]
         self._missing: list[set[int]] = [set() for _ in plan]
         self._armed: set[int] = set()
-        """Stages whose gradients are being taken away."""
+        """Stages whose gradients are moved into buckets in this backward."""
         self._queues: dict[int, list[int]] = {}
-        """Buckets still to leave, in order: of a stage in its backward, or under ``_ONCE`` of the step."""
+        """Buckets still to be reduced, in order: of a stage in its backward, or under ``_ONCE`` those of the step."""
         self.reset()
         if overlap:
             for parameter in self._places:
@@ -61,7 +62,7 @@ class Departures:
             self._armed.add(stage)
 
     def end(self, stage: int) -> None:
-        """Everything of a stage that was taken away in this backward leaves now, full or not."""
+        """Reduce the remaining buckets of a stage, full or not, if its gradients were moved in this backward."""
         if stage in self._armed:
             self._fill(self._of(stage))
             self._send_full(stage)
@@ -69,12 +70,12 @@ class Departures:
             self._armed.discard(stage)
 
     def finish(self) -> None:
-        """What is to leave once per step and has not left, leaves."""
+        """Reduce what is reduced once per step and has not been yet."""
         self._fill(self._queues[_ONCE])
         self._send_full(SEVERAL_STAGES)
 
     def reset(self) -> None:
-        """Before a step."""
+        """Prepare for the next step."""
         self._armed.clear()
         self._queues.clear()
         everything = list(range(len(self._stages)))

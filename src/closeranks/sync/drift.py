@@ -1,7 +1,7 @@
-"""When has compression begun to lose more than it used to?
+"""Detects when compression begins to lose more than it used to.
 
-The first measurements tell what is usual for this model and this compressor: top-k loses most of every step and learns
-all the same. What is told is a lasting rise above that. Pure: measurements in, a sentence out.
+The first measurements are the baseline for this model and this compressor: top-k loses most of every step and trains
+all the same. A lasting rise above the baseline is reported. Pure: measurements in, a sentence out.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 from statistics import median
 
 NUM_USUAL = 5
-"""Measurements that say what is usual."""
+"""Measurements that form the baseline."""
 NUM_LASTING = 3
-"""In a row, before anything is said."""
+"""Measurements above the limits in a row before anything is reported."""
 GROWTH = 1.5
-"""Of the relative error, against the usual."""
+"""Limit of the relative error, as a multiple of the baseline."""
 FALL = 0.5
-"""Of the cosine: the share of the usual below which it must not fall."""
+"""Limit of the cosine, as a share of the baseline."""
 
 
 @dataclass
 class Drift:
-    """What was measured so far."""
+    """The measurements so far."""
 
     usual: list[tuple[float, float]] = field(default_factory=list)
     lasting: int = 0
 
     def note(self, relative_error: float, cosine: float) -> str:
-        """What to tell; empty most of the time. It is told once, and again only after it had gone."""
+        """The warning, empty most of the time. It is given once, and again only after the rise had gone."""
         if not math.isfinite(relative_error):
             return ""
         if len(self.usual) < NUM_USUAL:
@@ -47,8 +47,8 @@ class Drift:
 
 
 def of_sums(sums: Sequence[float]) -> tuple[float, float]:
-    """Relative error and cosine from the squares of the error, of the exact and of the compressed sum, and their
-    product."""
+    """Relative error and cosine, from the squared norms of the error, of the exact and of the compressed sum, and the
+    dot product of the two sums."""
     error, exact, ours, product = sums
     if exact <= 0:
         return (0.0, 1.0) if error <= 0 else (math.inf, 0.0)

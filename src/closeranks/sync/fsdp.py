@@ -1,9 +1,9 @@
-"""How does FSDP2 (zero=3) answer as a reducer?
+"""A reducer on top of FSDP2 (zero=3).
 
-FSDP2's own hooks gather weights and reduce gradients while forward and backward run; here stand when it may do so, and
-what this rank's optimizer sees of it: each parameter's local rows as an ordinary tensor. ``hold`` as ``shards``: every
-micro-batch gathers and reduces. As ``step``: weights are gathered in the first forward of a step and kept, gradients
-are reduced in the last backward.
+FSDP2's own hooks gather weights and reduce gradients while forward and backward run; this file decides when they may,
+and presents each parameter's local rows to this rank's optimizer as an ordinary tensor. With ``hold`` = ``shards``
+every micro-batch gathers and reduces. With ``step`` weights are gathered in the first forward of a step and kept, and
+gradients are reduced in the last backward.
 
 Invariants: gradients are sums, never means; a parameter that no sample used has gradient zero; replicas (HSDP) are
 summed once per step. Ranks send zeros for what their own samples did not use, so which parameters those are is noted
@@ -32,7 +32,7 @@ from closeranks.sync.ways import OnWays, Way, WayMaker
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A parameter and what this rank updates of it."""
+    """A parameter and the part of it that this rank updates."""
 
     held: Held
     leaf: Leaf
@@ -48,9 +48,9 @@ class _Share:
 class FullyShardedReducer(OnWays):
     """FSDP2 behind ``core.protocols.Reducer``; ``modules`` are this rank's stages, each made by ``fully_shard``.
 
-    ``ways``: how units are summed, over replicas where there are any (they were sharded over the shard axis alone then,
-    [Note: unit loads]), else over shards; None: as FSDP2 does it. Units with a parameter that ``is_exact`` are summed
-    as they are.
+    ``ways``: how units are summed, over replicas where there are any (the modules are then sharded over the shard axis
+    alone, [Note: unit loads]), else over shards; None: as FSDP2 does it. Units with a parameter for which ``is_exact``
+    holds are summed uncompressed.
     """
 
     needs_equal_counts = True
@@ -100,7 +100,7 @@ class FullyShardedReducer(OnWays):
             module.set_requires_all_reduce(is_last)
 
     def end_backward(self, stage: int = 0) -> None:
-        """FSDP2 has sent everything by the end of a backward."""
+        """Nothing to do: FSDP2 has sent everything by the end of a backward."""
 
     def finish(self) -> None:
         whole = (one.parameter for one in self._trained if not _is_sharded(one))
@@ -125,7 +125,7 @@ class FullyShardedReducer(OnWays):
         return self._gradients
 
     def spoken(self) -> Sequence[Tensor]:
-        """Each shard rank speaks for its rows, in the first replica."""
+        """Each shard rank of the first replica holds the primary copy of its rows."""
         pairs = zip(self._shares, self._gradients, strict=True)
         return [gradient for share, gradient in pairs if share.leaf.is_spoken]
 
@@ -136,7 +136,7 @@ class FullyShardedReducer(OnWays):
         return {one.piece.name for one in self._trained} - used
 
     def spread(self) -> None:
-        """Forget weights that were gathered before the update; the next use gathers them anew."""
+        """Free weights that were gathered before the update; the next use gathers them again."""
         for module in self._modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
@@ -150,7 +150,7 @@ class FullyShardedReducer(OnWays):
             one.parameter.grad = None
 
     def _after_backward(self, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
-        """In place of a group's own ``post_backward``, which takes the gradients of its gathered parameters away."""
+        """Replaces a group's own ``post_backward``, which removes the gradients from its gathered parameters."""
         for one in group.fsdp_params if group.reduce_grads else ():
             gathered = getattr(one, "_unsharded_param", None)
             if one.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
@@ -161,7 +161,8 @@ class FullyShardedReducer(OnWays):
         return self._units.ways if self._units is not None else ()
 
     def _share(self, one: Held) -> _Share:
-        """FSDP2 cuts the first dim. What has no dims it leaves alone: every rank holds it, the first speaks."""
+        """FSDP2 shards the first dim. It does not shard 0-dim parameters: every rank holds them, and the first rank's
+        copy is the primary one."""
         tensor = local_of(one.parameter).detach()
         is_first = self._replica.rank == 0
         if _is_sharded(one):
@@ -170,8 +171,8 @@ class FullyShardedReducer(OnWays):
         return _Share(one, Leaf(tensor, one.piece, one.is_spoken and is_first and self._shard.rank == 0))
 
     def _add_copies(self) -> dict[int, int]:
-        """A parameter that two stages of this rank share was sharded in each: the first copy takes the sum, and alone
-        travels on; by number of each other copy, that of its first."""
+        """Add up the gradients of a parameter that two stages of this rank share and each has sharded: the first copy
+        gets the sum, and it alone is reduced further. Maps the number of each other copy to that of the first."""
         first: dict[Piece, int] = {}
         copies: dict[int, int] = {}
         for number, share in enumerate(self._shares):
@@ -183,7 +184,7 @@ class FullyShardedReducer(OnWays):
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has in memory of a tensor, sharing that memory."""
+    """The part of a tensor in this rank's memory, sharing that memory."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

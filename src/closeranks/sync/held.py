@@ -1,6 +1,6 @@
-"""What does a strategy read off the parameters it is given?
+"""What a reducer derives from the parameters it is given: bucket members, strides, views.
 
-Invariant: nothing here depends on values; ranks that hold the same parameters read the same.
+Invariant: nothing here depends on values; ranks that hold the same parameters get the same results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from closeranks.sync.buckets import Member
 
 
 class DataGroup(Protocol):
-    """What a strategy needs to know of a group: ``parallel.group.Group`` is one."""
+    """What a reducer needs of a group; ``parallel.group.Group`` implements it."""
 
     @property
     def rank(self) -> int: ...
@@ -31,7 +31,7 @@ class DataGroup(Protocol):
 
 
 def hold_whole(module: nn.Module) -> tuple[Held, ...]:
-    """The parameters of a module that no other axis has cut."""
+    """The parameters of a module that no other axis has sharded."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -41,8 +41,8 @@ def hold_whole(module: nn.Module) -> tuple[Held, ...]:
 def as_members(
     held: Sequence[Held], *, keep_rows: bool = False, is_exact: Callable[[Held], bool] = lambda one: False
 ) -> tuple[Member, ...]:
-    """The parameters as a plan sees them; ``keep_rows`` where shards are to be boxes or ranges of rows, ``is_exact``
-    of those that must not be compressed."""
+    """The parameters as input of a bucket plan; ``keep_rows`` where shards must be boxes or ranges of rows,
+    ``is_exact`` for those that must not be compressed."""
     groups = list(dict.fromkeys(group for one in held for group in one.partial_over))
     return tuple(
         Member(
@@ -61,22 +61,22 @@ def as_members(
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor without gaps that lies in memory as this one does."""
+    """The strides of a dense tensor with this one's memory order."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
 def outer_dim(parameter: Tensor) -> int:
-    """The dim that memory runs through slowest."""
+    """The slowest-varying dim in memory."""
     strides = dense_strides(parameter)
     return max(range(len(strides)), key=lambda dim: (parameter.shape[dim] > 1, strides[dim]))
 
 
 def row_of(parameter: Tensor) -> int:
-    """1 where memory is in the order of rows; otherwise how many elements lie under one index of the outer dim."""
+    """1 where memory is in row order; otherwise the number of elements under one index of the slowest dim."""
     is_by_rows = torch.empty_like(parameter, device="meta").is_contiguous()
     return 1 if is_by_rows else parameter.numel() // parameter.shape[outer_dim(parameter)]
 
 
 def view_of(buffer: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """A tensor with the parameter's shape and strides: fused optimizers walk weight and gradient in memory order."""
+    """A view with the parameter's shape and strides: fused optimizers read weight and gradient in memory order."""
     return buffer.as_strided(parameter.shape, dense_strides(parameter), buffer.storage_offset() + offset)

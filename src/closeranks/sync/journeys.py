@@ -1,11 +1,12 @@
-"""How do sums that take several collectives run beside backward?
+"""Asynchronous reductions: sums that take several collectives and overlap with backward.
 
-[Note: legs] A journey is a generator: each leg starts a collective and yields it, and goes on when somebody has waited
-for it. Who drives decides when. Collectives must never be issued from callbacks of others (Gloo's workers would issue
-them in different orders on different ranks and abort), nor when they happen to be done: every rank must start all legs
-in the same order. So a bucket that leaves moves those before it on by one leg, and the end of the step the rest.
+[Note: legs] An asynchronous reduction is a generator: each leg starts a collective and yields it, and the generator is
+resumed once that has been waited for. The driver decides when. Collectives must never be issued from callbacks of
+others (Gloo's workers would issue them in different orders on different ranks and abort), nor as soon as others happen
+to be done: every rank must start all legs in the same order. So starting a bucket advances those before it by one leg,
+and the end of the step runs the rest.
 
-Invariant: the order in which legs start is a function of the order in which journeys begin.
+Invariant: the order in which legs start is a function of the order in which reductions begin.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 
 
 class Awaited(Protocol):
-    """A collective under way, or several: as much of ``dist.Work`` as a journey needs."""
+    """A pending collective, or several: the part of ``dist.Work`` that a reduction needs."""
 
     def wait(self) -> object: ...
 
@@ -25,7 +26,7 @@ Journey = Iterator[Awaited]
 
 
 def travel(journey: Journey) -> None:
-    """The whole way at once."""
+    """Run a reduction to its end, waiting for each collective."""
     for work in journey:
         work.wait()
 
@@ -35,10 +36,10 @@ class _Traveller:
     journey: Journey
     work: Awaited | None
     num_ahead: int
-    """Legs that it has still to start."""
+    """Collectives that it has still to start."""
 
     def move(self) -> None:
-        """Wait for this leg and start the next; after the last, arrive."""
+        """Wait for the pending collective and start the next; after the last, the reduction is done."""
         if self.work is not None:
             self.work.wait()
         self.work = next(self.journey, None)
@@ -46,21 +47,21 @@ class _Traveller:
 
 
 class Convoy:
-    """Journeys that are under way."""
+    """The reductions in flight."""
 
     def __init__(self) -> None:
         self._travellers: list[_Traveller] = []
 
     def add(self, journey: Journey, num_legs: int) -> None:
-        """Start a journey. Those before it that have legs to start yet move on by one; the others are not waited for:
-        they have nothing to start, and backward has something to do."""
+        """Start a reduction. Earlier ones that have collectives left to start advance by one; the others are not waited
+        for: they have nothing to start, and backward should not be held up."""
         waiting = [one for one in self._travellers if one.num_ahead > 0]
         self._travellers.append(_Traveller(journey, next(journey, None), num_legs - 1))
         for one in waiting:
             one.move()
 
     def finish(self) -> None:
-        """All arrive."""
+        """Wait for all reductions."""
         while self._travellers:
             waiting, self._travellers = self._travellers, []
             for one in waiting:
@@ -69,14 +70,14 @@ class Convoy:
                     self._travellers.append(one)
 
     def shorten(self, num_left: int) -> None:
-        """The oldest arrive, until so many are left."""
+        """Wait for the oldest reductions until ``num_left`` are left."""
         while len(self._travellers) > num_left:
             oldest = self._travellers.pop(0)
             while oldest.work is not None:
                 oldest.move()
 
     def see_in(self, journey: Journey) -> None:
-        """It arrives, after all before it; nothing where it has arrived."""
+        """Wait for a reduction and all before it; does nothing if it is done already."""
         for place, one in enumerate(self._travellers):
             if one.journey is journey:
                 self.shorten(len(self._travellers) - place - 1)

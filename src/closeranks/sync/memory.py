@@ -1,11 +1,11 @@
-"""What does a way remember from step to step, and under which names does it survive?
+"""Error feedback: the state that compressed reductions keep between steps, and the names under which it is saved.
 
-Compressors send less than the gradient and owe the rest to later steps. [Note: rows] What one rank owes differs from
-what another does, so each has a row of its own: the tensor of a parameter has the ranks as its first dim. What counts
-is the sum of the rows, since gradients are summed over ranks: with fewer or more ranks rows are dealt out anew, and
-their sum stays.
+Compressors send less than the gradient and add the rest to later steps. [Note: rows] Each rank has a different
+remainder, so each has a row of its own: the saved tensor of a parameter has the ranks as its first dim. Only the sum of
+the rows matters, since gradients are summed over ranks: with fewer or more ranks the rows are redistributed, and their
+sum stays the same.
 
-Invariant: what a step remembers counts only if the step was taken, so that a skipped one leaves no trace.
+Invariant: a step's error feedback is committed only if the step was taken, so that a skipped step changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESIDUAL, OWED, FACTOR = "residual", "owed", "factor"
 
 
 class Memory:
-    """A tensor with two values: what counts, and what will if this step is taken."""
+    """A tensor with two values: the committed one, and the one to commit if this step is taken."""
 
     def __init__(self, value: Tensor) -> None:
         self.kept = value
@@ -32,30 +32,30 @@ class Memory:
         self._is_written = False
 
     def read(self) -> Tensor:
-        """The latest, within a step."""
+        """The latest value within a step."""
         return self._next if self._is_written else self.kept
 
     def write(self, value: Tensor) -> None:
         self.draft().copy_(value)
 
     def draft(self) -> Tensor:
-        """Where this step's value is to be written, for those who can compute it in place."""
+        """The buffer for this step's value, for callers that compute it in place."""
         self._is_written = True
         return self._next
 
     def settle(self, taken: Tensor) -> None:
-        """Without a word to the host: ``taken`` is 1 or 0 on the device."""
+        """Commit or discard without a host sync: ``taken`` is 1 or 0 on the device."""
         if not self._is_written:
             return
         if taken.device.type != "cpu":
             torch.where(taken > 0, self._next, self.kept, out=self.kept)
-        elif taken > 0:  # here the host knows, and copying is cheaper than choosing
+        elif taken > 0:  # the host can read it here, and a copy is cheaper than torch.where
             self.kept.copy_(self._next)
         self._is_written = False
 
 
 def in_rows(kind: str, flat: Tensor, load: Load, row: int, num_rows: int) -> Iterator[Remembered]:
-    """A flat tensor that lies as a load does, parameter by parameter."""
+    """A flat tensor with the layout of a flat buffer, parameter by parameter."""
     for place in load.places:
         part = flat[place.offset : place.offset + place.numel]
         tensor = part.view(1, *place.piece.size) if place.is_box else part
@@ -74,8 +74,8 @@ def _row_piece(kind: str, place: Place, row: int, num_rows: int) -> Piece:
 
 
 def rows_to_read(piece: Piece, num_saved: int) -> Sequence[Piece]:
-    """Which saved rows this rank takes over, as pieces of the saved tensor: its own, and with fewer ranks than before
-    every so-many-th after it; with more ranks than before some take none."""
+    """The saved rows that this rank takes over, as pieces of the saved tensor: its own and, with n ranks now where
+    there were more, every n-th row after it; with more ranks than before some take none."""
     num_rows, row = piece.shape[0], piece.start[0]
     saved = replace(piece, shape=(num_saved, *piece.shape[1:]))
     return [replace(saved, start=(number, *piece.start[1:])) for number in range(row, num_saved, num_rows)]

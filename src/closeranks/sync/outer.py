@@ -1,16 +1,17 @@
-"""How do replicas that trained apart become one again?
+"""The outer step of Local SGD and DiLoCo, which synchronizes the replicas.
 
-[Note: the outer step] At a meeting each replica says how far it went from where all stood last, the anchor: its delta,
-anchor minus weights. The mean of all deltas is a gradient for the anchor, and SGD with (Nesterov) momentum steps along
-it; then every replica goes on from the anchor. That is DiLoCo (Douillard et al., 2023). With a rate of 1 and no
-momentum the anchor becomes the mean of the weights, which is local SGD; one fragment at a time, streaming DiLoCo.
+[Note: the outer step] At a synchronization each replica computes its delta, the anchor minus its weights; the anchor
+holds the weights after the last synchronization. The mean of all deltas is a gradient for the anchor, and SGD with
+(Nesterov) momentum updates it; then every replica continues from the anchor. That is DiLoCo (Douillard et al., 2023).
+With a rate of 1 and no momentum the anchor becomes the mean of the weights, which is local SGD; one fragment at a time,
+it is streaming DiLoCo.
 
-What meets is what a rank updates, its leaves, whole or shards: ranks of different replicas with the same place in them
-hold the same leaves. All leaves of a fragment lie in one flat tensor, which travels by a way of its own: as it is, or
-compressed, with what that leaves unsent remembered for the next meeting.
+A rank synchronizes the parameter shards that it updates (or whole parameters): ranks at the same coordinate in
+different replicas hold the same shards. All shards of a fragment are in one flat tensor, which has a reduction of its
+own: exact, or compressed, with error feedback for the next synchronization.
 
-Invariants: every replica computes the same bits, from the same sums; between meetings nothing here is touched; where
-replicas worked off different numbers of samples, each counts by its share of them.
+Invariants: every replica computes the same bits, from the same sums; between synchronizations nothing here is changed;
+where replicas processed different numbers of samples, each is weighted by its share of them.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from closeranks.sync.ways import WayMaker
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """SGD on the anchor, as the table ``[sync.local]`` has it."""
+    """SGD on the anchor, as the table ``[sync.local]`` configures it."""
 
     lr: float
     momentum: float
     nesterov: bool
 
     def update(self, anchor: Tensor, momentum: Tensor | None, delta: Tensor) -> None:
-        """In place; as ``torch.optim.SGD`` does it with ``delta`` for a gradient."""
+        """In place; as ``torch.optim.SGD`` with ``delta`` as the gradient."""
         if momentum is None:
             anchor.sub_(delta, alpha=self.lr)
             return
@@ -49,16 +50,16 @@ class OuterRule:
 
 
 class Kept(NamedTuple):
-    """What is remembered of one leaf between meetings: views of the flat tensors."""
+    """The state of one parameter shard between synchronizations: views of the flat tensors."""
 
     leaf: Leaf
     anchor: Tensor
     momentum: Tensor | None
-    """None where the rule has none."""
+    """None where the outer optimizer has no momentum."""
 
 
 class _Fragment:
-    """Leaves of one type that meet together, the flat tensors that they lie in, and the way these travel."""
+    """Parameter shards of one dtype that synchronize together, their flat tensors, and the reduction of these."""
 
     def __init__(self, leaves: Sequence[Leaf], num_replicas: int, ways: WayMaker, *, has_momentum: bool) -> None:
         self.leaves = leaves
@@ -75,7 +76,7 @@ class _Fragment:
 
 
 def _load_of(leaves: Sequence[Leaf], num_replicas: int) -> Load:
-    """One after the other, and as long as it takes to be cut evenly."""
+    """The shards one after the other, padded so that the buffer divides evenly."""
     places, offset = list[Place](), 0
     for leaf in leaves:
         piece, (begin, end) = replace(leaf.piece, flat=None), leaf.piece.flat or (0, leaf.piece.numel)
@@ -88,10 +89,10 @@ def _load_of(leaves: Sequence[Leaf], num_replicas: int) -> Load:
 
 
 class Outer:
-    """``ways``: how deltas travel between replicas; ``exact_ways``: those that must not be compressed.
+    """``ways``: how deltas are summed over replicas; ``exact_ways``: the same for those that must not be compressed.
 
-    Call sequence: ``meet`` after the inner update of each meeting's step, with what meets there; ``restart`` after the
-    weights were put there by somebody else.
+    Call sequence: ``meet`` after the inner update of each step that synchronizes, with the fragments that do;
+    ``restart`` after the weights were replaced from outside.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class Outer:
         exact: Collection[str] = (),
         alone: Collection[str] = (),
     ) -> None:
-        """``fragment_of``: by parameter. ``exact``: those that must not be compressed. ``alone``: those of which a rank
-        of the same replica holds a copy that must come to the same bits. A backend may add up a long tensor in an order
-        that depends on the place in it, so each of these travels by itself."""
+        """``fragment_of``: by parameter. ``exact``: those that must not be compressed. ``alone``: those of which
+        another rank of the same replica holds a copy that must get the same bits. A backend may sum a long tensor in an
+        order that depends on the offset in it, so each of these is reduced by itself."""
         self._rule, self._num_replicas = rule, num_replicas
         self._fragments = dict[int, list[_Fragment]]()
         grouped = dict[tuple[int, torch.dtype, bool, str], list[Leaf]]()
@@ -123,7 +124,7 @@ class Outer:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """All replicas stand where the weights are, and remember nothing."""
+        """Set the anchor to the weights, and clear momentum and error feedback."""
         for part in self._parts():
             if part.momentum is not None:
                 part.momentum.zero_()
@@ -132,19 +133,19 @@ class Outer:
 
     @torch.no_grad()
     def meet(self, step: int, fragments: Iterable[int], share: float | None = None) -> None:
-        """A collective of the replicas. ``share``: what this one's delta counts for; None: all count alike."""
+        """A collective of the replicas. ``share``: the weight of this one's delta; None: all have the same."""
         for number in fragments:
             for part in self._fragments.get(number, ()):
                 part.way.begin(step)
                 self._meet(part, share)
 
     def memory(self) -> Iterator[Remembered]:
-        """What deltas left unsent."""
+        """Error feedback of the compressed deltas."""
         for part in self._parts():
             yield from part.way.memory()
 
     def losses(self) -> list[Tensor]:
-        """As a reducer's."""
+        """As for a reducer."""
         return [found for part in self._parts() if (found := part.way.losses()) is not None]
 
     def kept(self) -> Iterator[Kept]:
@@ -153,7 +154,7 @@ class Outer:
             yield from map(Kept, part.leaves, part.views(part.anchor), momenta)
 
     def _meet(self, part: _Fragment, share: float | None) -> None:
-        delta = torch.zeros_like(part.anchor)  # for the time of a meeting alone
+        delta = torch.zeros_like(part.anchor)  # allocated only while synchronizing
         for leaf, own, anchor in zip(part.leaves, part.views(delta), part.views(part.anchor), strict=True):
             torch.sub(anchor, leaf.tensor, out=own)
         delta.mul_(1.0 / self._num_replicas if share is None else share)

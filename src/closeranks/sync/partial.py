@@ -1,12 +1,12 @@
-"""How are gradients summed over groups besides the data axis?
+"""Sums partial gradients over groups other than the data axis.
 
-Norms that work on a share of the sequence, and the two ends of a pipeline that share a tied weight, have gradients that
-are still parts of a sum. One flat all-reduce per group carries all of them, once per step, after the data reduction.
+Norms that work on a shard of the sequence, and the two ends of a pipeline that share a tied weight, have partial
+gradients. One flat all-reduce per group sums all of them, once per step, after the data reduction.
 
 Invariants: a gradient is summed over its groups in the order its ``partial_over`` names them, which is the same on
-every rank: group by group all ranks add the same stage of the sum. Groups take their turn by name, which all members
-know: two ties may cross stages in opposite order (a decoder mirrors its encoder), so that ranks hold them in different
-order and would wait for each other.
+every rank, so that all ranks add the same intermediate sums. Groups are processed in the order of their names, which
+all members know: two ties may cross stages in opposite order (a decoder mirrors its encoder), so that ranks hold them
+in different orders and would deadlock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """A gradient, in whatever form its strategy keeps it, and the groups it is to be summed over."""
+    """A gradient, in whatever form its reducer keeps it, and the groups over which to sum it."""
 
     gradient: Tensor
     groups: tuple[dist.ProcessGroup | None, ...]
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 def sum_parts(parts: Sequence[Part]) -> None:
-    """In place. Blocks on the CPU; on CUDA it orders streams and does not stop the host."""
+    """In place. Blocks on the CPU; on CUDA the streams wait, not the host."""
     for turn in range(max((len(part.groups) for part in parts), default=0)):
         waiting = [part for part in parts if len(part.groups) > turn]
         for group in sorted({part.groups[turn] for part in waiting}, key=_name):

@@ -1,8 +1,9 @@
-"""What lies where in a flat tensor that travels?
+"""Describes a flat buffer that is reduced: which elements belong to which parameter.
 
-A load is a bucket or a unit of gradients as its way sees it: so many elements, and the parameters' parts among them, by
-which what a way remembers is found again in any other layout. Sizes and corners are in the order of memory, slowest dim
-first. Invariants: places do not overlap; what no place covers is a gap, belongs to nobody and holds zeros.
+A buffer spec describes a bucket or an FSDP unit of gradients to its reduction: the number of elements, and the spans of
+the parameters in it, by which error feedback is found again in any other layout. Sizes and corners are in memory order,
+slowest dim first. Invariants: spans do not overlap; what no span covers is padding, belongs to no parameter and holds
+zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from closeranks.sync.held import dense_strides
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Elements ``begin`` to ``end`` of a box of a parameter, row by row, lie at ``offset``."""
+    """Elements ``begin`` to ``end`` of a box of a parameter, row by row, are at ``offset``."""
 
     piece: Piece
     offset: int
@@ -34,13 +35,13 @@ class Place:
 
     @property
     def is_box(self) -> bool:
-        """Whether the whole box is here."""
+        """Whether the span covers its whole box."""
         return self.begin == 0 and self.end == self.piece.numel
 
 
 @dataclass(frozen=True)
 class Load:
-    """A flat tensor that travels, but for its values."""
+    """A flat buffer without its values: size and spans."""
 
     places: tuple[Place, ...]
     numel: int
@@ -49,19 +50,19 @@ class Load:
 
     @cached_property
     def gaps(self) -> Tensor | None:
-        """Numbers of the elements that belong to nobody; None where there are none."""
+        """Indices of the padding elements; None where there are none."""
         is_gap = torch.ones(self.numel, dtype=torch.bool)
         for place in self.places:
             is_gap[place.offset : place.offset + place.numel] = False
         return is_gap.nonzero().view(-1).to(self.device) if is_gap.any() else None
 
     def clear_gaps(self, flat: Tensor) -> None:
-        """Codes of a few bits know no zero."""
+        """Zero the padding: codes of a few bits cannot represent zero."""
         if self.gaps is not None:
             flat.index_fill_(0, self.gaps, 0.0)
 
     def slice(self, first: int, last: int) -> Load:
-        """Elements ``first`` to ``last`` as a load of their own."""
+        """The spec of elements ``first`` to ``last`` alone."""
         clipped = (_clipped(place, first, last) for place in self.places)
         return replace(self, places=tuple(place for place in clipped if place.numel > 0), numel=last - first)
 
@@ -75,19 +76,20 @@ def _clipped(place: Place, first: int, last: int) -> Place:
 
 
 def place_of(held: Held, offset: int) -> Place:
-    """A held parameter that lies dense at ``offset``."""
+    """The span of a held parameter that is stored densely at ``offset``."""
     piece = in_memory_order(held.piece, memory_order(held.parameter))
     return Place(piece, offset, 0, piece.numel)
 
 
 def memory_order(parameter: Tensor) -> tuple[int, ...]:
-    """Its dims, from the one that memory runs through slowest."""
+    """Its dims, from the slowest-varying in memory to the fastest."""
     strides = dense_strides(parameter)
     return tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
 
 
 def in_memory_order(piece: Piece, order: Sequence[int]) -> Piece:
-    """The name tells another order than the parameter's own: such a piece is never taken for one that lies plainly."""
+    """The piece with its dims in memory order. Its name says so where that differs from the parameter's own order, so
+    that it is never mistaken for a piece in plain order."""
 
     def sorted_by(sizes: Iterable[int]) -> tuple[int, ...]:
         sizes = tuple(sizes)
@@ -98,6 +100,6 @@ def in_memory_order(piece: Piece, order: Sequence[int]) -> Piece:
 
 
 def load_of(held: Sequence[Held], offsets: Sequence[int], flat: Tensor) -> Load:
-    """The load that a flat tensor with these parameters is."""
+    """The spec of a flat tensor that holds these parameters at these offsets."""
     places = tuple(place_of(one, offset) for one, offset in zip(held, offsets, strict=True))
     return Load(places, flat.numel(), flat.dtype, flat.device)

@@ -80,7 +80,7 @@ def balances(sync: SyncConfig, count: int) -> bool:
 
 
 def whole_replicas(sync: SyncConfig, full: Layout, layouts: Iterable[Layout]) -> Iterator[Layout]:
-    """Those that consist of whole replicas of the full one; none where a job does not say how many there are."""
+    """Layouts that consist of whole replicas of the full one; none where a job does not say how many there are."""
     width = _width(sync, full)
     for layout in layouts if width else ():
         is_alike = (layout.tensor, layout.pipeline, layout.schedule) == (full.tensor, full.pipeline, full.schedule)
@@ -89,8 +89,8 @@ def whole_replicas(sync: SyncConfig, full: Layout, layouts: Iterable[Layout]) ->
 
 
 def resized(sync: SyncConfig, full: Layout, layout: Layout) -> SyncConfig:
-    """Replicas stay as large as they are and become fewer; where that does not come out even, as many as there can be
-    of those there were."""
+    """Replicas keep their size and become fewer; where that does not divide evenly, the number of replicas is the
+    largest possible one that does not exceed the earlier number."""
     local, width = sync.local, _width(sync, full)
     if not width:
         return sync
@@ -102,7 +102,7 @@ def resized(sync: SyncConfig, full: Layout, layout: Layout) -> SyncConfig:
 
 
 def resized_words(before: SyncConfig, now: SyncConfig) -> str:
-    """For people; empty where as many replicas are left as there were."""
+    """For people; empty where the number of replicas did not change."""
     count = now.local.replicas
     return (
         "" if count == before.local.replicas else f"{counted(count, 'replica')} of {before.local.replicas} train apart"

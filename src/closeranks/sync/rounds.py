@@ -1,10 +1,10 @@
-"""At which steps do replicas that train apart meet, and which fragments of the model meet there?
+"""The synchronization schedule of Local SGD and DiLoCo: at which steps replicas synchronize, and which fragments.
 
-A round is the steps from one meeting to the next. With one fragment all of the model meets every ``every`` steps; with
-several, one of them does every ``every / num_fragments`` steps, in turn, so that each still meets every ``every`` steps
-and never more than one of them travels at a time. Pure: a function of the number of a step alone, so that all ranks, a
-resumed run and one that was cut short agree without asking. Invariants: the last step of a run is a meeting of
-everything; where replicas do not train apart, every step is a meeting at which nothing is left to be done.
+With one fragment the whole model is synchronized every ``every`` steps; with several, one of them is every
+``every / num_fragments`` steps, in turn, so that each is still synchronized every ``every`` steps and never more than
+one at a time. Pure: a function of the step number alone, so that all ranks, a resumed run and a shortened one agree
+without communication. Invariants: the last step of a run synchronizes everything; without local SGD every step counts
+as a synchronization at which nothing is left to do.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from closeranks.sync.config import SyncConfig
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Steps are counted as finished ones: the first step of a run is step 1."""
+    """A step number counts finished steps: the first step of a run is step 1."""
 
     every: int = 0
-    """0: nobody trains apart."""
+    """0: no local SGD."""
     num_fragments: int = 1
     num_steps: int = 0
     """Of the whole run."""
@@ -32,22 +32,22 @@ class Rounds:
 
     @property
     def gap(self) -> int:
-        """Steps between two meetings."""
+        """Steps between two synchronizations."""
         return max(1, self.every // self.num_fragments)
 
     def is_boundary(self, step: int) -> bool:
-        """Whether all replicas stand together after ``step``; before the first step they do."""
+        """Whether replicas synchronize after ``step``; before the first step they count as synchronized."""
         return step % self.gap == 0 or step == self.num_steps
 
     def refusal(self, step: int) -> tuple[str, str]:
-        """Why nothing that all ranks do together can happen after ``step``, and what to do; empty where it can."""
+        """Why an action of all replicas together cannot happen after ``step``, and what to do; empty where it can."""
         if self.is_boundary(step):
             return "", ""
         fix = f"Call it when they have met: the next time is after step {self.after(step)}."
         return "while replicas train apart", fix
 
     def fragments(self, step: int) -> tuple[int, ...]:
-        """What meets after ``step``."""
+        """The fragments that are synchronized after ``step``."""
         if not self.every or not step:
             return ()
         if step == self.num_steps:
@@ -56,27 +56,29 @@ class Rounds:
         return () if rest else ((turn - 1) % self.num_fragments,)
 
     def before(self, step: int) -> int:
-        """The last meeting before ``step``."""
+        """The last synchronization before ``step``."""
         return (step - 1) // self.gap * self.gap
 
     def after(self, step: int) -> int:
-        """The next meeting after ``step``."""
+        """The next synchronization after ``step``."""
         return min((step // self.gap + 1) * self.gap, max(self.num_steps, step + 1))
 
     def number(self, step: int) -> int:
-        """How many meetings a run has had after ``step``."""
+        """The number of synchronizations of a run up to and including ``step``."""
         return step // self.gap + (step == self.num_steps and step % self.gap > 0)
 
     def passes(self, step: int, every: int) -> bool:
-        """Whether what is due every so many steps (0: never) is due at ``step``: at a meeting, for all of its round."""
+        """Whether an action that is due every ``every`` steps (0: never) is due at ``step``. It runs at
+        synchronizations only, for all steps since the previous one."""
         return every > 0 and self.is_boundary(step) and step // every > self.before(step) // every
 
 
 def part(sizes: Mapping[str, int], blocks: Sequence[str], num_fragments: int) -> dict[str, int]:
-    """The fragment of every parameter. ``sizes``: their elements, in the order of the model.
+    """The fragment of every parameter. ``sizes``: their numbers of elements, in the order of the model.
 
-    Blocks are dealt out in turn, so that every fragment has some from all depths; what stands in no block goes with the
-    nearest one before it, or the first. A model with fewer blocks than fragments is cut in its own order, by size.
+    Blocks are assigned round-robin, so that every fragment has some from all depths; a parameter outside all blocks
+    goes with the nearest block before it, or the first. A model with fewer blocks than fragments is divided in its own
+    order, by size.
     """
     if num_fragments == 1:
         return dict.fromkeys(sizes, 0)
@@ -92,7 +94,7 @@ def part(sizes: Mapping[str, int], blocks: Sequence[str], num_fragments: int) ->
 
 
 def _by_size(sizes: Mapping[str, int], num_fragments: int) -> dict[str, int]:
-    """Nobody goes without one where there are enough parameters."""
+    """No fragment is empty where there are enough parameters."""
     names, total = list(sizes), max(1, sum(sizes.values()))
     found, passed, fragment = dict[str, int](), 0, 0
     for number, name in enumerate(names):

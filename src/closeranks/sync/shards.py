@@ -1,14 +1,13 @@
-"""How do gradients and weights travel when the data ranks split the optimizer's state (zero=1 and 2)?
+"""Reduce-scatter of gradients and all-gather of weights, for sharded optimizer state (zero=1 and 2).
 
 [Note: shards] Parameters are views of flat buckets, and each rank of the shard group owns one slice of every bucket: it
-alone updates those elements. Gradients are moved into a bucket that exists only while it travels, and arrive summed as
-this rank's slice; ``spread`` gathers the updated slices into the buckets, so that the parameters hold the new values
-without being touched. With the timetable ``step`` gradients accumulate whole and travel in the last backward; with
-``backward`` they travel and are freed in each, so that a rank never holds more of them than its slices and what is
-under way.
+alone updates those elements. Gradients are moved into a temporary bucket and reduce-scattered into this rank's slice;
+``spread`` all-gathers the updated slices into the buckets, so that the parameters hold the new values without a copy.
+With the timing ``step`` whole gradients accumulate and are reduced in the last backward; with ``backward`` they are
+reduced and freed in each, so that a rank never holds more of them than its slices and what is in flight.
 
-Invariants: the leaves of all shard ranks cover every trainable parameter once; replicas of a shard (HSDP) make the same
-update from the same bits; gaps in buckets hold zeros in weights and gradients.
+Invariants: the parameter shards of all shard ranks cover every trainable parameter once; replicas of a shard (HSDP)
+make the same update from the same bits; padding in buckets holds zeros in weights and gradients.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from closeranks.sync.places import load_of
 from closeranks.sync.ways import OnWays, Way, WayMaker, flat_ways
 
 ALIGN_BYTES = 64
-"""Where parameters may begin in a bucket: kernels on odd addresses are slower, and compiled ones copy first."""
+"""Alignment of parameters in a bucket: kernels are slower on unaligned addresses, and compiled ones copy first."""
 NUM_UNDER_WAY = 2
-"""Buckets that may travel at once where gradients are freed in every backward: one leaves while one arrives."""
+"""Buckets in flight where gradients are freed in every backward: one is started while one completes."""
 
 
 class _Bucket:
@@ -53,15 +52,15 @@ class _Bucket:
         self.slice = self.weights[self._first : self._first + share]
         self.gradient = torch.zeros_like(self.slice)
         self.outgoing: Tensor | None = None
-        """Gradients on their way into the next sum."""
+        """Gradients that go into the next reduction."""
         self.num_sums = 0
         """Reductions of this step so far."""
         self.num_lacked: Counter[int] = Counter()
-        """By place, in how many of this step's reductions the member had no gradient."""
+        """By member, in how many of this step's reductions it had no gradient."""
         self.is_summed = False
-        """Whether the sum over replicas is made or under way too."""
+        """Whether the sum over replicas is done or in flight too."""
         self.journey: Journey | None = None
-        """The latest of this step."""
+        """The latest reduction of this step."""
         load = load_of(self.held, self._offsets, self.weights)
         self.over_shards: Way = over_shards(load)
         self.over_replicas: Way = over_replicas(load.slice(self._first, self._first + share))
@@ -75,7 +74,7 @@ class _Bucket:
         return flat.as_strided(self.held[place].parameter.shape, self._strides[place], self._offsets[place])
 
     def load(self, place: int) -> None:
-        """Move a gradient into the outgoing buffer; the parameter forgets it."""
+        """Move a gradient into the outgoing buffer and clear it on the parameter."""
         if self.outgoing is None:
             self.outgoing = torch.zeros_like(self.weights)
         parameter = self.held[place].parameter
@@ -93,7 +92,7 @@ class _Bucket:
                     yield one.piece.name
 
     def leaves(self, is_speaker: bool) -> Iterator[tuple[Leaf, Tensor]]:
-        """Of each member that this rank has a share of: the share, and its gradient."""
+        """The shard and its gradient, for each member of which this rank owns a part."""
         last = self._first + self.slice.numel()
         for offset, one in zip(self._offsets, self.held, strict=True):
             begin, end = max(offset, self._first), min(offset + one.parameter.numel(), last)
@@ -108,7 +107,7 @@ class _Bucket:
 
 
 def _piece(one: Held, begin: int, end: int) -> Piece:
-    """Elements ``begin`` to ``end`` in memory: a range of the rows, or a box where memory has another order."""
+    """Elements ``begin`` to ``end`` in memory: a range of rows, or a box where memory is not in row order."""
     row = row_of(one.parameter)
     if row == 1:
         return one.piece.flattened(begin, end)
@@ -119,9 +118,10 @@ class ShardedReducer(OnWays):
     """Reduce-scatter of gradients, all-gather of weights; see ``core.protocols.Reducer`` for the call sequence.
 
     ``shard`` are the ranks that split the state, ``replica`` those that hold the same slices (HSDP; else a group of
-    one). With zero=2, ``hold`` says what of the gradients a rank holds between micro-batches: their ``shards``, or all
-    of them until the ``step`` is done, as with zero=1, for less traffic. ``ways``: how buckets are summed where that is
-    not torch's own collective: over replicas where there are any, else over shards; those ``is_exact`` names are not.
+    one). With zero=2, ``hold`` says which gradients a rank holds between micro-batches: their ``shards``, or all of
+    them until the ``step`` is done, as with zero=1, for less traffic. ``ways``: how buckets are summed, if not by
+    torch's own collective: over replicas where there are any, else over shards. Parameters for which ``is_exact`` holds
+    always use torch's.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ShardedReducer(OnWays):
         self._departures.end(stage)
 
     def finish(self) -> None:
-        """Send what backward did not fill, then wait. On CUDA the wait orders streams and does not stop the host."""
+        """Reduce buckets that backward did not fill, then wait. On CUDA the streams wait, not the host."""
         self._departures.finish()
         self._convoy.finish()
         for bucket in self._buckets:
@@ -197,17 +197,17 @@ class ShardedReducer(OnWays):
         return [bucket.gradient for bucket in self._buckets]
 
     def spoken(self) -> Sequence[Tensor]:
-        """Each shard rank speaks for its slices, in the first replica."""
+        """Each shard rank of the first replica holds the primary copy of its slices."""
         return [bucket.gradient for bucket in self._buckets if bucket.is_spoken and self._replica.rank == 0]
 
     def absent(self) -> Collection[str]:
         return {name for bucket in self._buckets for name in bucket.absent()}
 
     def spread(self) -> None:
-        """Gather the slices of all shard ranks into the buckets that the parameters are views of, and wait.
+        """All-gather the slices of all shard ranks into the buckets that the parameters are views of, and wait.
 
-        Anybody may read a parameter from here on (a checkpoint, another module of a tied pair), so nothing is left
-        under way.
+        Any code may read a parameter after this (a checkpoint, another module of a tied pair), so nothing is left in
+        flight.
         """
         if self._shard.size == 1:
             return
@@ -248,7 +248,7 @@ class ShardedReducer(OnWays):
         if is_last and self._replica.size > 1:
             num_legs += bucket.over_replicas.num_legs
         if bucket.journey is not None and bucket.over_shards.num_legs > 1:
-            self._convoy.see_in(bucket.journey)  # with its last leg it writes down what this one begins with
+            self._convoy.see_in(bucket.journey)  # at its end it writes the error feedback that the next one reads
         bucket.journey = _journey(bucket, outgoing, is_first=is_first, is_last=is_last)
         self._convoy.add(bucket.journey, num_legs)
         if self.needs_equal_counts:
@@ -256,7 +256,7 @@ class ShardedReducer(OnWays):
 
 
 def _journey(bucket: _Bucket, outgoing: Tensor, *, is_first: bool, is_last: bool) -> Journey:
-    """Over the shards, into this rank's slice; after the last of the step over replicas."""
+    """Reduce over the shards into this rank's slice, and after the last reduction of the step over replicas."""
     arriving = bucket.gradient if is_first else torch.empty_like(bucket.gradient)
     yield from bucket.over_shards.scatter(outgoing, arriving)
     if not is_first:

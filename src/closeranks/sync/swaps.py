@@ -1,9 +1,9 @@
-"""How do ranks hand each other bytes at once, in both directions?
+"""All-to-all and all-gather of bytes that use links in both directions at once.
 
-[Note: in pieces] Gloo sends a message to its end before it takes up what arrives, so two ranks that send each other one
-large message take turns, and a link that could carry both at once is half idle: on one of 100 Mbit/s 3.65 MB each way
-took 0.6 s where 0.29 s would do, and 0.32 s in pieces. So on CPUs messages go in pieces, from rank to rank; elsewhere
-by torch's own collectives.
+[Note: in pieces] Gloo sends a message completely before it receives what arrives, so two ranks that send each other one
+large message take turns, and a full-duplex link is half idle: on one of 100 Mbit/s, 3.65 MB each way took 0.6 s where
+0.29 s would do, and 0.32 s in pieces. So on CPUs messages are sent in pieces, point to point; elsewhere by torch's own
+collectives.
 
 Invariant: all ranks of a group call these in the same order, with messages of the same size.
 """
@@ -24,7 +24,8 @@ _PIECE_BYTES = 1 << 19
 
 
 def swap(arriving: Tensor, outgoing: Tensor, group: DataGroup) -> Awaited:
-    """A row of ``outgoing`` to each other rank, in their order, and one of ``arriving`` from each."""
+    """All-to-all: send a row of ``outgoing`` to each other rank, in rank order, and receive a row of ``arriving`` from
+    each."""
     peers = [rank for rank in range(group.size) if rank != group.rank]
     if outgoing.device.type == "cpu":
         return _in_pieces(peers, outgoing, arriving, group)
@@ -34,7 +35,8 @@ def swap(arriving: Tensor, outgoing: Tensor, group: DataGroup) -> Awaited:
 
 
 def gather(arriving: Tensor, outgoing: Tensor, group: DataGroup) -> Awaited:
-    """The flat ``outgoing`` of every other rank, in its row of ``arriving``; this rank's own row may stay unwritten."""
+    """All-gather: the flat ``outgoing`` of every other rank into its row of ``arriving``; this rank's own row may stay
+    unwritten."""
     peers = [rank for rank in range(group.size) if rank != group.rank]
     if outgoing.device.type == "cpu":
         return _in_pieces(peers, [outgoing] * len(peers), [arriving[rank] for rank in peers], group)
@@ -42,7 +44,7 @@ def gather(arriving: Tensor, outgoing: Tensor, group: DataGroup) -> Awaited:
 
 
 class _Several:
-    """Messages under way, and what they are read from and written to."""
+    """Messages in flight, and the tensors that they read and write."""
 
     def __init__(self, works: Sequence[dist.Work], *tensors: Any) -> None:
         self._works, self._tensors = works, tensors

@@ -1,13 +1,13 @@
-"""How large should buckets be on the links that are here?
+"""Tunes the bucket size to the measured network.
 
-At the opening of a run all ranks time a few all-reduces, read a link's latency and rate off them, and take the size of
-bucket that leaves the least to wait for after backward (``facts.collectives.best_bucket``). Invariants: every figure
-that decides anything is the largest over all ranks of the world, so that all of them choose alike, and measure equally
-often; what is measured leaves no tensor behind and draws no random number. The size is part of the numerics: it is
-measured once in a run.
+At the start of a run all ranks time a few all-reduces, fit the link's latency and bandwidth to the times, and choose
+the bucket size that leaves the shortest wait after backward (``facts.collectives.best_bucket``). Invariants: every
+figure that decides anything is the maximum over all ranks of the world, so that all of them make the same choice and
+the same number of measurements; measuring leaves no tensor behind and draws no random number. The size affects the
+numerics: it is measured once in a run.
 
-It takes a few milliseconds on a fast link. Sizes grow as long as the next one promises to stay within the budget, so
-that 100 Mbit/s are measured in about a second.
+It takes a few milliseconds on a fast link. Sizes grow as long as the next one is expected to stay within the budget, so
+that a link of 100 Mbit/s is measured in about a second.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from closeranks.sync.held import DataGroup
 
 _KIB, _MIB = 1 << 10, 1 << 20
 SIZES = (_KIB, 64 * _KIB, _MIB, 8 * _MIB)
-"""Bytes of the all-reduces that are timed. The first two always are."""
+"""Bytes of the all-reduces to time. The first two are always timed."""
 NUM_REPS = 5
 BUDGET_S = 0.8
-"""For all repetitions of one size."""
+"""Time limit for all repetitions of one size."""
 _LEAST_LATENCY_S = 1e-7
 _SHARE_OF_BACKWARD = 2 / 3
 
@@ -45,21 +45,22 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """In what portions gradients travel."""
+    """The bucket size in use."""
 
     bucket_mib: float = 0.0
-    """0: in none, there being one data rank, or no buckets."""
+    """0: no buckets, for instance with one data rank."""
     link: Link | None = None
-    """What was measured to find it out; None where it was named, or handed on."""
+    """The measured link; None where the size was configured, or taken over from earlier in the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one rank has to send, and behind what it can hide."""
+    """What one rank has to send, and the backward that can hide it."""
 
     gradient_bytes: int
     backward_s: float
-    """Of one micro-batch, as gradients leave in the last one's; 0 where it is not known or nothing overlaps."""
+    """Time of one micro-batch's backward, since gradients are reduced in the last one's; 0 where it is unknown or
+    nothing overlaps."""
 
 
 def gradient_bytes(held: Iterable[Held]) -> int:
@@ -68,13 +69,13 @@ def gradient_bytes(held: Iterable[Held]) -> int:
 
 
 def backward_s(flops: float, flops_per_s: float) -> float:
-    """Two thirds of the FLOPs of forward and backward, at the speed of a large matrix product: rather too short, which
-    makes buckets rather too large. 0 where either is not known: then nothing is assumed to overlap."""
+    """Two thirds of the FLOPs of forward and backward, at the speed of a large matrix product. This errs on the short
+    side, which makes buckets too large rather than too small. 0 where either is unknown: then no overlap is assumed."""
     return _SHARE_OF_BACKWARD * flops / flops_per_s if flops_per_s > 0 else 0.0
 
 
 def tune(data: DataGroup, world: DataGroup, device: torch.device, work: Work) -> Tuned:
-    """A collective of the world, whose data groups all measure at once, as they will train."""
+    """A collective of the world, whose data groups all measure at the same time, as in training."""
     link = link_of(measure(data, world, device), data.size)
     total, behind_s = _largest((float(work.gradient_bytes), work.backward_s), world, device)
     size = best_bucket(total, behind_s, Network.flat(data.size, link))
@@ -82,7 +83,7 @@ def tune(data: DataGroup, world: DataGroup, device: torch.device, work: Work) ->
 
 
 def measure(data: DataGroup, world: DataGroup, device: torch.device) -> list[Sample]:
-    """Medians of a few all-reduces; the slowest rank's counts."""
+    """Median times of a few all-reduces; the slowest rank's time counts."""
 
     def seconds_of(num_bytes: int) -> float:
         payload = torch.zeros(num_bytes // 4, device=device)
@@ -105,7 +106,7 @@ def sampled(seconds_of: Callable[[int], float]) -> list[Sample]:
 
 
 def expected_s(samples: Sequence[Sample], num_bytes: int) -> float:
-    """What the next size promises to take, from the line through the last two; nothing is expected of the first two."""
+    """The expected time of the next size, extrapolated linearly from the last two; 0 for the first two sizes."""
     if len(samples) < 2:
         return 0.0
     (small, early_s), (large, late_s) = samples[-2:]
@@ -113,15 +114,15 @@ def expected_s(samples: Sequence[Sample], num_bytes: int) -> float:
 
 
 def link_of(samples: Sequence[Sample], num_ranks: int) -> Link:
-    """The link on which a ring of so many ranks takes these times: a + b n by least squares of relative errors, where a
-    is 2 (p-1) latencies and b the 2 (p-1)/p of the bytes that a rank sends."""
+    """The link on which a ring all-reduce of ``num_ranks`` ranks takes these times: a + b n by least squares of
+    relative errors, where a is 2 (p-1) latencies and b n the time of the 2 (p-1)/p n bytes that a rank sends."""
     points = [(1 / max(seconds, 1e-9) ** 2, size, seconds) for size, seconds in samples]
     total = sum(weight for weight, _, _ in points)
     mean_n = sum(weight * size for weight, size, _ in points) / total
     mean_s = sum(weight * seconds for weight, _, seconds in points) / total
     spread = sum(weight * (size - mean_n) ** 2 for weight, size, _ in points)
     slope = sum(weight * (size - mean_n) * (seconds - mean_s) for weight, size, seconds in points) / spread
-    if slope <= 0:  # noise: all that is known is what the largest took
+    if slope <= 0:  # noise: only the time of the largest size is known
         slope = max(samples[-1].seconds, 1e-9) / samples[-1].num_bytes
     num_rounds = 2 * (num_ranks - 1)
     latency_s = max((mean_s - slope * mean_n) / num_rounds, _LEAST_LATENCY_S)
@@ -142,7 +143,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _largest(values: Sequence[float], world: DataGroup, device: torch.device) -> tuple[float, ...]:
-    """Of each, over all ranks."""
+    """The maximum of each value over all ranks."""
     agreed = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.process_group)
     return tuple(agreed.tolist())

@@ -1,11 +1,11 @@
-"""How do the gradients of FSDP2's units take another way than torch's own collectives?
+"""Replaces the collectives that reduce the gradients of FSDP2's units, for instance by compressed ones.
 
 [Note: unit loads] FSDP2 lays a unit's gradients out rank by rank: for each rank its rows of every parameter, padded to
-equal counts, one after the other. ``UnitScatter`` is called with that in place of torch's reduce-scatter and
-``ReplicaSum`` with what came of it, this rank's rows, to sum them over replicas. FSDP2 would sum over replicas by
-itself, and only then call a hook; so it is given the shard axis alone, and the hook does all of it.
+equal counts, one after the other. ``UnitScatter`` is called with that buffer in place of torch's reduce-scatter, and
+``ReplicaSum`` with the result, this rank's rows, to sum them over replicas. FSDP2 would sum over replicas by itself,
+and only then call a hook; so it is given the shard axis alone, and the hook does the whole sum.
 
-Invariants: replicas are summed once per step, whatever number of reductions it had; what is padding stays zero.
+Invariants: replicas are summed once per step, whatever number of reductions it had; padding stays zero.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from closeranks.sync.ways import Way, WayMaker, flat_ways
 
 
 class UnitScatter:
-    """FSDP2's ``ReduceScatter``, by a way of ours."""
+    """FSDP2's ``ReduceScatter``, by a reduction of ours."""
 
     def __init__(self, way: Way) -> None:
         self._way = way
@@ -45,7 +45,7 @@ class UnitScatter:
 
 
 class ReplicaSum:
-    """FSDP2's all-reduce hook: holds what earlier backwards of a step gave, and sums it with the last."""
+    """FSDP2's all-reduce hook: accumulates the results of a step's earlier backwards, and sums all in the last one."""
 
     def __init__(self, way: Way, num_missing: int) -> None:
         self._way, self._num_missing = way, num_missing
@@ -55,7 +55,7 @@ class ReplicaSum:
     def __call__(self, arrived: Tensor) -> None:
         if not self.is_last:
             self._held = arrived.clone() if self._held is None else self._held.add_(arrived)
-            arrived.zero_()  # FSDP2 adds it to the gradient: it comes with the sum
+            arrived.zero_()  # FSDP2 adds it to the gradient now; the sum will contain it
             return
         if self._held is not None:
             arrived.add_(self._held)
@@ -69,7 +69,7 @@ class ReplicaSum:
 
 
 class Units:
-    """All units of a rank's modules, by another way each: over replicas where there are any, else over shards."""
+    """Reductions for all units of a rank's modules, one each: over replicas where there are any, else over shards."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class Units:
         ways: WayMaker,
         is_exact: Callable[[Held], bool],
     ) -> None:
-        """``is_exact``: parameters whose unit is summed as it is; so are those that several stages of a rank share."""
+        """``is_exact``: parameters whose unit is summed uncompressed; so are parameters shared by several stages of a
+        rank."""
         self._shard, self._replica = shard, replica
         self.ways: list[Way] = []
         self._sums: list[list[ReplicaSum]] = []
@@ -116,14 +117,14 @@ def fsdp_parts(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def parameter_groups(part: FSDPModule) -> list[Any]:
-    """FSDP2's own bookkeeping of a unit: torch 2.11 has one group of parameters for a module, later ones several."""
+    """FSDP2's own parameter groups of a unit: torch 2.11 has one per module, later versions several."""
     state: Any = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def _trained(part: FSDPModule, held: Mapping[nn.Parameter, Held]) -> list[Held]:
-    """A unit's parameters in the order in which FSDP2 lays them out."""
+    """A unit's trained parameters in the order in which FSDP2 lays them out."""
     parameters = [one.sharded_param for group in parameter_groups(part) for one in group.fsdp_params]
     return [held[parameter] for parameter in parameters if parameter.requires_grad]
 
@@ -149,5 +150,5 @@ def _rows_each(piece: Piece, num_shards: int) -> int:
 
 
 def _row(piece: Piece) -> int:
-    """Elements of a row."""
+    """Number of elements of a row."""
     return piece.numel // piece.size[0] if piece.size[0] else 0

@@ -1,8 +1,8 @@
-"""How is one flat tensor summed over ranks?
+"""Reductions of one flat tensor over ranks: plain, hierarchical, or compressed.
 
-A ``Way`` belongs to one load and sums it in place, or gives each rank its slice of the sum. ``Flat`` is torch's own
-collective. ``TwoLevels`` sums inside each host, then across hosts between ranks of the same place, then spreads inside:
-of what would cross between hosts, each rank there brings its share alone, and once. What goes across may be compressed.
+A ``Way`` belongs to one flat buffer and all-reduces it in place, or reduce-scatters it. ``Flat`` is torch's own
+collective. ``TwoLevels`` is hierarchical: reduce-scatter inside each host, all-reduce across hosts between ranks with
+the same local index, all-gather inside. Each rank sends only its slice between hosts, once. That may be compressed.
 
 Call sequence: ``begin`` with every step's number; ``sum`` or ``scatter``, as often as the step needs; ``settle`` once
 it is known whether the step was taken. Invariant: after ``sum`` all ranks hold the same bits.
@@ -26,27 +26,28 @@ from closeranks.sync.places import Load
 
 class Way(Protocol):
     num_legs: int
-    """The most collectives that one sum takes."""
+    """The largest number of collectives that one reduction takes."""
 
     def begin(self, step: int) -> None: ...
 
     def sum(self, flat: Tensor) -> Journey:
-        """In place, on every rank."""
+        """All-reduce in place."""
         ...
 
     def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
-        """This rank's slice of the sum, into ``arriving``; ``outgoing`` holds no meaning afterwards."""
+        """Reduce-scatter: this rank's slice of the sum into ``arriving``; ``outgoing`` is garbage afterwards."""
         ...
 
     def settle(self, taken: Tensor) -> None:
-        """Keep what was remembered in this step where ``taken`` is 1, forget it where it is 0."""
+        """Commit this step's error feedback where ``taken`` is 1, discard it where it is 0."""
         ...
 
     def memory(self) -> Iterator[Remembered]: ...
 
     def losses(self) -> Tensor | None:
-        """What this rank measured of its own part in this step: squares of the error, of the exact sum and of ours, and
-        the product of the two; None where nothing was measured. Forgotten when asked for."""
+        """The compression error that this rank measured of its own part in this step: squared norms of the error, of
+        the exact sum and of ours, and the dot product of the two; None where nothing was measured. Cleared when read.
+        """
         ...
 
 
@@ -54,7 +55,7 @@ WayMaker = Callable[[Load], Way]
 
 
 class OnWays:
-    """A reducer remembers and measures what its ways do."""
+    """A reducer's access to the error feedback and the measured errors of its reductions."""
 
     def _ways(self) -> Iterable[Way]:
         raise NotImplementedError
@@ -72,7 +73,7 @@ class OnWays:
 
 
 class Flat:
-    """One collective of torch's over all ranks of a group."""
+    """One torch collective over all ranks of a group."""
 
     num_legs = 1
 
@@ -107,8 +108,8 @@ def flat_ways(group: DataGroup) -> WayMaker:
 
 
 class TwoLevels:
-    """Inside the host, across hosts, inside the host. ``inside`` are the ranks of this host, ``across`` one of every
-    host; the load divides evenly among those inside."""
+    """Hierarchical: inside the host, across hosts, inside the host. ``inside`` are the ranks of this host, ``across``
+    one of every host; the flat buffer divides evenly among those inside."""
 
     def __init__(self, load: Load, inside: DataGroup, across: WayMaker) -> None:
         self._inside, share = inside, load.numel // inside.size

@@ -1,4 +1,4 @@
-"""Which compressor does a job ask for?
+"""Builds the compressor that a job's configuration asks for.
 
 A codec of a few lines is one entry of ``CODECS``; what is no codec (PowerSGD) is built beside them.
 """
@@ -30,7 +30,7 @@ CODECS: dict[str, Callable[[CompressConfig], Codec]] = {
 
 
 def compressed_ways(config: CompressConfig, group: DataGroup, plan: Plan, *, scatters: bool = False) -> WayMaker:
-    """``scatters``: whether sums are wanted in slices alone."""
+    """``scatters``: whether only slices of the sums are needed (reduce-scatter)."""
 
     def make(load: Load) -> Compressed:
         scheme: Scheme
@@ -45,7 +45,7 @@ def compressed_ways(config: CompressConfig, group: DataGroup, plan: Plan, *, sca
 
 
 def words(config: CompressConfig, what: str) -> str:
-    """What is sent of ``what``, for people."""
+    """A description of the compression of ``what``, for people."""
     if config.name == "powersgd":
         return f"{what} travel as products of rank {config.rank}"
     return CODECS[config.name](config).words(what)

@@ -1,14 +1,14 @@
-"""What must a code of numbers do?
+"""The interface of a codec, which compresses gradients.
 
-A codec turns each row of a matrix into bytes, as many for every row of the same length, and back. It knows nothing of
-ranks and of what was left unsent before: ``two_shot`` sends its codes, ``memory`` keeps what they lost.
+A codec encodes each row of a matrix as bytes, equally many for rows of the same length, and decodes them. It knows
+nothing of ranks and error feedback: ``two_shot`` sends its codes, ``memory`` keeps the compression error.
 
 [Note: contraction] With error feedback a codec may lose a lot in one step as long as it never loses everything: where
-``|x - decode(encode(x))|^2 <= (1 - delta) |x|^2``, what is left unsent after any number of steps is at most
+``|x - decode(encode(x))|^2 <= (1 - delta) |x|^2``, the accumulated error after any number of steps is at most
 ``2 sqrt(1 - delta) / delta`` times the largest gradient (Karimireddy et al. 2019, lemma 3). Each codec states its
-``delta``; tests hold it to it.
+``delta``; tests check it.
 
-Invariant: a value that is not finite decodes to one that is not, so that the vote of the step sees it.
+Invariant: a non-finite value decodes to a non-finite value, so that the vote of the step sees it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 
 class Codec(Protocol):
     def num_bytes(self, numel: int) -> int:
-        """Of the code of a row."""
+        """Size of the code of a row of ``numel`` values."""
         ...
 
     def delta(self, numel: int) -> float:
-        """See [Note: contraction]; the least for any row of this length."""
+        """See [Note: contraction]; the worst case for rows of this length."""
         ...
 
     def encode(self, rows: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Back; a tensor of its own."""
+        """The inverse; returns a new tensor."""
         ...
 
     def words(self, what: str) -> str:
@@ -42,7 +42,7 @@ class Codec(Protocol):
 
 
 def in_blocks(rows: Tensor, block: int) -> Tensor:
-    """``[num_rows, num_blocks, block]``, zeros at the end of the last block."""
+    """``[num_rows, num_blocks, block]``, the last block padded with zeros."""
     missing = -rows.shape[1] % block
     padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
     return padded.reshape(rows.shape[0], -1, block)
@@ -63,5 +63,5 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 def from_bytes(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of each row's bytes. A slice of columns may begin where the type may not: it is copied first."""
+    """The values of each row's bytes. Copied first where a slice of columns is not aligned for the type."""
     return codes.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -1,9 +1,8 @@
-"""When does a load travel compressed, and what does that lose?
+"""A reduction that is exact during warm-up and compressed afterwards, and that measures the compression error.
 
-As a whole in its first steps, for as long as the job's warm-up lasts; compressed from then on. In steps that are
-sampled, some values of the load are summed exactly as well, beside the codes, and held against what the codes gave.
-The figures are of this step's gradient alone: what is remembered from earlier steps makes them look worse than they
-are, and what is lost now is not lost for good.
+In sampled steps some values of the flat buffer are also summed exactly, beside the codes, and compared with the decoded
+sum. The figures describe this step's gradient alone: error feedback from earlier steps makes them look worse than they
+are, and what is lost now is sent later.
 
 Invariant: which steps are exact and which are sampled follows from the step's number alone.
 """
@@ -24,11 +23,11 @@ from closeranks.sync.places import Load
 from closeranks.sync.ways import Flat
 
 NUM_SAMPLED = 1 << 14
-"""Values of a load that a sampled step sums exactly: 64 KiB."""
+"""Values of a flat buffer that a sampled step sums exactly: 64 KiB."""
 
 
 class Scheme(Protocol):
-    """A way that always compresses: ``TwoShot`` and ``PowerSgd``."""
+    """A reduction that always compresses: ``TwoShot`` and ``PowerSgd``."""
 
     num_legs: int
 
@@ -43,7 +42,7 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps that are not as the others; ``sample_every`` 0: none is sampled."""
+    """Which steps are exact and which are sampled; ``sample_every`` 0: none is sampled."""
 
     num_warmup: int = 0
     sample_every: int = 0

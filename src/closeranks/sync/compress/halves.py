@@ -1,7 +1,8 @@
-"""How do gradients travel in sixteen bits?
+"""Codecs that compress gradients to sixteen bits: bf16 and fp16.
 
-bf16 keeps the range and eight bits of the number; fp16 keeps eleven bits and a small range, so each block is divided by
-its largest value first: gradients are sums over tokens and may be large. Both lose at most the last bit they keep.
+bf16 keeps the range and eight significant bits; fp16 keeps eleven bits and a small range, so each block is first
+divided by its largest magnitude: gradients are sums over tokens and may be large. Both lose at most the last bit they
+keep.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class BFloat16:
         return 2 * numel
 
     def delta(self, numel: int) -> float:
-        return 1.0 - 2.0**-16  # half a unit of the ninth bit, squared
+        return 1.0 - 2.0**-16  # rounding error of eight bits, at most 2^-8 of the value, squared
 
     def encode(self, rows: Tensor) -> Tensor:
         return as_bytes(rows.to(torch.bfloat16))
@@ -33,14 +34,14 @@ class BFloat16:
 
 
 class Float16:
-    """Each row: the scales of its blocks, the last of which may be short, then its values; whole words of four bytes,
-    so that both are read where they lie."""
+    """A row's code: the scales of its blocks (the last block may be short), then its values, in whole four-byte words,
+    so that both can be read as views."""
 
     def num_bytes(self, numel: int) -> int:
         return num_blocks(numel, BLOCK) * _SCALE_BYTES + 4 * (-(-numel // 2))
 
     def delta(self, numel: int) -> float:
-        """Numbers below 2^-14 of their block's largest lose more bits, but all of them little of the block."""
+        """Values below 2^-14 of their block's largest lose more bits, but all of them together little of the block."""
         return 1.0 - 2.0**-20
 
     def encode(self, rows: Tensor) -> Tensor:
@@ -68,14 +69,14 @@ class Float16:
 
 
 def _lying_in(codes: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Scales and values, as views."""
+    """Scales and values of the codes, as views."""
     border = num_blocks(numel, BLOCK) * _SCALE_BYTES
     return codes[:, :border].view(torch.float32), codes[:, border : border + 2 * numel].view(torch.float16)
 
 
 def _blocks(rows: Tensor) -> list[Tensor]:
-    """``[num_rows, num_blocks, block]`` of the whole blocks, and of the short one at the end; views, so that nothing is
-    copied to be padded."""
+    """``[num_rows, num_blocks, block]`` views of the whole blocks, and of the short one at the end, which is not padded
+    so that nothing is copied."""
     border = rows.shape[1] // BLOCK * BLOCK
     whole = rows[:, :border].unflatten(1, (-1, BLOCK)) if border else None
     short = rows[:, border:].unsqueeze(1) if border < rows.shape[1] else None
@@ -83,15 +84,15 @@ def _blocks(rows: Tensor) -> list[Tensor]:
 
 
 def _of_blocks(scales: Tensor, numel: int) -> list[Tensor]:
-    """Of each of ``_blocks``."""
+    """The scales that belong to each result of ``_blocks``."""
     num_whole = numel // BLOCK
     parts = scales[:, :num_whole, None], scales[:, num_whole:, None]
     return [part for part in parts if part.shape[1]]
 
 
 def largest(blocks: Tensor) -> Tensor:
-    """Of each block, in float32, rounded up so that nothing exceeds it; 1 where all is zero."""
-    # Two passes that write nothing are cheaper than one that writes all sizes and one that reads them.
+    """The largest magnitude of each block, in float32, rounded up so that no value exceeds it; 1 where all are zero."""
+    # Two passes that write nothing are cheaper than one that writes all magnitudes and one that reads them.
     sizes = torch.maximum(blocks.amax(dim=2, keepdim=True), -blocks.amin(dim=2, keepdim=True))
     found = sizes.to(torch.float32) * (1 + 2.0**-22)
     return torch.where(found == 0, torch.ones_like(found), found)

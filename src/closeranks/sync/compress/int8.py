@@ -1,7 +1,8 @@
-"""How do gradients travel in eight bits?
+"""A codec that compresses gradients to eight bits.
 
-Each block of 256 values is divided by its largest and rounded to 127 steps either way: 4 bytes of scale to 256 of
-values, 3.94 times less than float32. Of each value at most half a step is lost, 1/254 of the block's largest.
+Each block of 256 values is divided by its largest magnitude and rounded to 127 steps in each direction: 4 bytes of
+scale for 256 of values, 3.94 times less than float32. The error of a value is at most half a step, 1/254 of the block's
+largest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Int8:
         return num_blocks(numel, BLOCK) * (_SCALE_BYTES + BLOCK)
 
     def delta(self, numel: int) -> float:
-        """At worst one value of a block is large, and half a step is lost of each of the others."""
+        """Worst case: one value of a block is large, and each of the others loses half a step."""
         return 1.0 - (BLOCK - 1) / (2 * STEPS) ** 2
 
     def encode(self, rows: Tensor) -> Tensor:

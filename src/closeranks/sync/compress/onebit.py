@@ -1,8 +1,8 @@
-"""How do gradients travel in one bit?
+"""A codec that compresses gradients to one bit.
 
-The sign of each value, eight to a byte, and for every 2048 of them the mean of their sizes: 31.5 times less than
-float32. Where all values of a block are of one size nothing is lost; where one is large and all others are none, nearly
-all is, and the memory sends it later.
+Sends the sign of each value, eight to a byte, and the mean magnitude of every 2048 of them: 31.5 times less than
+float32. Where all values of a block have the same magnitude nothing is lost; where one is large and all others are
+zero, nearly all is, and error feedback sends it later.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class OneBit:
         return num_blocks(numel, BLOCK) * (_SCALE_BYTES + BLOCK // 8)
 
     def delta(self, numel: int) -> float:
-        """A block with one value that is not zero keeps one part in as many as it has; gradients keep about two thirds
-        (2 / pi, where values are spread as a bell)."""
+        """Worst case: a block of n values with a single one that is not zero keeps 1/n of it; gradients keep about two
+        thirds (2 / pi, for normally distributed values)."""
         return 1.0 / min(BLOCK, numel)
 
     def encode(self, rows: Tensor) -> Tensor:
@@ -43,13 +43,13 @@ class OneBit:
 
 
 def _weights(like: Tensor) -> Tensor:
-    """1, 2, 4 ... 128, made where they are needed: copied there, a GPU would wait for them."""
+    """1, 2, 4 ... 128, computed on the device: a GPU would wait for a copy from the host."""
     return torch.ones(8, dtype=torch.uint8, device=like.device) << torch.arange(
         8, dtype=torch.uint8, device=like.device
     )
 
 
 def _counts(numel: int, like: Tensor) -> Tensor:
-    """How many values each block holds: the last may be short."""
+    """The number of values in each block: the last may be short."""
     begins = torch.arange(0, numel, BLOCK, dtype=torch.int64, device=like.device)
     return (numel - begins).clamp_(max=BLOCK).to(like.dtype)

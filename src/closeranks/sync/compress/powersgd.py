@@ -1,13 +1,13 @@
-"""How do gradients travel as products of thin matrices?
+"""PowerSGD: compresses gradient matrices to low-rank factors.
 
-[Note: power iteration] PowerSGD (Vogels et al. 2019). Of each matrix M of a rank, P = M Q is summed over ranks and made
-orthonormal, then Q = M' P is summed: P Q' is the best that one step of power iteration gives for the sum of all M, and
-Q begins the next step. rank * (rows + columns) numbers travel instead of rows * columns. What it leaves out of a rank's
-own gradient is remembered and added to the next. Vectors, and matrices that are too small to gain by it, travel as
-they are, in the same two sums.
+[Note: power iteration] PowerSGD (Vogels et al. 2019). For each matrix M of a rank, P = M Q is summed over ranks and
+orthogonalized, then Q = M' P is summed: P Q' is the best that one step of power iteration gives for the sum of all M,
+and Q is the start of the next step. rank * (rows + columns) numbers are sent instead of rows * columns. The part of a
+rank's own gradient that is left out is kept as error feedback and added to the next gradient. Vectors, and matrices too
+small to gain by it, are sent uncompressed in the same two all-reduces.
 
-All matrices of one shape are worked off at once. Parts of a matrix may lie apart in the load (FSDP2 deals out rows).
-Invariant: sums are all that decides, so all ranks hold the same factors and the same product.
+All matrices of one shape are processed as a batch. Parts of a matrix may be apart in the flat buffer (FSDP2 distributes
+rows). Invariant: everything is computed from sums over ranks, so all ranks hold the same factors and the same product.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from closeranks.sync.memory import FACTOR, RESIDUAL, Memory, in_rows
 from closeranks.sync.places import Load, Place
 
 LEAST_GAIN = 2.0
-"""A matrix whose factors are not smaller than it by this travels as it is."""
+"""A matrix is compressed only if its factors are smaller by at least this factor."""
 _TINY = 1e-30
 
 
 class Part(NamedTuple):
-    """Rows of a matrix that lie one after the other."""
+    """Contiguous rows of a matrix."""
 
     offset: int
     numel: int
@@ -43,10 +43,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A parameter in a load, as far as whole rows of it are there."""
+    """A parameter in a flat buffer, as far as the buffer contains whole rows of it."""
 
     name: str
-    """The parameter's, and which box of it where that is not all."""
+    """The parameter's name, and the box of it where the matrix is not the whole parameter."""
     parts: tuple[Part, ...]
     num_rows: int
     num_columns: int
@@ -61,7 +61,7 @@ class Matrix:
 
 
 def find_matrices(load: Load, rank: int) -> tuple[Matrix, ...]:
-    """The parameters that gain by it, in the order of the load."""
+    """The parameters worth compressing, in the order of the flat buffer."""
     by_name: dict[str, list[Place]] = {}
     for place in load.places:
         if len(place.piece.size) > 1:
@@ -75,7 +75,7 @@ def _gains(rows: int, columns: int, rank: int) -> bool:
 
 
 def _matrix(places: Sequence[Place]) -> Matrix:
-    """Of places that are cut within rows, the rows that are whole."""
+    """The whole rows of spans that may be cut within rows."""
     piece = places[0].piece
     columns = math.prod(piece.size[1:])
     rows = [(-(-place.begin // columns), place.end // columns) for place in places]
@@ -90,7 +90,7 @@ def _matrix(places: Sequence[Place]) -> Matrix:
 
 
 class _Batch:
-    """Matrices of one shape, and the factor each begins the next step with."""
+    """Matrices of one shape, and the factor Q with which each starts the next step."""
 
     def __init__(self, matrices: Sequence[Matrix], rank: int, load: Load, dtype: torch.dtype) -> None:
         self.matrices = tuple(matrices)
@@ -109,8 +109,8 @@ class _Batch:
         return (self.p.mT @ self.m).mT  # on a CPU twice as fast as M' P
 
     def restore(self, q: Tensor, flat: Tensor, lost: Tensor | None, num_ranks: int) -> None:
-        """The product into ``flat``; what this rank's share of it leaves out into ``lost``."""
-        # A matrix of zeros must not leave a factor of zeros, from which no other would ever come.
+        """Write the product to ``flat``, and what it leaves out of this rank's own gradient to ``lost``."""
+        # A zero matrix must not leave a zero factor, from which power iteration would never recover.
         self.q.write(torch.where((q == 0).all(dim=-2, keepdim=True), self.q.read(), q))
         product = (self.p @ q.mT).to(flat.dtype)
         for matrix, values in zip(self.matrices, product, strict=True):
@@ -123,14 +123,14 @@ class _Batch:
 
 
 class PowerSgd:
-    """A load whose matrices travel as products of rank ``rank``."""
+    """Sums a flat buffer whose matrices are sent as products of rank ``rank``."""
 
     num_legs = 2
 
     def __init__(self, rank: int, group: DataGroup, load: Load, *, feedback: bool) -> None:
         self._group, self._load, self._rank = group, load, rank
         matrices = find_matrices(load, rank)
-        # Half types are too narrow to make anything orthonormal in.
+        # Half-precision types are too imprecise to orthogonalize in.
         self._dtype = load.dtype if load.dtype == torch.float64 else torch.float32
         shapes = dict.fromkeys((matrix.num_rows, matrix.num_columns) for matrix in matrices)
         alike = [[m for m in matrices if (m.num_rows, m.num_columns) == shape] for shape in shapes]
@@ -160,7 +160,7 @@ class PowerSgd:
             flat.index_copy_(0, self._rest, rest_sum.to(flat.dtype))
 
     def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
-        """Every rank knows the whole sum and takes its slice: factors are too small to be worth slicing."""
+        """Every rank computes the whole sum and takes its slice: the factors are too small to be worth slicing."""
         yield from self.sum(outgoing)
         share = arriving.numel()
         arriving.copy_(outgoing[share * self._group.rank : share * (self._group.rank + 1)])
@@ -185,8 +185,8 @@ class PowerSgd:
 
 
 def orthonormal(matrices: Tensor) -> Tensor:
-    """Columns made orthonormal: on a CPU by a factorisation, elsewhere one after the other, which for a few columns is
-    cheaper there."""
+    """Orthonormalize the columns: on a CPU by a QR factorization, elsewhere by Gram-Schmidt, which is cheaper there for
+    a few columns."""
     if matrices.device.type != "cpu":
         return by_columns(matrices)
     factor: Tensor = torch.linalg.qr(matrices).Q
@@ -194,8 +194,9 @@ def orthonormal(matrices: Tensor) -> Tensor:
 
 
 def by_columns(matrices: Tensor) -> Tensor:
-    """Each is freed of the others twice: what remains of a column that adds nothing is rounding, which once normalised
-    may lean on the others again, and a direction must not count twice. A column of zeros stays one."""
+    """Gram-Schmidt, with each column orthogonalized twice: what remains of a linearly dependent column is rounding
+    error, which once normalised may overlap the others again, and a direction must not count twice. A column of zeros
+    stays zero."""
     columns: list[Tensor] = []
     for column in matrices.unbind(-1):
         for _ in range(2):
@@ -207,13 +208,13 @@ def by_columns(matrices: Tensor) -> Tensor:
 
 
 def _beginning(matrix: Matrix, rank: int) -> Tensor:
-    """Random, and the same on every rank and in every run."""
+    """The initial factor: random, and the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(derive_seed(0, "powersgd", matrix.name))
     return torch.randn(matrix.num_columns, rank, generator=generator)
 
 
 def _others(load: Load, matrices: Sequence[Matrix]) -> Tensor | None:
-    """Numbers of the elements that travel as they are; None where there are none."""
+    """Indices of the elements that are sent uncompressed; None where there are none."""
     travels = torch.ones(load.numel, dtype=torch.bool)
     for matrix in matrices:
         for part in matrix.parts:

@@ -1,8 +1,9 @@
-"""How do only the largest values of a gradient travel?
+"""Top-k: a codec that sends only the largest values of a gradient.
 
-Of each block of at most 16384 values the largest by size, one in a hundred by default: two bytes for where it is in its
-block and two for the value (bf16; what that rounds off is remembered too). At one in a hundred that is 100 times less
-than float32, places included. Choosing by block keeps codes of one length, and no part of a model starves.
+Sends the largest magnitudes of each block of at most 16384 values, one in a hundred by default: two bytes for the index
+in its block and two for the value (bf16; its rounding error goes into error feedback too). At one in a hundred that is
+100 times less than float32, indices included. Choosing by block gives codes of equal length, and every part of a model
+is sent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class TopK:
         return count * self._num_kept(block) * (_PLACE_BYTES + _VALUE_BYTES)
 
     def delta(self, numel: int) -> float:
-        """The largest hold at least their share, all but what bf16 rounds off."""
+        """The largest values hold at least their share of the square sum, less what bf16 rounds off."""
         block, _ = self._blocks(numel)
         return self._num_kept(block) / block * (1.0 - 2.0**-16)
 
@@ -51,7 +52,7 @@ class TopK:
         return f"the largest {self._ratio:.2%} of {what} travel"
 
     def _blocks(self, numel: int) -> tuple[int, int]:
-        """Size and number: as even as can be, so that little of the last is empty."""
+        """Size and number of blocks, as even as possible, so that little of the last is padding."""
         count = num_blocks(numel, BLOCK)
         return -(-numel // count), count
 

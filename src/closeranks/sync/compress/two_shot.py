@@ -1,12 +1,13 @@
-"""How is a sum made of codes?
+"""Two-shot all-reduce of compressed data: an all-to-all of codes, then an all-gather of compressed sums.
 
-[Note: two shots] Each rank owns an equal slice of the load. First every rank sends each other owner its code of that
-slice, and the owner adds what they mean to its own part, which is never coded, in full precision and in the order of
-ranks. Then the owner sends its code of the sum to all. What a code loses is remembered where it was lost, by the sender
-(``residual``) and by the owner (``owed``), and sent with the next. Codes are never added: no type is too narrow for a
-sum. A rank sends and receives ``2 (n - 1) / n`` codes of the load, as a ring does of the load itself.
+[Note: two shots] Each rank owns an equal slice of the flat buffer. First every rank sends each other owner its code of
+that slice, and the owner adds the decoded values to its own part, which is never encoded, in full precision and in rank
+order. Then the owner sends its code of the sum to all. The error of a code is kept where it arises, by the sender
+(``residual``) and by the owner (``owed``), and is added to what is sent next. Codes themselves are never added, so no
+type is too narrow for a sum. A rank sends and receives ``2 (n - 1) / n`` codes of the buffer, as a ring all-reduce does
+of the buffer itself.
 
-Where the sum is wanted in slices (ZeRO), the first shot is all there is.
+Where only slices of the sum are needed (ZeRO), the first shot is enough.
 
 Invariant: all ranks decode the same bytes, so all hold the same sum.
 """
@@ -28,7 +29,7 @@ from closeranks.sync.swaps import gather, swap
 
 
 class TwoShot:
-    """A load that divides evenly among the ranks of a group; ``feedback``: whether what is lost is remembered."""
+    """The flat buffer must divide evenly among the ranks of the group; ``feedback``: whether errors are kept."""
 
     num_legs = 2
 
@@ -39,7 +40,7 @@ class TwoShot:
         self._own = load.slice(first, first + self._share)
         sides = slice(0, group.rank), slice(group.rank + 1, group.size)
         self._others = [side for side in sides if side.start < side.stop]
-        """The rows of other ranks: those before this one's and those after it."""
+        """The rows of other ranks: those before this rank's and those after it."""
         self._residual = _zeros(load) if feedback else None
         self._owed = _zeros(self._own) if feedback and not scatters else None
 
@@ -67,7 +68,7 @@ class TwoShot:
         arriving.copy_(rows[self._group.rank])
 
     def _collect(self, rows: Tensor) -> Journey:
-        """The sum of this rank's slice, in its row; the other rows lose their meaning."""
+        """Sum this rank's slice into its row; the other rows are garbage afterwards."""
         if self._residual is not None:
             rows.add_(self._residual.read().view_as(rows))
         codes = [self._codec.encode(rows[others]) for others in self._others]
@@ -82,7 +83,7 @@ class TwoShot:
         self._own.clear_gaps(own)
 
     def _remember(self, rows: Tensor, codes: Sequence[Tensor], memory: Memory) -> None:
-        """What codes lose of the rows."""
+        """Store the compression error of the rows."""
         lost = memory.draft().view_as(rows)
         lost[self._group.rank] = 0.0
         for others, code in zip(self._others, codes, strict=True):
