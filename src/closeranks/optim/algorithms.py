@@ -1,7 +1,7 @@
-"""Which of torch's optimizers carries out an update rule, and what does it remember per parameter?
+"""The update rules: which torch optimizer implements each, and the state it keeps per parameter.
 
-A rule is one function under ``@ALGORITHMS.register(name)``. Invariant: all memory exists, as zeros, before the first
-step. Left to torch, it is made inside the first step, and fused SGD leaves it uninitialised when that step is skipped.
+A rule is one function under ``@ALGORITHMS.register(name)``. Invariant: all state exists, as zeros, before the first
+step. torch would create it inside the first step, and fused SGD leaves it uninitialised when that step is skipped.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from closeranks.optim.config import OptimConfig
 from closeranks.optim.frozen import FreezableAdamW
 
 Total = Callable[[Tensor], Tensor]
-"""Sums a small tensor over all ranks of the run, without telling the host; every rank gets the same bits."""
+"""Sums a small tensor over all ranks of the run, without a host sync; every rank gets the same bits."""
 
 Introduce = Callable[[Sequence[Leaf], Sequence[str], Total | None], None]
-"""Told once, before the first step: the leaves, all trained parameters of the model, and the sum over ranks (None where
-each rank holds its parameters whole)."""
+"""Called once, before the first step, with the parameter shards, all trained parameters of the model, and the sum over
+ranks (None where each rank holds its parameters whole)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """torch's optimizer, and the zeros it starts from for one parameter."""
+    """torch's optimizer, and its initial state (zeros) for one parameter."""
 
     optimizer: torch.optim.Optimizer
     memory: Callable[[Tensor], dict[str, Tensor]]
     introduce: Introduce | None = None
-    """Of a rule that looks at whole parameters, whatever this rank holds of them."""
+    """Set for a rule that needs whole parameters (their norms), even where this rank holds shards."""
     restored: Callable[[], None] | None = None
-    """Told when its memory was filled from a saved state."""
+    """Called when its state was loaded from a checkpoint or snapshot."""
 
 
 Build = Callable[[list[dict[str, Any]], OptimConfig], Algorithm]
@@ -51,7 +51,7 @@ def _zeros(parameter: Tensor) -> Tensor:
 @ALGORITHMS.register("adamw")
 def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
     def memory(parameter: Tensor) -> dict[str, Tensor]:
-        # The fused kernel wants its counter in float32 beside the parameter, whatever the parameter's type.
+        # The fused kernel needs its counter in float32 on the parameter's device, whatever the parameter's type.
         counter = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": counter, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
 

@@ -1,8 +1,8 @@
 """An exponential moving average of weights, updated on the device.
 
 ``average = d * average + (1 - d) * weights`` after every step that is taken, with ``d`` the smaller of the decay and
-``(1 + n) / (10 + n)`` at step ``n``: early on, an average with a long memory would be of untrained weights. Invariants:
-the host waits for nothing; a step that is not taken changes no bit of it.
+``(1 + n) / (10 + n)`` at step ``n``: early on, an average over many steps would contain untrained weights. Invariants:
+no host sync; a step that is not taken changes no bit of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def decay_at(step: int, decay: float) -> float:
 
 
 class WeightAverage:
-    """One tensor beside each leaf: as the optimizer's moments it lies where the leaf lies, whole or a shard."""
+    """One tensor for each parameter shard, on the same device and of the same shape, like the optimizer's moments."""
 
     @torch.no_grad()
     def __init__(self, leaves: Sequence[Leaf], decay: float) -> None:
@@ -37,13 +37,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew from the weights."""
+        """Reset the average to the weights."""
         for leaf, average in zip(self._leaves, self.tensors, strict=True):
             average.copy_(leaf.tensor)
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Swap weights and average; twice leaves every bit as it was."""
+        """Swap weights and average; swapping twice restores every bit."""
         for leaf, average in zip(self._leaves, self.tensors, strict=True):
             weights = leaf.tensor.clone()
             leaf.tensor.copy_(average)

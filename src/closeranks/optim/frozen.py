@@ -1,15 +1,15 @@
-"""How does AdamW go on once its second moments are frozen?
+"""AdamW whose second moments can be frozen, for training with compressed gradients (1-bit Adam).
 
-[Note: frozen moments] 1-bit Adam (Tang et al. 2021): signs of gradients say nothing about their sizes, so second
-moments are learnt while gradients travel exactly, then kept, and divide what the momentum makes of compressed ones.
-With the moments the counter stands still, and with it the correction of their beginnings. (There the momentum is
-compressed, here the gradient that it is made of; the momentum is linear in it, and all ranks hold the same.)
+[Note: frozen moments] 1-bit Adam (Tang et al. 2021): signs of gradients say nothing about their magnitudes, so second
+moments are learnt while gradients are exact, then frozen, and divide the momentum of the compressed gradients. The step
+counter is frozen with the moments, and so is their bias correction. (The paper compresses the momentum, we compress the
+gradient; the momentum is linear in it, and all ranks hold the same.)
 
-[Note: the floor] A sign travels with the mean size of its block, whatever its own size: divided by a second moment far
-below its neighbours', a quiet weight would be thrown about by their noise. So no root counts for less than the mean of
-those in its tensor that are known.
+[Note: the floor] A sign is sent with the mean magnitude of its block, whatever its own magnitude: divided by a second
+moment far below its neighbours', a weight with small gradients would be moved by their noise. So the root of a second
+moment is at least the mean of the known roots in its tensor.
 
-Invariant: as with the fused kernels, a step that is not taken changes nothing, without the host being asked.
+Invariant: as with the fused kernels, a step that is not taken changes nothing, without a host sync.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 class FreezableAdamW(torch.optim.AdamW):
-    """torch's own, until ``is_frozen`` is set."""
+    """torch's AdamW, until ``is_frozen`` is set."""
 
     is_frozen = False
     found_inf: Tensor | None = None
@@ -55,14 +55,14 @@ class FreezableAdamW(torch.optim.AdamW):
         torch._foreach_add_(roots, group["eps"])
         moves = list(torch._foreach_div(momenta, roots))
         torch._foreach_mul_(moves, [-rate / (1 - beta**count) for count in counters])
-        # Nothing is known of the size of what had no gradient until then, and signs are never zero: it stays.
+        # An element without a gradient so far has no known magnitude, and signs are never zero: leave it unchanged.
         moves = [torch.where(some & (ok > 0), move, 0.0) for some, move in zip(known, moves, strict=True)]
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, [1 - rate * group["weight_decay"] * ok.to(p.dtype) for p in parameters])
         torch._foreach_add_(parameters, moves)
 
     def _finite(self, parameters: list[Tensor], momenta: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Whether the step is taken, and its gradients; where it is not, what leaves the momenta as they are."""
+        """Whether the step is taken, and its gradients; if it is not, gradients that leave the momenta unchanged."""
         found_inf = torch.zeros((), device=parameters[0].device) if self.found_inf is None else self.found_inf
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self.grad_scale is not None:

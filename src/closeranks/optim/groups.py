@@ -1,7 +1,7 @@
-"""Which parameters are updated alike?
+"""Assigns parameters to optimizer groups that share learning rate and weight decay.
 
 A pure function of names and shapes. Invariant: every parameter is frozen or in exactly one group, however often it is
-tied; a pattern that has no effect is an error, since it is a name misspelt.
+tied; a pattern that has no effect is an error, since it is probably misspelt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNDECAYED = re.compile(r"(^|[._])bias$|norm\d*\.[^.]+$")
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """What grouping needs to know of a parameter; ``aliases`` are further names of a tied one."""
+    """The facts about a parameter that grouping needs; ``aliases`` are the other names of a tied one."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,13 +31,13 @@ class ParameterFacts:
 
     @property
     def decays(self) -> bool:
-        """Decay pulls weights to zero: right for matrices, wrong for scales and offsets."""
+        """Whether weight decay applies. It pulls weights to zero: right for matrices, wrong for scales and offsets."""
         return len(self.shape) >= 2 and not _UNDECAYED.search(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Parameters that share rate and decay."""
+    """Parameters that share learning rate and weight decay."""
 
     names: tuple[str, ...]
     lr_scale: float
@@ -51,7 +51,7 @@ class Assignment:
 
 
 def assign(parameters: Sequence[ParameterFacts], config: OptimConfig) -> Assignment:
-    """Group the parameters; the first matching pattern takes one, and few groups mean few kernels."""
+    """Group the parameters. The first matching pattern decides; few groups mean few kernel launches."""
     taken = [_first_match(facts, config.groups) for facts in parameters]
     problems = _ineffective(parameters, config.groups, taken)
     if problems:
@@ -96,7 +96,7 @@ def _ineffective(
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
-    """The nearest name; where none is near, a few to show what names look like, not all of hundreds."""
+    """The nearest name; where none is near, a few examples of names, not all of hundreds."""
     known = list(names)
     hint = did_you_mean(pattern, known)
     if hint.startswith("Did") or len(known) <= 8:

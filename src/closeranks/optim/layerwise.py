@@ -1,13 +1,13 @@
-"""How do LARS and LAMB give each layer a rate of its own, where a rank may hold only slices of it?
+"""LARS and LAMB (layerwise learning rates) for parameters of which a rank may hold only shards.
 
-[Note: trust ratios] A layer's rate follows from two norms of the whole parameter, its weight's and its update's. Each
-rank squares what it speaks for, and ONE small all-reduce (two values for each parameter of the model) brings the sums
-to all. It is left out where every rank holds its parameters whole. Norm weights and biases, and whatever has a norm of
-zero, keep the ratio 1: their slot in the vector stays zero.
+[Note: trust ratios] A layer's rate depends on two norms of the whole parameter, its weight's and its update's. Each
+rank computes the squares of its primary shards, and ONE small all-reduce (two values for each parameter of the model)
+sums them. It is skipped where every rank holds its parameters whole. Norm weights and biases, and parameters with a
+norm of zero, keep the ratio 1: their slot in the vector stays zero.
 
 [Note: gating without the host] A skipped step must change nothing, bit for bit, and the host does not know that it is
-one. Every change is an addition of a flat buffer that is filled with -0.0 where the step is skipped: x + -0.0 is x for
-every x, whatever was computed before, NaN or not. Decays are multiplied by 1 then.
+skipped. Every change is an addition of a flat buffer that is filled with -0.0 where the step is skipped: x + -0.0 is x
+for every x, whatever was computed before, NaN or not. The factors of decays are 1 then.
 
 Invariant: all ranks that hold pieces of a parameter use the same bits of its ratio.
 """
@@ -29,23 +29,23 @@ from closeranks.optim.groups import ParameterFacts
 from closeranks.optim.norms import norms_squared
 
 _ALIGN = 16
-"""Elements: foreach kernels read whole vectors where each view begins at such a place."""
+"""Elements: foreach kernels use vectorized loads where each view begins at a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The leaves of one group and type: one rate, one decay, and in a step one flat buffer."""
+    """The parameter shards of one group and dtype: one rate, one decay, and one flat buffer per step."""
 
     group: dict[str, Any]
     weights: list[Tensor]
     slots: Tensor
-    """Of each leaf, where its parameter's norms stand; the last one, which stays zero, for those without a ratio."""
+    """For each shard, the index of its parameter's norms; the last one, whose norms stay zero, if it has no ratio."""
     spoken: list[int]
-    """Which leaves this rank adds to the norms."""
+    """Indices of the primary shards, which this rank adds to the norms."""
     spoken_slots: Tensor
 
     def scratch(self) -> tuple[Tensor, list[Tensor]]:
-        """A flat buffer and a view of it like each leaf, in whatever order the leaf lies in memory."""
+        """A flat buffer and a view of it for each shard, with the shard's strides."""
         starts, end = [], 0
         for weight in self.weights:
             starts.append(end)
@@ -56,7 +56,7 @@ class _Block:
         return flat, [flat.as_strided(weight.shape, stride, start) for weight, stride, start in places]
 
     def only(self, kept: list[int]) -> _Block:
-        """The same of some of its leaves."""
+        """The same block restricted to some of its shards."""
         number, spoken = {old: new for new, old in enumerate(kept)}, [n for n in self.spoken if n in kept]
         weights = [self.weights[n] for n in kept]
         places = [self.spoken.index(n) for n in spoken]
@@ -64,7 +64,7 @@ class _Block:
 
 
 class Layerwise(torch.optim.Optimizer):
-    """What LARS and LAMB share. ``found_inf`` and ``grad_scale`` as torch's fused optimizers take them."""
+    """Common base of LARS and LAMB. Uses ``found_inf`` and ``grad_scale`` as torch's fused optimizers do."""
 
     found_inf: Tensor
     grad_scale: Tensor | None = None
@@ -78,7 +78,7 @@ class Layerwise(torch.optim.Optimizer):
         """``names``: all trained parameters of the model, in one order on every rank; ``total`` sums over all ranks."""
         self._num_slots = len(names)
         self._absent: set[int] = set()
-        """Leaves that had no gradient, when one last had none; ``_narrowed`` are the blocks of the others."""
+        """Shards without a gradient in the latest step that had any; ``_narrowed`` are the blocks of the others."""
         self._narrowed: list[_Block] = []
         self._total = total
         slots = {name: slot for slot, name in enumerate(names)}
@@ -92,7 +92,7 @@ class Layerwise(torch.optim.Optimizer):
     def _block(self, group: dict[str, Any], leaves: Sequence[Leaf], slots: dict[str, int]) -> _Block:
         adapted = [ParameterFacts(leaf.piece.name, leaf.piece.shape).decays for leaf in leaves]
         places = [slots[leaf.piece.name] if own else len(slots) for leaf, own in zip(leaves, adapted, strict=True)]
-        # Where nothing is cut there is no sum over ranks: each speaks for itself.
+        # Without sharding there is no sum over ranks: each rank counts all of its parameters.
         speaks = [own and (leaf.is_spoken or self._total is None) for leaf, own in zip(leaves, adapted, strict=True)]
         spoken = [number for number, says in enumerate(speaks) if says]
         device = leaves[0].tensor.device
@@ -105,7 +105,7 @@ class Layerwise(torch.optim.Optimizer):
         )
 
     def _present(self) -> list[_Block]:
-        """The blocks, less the leaves without a gradient; those are mostly the same in each step."""
+        """The blocks without the shards that have no gradient; those are mostly the same in each step."""
         absent = {id(weight) for block in self._blocks for weight in block.weights if weight.grad is None}
         if not absent:
             return self._blocks
@@ -116,7 +116,7 @@ class Layerwise(torch.optim.Optimizer):
         return self._narrowed
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody evaluates the loss anew
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure re-evaluates the loss
         skip = self.found_inf.bool()
         norms = torch.zeros(2, self._num_slots + 1, dtype=torch.float64, device=skip.device)
         prepared = []
@@ -144,15 +144,15 @@ class Layerwise(torch.optim.Optimizer):
         return [self.state[weight][key] for weight in block.weights]
 
     def _prepare(self, block: _Block, flat: Tensor, views: list[Tensor], skip: Tensor) -> None:
-        """Fill the buffer with what the norm of an update is taken of."""
+        """Fill the buffer with the update whose norm is taken."""
         raise NotImplementedError
 
     def _trust(self, weights: Tensor, updates: Tensor, decay: float) -> Tensor:
-        """The ratio for each pair of norms."""
+        """The trust ratio for each pair of norms."""
         raise NotImplementedError
 
     def _apply(self, block: _Block, flat: Tensor, views: list[Tensor], rates: list[Tensor], skip: Tensor) -> None:
-        """Change the weights by the buffer, each leaf at its own rate."""
+        """Update the weights with the buffer, each shard at its own rate."""
         raise NotImplementedError
 
 
@@ -182,7 +182,7 @@ class Lamb(Layerwise):
     """You et al. 2019: Adam's direction r, bias corrected, with decay w added; w = w - rate |w| / |r| * r."""
 
     _is_even = True
-    """Whether all leaves had taken the same steps when this process began."""
+    """Whether all shards had taken the same number of steps when this process started."""
 
     def restored(self) -> None:
         """Sync point."""
@@ -193,7 +193,7 @@ class Lamb(Layerwise):
         first, second = self.config.betas
         means, squares = self._remembered(block, "exp_avg"), self._remembered(block, "exp_avg_sq")
         counters, is_even = self._remembered(block, "step"), self._is_even and not self._absent
-        torch._foreach_add_(counters, [(~skip).to(torch.float32)] * len(counters))  # one alone is read by the host
+        torch._foreach_add_(counters, [(~skip).to(torch.float32)] * len(counters))  # the host would read a single one
         self._load_gradients(block, flat, views)
         _blend(squares, second, flat.square(), views, skip)
         _blend(means, first, flat, views, skip)
@@ -215,7 +215,7 @@ class Lamb(Layerwise):
 
 
 def _blend(moments: list[Tensor], beta: float, news: Tensor, views: list[Tensor], skip: Tensor) -> None:
-    """moments = beta moments + (1 - beta) news; ``news`` is laid out as the buffer of ``views``, and spent."""
+    """moments = beta moments + (1 - beta) news; ``news`` is laid out as the buffer of ``views``, and overwritten."""
     news.mul_(1 - beta).masked_fill_(skip, -0.0)
     torch._foreach_mul_(moments, _unless(skip, beta, news))
     torch._foreach_add_(moments, [news.as_strided(view.shape, view.stride(), view.storage_offset()) for view in views])
@@ -226,7 +226,7 @@ def _unless_zero(weights: Tensor, updates: Tensor, ratio: Tensor) -> Tensor:
 
 
 def _unless(skip: Tensor, factor: float, like: Tensor) -> Tensor:
-    """The factor, or 1 in a step that is skipped."""
+    """The factor, or 1 in a skipped step."""
     return torch.full((), factor, dtype=like.dtype, device=like.device).masked_fill_(skip, 1.0)
 
 

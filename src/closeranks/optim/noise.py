@@ -1,4 +1,4 @@
-"""How many samples does a step need before more of them stop paying? The gradient noise scale, as arithmetic.
+"""Estimates the gradient noise scale: the batch size beyond which more samples per step stop paying off.
 
 A gradient over B samples has the expected squared norm |G|^2 + S/B, with the true gradient G and the trace S of one
 sample's covariance. Two batch sizes give two such equations, solved for both; their ratio S / |G|^2 is the noise scale
@@ -41,13 +41,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Averages:
-    """Both estimates, averaged over measurements; they start at zero alike, which their ratio does not see."""
+    """Both estimates, averaged over measurements; both start at zero, a bias that cancels in their ratio."""
 
     signal: float = 0.0
     spread: float = 0.0
 
     def add(self, measured: Measured) -> Averages:
-        """A measurement that is not finite counts nothing."""
+        """A measurement that is not finite is ignored."""
         if not math.isfinite(measured.small) or not math.isfinite(measured.big):
             return self
         return Averages(
@@ -57,7 +57,7 @@ class Averages:
 
     @property
     def scale(self) -> float | None:
-        """The noise scale in samples; None where the averages are too few or too noisy to tell."""
+        """The noise scale in samples; None where there are too few measurements or they are too noisy."""
         return self.spread / self.signal if self.signal > 0 and self.spread > 0 else None
 
     def state(self) -> dict[str, float]:

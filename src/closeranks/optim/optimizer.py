@@ -1,9 +1,9 @@
-"""How does a step change the weights?
+"""The optimizer: applies a step's gradients to the weights that this rank holds.
 
-Invariant: all of an update happens or none of it, by a flag on the device that the host does not read; a step that is
-not taken leaves weights, moments and counters as they were, bit for bit. Rates and decay were decided on the whole
-model, so a shard of a matrix is treated as the matrix is. State is known by parameter names. A parameter that no rank
-had a gradient for keeps weight, moments and counter, as torch's optimizers have it for one process.
+Invariant: an update happens completely or not at all, by a flag on the device that the host does not read; a step that
+is not taken leaves weights, moments and counters unchanged, bit for bit. Rates and decay are decided on the whole
+model, so a shard of a matrix is treated like the matrix. State is keyed by parameter names. A parameter without a
+gradient on any rank keeps weight, moments and counter, as with torch's optimizers in one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from closeranks.optim.schedule import lr_factor
 
 
 def parameter_facts(module: nn.Module) -> tuple[ParameterFacts, ...]:
-    """Each parameter once, under its first name, with the other names of a tied one."""
+    """Each parameter once, under its first name, with its other names if it is tied."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -35,7 +35,7 @@ def parameter_facts(module: nn.Module) -> tuple[ParameterFacts, ...]:
 def freeze(module: nn.Module, config: OptimConfig) -> Assignment:
     """Decide how each parameter of a whole model is treated, and turn off the gradients of frozen ones.
 
-    Call before anything is cut or plans on gradients: patterns and decay are about whole parameters.
+    Call before anything is sharded or relies on ``requires_grad``: patterns and decay are about whole parameters.
     """
     assignment = assign(parameter_facts(module), config)
     for name in assignment.frozen:
@@ -47,16 +47,16 @@ def freeze(module: nn.Module, config: OptimConfig) -> Assignment:
 
 
 def whole_leaves(module: nn.Module) -> tuple[Leaf, ...]:
-    """The trainable parameters of a module that one rank holds whole, as leaves."""
+    """The trainable parameters of a module that one rank holds whole, as parameter shards."""
     named = module.named_parameters()
     return tuple(Leaf(p, Piece.whole(name, tuple(p.shape))) for name, p in named if p.requires_grad)
 
 
 class Optimizer:
-    """The update of the leaves this rank holds: whole parameters or their shards, possibly none.
+    """Updates the parameter shards that this rank holds: whole parameters or parts of them, possibly none.
 
-    ``frozen_from``: the step from which on adamw's second moments stay as they are, [Note: frozen moments]. ``total``
-    sums over all ranks; None where each holds its parameters whole, or is alone.
+    ``frozen_from``: the step from which adamw's second moments are frozen, [Note: frozen moments]. ``total`` sums over
+    all ranks; None where each holds its parameters whole, or there is one rank.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Optimizer:
         if algorithm.introduce is not None:
             algorithm.introduce(leaves, [name for group in assignment.groups for name in group.names], total)
         self.restored = algorithm.restored or (lambda: None)
-        """To be called when what ``memory`` gives was written into."""
+        """To be called after the tensors from ``memory`` were overwritten (a restored state)."""
         self.can_gate = algorithm.introduce is None
-        """Whether leaves can be updated one by one: not where all ranks add up norms in the middle of an update."""
-        # The kernels take their gradient scale in float32, too coarse for float64 parameters.
+        """Whether shards can be updated one by one: not where all ranks sum norms in the middle of an update."""
+        # The kernels take their gradient scale in float32, too imprecise for float64 parameters.
         self._folds = all(leaf.tensor.dtype != torch.float64 for leaf in leaves)
 
     def lr(self, step: int) -> float:
@@ -105,10 +105,10 @@ class Optimizer:
     ) -> None:
         """Update with ``factor`` times the gradients where ``ok`` is 1; change nothing where it is 0. No host sync.
 
-        ``gradients`` are the leaves' own ``.grad``, or the flat tensors those are views of; afterwards they hold
-        no meaning. Where the kernel can scale as it reads, ``gradients`` are not touched by a pass of their own.
-        ``absent`` names parameters that are left as they are, ``gates`` those of which only the device knows: a flag
-        each, 1 where the parameter is updated.
+        ``gradients`` are the shards' own ``.grad``, or the flat tensors of which those are views; their values are
+        undefined afterwards. Where the kernel can scale as it reads, scaling costs no pass of its own. ``absent`` names
+        parameters that are not updated, ``gates`` those for which only the device knows: a flag each, 1 where the
+        parameter is updated.
         """
         rate = self.lr(step)
         for group in self._optimizer.param_groups:
@@ -148,9 +148,9 @@ class Optimizer:
                 group["params"] = tensors
 
     def memory(self) -> Iterator[tuple[Leaf, str, Tensor]]:
-        """All that is remembered: of which leaf, under which key, the tensor itself.
+        """All state tensors, each with its parameter shard and its key.
 
-        A tensor is shaped as its leaf's or is a counter of no dims, which all leaves of a parameter have alike.
+        A tensor has the shape of its shard, or is a 0-dim counter, which is the same for all shards of a parameter.
         """
         for leaf in self._leaves:
             for key, tensor in self._optimizer.state[leaf.tensor].items():

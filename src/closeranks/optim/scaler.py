@@ -1,4 +1,4 @@
-"""By how much is the loss scaled, so that small gradients survive fp16?
+"""The loss scale, which keeps small gradients from underflowing in fp16.
 
 Invariant: the scale lives on the device and is never read by the host; all ranks update it by the same verdict, so it
 is the same everywhere.
@@ -17,7 +17,7 @@ from closeranks.optim.config import LossScaleConfig
 
 
 class LossScale:
-    """A scale that grows while steps succeed and shrinks when one overflows; 1 for ever where it is not enabled."""
+    """A scale that grows while steps succeed and shrinks when one overflows; always 1 where it is not enabled."""
 
     def __init__(self, config: LossScaleConfig, enabled: bool, device: torch.device) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class LossScale:
         self.scale.clamp_(min=config.minimum)
 
     def state(self) -> dict[str, Any]:
-        """Empty where disabled: a run that changes its precision starts its scale anew."""
+        """Empty where disabled: a run that changes its precision starts with the initial scale."""
         return {"scale": self.scale, "num_good": self._num_good} if self._enabled else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

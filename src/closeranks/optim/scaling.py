@@ -1,7 +1,7 @@
-"""Which learning rate does a batch of another size want?
+"""Scales the learning rate to the batch size.
 
-A pure function of the job's numbers. Linear: a step over k times the samples stands for k steps, as long as the weights
-move little meanwhile (Goyal et al. 2017). Root: keeps the variance of the update, the usual rule for Adam's kind.
+A pure function of the job's numbers. Linear: a step over k times the samples replaces k steps, as long as the weights
+change little in those (Goyal et al. 2017). Root: keeps the variance of the update, the usual rule for Adam-like rules.
 Invariant: the batch that the rate was tuned for keeps its rate, by every rule.
 """
 
@@ -14,7 +14,7 @@ from closeranks.optim.schedule import num_warmup_steps
 
 
 def rate_factor(config: OptimConfig, batch: int) -> float:
-    """What ``lr`` is multiplied by for steps of ``batch`` samples."""
+    """The factor on ``lr`` for steps of ``batch`` samples."""
     if config.scaling == "none" or config.base_batch is None:
         return 1.0
     ratio = batch / config.base_batch
@@ -22,12 +22,12 @@ def rate_factor(config: OptimConfig, batch: int) -> float:
 
 
 def scaled(config: OptimConfig, batch: int) -> OptimConfig:
-    """The same settings with the rate that such steps want."""
+    """The same settings with the scaled learning rate."""
     return config.model_copy(update={"lr": config.lr * rate_factor(config, batch)})
 
 
 def rate_words(config: OptimConfig, batch: int, num_steps: int) -> str:
-    """The rule and what it came to, in one line; empty where nothing is scaled."""
+    """The rule and its result, in one line; empty where nothing is scaled."""
     if config.scaling == "none":
         return ""
     factor = rate_factor(config, batch)
@@ -38,7 +38,7 @@ def rate_words(config: OptimConfig, batch: int, num_steps: int) -> str:
 
 
 def rate_warning(config: OptimConfig, batch: int, num_steps: int) -> str:
-    """Why a raised rate should not begin at full height; empty where there is no cause for worry."""
+    """Why a raised rate needs a warmup; empty where it does not."""
     factor = rate_factor(config, batch)
     if factor < 2 or num_warmup_steps(config.schedule, num_steps):
         return ""

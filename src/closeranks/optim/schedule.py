@@ -1,7 +1,7 @@
-"""Which share of the learning rate does a step use?
+"""Learning-rate schedules: the factor on the learning rate at each step.
 
-A pure function of the step and the number of steps. Invariant: it rises to 1 during the warmup and never after; it
-would reach ``min_ratio`` at step ``num_steps``, so that the last step that is taken still learns.
+A pure function of the step and the number of steps. Invariant: it rises to 1 during the warmup and never rises after;
+it would reach ``min_ratio`` at step ``num_steps``, one after the last, so that the last step still learns.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ def _cosine(config: ScheduleConfig, step: int, warmup: int, num_steps: int) -> f
 
 @SHAPES.register("wsd")
 def _wsd(config: ScheduleConfig, step: int, warmup: int, num_steps: int) -> float:
-    """Warmup, stable, decay: a line over the last steps, which begins after the warmup at the earliest."""
+    """Warmup, stable, decay: a linear decay over the last steps, which begins after the warmup at the earliest."""
     first = max(warmup, num_steps - round(config.decay * num_steps))
     return 1.0 if step < first else 1.0 - (1.0 - config.min_ratio) * _progress(step, first, num_steps)
