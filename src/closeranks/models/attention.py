@@ -1,8 +1,8 @@
-"""Which kernel computes attention on this device?
+"""Chooses the attention kernel for a device and calls it.
 
-The choice stands inside the block's forward, because a compiled block picks its kernel while it is traced. Invariant:
+The choice is made inside the block's forward, because a compiled block picks its kernel while it is traced. Invariant:
 every choice computes the same causal, grouped-query attention; only speed, memory and the last bits differ. Where rows
-hold several documents, a bias keeps those apart that must not see each other (``documents``).
+hold several documents, a bias masks attention between them (``documents``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HALF = (torch.bfloat16, torch.float16)
 def attend(queries: Tensor, keys: Tensor, values: Tensor, attention: str, bias: Tensor | None = None) -> Tensor:
     """Causal attention over [batch, heads, positions, head size]; keys and values may have fewer heads.
 
-    ``bias`` [batch, 1, positions, positions] is added to the scores of all heads, and says itself what is causal.
+    ``bias`` [batch, 1, positions, positions] is added to the scores of all heads, and includes the causal mask.
     """
     if bias is not None:
         return _attend_apart(queries, keys, values, attention, bias.to(queries.dtype))
@@ -51,7 +51,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     if num_shared == 1:
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
     if queries.device.type == "cuda" and queries.dtype not in _HALF:
-        # The one fused CUDA kernel for float32 wants as many key-value heads as queries; without this copy torch
+        # The only fused CUDA kernel for float32 needs as many key-value heads as query heads; without this copy torch
         # would fall back to the kernel that holds all scores in memory.
         keys, values = (heads.repeat_interleave(num_shared, dim=1) for heads in (keys, values))
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
@@ -71,7 +71,8 @@ def _attend_apart(queries: Tensor, keys: Tensor, values: Tensor, attention: str,
 def _attend_biased(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     num_shared = queries.shape[1] // keys.shape[1]
     if num_shared > 1:
-        # cuDNN takes shared heads with a bias; where it refuses, the next fused kernel wants as many key-value heads:
-        # without this copy torch would hold all scores in memory. It costs 3 % (H200, bf16, 4096 positions).
+        # cuDNN accepts shared heads with a bias; where it refuses, the next fused kernel needs as many key-value heads
+        # as query heads: without this copy torch would hold all scores in memory. It costs 3 % (H200, bf16, 4096
+        # positions).
         keys, values = (heads.repeat_interleave(num_shared, dim=1) for heads in (keys, values))
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)

@@ -1,8 +1,8 @@
-"""What may a module know of the tensor axis it was split along?
+"""What a module may know of the tensor axis along which it is sharded.
 
-A module that must know (a loss over a share of the vocabulary, dropout on a share of the sequence) declares an
-attribute ``tensor_axis = None``; whoever splits the model puts the axis there. Invariant: None is a module that is not
-split and computes as if there were no such axis, at no cost.
+A module that must know (a loss over a shard of the vocabulary, dropout on a shard of the sequence) declares an
+attribute ``tensor_axis = None``; the code that shards the model sets it. Invariant: a module whose ``tensor_axis`` is
+None is not sharded and computes as if there were no such axis, at no cost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class TensorAxis(Protocol):
-    """This rank's place on the axis, and sums over it; neither call has a gradient of its own."""
+    """This rank's index on the axis, and reductions over it; the reductions are not differentiable."""
 
     @property
     def rank(self) -> int: ...

@@ -1,7 +1,7 @@
-"""Does a batch carry what a model reads?
+"""Reads a model's inputs from a batch, with clear errors where they are missing.
 
-Invariant: data that does not fit the model is answered in the user's words (which keys are there, which are missing),
-never with a bare KeyError.
+Invariant: data that does not fit the model raises an error in the user's terms (which keys are there, which are
+missing), never a bare KeyError.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How does the table ``[model]`` of a job become a model spec?
+"""Turns the table ``[model]`` of a job into a model spec.
 
-Invariant: nothing is built and no weight is drawn here; the run does that when it knows device and layout.
+Invariant: no module is built and no weight is initialized here; the run does that when it knows device and layout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Under which names does this room offer models?
+"""The registry of models by name.
 
-Each model's file registers one function from its config to its spec. Invariant: the catalog knows no model by itself,
-so adding one touches the new file, its config and the list of imports in ``build``.
+Each model's file registers one function from its config to its spec. Invariant: the registry names no model itself, so
+adding one touches the new file, its config and the list of imports in ``build``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What is the module of a Llama?
+"""The modules of a Llama.
 
-Names and numbers follow Hugging Face's Llama (rotate-half positions, float32 norms), so that published weights load
+Names and numerics follow Hugging Face's Llama (rotate-half positions, float32 norms), so that published weights load
 without renaming. Invariants: the blocks under ``model.layers`` are self-contained (hidden states and rotary tables in,
-hidden states out): the units of compile, recompute, sharding and pipeline stages; every part works on what it is given
-(a share of the heads, of the sequence, of the vocabulary), and parts that belong to another stage may be None.
+hidden states out), so that they are the units of compile, recompute, sharding and pipeline stages; every module works
+on the shard it is given (of the heads, the sequence, the vocabulary), and modules of other stages may be None.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from closeranks.models.vocabulary import split_cross_entropy
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square. Sums in float32 at least: squares of bf16 lose what the mean is made of."""
+    """Scale to unit root mean square. Sums in float32 at least: squares in bf16 are too imprecise for the mean."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class RMSNorm(nn.Module):
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + half) of [batch, positions, heads, head size] by its position's angle.
+    """Rotate each pair (i, i + half) of [batch, positions, heads, head size] by its position's angle.
 
-    Computed in the tables' precision and cast back once: bf16 angles would blur positions beyond a few hundred.
+    Computed in the tables' precision and cast back once: bf16 angles cannot tell positions beyond a few hundred apart.
     """
     first, second = heads.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -63,10 +63,10 @@ class Attention(nn.Module):
         self.attention = attention
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``cos`` and ``sin`` by position, for all rows or for each; ``bias`` keeps documents of a row apart."""
-        # -1, not the shape's count: under tensor parallelism this rank holds a share of the heads.
+        """``cos`` and ``sin`` by position, for all rows or for each; ``bias`` masks attention between documents."""
+        # -1, not the configured number: under tensor parallelism this rank holds a shard of the heads.
         split = (*hidden.shape[:2], -1, self.head_dim)
-        # Here, not in the decoder: blocks hand on a share of the sequence, attention alone sees its whole length.
+        # Here, not in the decoder: blocks pass on a shard of the sequence; only attention sees its whole length.
         cos, sin = cos[..., : hidden.shape[1], :], sin[..., : hidden.shape[1], :]
         queries = rotate(self.q_proj(hidden).view(split), cos, sin)
         keys = rotate(self.k_proj(hidden).view(split), cos, sin)
@@ -94,7 +94,7 @@ class Block(nn.Module):
     """Attention and feed-forward, each added to the residual stream."""
 
     tensor_axis: TensorAxis | None = None
-    """Set where the hidden states between blocks are this rank's share of the sequence."""
+    """Set where the hidden states between blocks are this rank's shard of the sequence."""
 
     def __init__(self, shape: LlamaShape, dropout: float, attention: str) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ class Block(nn.Module):
             return change
         if self.tensor_axis is None:
             return F.dropout(change, self.dropout)
-        # The mask of the whole sequence, of which this rank takes its share: what a single process drops, at the price
-        # of a transient tensor of its size.
+        # Draw the mask of the whole sequence and take this rank's shard: the same elements are dropped as in a single
+        # process, at the price of a transient tensor of that size.
         length, rank = change.shape[1], self.tensor_axis.rank
         whole = (change.shape[0], length * self.tensor_axis.size, *change.shape[2:])
         return change * F.dropout(change.new_ones(whole), self.dropout).narrow(1, rank * length, length)
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.dim)
         self.layers = nn.ModuleList(Block(shape, dropout, attention) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.dim, shape.norm_eps)
-        # They follow from the shape, so no checkpoint carries them.
+        # Derived from the shape, so not saved in checkpoints.
         self.register_buffer("rope_cos", torch.empty(max_len, shape.head_dim // 2), persistent=False)
         self.register_buffer("rope_sin", torch.empty(max_len, shape.head_dim // 2), persistent=False)
         self.fill_rope()
@@ -153,18 +153,18 @@ class Decoder(nn.Module):
             what = f"{tokens.shape[1]} positions are more than the {self.rope_cos.shape[0]} this model was built for"
             raise ModelError(what, "Set data.seq_len to the longest sequence.")
         hidden: Tensor = self.embed_tokens(tokens)
-        # The residual stream in bf16 halves the traffic between the products. Not in fp16: its range is too short.
+        # A bf16 residual stream halves the memory traffic between the products. Not in fp16: its range is too small.
         device = hidden.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             hidden = hidden.bfloat16()
         return hidden
 
     def apart(self, documents: Tensor | None) -> Apart | None:
-        """What the blocks need where rows hold several documents."""
+        """Rotary tables and attention bias for rows that hold several documents."""
         return None if documents is None else keep_apart(documents, self.rope_cos, self.rope_sin)
 
     def through(self, layer: int, hidden: Tensor, apart: Apart | None = None) -> Tensor:
-        """Unit ``layer + 1``: one block, on a random stream of its own where it draws."""
+        """Unit ``layer + 1``: one block, with a random stream of its own if it draws random numbers."""
         beside = (self.rope_cos, self.rope_sin) if apart is None else apart
         with unit_stream(layer + 1) if self._draws else nullcontext():
             output: Tensor = self.layers[layer](hidden, *beside)
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
         hidden, apart = self.embed(tokens), self.apart(documents)
         for layer in range(len(self.layers)):
             hidden = self.through(layer, hidden, apart)
-        if self._draws:  # so that a loop which never seeds does not drop the same again
+        if self._draws:  # so that a loop which never seeds does not repeat its dropout masks
             enter_unit(torch.default_generator.initial_seed(), len(self.layers) + 1)
         normed: Tensor = self.norm(hidden)
         return normed
@@ -186,10 +186,10 @@ class Decoder(nn.Module):
 
 class TokenLoss(nn.Module):
     """Summed cross-entropy in float32 (float64 stays). A module of its own so that a run can compile it: fused, the
-    cast of a 128k vocabulary's logits never reaches memory; eager, it is made once."""
+    float32 logits of a 128k vocabulary are never written to memory; eager, they are written once."""
 
     tensor_axis: TensorAxis | None = None
-    """Set where the logits are those of this rank's share of the vocabulary."""
+    """Set where the logits are those of this rank's shard of the vocabulary."""
 
     def forward(self, logits: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
         flat = logits.flatten(0, 1)
@@ -220,7 +220,7 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Llama:
-        """Moving from the meta device gives every name a tensor of its own, which would cut the tie."""
+        """Restores the tie: moving from the meta device gives every name a tensor of its own."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.tie()
         return self

@@ -1,7 +1,7 @@
-"""What is the small convnet for digits to us?
+"""The small convnet for digits, and its model spec.
 
-The one model with batch normalisation, which carries running statistics: buffers that are state. Invariant: statistics
-are those of a micro-batch, so the same micro-batches give the same gradients on any number of ranks.
+It is the one model with batch normalisation, whose running statistics are buffers that belong to the state. Invariant:
+statistics are those of a micro-batch, so the same micro-batches give the same gradients on any number of ranks.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class DigitsSpec:
 
     def init_buffers(self, module: nn.Module) -> None:
         for part in module.modules():
-            if isinstance(part, _BatchNorm):  # one that spans ranks may have taken its place
+            if isinstance(part, _BatchNorm):  # may have been replaced by one that spans ranks
                 part.reset_running_stats()
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """``image`` [B, 1, 8, 8] and ``label`` [B]; reports how many answers were right."""
+        """``image`` [B, 1, 8, 8] and ``label`` [B]; reports the number of correct predictions."""
         label = take(batch, "label", self.name).long()
         logits = module(take(batch, "image", self.name))
         wide = logits if logits.dtype == torch.float64 else logits.float()

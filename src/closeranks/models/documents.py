@@ -1,8 +1,8 @@
-"""How do documents that share a row stay strangers to each other?
+"""Document masking: attention mask, positions and targets for rows that pack several documents.
 
-``documents`` [batch, positions] numbers the document that each token belongs to, -1 where there is none (padding).
-Invariant: a document in a row computes what it would alone: its positions count from its own beginning, it sees its own
-tokens only, and the step from one document to the next is nobody's target.
+``documents`` [batch, positions] numbers the document of each token, -1 where there is none (padding). Invariant: a
+document in a row gets the results that it would get alone: its positions count from its own beginning, it attends to
+its own tokens only, and the last token of a document does not predict the first of the next.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 
 
 class Apart(NamedTuple):
-    """What attention needs to keep the documents of each row apart; made once for all blocks."""
+    """The inputs of attention that separate the documents of each row; computed once for all blocks."""
 
     cos: Tensor
     """Rotary tables of each token's own position. [batch, positions, half of a head]"""
     sin: Tensor
     bias: Tensor
-    """0 where a token sees another, minus infinity where it does not; one for all heads, in the format the scores are
-    computed in, so that all blocks keep the same tensor for backward. [batch, 1, positions, positions]"""
+    """0 where a token attends to another, minus infinity where it does not; one for all heads, in the dtype of the
+    scores, so that all blocks keep the same tensor for backward. [batch, 1, positions, positions]"""
 
 
 def keep_apart(documents: Tensor, cos: Tensor, sin: Tensor) -> Apart:
-    """``cos`` and ``sin`` [longest, half of a head]: the tables by position. Nothing here waits for the device."""
+    """``cos`` and ``sin`` [longest, half of a head]: the tables by position. No host sync."""
     places = positions(documents)
     return Apart(cos[places], sin[places], _bias(documents, _score_dtype(cos)))
 
 
 def positions(documents: Tensor) -> Tensor:
-    """Of each token within its document."""
+    """The position of each token within its document."""
     places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -39,12 +39,12 @@ def positions(documents: Tensor) -> Tensor:
 
 
 def counted(documents: Tensor) -> Tensor:
-    """``documents`` of [batch, positions + 1] tokens: which of the targets continue the document of their input."""
+    """Which targets continue the document of their input; ``documents`` are those of [batch, positions + 1] tokens."""
     return (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
 
 
 def _bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Padding sees padding: a row of scores without any would be no distribution."""
+    """Padding attends to padding: a row of scores that are all minus infinity has no softmax."""
     places = torch.arange(documents.shape[1], device=documents.device)
     sees = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (places.unsqueeze(1) >= places)
     return torch.zeros((), dtype=dtype, device=documents.device).where(sees, float("-inf")).unsqueeze(1)

@@ -1,6 +1,6 @@
-"""What does a trained language model write next?
+"""Generates text with a trained language model.
 
-Plain recomputation of the whole window for every token: right for a sample at the end of a run, not for serving.
+Recomputes the whole window for every token: right for a sample at the end of a run, not for serving.
 Invariant: the tokens depend on weights, prompt and seed alone; the draw is made on the CPU whatever the device.
 """
 
@@ -24,10 +24,10 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Tokens one by one, at most ``max_len`` in sight of the model.
+    """Yields tokens one by one; the model sees at most the last ``max_len``.
 
     ``temperature`` 0 takes the likeliest token each time; ``top_k`` 0 draws from all of them. The arguments are checked
-    when this is called, not when the first token is asked for.
+    when this is called, not when the first token is requested.
     """
     if not prompt:
         raise UserError("the prompt is empty, and the model continues text", "Give it at least one token.")
@@ -49,7 +49,7 @@ def _tokens(
 
 @torch.no_grad()
 def _next_logits(module: nn.Module, window: list[int]) -> Tensor:
-    """Evaluation mode for this one call: the caller may train between two tokens."""
+    """Switches to evaluation mode for this one call: the caller may train between two tokens."""
     was_training = module.training
     module.eval()
     try:

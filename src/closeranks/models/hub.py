@@ -1,9 +1,8 @@
-"""How does a Llama of ours look to Hugging Face's transformers, and one of theirs to us?
+"""Converts between our Llama and Hugging Face's: configs, and names of parameters.
 
 Configs are plain values here, ``config.json``'s and our table ``[model]``; parameters already have the same names on
-both sides, up to prefixes and ties. Invariants: a config that means something else to us than to transformers is
-refused with the key that says so, never bent; ``llama_table(hf_config(shape))`` names the same shape. Imports no
-torch.
+both sides, up to prefixes and ties. Invariants: a config that our Llama cannot represent exactly is refused with the
+key that says so, never approximated; ``llama_table(hf_config(shape))`` names the same shape. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _FORBIDDEN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "is_encoder_decoder": (bool, "an encoder"),
     "add_cross_attention": (bool, "cross-attention"),
 }
-"""Keys whose values, where the test says yes, our Llama has nothing for."""
+"""Keys that our Llama does not support where the test of their value is true."""
 
 
 def llama_table(config: Mapping[str, Any], name: str = "config.json") -> dict[str, Any]:
@@ -51,7 +50,7 @@ def llama_table(config: Mapping[str, Any], name: str = "config.json") -> dict[st
 
 
 def max_len_of(config: Mapping[str, Any]) -> int:
-    """The longest sequence its publisher promises; 2048 where nothing is said, as transformers takes it."""
+    """The longest sequence that the config states; 2048 without one, which is transformers' default."""
     value = config.get("max_position_embeddings")
     return value if isinstance(value, int) and value > 0 else 2048
 
@@ -98,7 +97,7 @@ def _number(config: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def _fraction(value: Any, default: float, said: str) -> float:
-    """A number above 0; the default where nothing is said, which is transformers' own."""
+    """A number above 0; without one the default, which is transformers' own."""
     if value is None:
         return default
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
@@ -107,7 +106,7 @@ def _fraction(value: Any, default: float, said: str) -> float:
 
 
 def _rope(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Later versions of transformers keep all of it in ``rope_parameters``, earlier ones in two keys."""
+    """The rotary settings: later versions of transformers keep all in ``rope_parameters``, earlier ones in two keys."""
     key = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key)), "rope_scaling")
     table = config.get(key) or {}
     if not isinstance(table, Mapping):
@@ -134,8 +133,8 @@ def _rope(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def hf_config(shape: LlamaShape, *, max_len: int, dtype: str) -> dict[str, Any]:
     """``config.json`` for a Llama of ours, in the keys that transformers 4 and 5 both read.
 
-    No ids of special tokens: which ones a run's tokenizer has is not written in its weights, and transformers' own
-    defaults (1 and 2) would end a text of bytes at random.
+    No ids of special tokens: the weights do not say which ones a run's tokenizer has, and transformers' own defaults
+    (1 and 2) would end a byte-level text at random.
     """
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
@@ -170,24 +169,24 @@ def hf_config(shape: LlamaShape, *, max_len: int, dtype: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Which of their tensors is which of ours."""
+    """The mapping between their tensor names and ours."""
 
     names: Mapping[str, str]
     """Ours to theirs."""
     doubles: Mapping[str, str] = field(default_factory=dict)
-    """Ours to a second one of theirs that a tied model has under another name: it must hold the same values."""
+    """Ours to a second tensor of theirs, saved under another name of a tied parameter: it must hold the same values."""
     ignored: tuple[str, ...] = ()
-    """Theirs that follow from the config and are no weights."""
+    """Tensors of theirs that follow from the config and are not weights."""
 
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def match(wanted: Shapes, found: Shapes, ties: Mapping[str, str], place: str) -> Match:
-    """Find every wanted tensor among the found ones, or refuse both sets in one sentence.
+    """Find every wanted tensor among the found ones; where they do not match, one error describes both sets.
 
-    ``ties``: further names of wanted tensors, each with the name it is wanted under. ``place`` is what errors call the
-    found ones.
+    ``ties``: other names of wanted tensors, each with the name under which it is wanted. ``place`` is what errors call
+    the found ones.
     """
     ignored = tuple(name for name in found if name.endswith(".rotary_emb.inv_freq"))
     known = {name: shape for name, shape in found.items() if name not in ignored}
@@ -206,21 +205,21 @@ def match(wanted: Shapes, found: Shapes, ties: Mapping[str, str], place: str) ->
 
 
 def _renamed(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
-    """Ours to theirs under the one prefix, put before or taken off theirs, that brings most of them together.
+    """Ours to theirs under the one prefix, added to or removed from theirs, that matches most of them.
 
-    A base model is saved without ``model.``, one that was part of a larger one with that one's prefix.
+    A base model is saved without ``model.``; a model that was part of a larger one has a prefix.
     """
     ours, theirs = set(wanted), list(found)
     options = [{name: name for name in theirs}]
     added, taken = _likeliest_prefix(ours, set(theirs)), _likeliest_prefix(theirs, ours)
     options += [{**{f"{added}{name}": name for name in theirs}, **options[0]}] if added else []
     options += [{name.removeprefix(taken): name for name in theirs if name.startswith(taken)}] if taken else []
-    best = max(options, key=lambda option: len(option.keys() & ours))  # the first of equals: as they are
+    best = max(options, key=lambda option: len(option.keys() & ours))  # on a tie the first: unchanged names
     return {name: best[name] for name in best.keys() & ours}
 
 
 def _likeliest_prefix(longer: Iterable[str], shorter: Collection[str]) -> str:
-    """What most of the longer names have before one of the shorter; empty where none has."""
+    """The prefix with which most of the longer names extend one of the shorter; empty where none does."""
     found: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")

@@ -1,9 +1,9 @@
-"""How is a matrix product differentiated in mixed precision?
+"""A Linear whose weight gradient stays in float32 under mixed precision.
 
-Autocast rounds a weight's gradient to half precision on its way out of the matrix unit, then copies it to float32.
-Here the unit writes its float32 sums as they are: one rounding fewer, and two passes over the gradient less (about 1%
-of a step on an H200: the plain loop of benchmarks/gpu.py has autocast's own). Invariant: values and gradients are those
-of ``nn.Linear`` under autocast, up to that rounding.
+Autocast rounds a weight's gradient to half precision when the matrix unit writes it, then copies it to float32. Here
+the unit writes its float32 sums directly: one rounding and two passes over the gradient fewer (about 1% of a step on an
+H200: the plain loop of benchmarks/gpu.py has autocast's own). Invariant: values and gradients are those of
+``nn.Linear`` under autocast, up to that rounding.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Linear(nn.Linear):
     """``nn.Linear`` without a bias; on CUDA under autocast its weight gradient leaves in float32."""
 
     keeps_cast: bool = True
-    """Whether the narrow copy of the weight waits for backward. Off where weights are freed after forward (ZeRO-3): a
-    kept copy of each would be half the model again, and casting anew costs a pass over the weight."""
+    """Whether the half-precision copy of the weight is kept for backward. Off where weights are freed after forward
+    (ZeRO-3): the kept copies would be half the model again, and casting again costs one pass over the weight."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)

@@ -1,7 +1,8 @@
-"""What is a Llama to a run: its loss, and how it may be cut along the tensor and pipeline axes?
+"""The model spec of a Llama: its loss, and how it is sharded along the tensor and pipeline axes.
 
-How it is cut is data (rules, crossings, a chain of units); ``decoder`` holds the module. Invariant: ``loss`` is what
-the chain's units give one after the other, on any cut.
+Sharding is described by data (sharding rules, activation collectives, a pipeline spec); ``decoder`` has the modules.
+Invariant: ``loss`` is what the units of the pipeline spec compute one after the other, however they are divided into
+stages.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class LlamaSpec:
         )
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Projections back into the residual stream start smaller, so that its size does not grow with depth."""
+        """Projections back into the residual stream start smaller, so that its scale does not grow with depth."""
         if "norm" in name:
             fill_constant(parameter, 1.0)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -63,7 +64,7 @@ class LlamaSpec:
             fill_normal(parameter, INIT_STD, generator)
 
     def init_buffers(self, module: nn.Module) -> None:
-        """Fill the rotary tables, and tie again in case the parameters were put in place one by one."""
+        """Fill the rotary tables, and restore the tie in case the parameters were set one by one."""
         assert isinstance(module, Llama)
         module.model.fill_rope()
         module.tie()
@@ -71,8 +72,8 @@ class LlamaSpec:
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """``tokens`` [B, S+1]: each position predicts the next.
 
-        Optional: ``mask`` [B, S] weighs the targets; ``documents`` [B, S+1] numbers the documents of each row, which
-        then do not see each other, -1 for padding.
+        Optional: ``mask`` [B, S] weights the targets; ``documents`` [B, S+1] numbers the documents of each row, which
+        then do not attend to each other, -1 for padding.
         """
         parted = _parted(batch)
         with _vocabulary_named(self.shape):
@@ -116,12 +117,12 @@ class LlamaChain:
 
 @dataclass(frozen=True, slots=True)
 class _Parted:
-    """A batch as the model reads it, [B, S] each."""
+    """A batch split into the model's inputs and targets, [B, S] each."""
 
     tokens: Tensor
     targets: Tensor
     mask: Tensor | None
-    """How much each target weighs; none: all the same."""
+    """The weight of each target; None: all the same."""
     documents: Tensor | None
     """Of the inputs."""
 
@@ -161,7 +162,8 @@ SHARDING_RULES = (
     ShardingRule("*norm.weight", None, sequence=True),
     ShardingRule("lm_head.weight", 0),
 )
-"""Columns of what reads the residual stream, rows of what writes it; patterns as in fnmatch, the first match counts."""
+"""Column-parallel where a module reads the residual stream, row-parallel where it writes it; patterns as in fnmatch,
+the first match counts."""
 
 CROSSINGS = (
     Crossing("model.embed_tokens", leave="scatter"),
@@ -169,8 +171,8 @@ CROSSINGS = (
     Crossing("model.layers.*.mlp", enter="gather", leave="scatter"),
     Crossing("lm_head", enter="gather"),
 )
-"""Between blocks each rank has its share of the sequence; one gather serves a block's queries, keys and values. The
-logits stay split by vocabulary: ``TokenLoss`` takes them so."""
+"""Sequence parallel: between blocks each rank has its shard of the sequence, and one all-gather serves a block's
+queries, keys and values. The logits stay sharded by vocabulary, which ``TokenLoss`` supports."""
 
 
 @MODELS.register("llama")

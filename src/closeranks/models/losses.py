@@ -1,4 +1,4 @@
-"""What did a loss function return, and how much does it count?
+"""Checks what a loss function returned, and turns it into a sum with a weight.
 
 Invariant: a loss is a sum with a weight, so that micro-batches of different sizes add up exactly; a plain scalar is
 taken as the mean over the samples of its micro-batch, which is what loss functions return by default.
@@ -16,7 +16,7 @@ from closeranks.core.protocols import Loss
 
 
 def as_loss(result: Any, num_samples: int, metrics: tuple[str, ...], place: str = "the loss") -> Loss:
-    """Checked without a host sync: kinds, shapes, graph and names alone. ``place`` names the function to a person."""
+    """Checks types, shapes, graph and names only, without a host sync. ``place`` names the function in messages."""
     loss = result if isinstance(result, Loss) else _mean_as_sum(place, result, num_samples)
     if not isinstance(loss.total, Tensor):
         raise ModelError(f"{place} returned a Loss whose total is {kind_of(loss.total)}", "Make it a tensor.")
@@ -36,7 +36,7 @@ def kind_of(value: Any) -> str:
 
 
 def _mean_as_sum(place: str, result: Any, num_samples: int) -> Loss:
-    """A mean over the micro-batch, turned into the sum that micro-batches of other sizes can be added to."""
+    """Turn a mean over the micro-batch into a sum, to which micro-batches of other sizes can be added."""
     if not isinstance(result, Tensor):
         what = f"{place} returned {kind_of(result)}, not a tensor"
         raise ModelError(what, "Return the mean loss of the batch, or a closeranks.Loss.")

@@ -1,7 +1,7 @@
-"""What is the two-tower recommender to us?
+"""The two-tower recommender, and its model spec.
 
-The one model with two inputs and two losses. Invariant: both losses are sums over samples, reported apart and added
-with a fixed weight, so that the step divides all three by the same number.
+It is the one model with two inputs and two losses. Invariant: both losses are sums over samples, reported separately
+and added with a fixed weight, so that the step divides all three by the same number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from closeranks.models.fill import fill_constant, fill_normal
 
 
 class Tower(nn.Module):
-    """Features of one side to its vector."""
+    """Maps the features of one side to its vector."""
 
     def __init__(self, num_in: int, hidden_dim: int, vector_dim: int) -> None:
         super().__init__()

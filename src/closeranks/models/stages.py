@@ -1,9 +1,9 @@
-"""How does a user's module run as units in a row, with the user's own loss unchanged?
+"""Runs a user's module as a sequence of pipeline units, with the user's own loss unchanged.
 
-``model.stages`` names the units. The loss is called with a stand-in for the module: on a pipeline's first stage it
-catches what the module is called with, on the last it answers with what the units gave, without a pipeline it runs them
-all. Invariant: the three see the same numbers, random ones included; a loss or module that does not fit this mould ends
-in one sentence.
+``model.stages`` names the units. The loss is called with a proxy for the module: on a pipeline's first stage it catches
+the module's input, on the last it returns what the units computed, without a pipeline it runs them all. Invariant: the
+three see the same numbers, random ones included; a loss or module that does not fit this scheme raises a one-sentence
+error.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from closeranks.models.streams import enter_unit, unit_stream
 
 LossFunction = Callable[[Any, Batch], "Tensor | Loss"]
 Judge = Callable[["partial[Any]", Batch], Loss]
-"""Calls a loss on a batch, checks what it returned, and blames its mistakes on the user's line."""
+"""Calls a loss on a batch, checks what it returned, and reports mistakes with the user's line."""
 
 
 class UserChain:
-    """A user's modules in a row (``core.protocols.Chain``). ``units`` and ``costs`` are known once it is built."""
+    """A user's modules as pipeline units (``core.protocols.Chain``). ``units`` and ``costs`` are known once it is
+    built."""
 
     def __init__(self, stages: Sequence[str], loss: LossFunction, loss_name: str, judge: Judge) -> None:
         self._stages = tuple(stages)
@@ -41,7 +42,7 @@ class UserChain:
         self.costs: tuple[float, ...] = ()
 
     def resolve(self, module: nn.Module) -> None:
-        """Find the units in the module that was built; their parameters are their costs."""
+        """Find the units in the built module; the cost of a unit is its number of parameters."""
         self.units = expand(self._stages, [name for name, _ in module.named_modules() if name])
         counts = [sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in self.units]
         self.costs = tuple(float(max(count, 1)) for count in counts)
@@ -58,7 +59,7 @@ class UserChain:
         raise self._never_called()
 
     def beside(self, module: nn.Module, batch: Batch) -> None:
-        """A user's units read what the one before gave, and nothing else."""
+        """None: a user's units read the previous unit's output and nothing else."""
 
     def call(self, module: nn.Module, number: int, hidden: Tensor, beside: None = None) -> Tensor:
         with unit_stream(number):
@@ -73,7 +74,7 @@ class UserChain:
         return self._through(stand_in, batch)
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Enter, all units, leave: what a run without a pipeline calls."""
+        """First input, all units, then the loss: what a run without a pipeline calls."""
         return self._through(StandIn(module, self._loss_name, partial(self._in_a_row, module)), batch)
 
     def _through(self, stand_in: StandIn, batch: Batch) -> Loss:
@@ -83,7 +84,7 @@ class UserChain:
         return loss
 
     def _in_a_row(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """All units in place of the module's own forward; hooks on the module run as ever."""
+        """Run all units in place of the module's own forward; hooks on the module still run."""
         if not self._is_proven:
             self._prove(module, hidden)
             self._is_proven = True
@@ -97,14 +98,14 @@ class UserChain:
         return hidden
 
     def _after_units(self, output: Tensor) -> Tensor:
-        """What a loss draws after the module is the same, whether the units ran here or not."""
+        """Makes the random numbers that a loss draws after the module the same, whether the units ran here or not."""
         enter_unit(torch.default_generator.initial_seed(), len(self.units))
         return output
 
     def _prove(self, module: nn.Module, hidden: Tensor) -> None:
-        """Whether the units in a row are what the module's own forward computes.
+        """Check that the units in sequence compute the same as the module's own forward.
 
-        Costs two forwards, once. Skipped where a rank holds shards only: each forward would be a collective more.
+        Costs two forwards, once. Skipped where a rank holds shards only: each forward would add collectives.
         """
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             return
@@ -126,7 +127,7 @@ class UserChain:
 
 
 def expand(stages: Sequence[str], modules: Sequence[str]) -> tuple[str, ...]:
-    """Module names, with patterns replaced by what they match, in the module's order; ``*`` stays within a dot."""
+    """Module names, with patterns replaced by what they match, in the module's order; ``*`` does not match dots."""
     units: list[str] = []
     for stage in stages:
         found = [name for name in modules if _matches(name, stage)]
@@ -153,7 +154,7 @@ def _hint(stage: str, modules: Sequence[str]) -> str:
 
 
 class _Caught(BaseException):
-    """Ends a loss at the moment it calls the module; no ``except Exception`` of the user's stops it."""
+    """Raised to end a loss when it calls the module; a user's ``except Exception`` does not catch it."""
 
     def __init__(self, input: Tensor) -> None:
         self.input = input
@@ -169,11 +170,11 @@ _OF_THE_WHOLE = frozenset(
         *("modules", "named_modules", "get_submodule", "children", "named_children", "apply"),
     }
 )
-"""Methods of a module that a stage would answer for its own units alone."""
+"""Methods of a module that on a stage would cover its own units alone."""
 
 
 def _is_held(stage: nn.Module, unit: str) -> bool:
-    """Where another stage's unit stood, there is None."""
+    """Whether the stage has the unit; units of other stages are None."""
     part: nn.Module | None = stage
     for name in unit.split("."):
         part = part._modules.get(name) if part is not None else None
@@ -181,11 +182,11 @@ def _is_held(stage: nn.Module, unit: str) -> bool:
 
 
 class StandIn:
-    """What a loss is given for the module: one call with one tensor is answered, all else is the module's own.
+    """The proxy that a loss gets for the module: it handles one call with one tensor and forwards everything else.
 
-    ``cut``: the units of the whole, where ``module`` is a stage. A term over the weights that a stage happens to hold
-    would train another model without a word, so reading them is refused. Not noticed: a method of the module that reads
-    its own parameters; and on the tensor axis, where shares are plain parameters, a loss that reads them.
+    ``cut``: the units of the whole model, where ``module`` is a stage. A loss term over the weights that a stage
+    happens to hold would silently train another model, so reading them is refused. Not detected: a method of the module
+    that reads its own parameters; and on the tensor axis, where shards are plain parameters, a loss that reads them.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class StandIn:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """For one call: after training the module is the user's own again."""
+    """Replaces forward for one call, so that after training the module is the user's own again."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:
@@ -231,10 +232,10 @@ def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) ->
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Evaluation without a trace: no graph, no compilation, no running statistics, no random numbers used up."""
+    """Evaluation without side effects: no graph, no compilation, no change of running statistics or random state."""
     modes = [(part, part.training) for part in module.modules()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    # Asking for eager would import the compiler, which takes seconds where nobody uses it.
+    # set_stance would import the compiler, which takes seconds where it is not in use.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     module.eval()
     try:

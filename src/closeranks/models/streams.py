@@ -1,8 +1,8 @@
-"""Which random numbers does each unit of a model draw?
+"""A random stream for each unit of a model.
 
-A unit's stream is keyed by the micro-batch's seed and the unit's number, so a pipeline stage that runs only some units
-draws what a single process draws in them. Invariant: leaving a unit puts the micro-batch's own seed back, so every unit
-finds the same one, whatever ran before it in this process.
+A unit's stream is seeded with the micro-batch's seed and the unit's number, so a pipeline stage that runs only some
+units draws in them what a single process draws. Invariant: leaving a unit restores the micro-batch's own seed, so every
+unit starts from the same one, whatever ran before it in this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from closeranks.core.keys import derive_seed
 
 @contextmanager
 def unit_stream(number: int) -> Iterator[None]:
-    """Key the streams of the CPU and of the current device for unit ``number``. Costs some microseconds, no sync."""
+    """Seed the CPU's and the current device's generators for unit ``number``. Costs some microseconds, no sync."""
     base = torch.default_generator.initial_seed()
     enter_unit(base, number)
     try:
@@ -27,7 +27,7 @@ def unit_stream(number: int) -> Iterator[None]:
 
 
 def enter_unit(base: int, number: int) -> None:
-    """Key the streams for unit ``number`` of the micro-batch whose seed is ``base``."""
+    """Seed the generators for unit ``number`` of the micro-batch whose seed is ``base``."""
     _key(derive_seed(base, "unit", number))
 
 

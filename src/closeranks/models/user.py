@@ -1,8 +1,8 @@
-"""How does any torch module of the user's become a model of ours?
+"""The model spec of a user's own torch module.
 
-A factory builds the module and a callable computes its loss. Invariant: a mistake in either ends in one sentence that
-names the callable, what it did and the line of the user's file; what is no mistake of theirs (a device that fails, a
-collective that breaks) passes through untouched, because the run recovers from it.
+A factory builds the module and a callable computes its loss. Invariant: a mistake in either raises a one-sentence error
+that names the callable, what it did and the line of the user's file; other errors (a device that fails, a collective
+that breaks) pass through unchanged, because the run recovers from them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from closeranks.models.config import TensorEntry, UserModelConfig
 from closeranks.models.losses import as_loss, kind_of
 from closeranks.models.stages import LossFunction, UserChain
 
-# Slips of code. RuntimeError is left out on purpose: out of memory and broken collectives arrive as one.
+# Programming errors. RuntimeError is left out on purpose: out of memory and broken collectives raise it.
 _SLIPS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 
 
@@ -88,10 +88,10 @@ class UserSpec:
         return module
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """The factory has filled the weights."""
+        """Nothing to do: the factory has initialized the weights."""
 
     def init_buffers(self, module: nn.Module) -> None:
-        """The factory has filled the buffers."""
+        """Nothing to do: the factory has initialized the buffers."""
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         if self._chain is not None:
@@ -123,12 +123,13 @@ class UserSpec:
             return partial(self._loss, module)
         if callable(own := getattr(module, "loss", None)) and not isinstance(own, nn.Module):
             return partial(own)
-        # Called, but blamed on forward: that is the code the user wrote.
+        # Call the module, but report errors at forward: that is the code the user wrote.
         return partial(_Called(module))
 
 
 def _refuse_lazy(name: str, module: nn.Module) -> None:
-    """Parameters that get their shape from the first batch cannot be counted, split, reduced or saved before it."""
+    """Refuse lazy parameters: before the first batch gives them a shape they cannot be counted, sharded, reduced or
+    saved."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     lazy = [key for key, tensor in tensors if is_lazy(tensor)]
     if lazy:
@@ -141,7 +142,7 @@ def _refuse_lazy(name: str, module: nn.Module) -> None:
 
 
 class _Called:
-    """A module as a plain function of the batch, with its ``forward`` as the place to blame."""
+    """A module as a plain function of the batch; errors are reported at its ``forward``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -157,7 +158,7 @@ def _checked_factory(name: str, factory: Any) -> Callable[..., Any]:
         raise ModelError(f"{name} is a module that is already built, not a factory", fix)
     if not callable(factory):
         raise ModelError(f"{name} is {kind_of(factory)}, not a factory", "Point to a function that returns the module.")
-    return factory  # type: ignore[no-any-return]  # callable() narrows Any no further
+    return factory  # type: ignore[no-any-return]  # callable() does not narrow Any
 
 
 def blamed_line(error: BaseException, source: Callable[..., Any]) -> str:
@@ -167,7 +168,7 @@ def blamed_line(error: BaseException, source: Callable[..., Any]) -> str:
 
 
 def defined_at(source: Callable[..., Any]) -> str:
-    """``file.py:12`` where a callable is defined; its name where Python cannot tell."""
+    """``file.py:12`` where a callable is defined; its name where that is unknown."""
     code = getattr(inspect.unwrap(source), "__code__", None)
     if code is not None:
         return f"{shown(code.co_filename)}:{code.co_firstlineno}"
@@ -178,7 +179,7 @@ def defined_at(source: Callable[..., Any]) -> str:
 
 
 def find_blocks(module: nn.Module) -> tuple[str, ...]:
-    """The children of the first list or sequence with more than one element, as the units of compile."""
+    """The children of the first ModuleList or Sequential with more than one element, as the units of compile."""
     for name, part in module.named_modules():
         if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1:
             return tuple(f"{name}.{child}" if name else child for child, _ in part.named_children())

@@ -1,8 +1,8 @@
-"""What is the loss of logits whose vocabulary is split over ranks?
+"""Vocabulary-parallel cross-entropy: the loss of logits whose vocabulary is sharded over ranks.
 
-Each rank holds the logits of its share of the vocabulary; three numbers per token (largest logit, sum of exponentials,
-the target's logit) cross the axis in two collectives, the logits themselves never do. Invariant: value and gradient are
-those of ``F.cross_entropy`` on the whole vocabulary, the same on every rank.
+Each rank holds the logits of its shard of the vocabulary; three numbers per token (largest logit, sum of exponentials,
+the target's logit) are communicated in two collectives, the logits themselves never are. Invariant: value and gradient
+are those of ``F.cross_entropy`` on the whole vocabulary, the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from closeranks.models.axis import TensorAxis
 
 _ELSEWHERE = -100
-"""The local index of a target that another rank holds; what ``nll_loss`` passes over."""
+"""The local index of a target that another rank holds; ``nll_loss`` ignores it."""
 
 
 def split_cross_entropy(logits: Tensor, targets: Tensor, axis: TensorAxis) -> Tensor:
@@ -26,10 +26,10 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, axis: TensorAxis) -> Te
 
 
 def held_index(ids: Tensor, width: int, axis: TensorAxis) -> Tensor:
-    """Where in this rank's share of ``width`` entries each id stands; ``_ELSEWHERE`` if another rank holds it.
+    """The index of each id in this rank's shard of ``width`` entries; ``_ELSEWHERE`` if another rank holds it.
 
-    An id outside the whole vocabulary stays outside the first or last share, whose lookup then fails as it would in one
-    process, without a check of its own (on an accelerator that would be a sync).
+    An id outside the whole vocabulary is also outside the first or last shard, whose lookup then fails as it would in
+    one process, without an explicit check (which would be a sync on an accelerator).
     """
     local = ids - axis.rank * width
     below = local < 0 if axis.rank > 0 else torch.zeros_like(local, dtype=torch.bool)
@@ -38,8 +38,8 @@ def held_index(ids: Tensor, width: int, axis: TensorAxis) -> Tensor:
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they came and one number per token, not the float32 probabilities: backward makes them again,
-    which is one pass more and half the memory or less."""
+    """Keeps the logits in their own dtype and one number per token, not the float32 probabilities: backward recomputes
+    them, which takes one pass more and half the memory or less."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: TensorAxis) -> Tensor:
@@ -63,10 +63,10 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def _less_one_at(shares: Tensor, local: Tensor) -> Tensor:
-    """``shares`` less one at each token's target, where it is here.
+    """``shares`` minus one at each token's target, where this rank holds it.
 
-    Compiled, a comparison fuses with its neighbours and nothing of a vocabulary's width is written; eager, it would be,
-    so there the few entries are changed in place.
+    Compiled, a comparison is fused and no tensor of the vocabulary's width is written; eager, one would be, so there
+    the few entries are changed in place.
     """
     if torch.compiler.is_compiling():
         columns = torch.arange(shares.shape[-1], device=shares.device)
