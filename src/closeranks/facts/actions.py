@@ -1,7 +1,7 @@
-"""What is the smallest thing a pipeline does, and what must have happened before it?
+"""The actions of a pipeline schedule, and the dependencies between them.
 
 An action is one stage's work on one micro-batch: ``2F0`` is stage 2, forward, micro-batch 0. Invariant:
-``Action.parse(str(action)) == action``, and ``needs`` names everything an action waits for, on whatever rank.
+``Action.parse(str(action)) == action``, and ``needs`` names everything that an action waits for, on whatever rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 from closeranks.core.errors import UserError
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; whole backward; of a backward in two parts the gradient of the inputs, then that of the weights."""
+"""F: forward; B: whole backward; I, W: the two halves of a split backward, input gradients, then weight gradients."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -38,7 +38,7 @@ class Action(NamedTuple):
 
 
 class Word(NamedTuple):
-    """The three parts of an action's or an instruction's text, before anybody asks whether there is such a kind."""
+    """The three parts of an action's or an instruction's text, before its kind is checked."""
 
     stage: int
     kind: str
@@ -56,7 +56,7 @@ class Word(NamedTuple):
 
 
 def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """What must be done before; a whole backward of another stage counts as its ``I``."""
+    """The actions that must be done before; a whole backward of another stage counts as its ``I``."""
     stage, micro = action.stage, action.micro
     match action.kind:
         case "F":
@@ -69,7 +69,7 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 
 def gives(action: Action) -> tuple[Action, ...]:
-    """What is done once it is: itself, and both parts of a whole backward."""
+    """What an action completes: itself, and for a whole backward both its halves."""
     if action.kind == "B":
         return Action(action.stage, "I", action.micro), Action(action.stage, "W", action.micro)
     return (action,)

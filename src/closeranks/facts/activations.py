@@ -1,11 +1,10 @@
-"""How many bytes does a Llama keep from a forward for its backward?
+"""Activation memory of a Llama: the bytes that a forward keeps for its backward.
 
-Counted tensor by tensor from what ``models.decoder`` leaves in autograd's hands when a fused kernel computes attention
-(queries, keys, values, output and a row of sums). Compiled, norms and the loss keep what they read and nothing wide:
-they are computed again where backward needs them. It is an estimate all the same: allocators round up, kernels take
-workspace. Invariant: everything that grows with the
-micro-batch stands here, as what stays per micro-batch in flight (``saved``) or as what one backward needs on top
-(``working``).
+Counted tensor by tensor from what ``models.decoder`` makes autograd save when a fused kernel computes attention
+(queries, keys, values, output and a row of sums). Compiled, norms and the loss save their inputs and no float32
+intermediates: backward recomputes those. (In float64 runs read float64 for float32 throughout.) It is still an
+estimate: allocators round up, kernels take workspace. Invariant: everything that grows with the micro-batch is counted
+here, as what is kept per micro-batch in flight (``saved``) or as what one backward needs on top (``working``).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ KEEP_ALL: tuple[Keep, ...] = ("attention", "matmul", "collective")
 
 _NUM_NORMS = 2
 _NUM_READERS = 5
-"""Products that read a norm's output in a block: queries, keys, values; gate and up."""
+"""Matrix products that read a norm's output in a block: queries, keys, values; gate and up."""
 _TOKEN_ID = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One micro-batch on its way through a rank."""
+    """Settings of one micro-batch's forward and backward on a rank."""
 
     num_tokens: int
     """Samples times positions, before the tensor axis splits the positions."""
@@ -37,7 +36,7 @@ class Passage:
     tensor: int = 1
     recompute: Recompute = "none"
     keep: Collection[Keep] = KEEP_ALL
-    """What selective recompute keeps."""
+    """The families of results that selective recompute keeps."""
     dropout: float = 0.0
     is_compiled: bool = False
 
@@ -56,7 +55,7 @@ def block_saved(shape: LlamaShape, passage: Passage) -> int:
 
 
 def block_working(shape: LlamaShape, passage: Passage) -> int:
-    """What one block's backward needs beyond what was saved: with recompute, the block again, one at a time."""
+    """What one block's backward needs beyond what was saved: with recompute, the activations of one block at a time."""
     if passage.recompute == "none":
         return 0
     return max(0, _block_whole(shape, passage) - block_saved(shape, passage))
@@ -65,26 +64,26 @@ def block_working(shape: LlamaShape, passage: Passage) -> int:
 def _block_whole(shape: LlamaShape, passage: Passage) -> int:
     w = widths(passage.precision)
     norms = _NUM_NORMS * _norm_saved(shape, passage)
-    # What products read is gathered: the one thing in a block that the tensor axis does not split. In fp16 each
-    # product casts a copy for itself, elsewhere they share one.
+    # The inputs of products are all-gathered: the only activations in a block that the tensor axis does not split. In
+    # fp16 each product casts a copy of its own, otherwise they share one.
     copies = _NUM_READERS if w.compute != w.stream else _NUM_NORMS
     read = copies * passage.num_tokens * shape.dim * w.compute
     heads = 2 * shape.dim + 2 * _kv_dim(shape)
     num_wide = 3 if passage.is_compiled else 4  # gate, up, their product; eager, the activated gate too
     within = passage.num_tokens * (heads + num_wide * shape.ffn_dim) * w.compute // passage.tensor
-    # On the tensor axis each rank draws the mask of the whole sequence and keeps it as factors.
+    # With tensor parallelism each rank draws the dropout mask of the whole sequence and keeps it as factors.
     mask = passage.num_tokens * shape.dim * (1 if passage.tensor == 1 else w.compute)
     masks = 2 * mask if passage.dropout else 0
     return norms + read + within + _row_sums(shape, passage) + masks
 
 
 def _block_chosen(shape: LlamaShape, passage: Passage) -> int:
-    """What selective recompute keeps: results, where plain backward keeps what products read."""
+    """What selective recompute keeps: the results of operations, where a plain backward keeps inputs of products."""
     w, chosen = widths(passage.precision), 0
     if "matmul" in passage.keep:
         split = shape.dim + 2 * _kv_dim(shape) + 2 * shape.ffn_dim
-        # Sums over the tensor axis are still to be made of what goes back into the stream, so it is not split. The
-        # compiler sees that nobody reads the second of them.
+        # What goes back into the residual stream is still a partial sum over the tensor axis, so it is not split. The
+        # compiler drops the second of them, which has no reader.
         num_back = 1 if passage.is_compiled else 2
         chosen += passage.num_tokens * (split // passage.tensor + num_back * shape.dim) * w.compute
     if "attention" in passage.keep:
@@ -96,7 +95,7 @@ def _block_chosen(shape: LlamaShape, passage: Passage) -> int:
 
 
 def _norm_saved(shape: LlamaShape, passage: Passage) -> int:
-    """A norm's input and its scaled copy, both wide, and one number per token; compiled, the input as it is."""
+    """A norm's input and its scaled copy, both float32, and one number per token; compiled, the input unconverted."""
     if passage.is_compiled:
         return passage.share * shape.dim * widths(passage.precision).stream
     return passage.share * (2 * shape.dim + 1) * widths(passage.precision).state
@@ -118,8 +117,8 @@ def first_saved(passage: Passage) -> int:
 def last_saved(shape: LlamaShape, passage: Passage) -> int:
     """What the last norm, the output projection and the loss keep.
 
-    Of the whole vocabulary the loss keeps wide log-probabilities; of a share of it, or compiled, the logits as they
-    came.
+    Of the whole vocabulary the loss keeps float32 log-probabilities; of a shard of it, or compiled, the logits in their
+    own dtype.
     """
     w = widths(passage.precision)
     read = passage.num_tokens * shape.dim * w.compute
@@ -130,8 +129,8 @@ def last_saved(shape: LlamaShape, passage: Passage) -> int:
 
 
 def last_working(shape: LlamaShape, passage: Passage) -> int:
-    """The gradient of the logits: wide, and in half precision once more in half, beside the logits themselves; a split
-    vocabulary's loss has one wide copy more on its way. Compiled, the gradient as it leaves and nothing else."""
+    """The gradient of the logits: in float32, with half precision also a half-precision copy, beside the logits; the
+    loss of a sharded vocabulary has one more float32 copy. Compiled, only the gradient in its final dtype."""
     w = widths(passage.precision)
     if passage.is_compiled:
         return passage.num_tokens * shape.vocab_size * w.compute // passage.tensor
@@ -140,7 +139,7 @@ def last_working(shape: LlamaShape, passage: Passage) -> int:
 
 
 def weight_casts(stage: Stage, passage: Passage) -> int:
-    """Half-precision copies of weights, which backward reads; blocks that are computed again make them again."""
+    """Half-precision copies of weights, which backward reads; recomputed blocks cast them again."""
     w = widths(passage.precision)
     if not w.is_half:
         return 0
@@ -150,27 +149,28 @@ def weight_casts(stage: Stage, passage: Passage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What of a Llama one pipeline rank's stage holds, and how many micro-batches wait in it at worst."""
+    """The part of a Llama in one stage of a pipeline rank, and its peak number of micro-batches in flight."""
 
     num_blocks: int
     is_first: bool
     is_last: bool
     in_flight: int
     num_block_params: int
-    """Weights of the blocks' products, after the tensor split."""
+    """Weights of the blocks' matrix products on one tensor rank."""
     num_head_params: int
-    """The same of the output projection; 0 where it stands elsewhere."""
+    """The same for the output projection; 0 where another stage has it."""
 
 
 def activations(shape: LlamaShape, passage: Passage, stages: Sequence[Stage], *, is_pipeline: bool) -> tuple[Part, ...]:
-    """Everything that one rank keeps of its micro-batches at the worst moment, by name; empty parts left out."""
+    """Everything that one rank keeps of its micro-batches at the peak, by name, without empty parts."""
     blocks = sum(s.in_flight * s.num_blocks for s in stages) * block_saved(shape, passage)
     ends = sum(s.in_flight * first_saved(passage) for s in stages if s.is_first)
     ends += sum(s.in_flight * last_saved(shape, passage) for s in stages if s.is_last)
     hidden = passage.share * shape.dim * widths(passage.precision).stream
-    # A stage keeps what it was sent until its gradient can be sent back, and what it gave until that gradient is here.
+    # A stage keeps its input until the input's gradient is sent back, and its output until the output's gradient
+    # arrives.
     crossing = sum(s.in_flight * (2 - s.is_first - s.is_last) for s in stages) * hidden if is_pipeline else 0
-    # A block is computed again when the logits are long gone: only the larger of the two is ever there.
+    # Blocks are recomputed after the logits are freed: only the larger of the two counts.
     logits = last_working(shape, passage) if any(s.is_last for s in stages) else 0
     again = block_working(shape, passage) if any(s.num_blocks for s in stages) else 0
     parts = (

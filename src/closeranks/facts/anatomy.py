@@ -1,8 +1,8 @@
-"""What is a model made of, as far as spreading it over ranks must know?
+"""The structure of a model, as far as distributing it over ranks needs to know it.
 
-Units in the order they run, each with its weights, how those split along the tensor axis, and its share of the work.
-Nothing is built: shapes come from ``facts`` or from a module on the meta device. Invariant: every parameter stands in
-the unit that owns it; a tied one stands again in the unit that borrows it, under its first name.
+Units in execution order, each with its weights, how those are sharded along the tensor axis, and its share of the work.
+Nothing is built: shapes come from ``facts`` or from a module on the meta device. Invariant: every parameter is listed
+in the unit that owns it; a tied one is listed again in the unit that borrows it, under its first name.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from math import prod
 
 Rule = tuple[str, int | None, bool]
-"""Pattern of names, the dim that splits along the tensor axis, and whether a replicated one sees a share of the
-sequence; as ``core.protocols.ShardingRule``, the first match counts."""
+"""Pattern of names, the dim that is sharded along the tensor axis, and whether a replicated parameter works on a shard
+of the sequence; as in ``core.protocols.ShardingRule``, the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     dim: int | None = None
-    """The tensor dim that is split; None: every tensor rank holds it whole."""
+    """The dim that is sharded; None: every tensor rank holds it whole."""
     is_partial: bool = False
-    """Whether each tensor rank computes a part of its gradient's sum."""
+    """Whether each tensor rank computes a partial gradient."""
 
     def rows(self, tensor: int) -> int:
         """Size of its first dim on one of ``tensor`` ranks; a scalar is one row."""
@@ -43,13 +43,14 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A part of the model that no stage cuts through."""
+    """A part of the model that is never divided between stages."""
 
     name: str
     weights: tuple[Weight, ...]
     cost: float = 0.0
     is_block: bool = False
-    """One of the repeated parts, which are gathered one by one; the rest of a stage is gathered as a whole."""
+    """Whether it is one of the repeated blocks, which are gathered one by one; the rest of a stage is gathered
+    together."""
 
     def numel(self, tensor: int = 1) -> int:
         return sum(weight.numel(tensor) for weight in self.weights)
@@ -78,10 +79,10 @@ def anatomy(
     rules: Sequence[Rule] = (),
     ties: Mapping[str, str] | None = None,
 ) -> Anatomy:
-    """The anatomy of a model from the names and shapes of its parameters.
+    """The structure of a model from the names and shapes of its parameters.
 
-    ``units`` are names of modules; parameters outside all of them form a last unit of their own. ``ties`` maps further
-    names of a parameter to its first one.
+    ``units`` are names of modules; parameters outside all of them form a last unit. ``ties`` maps the other names of a
+    parameter to its first one.
     """
     owned: dict[str, list[Weight]] = {unit: [] for unit in (*units, "")}
     weights = {name: _weight(name, shape, rules) for name, shape in shapes.items()}
@@ -99,7 +100,7 @@ def anatomy(
 
 
 def _owner(name: str, prefixes: Mapping[str, str]) -> str:
-    """The unit whose name leads a parameter's: one look-up per dot, however many units there are."""
+    """The unit whose name is a prefix of a parameter's: one look-up per dot, however many units there are."""
     end = name.rfind(".")
     while end > 0:
         if name[: end + 1] in prefixes:

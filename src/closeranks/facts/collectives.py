@@ -1,9 +1,10 @@
-"""What does a reduction cost, by which algorithm, and in which portions should gradients travel?
+"""Predicts the cost of collectives by algorithm, and the best bucket size for gradients.
 
-The model is the usual one of latency and rate (alpha and beta; gamma for adding up): a message of n bytes takes
-``latency_s + n / bytes_per_s``. Inside a host every rank has a link of its own. Between hosts the link is the *host's*,
-all its cards together: messages that leave a host in the same round share it. A round lasts as long as its slowest
-message. Invariant: figures follow from the rounds of ``facts.rounds`` alone, so formulas and counts cannot disagree.
+The model is the usual one of latency and bandwidth (alpha and beta; gamma for the reduction): a message of n bytes
+takes ``latency_s + n / bytes_per_s``. Inside a host every rank has a link of its own. Between hosts the link is the
+*host's*, all its network cards together: messages that leave a host in the same round share it. A round lasts as long
+as its slowest message. Invariant: figures follow from the rounds of ``facts.rounds`` alone, so formulas and counts
+cannot disagree.
 
 For p ranks on one host, of an all-reduce of n bytes, with a = latency, b = 1 / rate, p' the largest power of two in p,
 d = floor(log2 p), the depth of the tree:
@@ -28,7 +29,7 @@ from closeranks.facts.rounds import Algorithm, Operation, Round, Topology, level
 _MOST_CHUNKS = 1024
 _KIB, _MIB = 1 << 10, 1 << 20
 BUCKET_SIZES = tuple(256 * _KIB << doublings for doublings in range(9))
-"""What a search for a bucket's size tries: 256 KiB to 64 MiB."""
+"""The bucket sizes that a search tries: 256 KiB to 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Ranks and what connects them."""
+    """The ranks and the links between them."""
 
     topology: Topology
     inside: Link
-    """From a rank to another one of its host."""
+    """The link from a rank to another one of its host."""
     across: Link | None = None
-    """What a host sends to others, all its ranks together; needed where there are several hosts."""
+    """The link of a host to others, for all its ranks together; needed where there are several hosts."""
     add_bytes_per_s: float = math.inf
-    """How fast a rank adds up what arrives."""
+    """How fast a rank sums what it receives."""
 
     def __post_init__(self) -> None:
         if self.topology.hosts > 1 and self.across is None:
@@ -58,7 +59,7 @@ class Network:
 
     @classmethod
     def flat(cls, num_ranks: int, link: Link) -> Network:
-        """All ranks alike."""
+        """One level: every rank on a link of the same kind."""
         return cls(Topology(1, num_ranks), link)
 
     @property
@@ -68,22 +69,22 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one collective. Where ranks or hosts differ, the figure of the busiest."""
+    """The cost of one collective. Where ranks or hosts differ, the figure of the busiest."""
 
     seconds: float = 0.0
     num_rounds: int = 0
     messages: int = 0
-    """That one rank sends."""
+    """Messages that one rank sends."""
     sent_bytes: float = 0.0
-    """By one rank."""
+    """Bytes that one rank sends."""
     across_bytes: float = 0.0
-    """That leave one host."""
+    """Bytes that leave one host."""
 
 
 def cost(
     algorithm: Algorithm, num_bytes: float, network: Network, operation: Operation = "all-reduce", *, chunks: int = 0
 ) -> Cost:
-    """``chunks`` is a tree's pipelining; 0 takes the best number."""
+    """``chunks`` is the number of chunks in which a tree is pipelined; 0 takes the best number."""
     chunks = chunks or best_chunks(num_bytes, network)
     found = rounds(algorithm, operation, num_bytes, network.topology, chunks=chunks)
     messages: Counter[int] = Counter()
@@ -106,7 +107,7 @@ def cost(
 
 
 def round_s(one: Round, network: Network) -> float:
-    """As long as its slowest message, and what leaves or enters a host shares the host's link."""
+    """The time of its slowest message, where messages that leave or enter a host share the host's link."""
     topology = network.topology
     inside, leaving, entering = 0.0, dict[int, float](), dict[int, float]()
     for source, target, size in one.sends:
@@ -125,13 +126,13 @@ def round_s(one: Round, network: Network) -> float:
 def across_bytes(
     algorithm: Algorithm, num_bytes: float, topology: Topology, operation: Operation = "all-reduce"
 ) -> float:
-    """What leaves the busiest host."""
+    """Bytes that leave the busiest host."""
     any_link = Link(0.0, 1.0)
     return cost(algorithm, num_bytes, Network(topology, any_link, any_link), operation, chunks=1).across_bytes
 
 
 def best_chunks(num_bytes: float, network: Network) -> int:
-    """The k at which 4 (d + k - 1) (a + n/k b) is least: the root of (d - 1) n b / a."""
+    """The k that minimizes 4 (d + k - 1) (a + n/k b): the square root of (d - 1) n b / a."""
     depth, link = level_of(max(network.topology.num_ranks - 1, 0)), network.slowest
     if depth < 2 or num_bytes <= 0:
         return 1
@@ -141,7 +142,7 @@ def best_chunks(num_bytes: float, network: Network) -> int:
     return min(max(round(ideal), 1), _MOST_CHUNKS)
 
 
-# --- which one
+# --- which algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,8 @@ class Choice:
 
 
 def candidates(topology: Topology, operation: Operation = "all-reduce") -> tuple[Algorithm, ...]:
-    """The simplest first. One host, or one rank on each, has no hierarchy; a tree does nothing but all-reduce."""
+    """The applicable algorithms, the simplest first. With one host, or one rank on each, there is no hierarchical one;
+    a tree supports all-reduce only."""
     found: list[Algorithm] = ["ring", "halving-doubling"]
     if topology.hosts > 1 and topology.per_host > 1:
         found.insert(1, "hierarchical")
@@ -165,7 +167,7 @@ def candidates(topology: Topology, operation: Operation = "all-reduce") -> tuple
 def cheapest(
     num_bytes: float, network: Network, operation: Operation = "all-reduce", among: Sequence[Algorithm] = ()
 ) -> Choice:
-    """The fastest of ``among`` (all that make sense here where it is empty); of equals, the first."""
+    """The fastest of ``among`` (if empty, of all applicable ones); on a tie, the first."""
     names = among or candidates(network.topology, operation)
     costs = {name: cost(name, num_bytes, network, operation) for name in names}
     best = min(costs, key=lambda name: costs[name].seconds)
@@ -179,7 +181,7 @@ def cheapest(
 
 
 def _why(best: Cost, rival: Algorithm, other: Cost, num_bytes: float, latency_saved_s: float) -> str:
-    """By what it is cheaper than the rival: fewer rounds where most of what is saved is latency, else fewer bytes."""
+    """Why it is faster than the rival: fewer rounds where most of the saved time is latency, else fewer bytes."""
     seconds = f"about {_span(best.seconds)} instead of {_span(other.seconds)}"
     if best.num_rounds < other.num_rounds and 2 * latency_saved_s > other.seconds - best.seconds:
         return f"{best.num_rounds} rounds instead of {other.num_rounds}, {seconds}"
@@ -202,16 +204,16 @@ def _span(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
-# --- in which portions
+# --- bucket size
 
 
 def exposed_s(bucket_bytes: float, total_bytes: float, backward_s: float, network: Network) -> float:
-    """How long gradients are still under way when backward is over, in buckets of this size, by ring.
+    """Exposed communication time: how long the reduction lasts beyond backward, in buckets of this size, by ring.
 
-    Gradients come evenly over backward; a bucket leaves when it is full and the one before has arrived. With k buckets
-    and t seconds for each, the last has arrived after the largest of r_i + t_i + ... + t_k, r_i being when bucket i is
-    full. As r_i grows evenly and all but the last bucket are alike, that is so for the first, the last but one or the
-    last i. Without backward to hide behind nothing overlaps, and a bucket costs its latency.
+    Gradients become ready evenly over backward; a bucket starts when it is full and the one before is done. With k
+    buckets that take t_i seconds each, the last is done after the maximum of r_i + t_i + ... + t_k, where r_i is the
+    time at which bucket i is full. As r_i grows evenly and all but the last bucket are equal, the maximum is at the
+    first, the last but one or the last i. Without a backward nothing overlaps, and a bucket costs its latency.
     """
     if total_bytes <= 0 or network.topology.num_ranks < 2:
         return 0.0
@@ -226,8 +228,8 @@ def exposed_s(bucket_bytes: float, total_bytes: float, backward_s: float, networ
 
 
 def best_bucket(total_bytes: float, backward_s: float, network: Network, sizes: Sequence[int] = BUCKET_SIZES) -> int:
-    """The size, in bytes, that leaves the least to wait for after backward; of equals (to the nanosecond) the smallest.
+    """The size, in bytes, with the least exposed time after backward; on a tie (to the nanosecond) the smallest.
 
-    Small buckets leave little behind the last gradient, large ones pay the latency less often.
+    Small buckets leave little to reduce after the last gradient, large ones pay the latency less often.
     """
     return min(sorted(sizes), key=lambda size: round(exposed_s(size, total_bytes, backward_s, network), 9))

@@ -1,6 +1,6 @@
 """Small counters, several of them packed into one float64, that add up exactly when such vectors are summed.
 
-Invariant: as long as no counter exceeds what was named as the most, sums in any order give the same bits.
+Invariant: as long as no counter exceeds ``most``, sums in any order give the same bits.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 _DIGITS = 52
-"""Whole numbers of so many bits are exact in float64."""
+"""Integers of this many bits are exact in float64."""
 
 
 class Counters:
-    """One small counter for each name, several in one float64; sums of such vectors are counted right."""
+    """One small counter for each name, several in one float64; sums of such vectors give the sums of the counters."""
 
     def __init__(self, names: Sequence[str], most: int) -> None:
-        """``most``: what a counter can come to."""
+        """``most``: the largest value that a counter can reach."""
         width = most.bit_length()
         self.base = 2.0**width
         self.places = {name: divmod(number, _DIGITS // width) for number, name in enumerate(names)}
         self.size = num_values(len(names), most)
 
     def ones(self, names: Iterable[str]) -> list[float]:
-        """The vector in which these count one."""
+        """The vector in which the counters of these names are one."""
         values = [0.0] * self.size
         for name in names:
             index, digit = self.places[name]
@@ -30,12 +30,12 @@ class Counters:
         return values
 
     def zero_in(self, values: Sequence[float], names: Iterable[str]) -> set[str]:
-        """Those of the names that count nothing."""
+        """Those of the names whose counters are zero."""
         whole = [int(value) for value in values]
         base = int(self.base)
         return {name for name in names if not whole[self.places[name][0]] // base ** self.places[name][1] % base}
 
 
 def num_values(num_counters: int, most: int) -> int:
-    """How many float64 so many counters take."""
+    """The number of float64 values that ``num_counters`` counters take."""
     return -(-num_counters // (_DIGITS // most.bit_length()))

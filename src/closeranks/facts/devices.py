@@ -1,7 +1,7 @@
-"""How fast is a device according to its vendor?
+"""Peak FLOP/s of devices, from the vendors' datasheets.
 
 Dense peaks (no structured sparsity) in TFLOP/s, matrix units where the precision has them, 32-bit accumulation.
-Invariant: a device or precision that is not in the table is answered with None, never with a guess.
+Invariant: a device or precision that is not in the table gives None, never a guess.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """One datasheet column; None where the datasheet is silent or the hardware cannot."""
+    """One datasheet column; None where the datasheet has no figure or the hardware does not support the precision."""
 
     float64: float | None
     float32: float | None
@@ -23,7 +23,7 @@ class Peaks:
     fp16: float | None
 
 
-# The first pattern that matches the driver's name for the device wins, so the variants of a chip stand before the chip.
+# The first pattern that matches the driver's name for the device wins, so the variants of a chip come before the chip.
 _DATASHEETS: tuple[tuple[str, Peaks], ...] = (
     (r"GB200", Peaks(40, 80, 1250, 2500, 2500)),
     (r"B200", Peaks(37, 75, 1125, 2250, 2250)),

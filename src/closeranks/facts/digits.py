@@ -1,4 +1,4 @@
-"""What follows from the shape of the small convnet for 8x8 digits?
+"""Parameter shapes and FLOPs of the small convnet for 8x8 digits.
 
 Invariant: ``parameter_shapes`` names exactly the parameters that ``models.digits`` builds.
 """
@@ -20,7 +20,7 @@ class DigitsShape:
 
     @property
     def flat_dim(self) -> int:
-        """What the hidden layer sees: the wider channels over the halved image."""
+        """Inputs of the hidden layer: the wider channels over the halved image."""
         return 2 * self.channels * (self.image_size // 2) ** 2
 
 

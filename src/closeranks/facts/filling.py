@@ -1,8 +1,8 @@
-"""When does a rank compute the weight gradients that nobody waits for?
+"""Inserts the deferred weight gradients into a zero-bubble schedule.
 
-Whenever it would otherwise wait, and when it must free memory before the next forward. Invariant: the order of the
-actions that were given is kept, every stage's weight gradients come in the order of its input gradients, and no rank
-holds more micro-batches than the fullest would if none were put off.
+A rank computes them whenever it would otherwise wait, and when it must free memory before the next forward. Invariant:
+the order of the given actions is kept, every stage's weight gradients come in the order of its input gradients, and no
+rank holds more micro-batches than the fullest rank would if none were deferred.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from closeranks.facts.actions import Action, gives, needs
 
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""The time of each kind in an even pipeline, in forwards."""
+"""The time of each kind of action in a balanced pipeline, in units of a forward."""
 
 Ends = dict[Action, int]
 
 
 def fill_weights(orders: Iterable[Sequence[Action]], num_stages: int) -> tuple[tuple[Action, ...], ...]:
-    """Each order with a ``W`` for each of its ``I``; one without any ``I`` comes back as it is.
+    """Each order with a ``W`` for each of its ``I``; one without any ``I`` is returned unchanged.
 
-    Orders that block each other come back with the rest of them as it was: to say so is the proof's business.
+    Where orders deadlock, the rest of them is returned unchanged: reporting that is the validation's task.
     """
     given = [tuple(order) for order in orders]
     room = max(peak(order, released_by="BI") for order in given)
@@ -40,7 +40,7 @@ def fill_weights(orders: Iterable[Sequence[Action]], num_stages: int) -> tuple[t
 
 
 def peak(order: Iterable[Action], released_by: str = "BW") -> int:
-    """The most micro-batches of its stages that a rank holds at once: from their forward until they are released."""
+    """The peak number of micro-batches that a rank holds in all its stages, each from its forward until its release."""
     held = most = 0
     for action in order:
         held += (action.kind == "F") - (action.kind in released_by)
@@ -50,7 +50,7 @@ def peak(order: Iterable[Action], released_by: str = "BW") -> int:
 
 @dataclass(slots=True)
 class _Worker:
-    """A rank in an even pipeline whose messages take no time."""
+    """A rank in a balanced pipeline whose messages take no time."""
 
     order: deque[Action]
     room: int
@@ -60,7 +60,7 @@ class _Worker:
     done: list[Action] = field(default_factory=list)
 
     def act(self, now: int, ends: Ends, num_stages: int) -> None:
-        """Start the next action if it can start, else a weight gradient if one was put off, else nothing."""
+        """Start the next action if it can start, else a deferred weight gradient if there is one, else nothing."""
         if self.order and self._may(self.order[0], now, ends, num_stages):
             action = self.order.popleft()
         elif self.put_off:
@@ -75,7 +75,7 @@ class _Worker:
         ends.update(dict.fromkeys(gives(action), self.free_at))
 
     def _may(self, action: Action, now: int, ends: Ends, num_stages: int) -> bool:
-        """A whole backward also waits for its stage's earlier weights, so that they are summed in order."""
+        """A whole backward also waits for its stage's earlier weight gradients, so that they are summed in order."""
         has_room = action.kind != "F" or self.held < self.room
         is_in_turn = action.kind != "B" or all(weight.stage != action.stage for weight in self.put_off)
         return has_room and is_in_turn and all(ends.get(need, now + 1) <= now for need in needs(action, num_stages))

@@ -1,9 +1,9 @@
-"""How does the danger of losing a preemptible machine change with its age?
+"""The hazard rate of preemptible machines by age, and save intervals that follow it.
 
-Machines that live at most a day are lost in a bathtub (arXiv 1911.05160): often in their first hours, rarely in the
-middle, surely at the end. The share lost by age t has the form A (1 - e^(-t/early) + e^((t-life)/late)). Invariant:
-``danger`` has mean 1 over a life, so that it bends a job's failure rate without changing how often it fails; the
-constants are an assumption about shape, not a measurement of anybody's machines.
+Machines that live at most a day have a bathtub-shaped hazard (arXiv 1911.05160): preemptions are frequent in the first
+hours, rare in the middle and certain at the end. The share lost by age t has the form
+A (1 - e^(-t/early) + e^((t-life)/late)). Invariant: ``danger`` has mean 1 over a lifetime, so that it changes when a
+job fails but not how often; the constants are an assumption about the shape, not measurements of real machines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_SAMPLES = 480
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """A stretch of a machine's life, its danger against the mean, and the period that fits it."""
+    """An interval of a machine's age, its hazard relative to the mean, and the best save period in it."""
 
     first_s: float
     last_s: float
@@ -40,14 +40,14 @@ def lost_by(age_s: float) -> float:
 
 
 def danger(first_s: float, last_s: float) -> float:
-    """Between two ages, against the mean over a whole life."""
+    """The hazard between two ages, relative to the mean over a whole lifetime."""
     dead = -math.log(1 - lost_by(last_s)) + math.log(1 - lost_by(first_s))
     mean = -math.log(1 - lost_by(LIFE_S)) / LIFE_S
     return dead / (last_s - first_s) / mean
 
 
 def ages_of(mtbf_s: float, cost_s: float, floor_s: float) -> tuple[Age, ...]:
-    """Save as the danger of the hour asks: for a job whose machines all began together."""
+    """Save periods that follow the hazard, for a job whose machines all started together."""
     found = []
     for first, last in pairwise(_EDGES_S):
         how = danger(first, last)
@@ -56,15 +56,15 @@ def ages_of(mtbf_s: float, cost_s: float, floor_s: float) -> tuple[Age, ...]:
 
 
 def dangers() -> tuple[list[float], list[float]]:
-    """Ages in a row over a whole life, and the danger from each to the next."""
+    """Consecutive ages over a whole lifetime, and the hazard from each to the next."""
     edges = [LIFE_S * place / _NUM_SAMPLES for place in range(_NUM_SAMPLES + 1)]
     return edges[:-1], [danger(first, last) for first, last in pairwise(edges)]
 
 
 def gain() -> float:
-    """Share of the saving-and-redoing overhead that following the danger spares, against one period throughout.
+    """Share of the overhead (saves and lost work) that following the hazard saves, compared with one fixed period.
 
-    Overheads go with the square root of the rate, so it is 1 - mean(sqrt(danger)) / sqrt(mean(danger)).
+    The overhead grows with the square root of the rate, so it is 1 - mean(sqrt(danger)) / sqrt(mean(danger)).
     """
     roots = [math.sqrt(how) for how in dangers()[1]]
     return 1 - sum(roots) / len(roots)

@@ -1,4 +1,4 @@
-"""Which way is a model spread over ranks, and may it be?
+"""Layouts: how a model is distributed over ranks, and whether the model and the batch allow it.
 
 A layout is a value (``data=2 tensor=2``); whether a model and a batch allow it is a pure function of both. Invariant:
 ``Layout.parse(str(layout)) == layout``, and ``legal_problems`` names every obstacle at once, each with its fix.
@@ -27,14 +27,14 @@ SCHEDULES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The table ``[layout]`` of a job: the size of every axis, and what of the state is split over the data ranks."""
+    """The table ``[layout]`` of a job: the size of every axis, and which state is sharded over the data ranks."""
 
     data: int = 1
-    """Ways the batch is split."""
+    """Number of ranks that split the batch."""
     zero: int = 0
-    """What the data ranks split of the model's state: 1 optimizer, 2 gradients too, 3 weights too."""
+    """What the data ranks shard of the model's state: 1 optimizer, 2 gradients too, 3 weights too."""
     shard: int = 0
-    """Over how many data ranks the state is split; 0: all of them."""
+    """Number of data ranks over which the state is sharded; 0: all of them."""
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
@@ -67,7 +67,7 @@ class Layout:
                 values[key] = value if key == "schedule" else int(value)
         if problems:
             raise ConfigError(problems)
-        return replace(cls(), **values)  # type: ignore[arg-type]  # keys and kinds were checked word by word
+        return replace(cls(), **values)  # type: ignore[arg-type]  # keys and types were checked word by word
 
 
 def _word_problem(word: str, key: str, value: str, seen: dict[str, int | str]) -> Problem | None:
@@ -83,7 +83,8 @@ def _word_problem(word: str, key: str, value: str, seen: dict[str, int | str]) -
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What a layout must divide. A zero means the model has no such structure: the axis that splits it stays 1."""
+    """Numbers that a layout must divide. A zero means the model has no such structure: the axis that splits it must
+    stay 1."""
 
     global_batch: int
     micro_batch: int
@@ -94,8 +95,8 @@ class Demands:
     ffn_dim: int = 0
     seq_len: int = 0
     has_tensor_rules: bool = False
-    """Whether the model brings a table of its own that says how it splits: what must divide is then known when it is
-    built, not here."""
+    """Whether the model brings its own table of sharding rules: divisibility is then checked when it is built, not
+    here."""
 
     @property
     def num_micro(self) -> int:
@@ -119,7 +120,7 @@ def legal_problems(layout: Layout, demands: Demands) -> tuple[Problem, ...]:
 
 
 def _range_problems(layout: Layout) -> Iterator[Problem]:
-    """Values that mean nothing at all; divisibility is only asked of the others."""
+    """Values that are out of range; divisibility is checked for the others only."""
     for axis in ("data", "tensor", "pipeline", "context", "expert"):
         if getattr(layout, axis) < 1:
             yield Problem(f"layout.{axis}", f"it is {getattr(layout, axis)}", "An axis has at least 1 rank.")
@@ -171,7 +172,7 @@ def _tensor_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
             "Use tensor=1; a model of your own says it in model.tensor.",
         )
         return
-    # Between the blocks each tensor rank holds its share of the positions: norms and residuals are split too.
+    # Sequence parallel: between the blocks each tensor rank holds a shard of the positions.
     split["positions of a sample"] = demands.seq_len
     uneven = [f"{count} {noun}" for noun, count in split.items() if count % layout.tensor]
     if uneven:

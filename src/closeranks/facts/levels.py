@@ -1,9 +1,9 @@
-"""Should a job save to a nearer place beside the one that survives every failure, and how often to each?
+"""Multilevel checkpointing: whether to save to nearer storage as well, and how often to each level.
 
-Failures are of kinds: most leave the local disk, some take it with them. Each level catches its kind; saves to the last
-level are every nth of the one before it (Benoit et al., IEEE TC 2017: the overheads add up, each with its own best
-period, nested by rounding). Invariant: the last level is always kept, for it alone survives every failure; a level that
-is left out leaves its failures to it.
+There are kinds of failures: most leave the local disk intact, some lose it. Each level covers one kind; every n-th save
+of a level also goes to the next one (Benoit et al., IEEE TC 2017: the overheads add up, each with its own best period,
+nested by rounding). Invariant: the last level is always used, since it alone survives every failure; it also covers the
+failures of a level that is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from closeranks.facts.intervals import Level, best_period_s, daly, efficiency
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A level in use: every ``every``-th save goes there."""
+    """A level in use: every ``every``-th save goes to it."""
 
     level: Level
     every: int
@@ -32,19 +32,19 @@ class Nesting:
 
     @property
     def period_s(self) -> float:
-        """Work between two saves of any level."""
+        """Work between two saves, of whatever level."""
         return self.placed[0].period_s
 
     @property
     def waste(self) -> float:
-        """The levels' exact shares multiplied: the sum of their overheads, kept below one."""
+        """One minus the product of the levels' exact shares: about the sum of their overheads, but always below one."""
         return 1 - math.prod(efficiency(place.period_s, place.level) for place in self.placed)
 
 
 def nest(levels: Sequence[Level], copy_s: float = 0.0) -> Nesting:
-    """The nesting that loses least in one level or two: of two, both or the last alone.
+    """The schedule that loses least with one level or two: of two, both or the last alone.
 
-    ``copy_s`` is what any save costs, wherever it goes; a level's own stall comes on top.
+    ``copy_s`` is the cost of any save, wherever it goes; a level's own stall comes on top.
     """
     *nearer, last = levels
     alone = _nested([_catching(levels, last.stall_s + copy_s)], (1,))
@@ -52,7 +52,7 @@ def nest(levels: Sequence[Level], copy_s: float = 0.0) -> Nesting:
         return alone
     both = _both(levels, copy_s)
     ratio = max(1.0, best_period_s(both[1]) / best_period_s(both[0]))
-    ratio = ratio if math.isfinite(ratio) else 1.0  # one that never saves of its own accord is the other's equal
+    ratio = ratio if math.isfinite(ratio) else 1.0  # a level without failures of its own is saved as often as the other
     found = [_nested(both, (1, every)) for every in range(math.floor(ratio), math.ceil(ratio) + 1)]
     dropping = replace(alone, dropped=tuple(level.name for level in nearer))
     return min(*found, dropping, key=lambda nesting: nesting.waste)
@@ -65,20 +65,20 @@ def waste_at(levels: Sequence[Level], period_s: float, copy_s: float = 0.0) -> f
 
 
 def _both(levels: Sequence[Level], copy_s: float) -> list[Level]:
-    """Each with its own failures; every save is one of the first."""
+    """Each level with its own failures; every save goes to the first."""
     first, last = levels
     return [_catching([first], first.stall_s + copy_s), _catching([last], last.stall_s)]
 
 
 def _catching(levels: Sequence[Level], stall_s: float) -> Level:
-    """The last of the levels, with the failures of all."""
+    """The last level, which covers the failures of all."""
     rate = sum(level.rate for level in levels)
     return replace(levels[-1], mtbf_s=1 / rate if rate else math.inf, stall_s=stall_s)
 
 
 def _nested(kept: Sequence[Level], counts: Sequence[int]) -> Nesting:
-    """At the best base period for given multiples: the levels act as one, with their costs shared out and their
-    failures weighed by how far each throws back."""
+    """The schedule at the best base period for given multiples: the levels act as one, with their costs divided by the
+    multiples and their failures weighted by how much work each loses."""
     pairs = list(zip(kept, counts, strict=True))
     cost_s = sum(level.stall_s / count for level, count in pairs)
     rate = sum(level.rate * count for level, count in pairs)

@@ -1,4 +1,4 @@
-"""What follows from the shape of a Llama: its parameters, how they split, its FLOPs and its rotary frequencies?
+"""What follows from the shape of a Llama: parameters, how they are sharded, FLOPs and rotary frequencies.
 
 Invariant: ``parameter_shapes`` names exactly the parameters that ``models.llama`` builds, in Hugging Face's names, and
 the published presets have the published number of parameters.
@@ -15,7 +15,7 @@ from closeranks.facts.anatomy import Anatomy, Rule, anatomy
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """Everything that fixes a Llama but its weights."""
+    """Everything that defines a Llama except its weights."""
 
     dim: int
     num_layers: int
@@ -25,7 +25,7 @@ class LlamaShape:
     vocab_size: int
     rope_theta: float = 500_000.0
     rope_factor: float = 1.0
-    """How far the trained context was stretched; 1: not at all, and the three fields below are not used."""
+    """The factor by which the trained context was extended; 1: not at all, and the three fields below are not used."""
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_len: int = 8192
@@ -39,7 +39,7 @@ class LlamaShape:
 
 
 PRESETS: dict[str, LlamaShape] = {
-    # Divides by every layout of up to eight ranks.
+    # Divisible by every layout of up to eight ranks.
     "tiny": LlamaShape(dim=128, num_layers=8, num_heads=16, num_kv_heads=8, ffn_dim=256, vocab_size=256),
     # Reads bytes; learns to write Python-looking text on two CPU cores in half a minute.
     "small": LlamaShape(
@@ -118,8 +118,9 @@ SHARDING: tuple[Rule, ...] = (
     ("*norm.weight", None, True),
     ("lm_head.weight", 0, False),
 )
-"""Along the tensor axis: columns of what reads the residual stream, rows of what writes it; norms work on a share of
-the sequence. Pattern as in fnmatch, split dim, whether a replicated one sees a share of the sequence."""
+"""Along the tensor axis: column-parallel where a module reads the residual stream, row-parallel where it writes it;
+norms work on a shard of the sequence. Pattern as in fnmatch, sharded dim, whether a replicated parameter works on a
+shard of the sequence."""
 
 
 def block_names(shape: LlamaShape) -> tuple[str, ...]:
@@ -127,13 +128,13 @@ def block_names(shape: LlamaShape) -> tuple[str, ...]:
 
 
 def unit_names(shape: LlamaShape) -> tuple[str, ...]:
-    """Modules in the order they run: what pipeline stages are cut from."""
+    """Modules in execution order, from which pipeline stages are formed."""
     return ("model.embed_tokens", *block_names(shape), "model.norm", "lm_head")
 
 
 def unit_costs(shape: LlamaShape, seq_len: int) -> tuple[float, ...]:
-    """Forward and backward of each unit for one token, as ``flops_per_token`` counts them; lookup and norm, which are
-    bound by memory, as the few operations they are."""
+    """FLOPs of forward and backward of each unit for one token, as ``flops_per_token`` counts them. Lookup and norm are
+    memory-bound and count with their few operations."""
     matrices = sum(prod(dims) for dims in block_shapes(shape).values() if len(dims) == 2)
     block = float(6 * matrices + 12 * shape.dim * seq_len)
     ends = (float(shape.dim), float(6 * shape.dim), float(6 * shape.vocab_size * shape.dim))
@@ -161,7 +162,7 @@ def num_params(shape: LlamaShape) -> int:
 
 
 def num_matmul_params(shape: LlamaShape) -> int:
-    """Weights every token is multiplied with: matrices of the blocks and the output projection, not the lookup."""
+    """Weights that multiply every token: matrices of the blocks and the output projection, not the lookup."""
     matrices = sum(prod(dims) for dims in block_shapes(shape).values() if len(dims) == 2)
     return shape.num_layers * matrices + shape.vocab_size * shape.dim
 
@@ -170,18 +171,18 @@ def flops_per_token(shape: LlamaShape, seq_len: int) -> float:
     """Model FLOPs of forward and backward for one token.
 
     Six for each matmul weight (two forward, four backward), and for attention's two products over the sequence
-    12 * layers * heads * head size * seq_len: every query meets every key, the convention torchtitan, nanotron and
-    llm-foundry report MFU in. Recompute is never counted.
+    12 * layers * heads * head size * seq_len: every query with every key (no causal discount), the convention in which
+    torchtitan, nanotron and llm-foundry report MFU. Recompute is never counted.
     """
     attention = 12 * shape.num_layers * shape.num_heads * shape.head_dim * seq_len
     return float(6 * num_matmul_params(shape) + attention)
 
 
 def rope_frequencies(shape: LlamaShape) -> tuple[float, ...]:
-    """Radians per position for each pair of a head's dims, stretched the way Llama 3.1 was.
+    """Radians per position for each pair of a head's dims, with Llama 3.1's context extension.
 
-    Fast pairs (wavelength under original_len / high) keep their speed, slow ones (over original_len / low) turn
-    ``rope_factor`` times slower, and those between are blended linearly in turns per original context.
+    High frequencies (wavelength under original_len / high) are kept, low ones (over original_len / low) are divided by
+    ``rope_factor``, and those between are blended linearly in turns per original context.
     """
     plain = [shape.rope_theta ** (-2 * pair / shape.head_dim) for pair in range(shape.head_dim // 2)]
     if shape.rope_factor == 1.0:

@@ -1,7 +1,7 @@
-"""How many bytes does an element take, of what a rank holds, and how many such tensors does an optimizer remember?
+"""Bytes per element of what a rank holds, and the number of state tensors that an optimizer keeps per parameter.
 
 Weights, gradients and optimizer state are float32 under bf16 and fp16 too (autocast casts copies on the fly), so only
-float64 changes the width. ``facts.spread`` and ``facts.activations`` count what a rank holds with it.
+float64 changes their size. ``facts.spread`` and ``facts.activations`` compute the memory of a rank from it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ OptimizerName = Literal["adamw", "sgd", "lars", "lamb"]
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes of one element, by what it is."""
+    """Bytes of one element, by kind of tensor."""
 
     state: int
     """Weights, gradients and optimizer state; also what norms and the loss compute in."""
     compute: int
     """Operands and results of matrix products and attention."""
     stream: int
-    """Hidden states between the blocks: half only in bf16, since fp16 has too short a range."""
+    """Hidden states between the blocks: half precision only in bf16, since the range of fp16 is too small."""
     wire: int
-    """Weights of blocks on their way to a rank that gathers them; half only in bf16 as well."""
+    """Weights of blocks while they are all-gathered; half precision only in bf16 as well."""
 
     @property
     def is_half(self) -> bool:
@@ -49,11 +49,11 @@ class Part:
 
 
 COPIES_IN_TURN = 2
-"""Copies of a state in host memory, written in turn: whoever is killed while writing one leaves the other whole."""
+"""Snapshots of a state in host memory, written in turn: a worker killed while writing one leaves the other valid."""
 
 
 def copies_bytes(own: int, of_peer: int = 0) -> int:
-    """Host memory for one rank's copies of the state that it holds itself, and of that which it keeps for a peer."""
+    """Host memory for one rank's snapshots of its own state, and of the state that it keeps for a peer."""
     return COPIES_IN_TURN * (own + of_peer)
 
 

@@ -1,11 +1,12 @@
-"""Where does each rank stand in a layout, and with whom does it share an axis?
+"""The mesh of a layout: each rank's coordinate, and the groups of ranks along each axis.
 
-Ranks are counted with the tensor axis fastest (its collectives are the most frequent, so they stay within a host), then
-the shard axis, then the replica axis, then the pipeline axis slowest. Invariant: ``place`` and ``rank_of`` are inverse,
-and the groups of each axis part all ranks.
+Ranks are numbered with the tensor axis fastest (its collectives are the most frequent, so they stay within a host),
+then the shard axis, then the replica axis, then the pipeline axis slowest. Invariant: ``place`` and ``rank_of`` are
+inverse, and the groups of each axis partition all ranks.
 
-Replicas may train apart (``sync.local``): then the replica axis is cut into ``num_homes`` stretches of equal length. A
-home is all ranks of one stretch, on every other axis: what there is of the model and its state, once or more.
+With local SGD (``sync.local``) the replica axis is divided into ``num_homes`` intervals of equal length. A replica
+group consists of all ranks of one interval, with every coordinate on the other axes: it holds the whole model and its
+state, once or more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from closeranks.facts.layout import Layout, divisors
 
 AXES = ("pipeline", "replica", "shard", "tensor")
-"""Slowest first. ``data`` is replica and shard together."""
+"""Slowest first. The ``data`` axis is replica and shard together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Mesh:
 
     layout: Layout
     num_homes: int = 1
-    """How many replicas train apart; must divide the replica axis."""
+    """Number of replica groups (local SGD); must divide the replica axis."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -61,7 +62,7 @@ class Mesh:
         return self.parted(lambda place: tuple(getattr(place, axis) for axis in AXES if axis not in axes))
 
     def parted(self, key: Callable[[Place], Hashable]) -> tuple[tuple[int, ...], ...]:
-        """All ranks, those with the same key together, in order of their first rank."""
+        """All ranks, grouped by key, in order of their first rank."""
         found: dict[Hashable, list[int]] = {}
         for rank in range(self.layout.num_ranks):
             found.setdefault(key(self.place(rank)), []).append(rank)
@@ -69,11 +70,11 @@ class Mesh:
 
     @property
     def home_replicas(self) -> int:
-        """Replicas of one home, which train together."""
+        """Replicas in one replica group, which sum gradients in every step."""
         return self.sizes[1] // self.num_homes
 
     def home(self, place: Place) -> int:
-        """Which of those that train apart a rank belongs to."""
+        """The index of the replica group that a rank belongs to."""
         return place.replica // self.home_replicas
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
@@ -82,7 +83,7 @@ class Mesh:
 
 
 def tensor_crossing(layout: Layout, hosts: Sequence[int]) -> str:
-    """A warning where ranks of one tensor group are on several hosts, else nothing. ``hosts``: each rank's."""
+    """A warning where a tensor group spans several hosts, else empty. ``hosts``: each rank's host."""
     groups = (hosts[first : first + layout.tensor] for first in range(0, len(hosts), layout.tensor))
     if all(len(set(group)) == 1 for group in groups):
         return ""

@@ -1,8 +1,8 @@
-"""Which legal layout is nearest to one that is not, for just as many ranks?
+"""Finds the legal layout nearest to an illegal one, for the same number of ranks.
 
-An error that only refuses leaves the person with arithmetic to do; this does it for them. Invariant: what is found is
-legal, has exactly the ranks that were asked for, and is a pure function of layout, demands and their number; a legal
-layout of so many ranks is its own nearest.
+An error that only refuses leaves the arithmetic to the user; this does it. Invariant: the result is legal, has exactly
+the requested number of ranks, and is a pure function of layout, demands and that number; a legal layout of that many
+ranks is its own nearest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PLAIN = "1f1b"
 
 
 def nearest_legal(layout: Layout, demands: Demands, num_ranks: int) -> Layout | None:
-    """The legal layout of ``num_ranks`` ranks that changes least; None where no layout of so many is legal."""
+    """The legal layout of ``num_ranks`` ranks that changes least; None where no layout of that many is legal."""
     return next(iter(nearest_first(layout, demands, num_ranks)), None)
 
 
@@ -24,26 +24,26 @@ def nearest_first(layout: Layout, demands: Demands, num_ranks: int) -> list[Layo
     """All legal layouts of ``num_ranks`` ranks with this ZeRO stage, those that change least first.
 
     Tensor and pipeline weigh most, by how often their size is doubled or halved; then the schedule, the ZeRO stage and
-    its shards; then the data axis. Context and expert are 1: this version trains the other axes.
+    its shards; then the data axis. Context and expert are 1: this version supports the other axes only.
     """
     found = [near for near in _candidates(layout, num_ranks) if not legal_problems(near, demands)]
     return sorted(found, key=lambda near: _distance(near, layout))
 
 
 def advise(layout: Layout, demands: Demands, num_ranks: int) -> str:
-    """The sentence that ends a refusal; none where an axis of size 0 leaves nothing to be near to."""
+    """The hint at the end of an error; empty where an axis of size 0 makes distances meaningless."""
     if num_ranks < 1:
         return ""
     near = nearest_legal(layout, demands, num_ranks)
     if near is None:
         return f"No layout of {counted(num_ranks, 'rank')} is legal for this model and batch."
-    # A layout's text leaves defaults out: a schedule that took the place of another must be said all the same.
+    # A layout's text omits defaults: a default schedule that replaced another one must be named all the same.
     is_changed = near.schedule != layout.schedule and near.schedule == _PLAIN
     return f"The nearest legal layout is {near}{f' schedule={_PLAIN}' if is_changed else ''}."
 
 
 def _candidates(layout: Layout, num_ranks: int) -> Iterator[Layout]:
-    """Every way to part so many ranks, with ZeRO and schedule as they were wherever that means something."""
+    """Every factorization of ``num_ranks`` into axes, with ZeRO and schedule unchanged wherever that is possible."""
     zero = min(max(layout.zero, 0), 3)
     schedules = [_PLAIN] if layout.schedule not in SCHEDULES else dict.fromkeys((layout.schedule, _PLAIN))
     for tensor in divisors(num_ranks):
@@ -64,7 +64,7 @@ def _distance(near: Layout, layout: Layout) -> tuple[float, ...]:
         near.shard != layout.shard,
         _ratio(_shards(near), _shards(layout)),
         _ratio(near.data, layout.data),
-        # Nothing but the order of candidates is left to tell them apart: the least split wins.
+        # A tie so far is broken by these: the least split wins.
         near.pipeline,
         near.tensor,
         near.shard,

@@ -1,7 +1,7 @@
-"""What follows from the shape of the two-tower model (user and item in, click and rating out)?
+"""Parameter shapes and FLOPs of the two-tower model (user and item in, click and rating out).
 
 Invariant: ``parameter_shapes`` names exactly the parameters that ``models.pairs`` builds. The widths of the two inputs
-stand here because the synthetic data and the model must agree on them without knowing each other.
+are defined here because the synthetic data and the model must agree on them without importing each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PairsShape:
-    """Widths of the inputs, of the hidden layer in each tower, and of the vectors the towers meet in."""
+    """Widths of the inputs, of the hidden layer in each tower, and of the towers' output vectors."""
 
     user_dim: int = 16
     item_dim: int = 16
@@ -20,7 +20,7 @@ class PairsShape:
 
     @property
     def joint_dim(self) -> int:
-        """Both vectors and their product: what the two heads look at."""
+        """The width of the two heads' input: both vectors and their product."""
         return 3 * self.vector_dim
 
 

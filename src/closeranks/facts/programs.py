@@ -1,7 +1,7 @@
-"""What does each pipeline rank do, one instruction after the other, so that no order of sends can lock it up?
+"""Lowers a pipeline schedule to a program: the instructions of each rank, with sends and receives, free of deadlocks.
 
 A program is a schedule with its messages written out. Invariant: there is one order of all instructions of all ranks in
-which every send stands beside its receive, so that a program runs to its end even on a transport where both block.
+which every send is next to its receive, so that a program completes even on a transport where both block.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ _DIRECTIONS = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One thing a rank does. ``1RECV_F0``: stage 1 receives what it reads in the forward of micro-batch 0."""
+    """One operation of a rank. ``1RECV_F0``: stage 1 receives the input of its forward of micro-batch 0."""
 
     kind: InstructionKind
     stage: int
-    """Of the rank that runs it: SEND_F goes to the next stage, SEND_B to the previous one, receives come from there."""
+    """The stage that runs it: SEND_F sends to the next stage, SEND_B to the previous one; RECV_F receives from the
+    previous stage, RECV_B from the next one."""
     micro: int
     peer: int | None = None
-    """Of a send or a receive: the rank at the other end, counted along the pipeline axis."""
+    """For a send or a receive: the rank at the other end, on the pipeline axis."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro}"
@@ -56,19 +57,19 @@ class Program:
 
 @cache
 def program_for(schedule: str, num_ranks: int, num_micro: int) -> Program:
-    """The proven program of a schedule by name."""
+    """The validated program of a schedule by name."""
     program = lower(schedule_for(schedule, num_ranks, num_micro))
     validate(program)
     return program
 
 
 def lower(schedule: Schedule) -> Program:
-    """A schedule with its messages.
+    """Insert the messages into a schedule.
 
-    Everything is laid out in time and told in the order in which it ends; a message is written down, at both its ends,
-    right after the action whose result it carries. So a receive stands before the action that its rank is busy with at
-    that moment, and whoever posts receives without waiting has the message come in behind that action's back. Between
-    two stages on one rank there is no message: the executor hands over what it holds.
+    Actions are simulated in time and emitted in the order in which they end; a message is emitted, at both its ends,
+    right after the action whose result it carries. So a receive comes before the action that its rank is running at
+    that moment, and an executor that posts receives without waiting overlaps the message with that action. Between two
+    stages on one rank there is no message: the executor passes the tensor directly.
     """
     validate(schedule)
     home = {stage: rank for rank, stages in enumerate(schedule.placement) for stage in stages}
@@ -94,8 +95,8 @@ def _message(action: Action, target: int, rank: int, peer: int) -> tuple[Instruc
 
 
 def validate(plan: Schedule | Program) -> None:
-    """Prove that a schedule or program, made here or by hand, does everything once and cannot lock up; raises
-    UserError with the first thing wrong."""
+    """Check that a schedule or program, made here or by hand, does everything once and cannot deadlock; raises
+    UserError with the first problem."""
     problem = first_problem(plan)
     if problem is None and isinstance(plan, Program):
         problem = _wrong_peer(plan)

@@ -1,8 +1,9 @@
-"""Can this schedule or program run to its end, and does it do everything once?
+"""Validates a schedule or program: it runs to its end without deadlock, and does everything exactly once.
 
-The proof first counts, then runs the steps of all ranks in their order. In a program a send waits until its receive is
-reached and a receive until its send is, both in program order: the strictest way a transport can behave, so what passes
-here cannot lock up on a more lenient one. Invariant: nothing that would lock up, skip or repeat work passes.
+The validation first counts the steps, then simulates those of all ranks in their order. In a program a send waits until
+its receive is reached and a receive until its send is, both in program order: the strictest behaviour of a transport,
+so what passes here cannot deadlock on a more lenient one. Invariant: nothing that would deadlock, skip or repeat work
+passes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Plan(Protocol):
 
 
 def first_problem(plan: Plan) -> str | None:
-    """The first thing wrong, in one sentence; None where there is nothing."""
+    """The first problem, in one sentence; None where there is none."""
     misplaced = _misplaced(plan.placement)
     if misplaced is not None:
         return misplaced
@@ -56,7 +57,7 @@ def first_problem(plan: Plan) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A plan as plain words, and the rank of each stage."""
+    """A plan as plain text parts, and the rank of each stage."""
 
     rows: tuple[tuple[Word, ...], ...]
     stages: tuple[tuple[int, ...], ...]
@@ -65,7 +66,7 @@ class _Case:
     is_lowered: bool
 
     def sends(self, stage: int, other: int) -> bool:
-        """Whether what goes from one stage to the other is a message."""
+        """Whether data from one stage to the other is sent as a message."""
         return self.is_lowered and other in self.home and self.home[other] != self.home[stage]
 
 
@@ -77,7 +78,7 @@ def _misplaced(placement: Sequence[Sequence[int]]) -> str | None:
     return None
 
 
-# Counting: every rank has exactly the steps that its stages ask for.
+# Counting: every rank has exactly the steps that its stages require.
 
 
 def _miscounted(case: _Case) -> Iterator[str]:
@@ -93,7 +94,7 @@ def _miscounted(case: _Case) -> Iterator[str]:
 
 
 def _expected(case: _Case, rank: int, counted: Mapping[Word, int]) -> Iterator[Word]:
-    """A backward is expected whole, unless there is a part of one and no whole one."""
+    """A backward is expected whole, unless the plan has a half of it and no whole one."""
     for stage in case.stages[rank]:
         for micro in range(case.num_micro):
             is_split = any(Word(stage, kind, micro) in counted for kind in "IW")
@@ -114,11 +115,11 @@ def _why_foreign(case: _Case, rank: int, word: Word) -> str:
     return "there is nothing to send"
 
 
-# Running: every step is reached.
+# Simulation: every step is reached.
 
 
 def _blocked(case: _Case) -> str | None:
-    """Run until nothing moves; what stands in the way if steps are left."""
+    """Simulate until no rank can advance; the reason if steps are left."""
     run = _Run(case, [0] * len(case.rows), set())
     moves = True
     while moves:
@@ -134,7 +135,7 @@ def _blocked(case: _Case) -> str | None:
 class _Run:
     case: _Case
     at: list[int]
-    """How many steps each rank has done."""
+    """The number of steps that each rank has done."""
     done: set[Word]
 
     def head(self, rank: int) -> Word | None:
@@ -142,7 +143,7 @@ class _Run:
         return row[self.at[rank]] if self.at[rank] < len(row) else None
 
     def awaited(self, rank: int) -> Word | None:
-        """What the next step of a rank waits for: work not done yet, or a message's other end not reached yet."""
+        """What the next step of a rank waits for: unfinished work, or the other end of its message."""
         word = self.head(rank)
         if word is None:
             return None
@@ -158,7 +159,7 @@ class _Run:
         return next((need for need in _needs(self.case, word) if need not in self.done), None)
 
     def move(self, rank: int) -> None:
-        """Past the next step of a rank and, of a message, past both its ends."""
+        """Advance past the next step of a rank and, for a message, past both its ends."""
         word = self.case.rows[rank][self.at[rank]]
         other = _other_end(word)
         for end in (word,) if other is None else (word, other):
@@ -169,7 +170,7 @@ class _Run:
 
 
 def _needs(case: _Case, word: Word) -> Iterator[Word]:
-    """Everything is on the rank itself, but for what comes from another one in a schedule without messages."""
+    """All dependencies are on the rank itself, except those on other ranks in a schedule without messages."""
     stage, micro = word.stage, word.micro
     if word.kind in ("B", "I", "SEND_F"):
         yield Word(stage, "F", micro)
@@ -195,7 +196,7 @@ def _other_end(word: Word) -> Word | None:
 
 
 def _why_stuck(run: _Run) -> str:
-    """A step in front of what it needs on its own rank, or else ranks that wait for each other in a ring."""
+    """Describes the deadlock: a step before its own dependency on the same rank, or a cycle of waiting ranks."""
     waits = {rank: need for rank in range(len(run.at)) if (need := run.awaited(rank)) is not None}
     for rank, need in waits.items():
         if run.case.home[need.stage] == rank:

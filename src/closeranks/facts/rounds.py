@@ -1,22 +1,22 @@
-"""Who sends how much to whom, round by round, when ranks reduce or gather?
+"""The messages of collective algorithms, round by round.
 
-A round is a set of messages that travel at the same time; in every round a rank sends at most one message and receives
-at most one. Ranks are numbered host by host. Invariant: the rounds are a pure function of algorithm, operation, bytes
-and topology, and shares are exact fractions of the bytes: what a library rounds up to whole elements is not counted.
+A round is a set of messages sent at the same time; in every round a rank sends at most one message and receives at most
+one. Ranks are numbered host by host. Invariant: the rounds are a pure function of algorithm, operation, bytes and
+topology, and shares are exact fractions of the bytes: rounding up to whole elements is not counted.
 
 [Note: the algorithms] of n bytes over p ranks, p' the largest power of two in p, H hosts of g ranks:
 
-* ring: p - 1 rounds of n/p to the next rank sum a share on every rank, p - 1 more hand the sums round (Patarasuk and
-  Yuan 2009, who prove that no all-reduce sends less than its 2 (p-1)/p n bytes a rank).
-* halving-doubling: partners exchange halves, then halves of halves, in log2 p' rounds; the way back doubles them
+* ring: p - 1 rounds of n/p to the next rank sum one share on every rank, p - 1 more pass the sums around (Patarasuk and
+  Yuan 2009, who prove that no all-reduce sends less than its 2 (p-1)/p n bytes per rank).
+* halving-doubling: partners exchange halves, then halves of halves, in log2 p' rounds; the all-gather doubles them
   (Thakur, Rabenseifner and Gropp 2005, after Rabenseifner). For the all-reduce near partners come first, so that far
   ones exchange the small parts; for a reduce-scatter far ones do, so that each rank ends with the share of its number.
-  The remainder rule: of the first 2 (p - p') ranks every odd one hands its vector to its neighbour before, takes no
-  part, and is handed the outcome at the end.
+  The remainder rule: of the first 2 (p - p') ranks every odd one sends its vector to the rank before it, takes no part,
+  and receives the result at the end.
 * tree: a binary heap of ranks with 0 at its root, pipelined in k chunks: children send up, left ones before right ones,
-  each chunk as soon as it is summed, then all of it the other way down. k = 1 is the tree that is not pipelined.
-* hierarchical: a ring's reduce-scatter inside each host, a ring's all-reduce among equal places of all hosts, a ring's
-  all-gather inside each host.
+  each chunk as soon as it is summed, then the sums are sent down in the same way. k = 1 is the unpipelined tree.
+* hierarchical: a ring reduce-scatter inside each host, a ring all-reduce among ranks of equal local index on all hosts,
+  a ring all-gather inside each host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Algorithm = Literal["ring", "halving-doubling", "tree", "hierarchical"]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """So many hosts in a row, with as many ranks on each."""
+    """Hosts with equally many ranks on each."""
 
     hosts: int
     per_host: int
@@ -53,19 +53,19 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Messages that travel at the same time."""
+    """Messages that are sent at the same time."""
 
     sends: tuple[Send, ...]
     times: int = 1
-    """So many rounds in a row that are alike."""
+    """Number of consecutive rounds like this one."""
     reduces: bool = False
-    """Whether what arrives is added to what is there."""
+    """Whether received data is added to the rank's own."""
 
 
 def rounds(
     algorithm: Algorithm, operation: Operation, num_bytes: float, topology: Topology, *, chunks: int = 1
 ) -> tuple[Round, ...]:
-    """``num_bytes`` is the whole vector: what is reduced, or what a gather puts together. See the note above."""
+    """``num_bytes`` is the whole vector: the input of a reduction, or the output of a gather. See the note above."""
     make: dict[str, Callable[[], Iterator[Round]]] = {
         "ring": lambda: _ring(operation, num_bytes, [range(topology.num_ranks)]),
         "halving-doubling": lambda: _halving_doubling(operation, num_bytes, topology.num_ranks),
@@ -76,7 +76,7 @@ def rounds(
 
 
 def _ring(operation: Operation, num_bytes: float, rings: Sequence[Sequence[int]]) -> Iterator[Round]:
-    """Rings of equally many ranks, all at once, each with a vector of its own."""
+    """Rings of equally many ranks, all at the same time, each with a vector of its own."""
     size = len(rings[0])
     sends = tuple(Send(ring[at], ring[(at + 1) % size], num_bytes / size) for ring in rings for at in range(size))
     if operation != "all-gather":
@@ -97,7 +97,7 @@ def _hierarchical(operation: Operation, num_bytes: float, topology: Topology) ->
 
 
 class _Core:
-    """The ranks that halve and double, and those that stand aside: see the remainder rule."""
+    """The ranks that halve and double, and those that take no part: see the remainder rule."""
 
     def __init__(self, num_ranks: int) -> None:
         self.size = 1 << (num_ranks.bit_length() - 1)
@@ -114,7 +114,8 @@ class _Core:
         return tuple(Send(2 * core, 2 * core + 1, num_bytes) for core in range(self.num_aside))
 
     def shares(self, core: int, mask: int) -> int:
-        """How many ranks' shares lie in the aligned run of ``mask`` that ``core`` is in: who stands for two has two."""
+        """The number of ranks' shares in the aligned run of ``mask`` that contains ``core``: a rank that acts for two
+        has two."""
         first = core // mask * mask
         return mask + min(max(self.num_aside - first, 0), mask)
 
@@ -127,7 +128,7 @@ def _halving_doubling(operation: Operation, num_bytes: float, num_ranks: int) ->
         yield from (Round(sends, reduces=True) for sends in halves)
         yield from (Round(sends) for sends in reversed(halves))
         yield Round(core.come_back(num_bytes))
-    elif operation == "reduce-scatter":  # who stands aside keeps its own share, and adds the others' sum to it
+    elif operation == "reduce-scatter":  # a rank that takes no part keeps its own share, and adds the others' sum to it
         yield Round(core.leave(num_bytes - share), reduces=True)
         for mask in reversed(core.masks):
             sizes = [share * core.shares(one ^ mask, mask) for one in range(core.size)]
@@ -146,7 +147,8 @@ def _exchange(core: _Core, mask: int, sizes: Sequence[float]) -> tuple[Send, ...
 
 
 def _tree(operation: Operation, num_bytes: float, num_ranks: int, chunks: int) -> Iterator[Round]:
-    """A beat is two rounds, one for left children and one for right ones; a level is a beat behind the one before."""
+    """A beat is two rounds, one for left children and one for right ones; each level runs one beat behind the previous
+    one."""
     if operation != "all-reduce":
         raise ValueError(f"a tree gives every rank the whole: it is no way to {operation}")
     depth, size = num_ranks.bit_length() - 1, num_bytes / chunks
@@ -160,12 +162,12 @@ def _tree(operation: Operation, num_bytes: float, num_ranks: int, chunks: int) -
 
 
 def level_of(rank: int) -> int:
-    """The root's is 0."""
+    """The level of a rank in the tree; the root's is 0."""
     return (rank + 1).bit_length() - 1
 
 
 def _busy_levels(beat: int, depth: int, chunks: int, *, is_up: bool) -> range:
-    """The levels whose ranks have a chunk to pass in this beat: the deepest begin on the way up, the first down."""
+    """The levels whose ranks pass a chunk in this beat: upwards the deepest level starts, downwards the first."""
     newest, oldest = beat, max(beat - chunks + 1, 0)
     if is_up:
         return range(max(depth - newest, 1), depth - oldest + 1)

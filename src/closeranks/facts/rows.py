@@ -1,7 +1,7 @@
-"""What does ZeRO-3 gather in one call, and which rows of it does a rank keep?
+"""The FSDP units of ZeRO-3: what is gathered in one call, and which rows of it a rank keeps.
 
-Units are those that ``parallel.zero`` chooses, rows are cut as FSDP2 and ``torch.chunk`` cut them. Invariant: the rows
-of all ranks of the shard axis make up the weight; padding to equal shares travels and is never kept.
+Units are those that ``parallel.zero`` chooses; rows are divided as FSDP2 and ``torch.chunk`` divide them. Invariant:
+the rows of all ranks of the shard axis make up the weight; padding to equal shards is communicated but never kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from closeranks.facts.anatomy import Unit, Weight, distinct
 
 SMALLEST_SHARE = 1 / 100
-"""Of the weights of a stage without blocks: what is smaller is gathered with the rest of the stage, in one call."""
+"""As a share of the weights of a stage without blocks: smaller units are gathered with the rest of the stage, in one
+call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +22,15 @@ class ShardedUnit:
     """What is gathered and reduced in one call."""
 
     padded: int
-    """Elements of all ranks' equal shares, rows that pad them included."""
+    """Elements of all ranks' equal shards, padding rows included."""
     is_block: bool
     is_freed: bool
-    """Whether it is freed after forward where that is wished for. Not the last one, whose backward follows at once,
-    and not the rest of a stage."""
+    """Whether it is freed after forward where the job asks for that. Not the last one, whose backward follows
+    immediately, and not the rest of a stage."""
 
 
 def sharded_units(stages: Sequence[Sequence[Unit]], *, tensor: int, num_shards: int) -> tuple[ShardedUnit, ...]:
-    """Of the units of each stage those that are gathered alone, and the rest of the stage together."""
+    """For each stage, the units that are gathered alone, and the rest of the stage as one."""
 
     def padded(weights: Sequence[Weight]) -> int:
         return num_shards * sum(rows_of(weight, tensor, num_shards) for weight in weights)
@@ -46,8 +47,8 @@ def sharded_units(stages: Sequence[Sequence[Unit]], *, tensor: int, num_shards: 
 
 
 def _alone(units: Sequence[Unit], tensor: int) -> list[Unit]:
-    """The blocks, or where there are none whatever is large enough. A tied weight is gathered with the rest, for both
-    its users."""
+    """The units gathered alone: the blocks or, where there are none, every unit that is large enough. A tied weight is
+    gathered with the rest, for both its users."""
     owners = Counter(weight.name for unit in units for weight in unit.weights)
     least = SMALLEST_SHARE * sum(weight.numel(tensor) for weight in distinct(units))
     has_blocks = any(unit.is_block for unit in units)
@@ -60,7 +61,7 @@ def _alone(units: Sequence[Unit], tensor: int) -> list[Unit]:
 
 
 def rows_of(weight: Weight, tensor: int, num_shards: int, shard: int = 0) -> int:
-    """Elements of a weight that a rank of the shard axis keeps: whole rows; the last ranks come short or empty."""
+    """Elements of a weight that a rank of the shard axis keeps: whole rows; the last ranks may have fewer or none."""
     rows = weight.rows(tensor)
     share = -(-rows // num_shards)
     return max(0, min(share, rows - share * shard)) * (weight.numel(tensor) // rows)

@@ -1,7 +1,7 @@
-"""In which order does each pipeline rank work off its stages' micro-batches?
+"""Pipeline schedules: the order in which each rank processes its stages' micro-batches.
 
-A schedule is data: per rank a row of actions. The orders are the published ones; a zero-bubble schedule is given as the
-order of its forwards and input gradients, and weight gradients then fill the waits (``facts.filling``). Invariant:
+A schedule is data: a list of actions per rank. The orders are the published ones; a zero-bubble schedule is given as
+the order of its forwards and input gradients, and weight gradients then fill the waits (``facts.filling``). Invariant:
 every schedule made here is valid for every number of ranks and micro-batches, and each stage takes its micro-batches
 in ascending order, so that gradients are summed in the order in which one process sums them.
 """
@@ -47,7 +47,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read what ``str`` wrote, or what somebody wrote by hand: a stage stands where its actions do."""
+        """Read the output of ``str``, or a handwritten schedule: a stage is on the rank that has its actions."""
         name, *lines = text.splitlines() or [""]
         ranks = tuple(tuple(map(Action.parse, line.split())) for line in lines)
         num_micro = max((action.micro + 1 for action in chain(*ranks)), default=0)
@@ -58,10 +58,11 @@ class Schedule:
 def schedule_for(name: str, num_ranks: int, num_micro: int) -> Schedule:
     """The schedule of this name for any number of ranks and micro-batches.
 
-    ``zbv`` asks for 2P-1 micro-batches: with fewer it is made for that many, and those that do not exist are left out
-    (what is left of a valid order is valid). ``dualpipev`` asks for 2P, and is ``zbv`` with fewer: there is no middle
-    left, and the ends wait less so. The interleaved orders take micro-batches in rounds of P; where P does not divide
-    them the rounds are larger, by as little as comes out even, which costs memory and keeps the bubble small.
+    ``zbv`` needs 2P-1 micro-batches: with fewer, the schedule is made for that many, and the missing ones are dropped
+    (the rest of a valid order is valid). ``dualpipev`` needs 2P, and falls back to ``zbv`` with fewer: there is no
+    middle left, and the ends wait less in ``zbv``. The interleaved orders take micro-batches in rounds of P; where P
+    does not divide their number the rounds are larger, by as little as possible, which costs memory and keeps the
+    bubble small.
     """
     places = placement(name, num_ranks)
     if num_micro < 1:
@@ -79,12 +80,12 @@ def _gpipe(rank: int, num_ranks: int, num_micro: int) -> list[Action]:
 
 
 def _1f1b(rank: int, num_ranks: int, num_micro: int) -> list[Action]:
-    """As many forwards ahead as there are stages to come, then one backward for each further forward."""
+    """As many warm-up forwards as there are later stages, then one backward for each further forward."""
     return _ahead(_row(rank, "F", num_micro), _row(rank, "B", num_micro), num_ranks - rank - 1)
 
 
 def _looped_bfs(rank: int, num_ranks: int, num_micro: int) -> list[Action]:
-    """All forwards of the first stage, then of the second; backwards the other way round."""
+    """All forwards of the first stage, then of the second; backwards in the reverse order."""
     first, second = rank, num_ranks + rank
     forwards = [*_row(first, "F", num_micro), *_row(second, "F", num_micro)]
     return _ahead(forwards, [*_row(second, "B", num_micro), *_row(first, "B", num_micro)], len(forwards))
@@ -95,12 +96,12 @@ def _interleaved_1f1b(rank: int, num_ranks: int, num_micro: int) -> list[Action]
 
 
 def _interleaved_zero_bubble(rank: int, num_ranks: int, num_micro: int) -> list[Action]:
-    """Half as far ahead as interleaved 1F1B: input gradients alone come back in half the time."""
+    """Half as many warm-up forwards as interleaved 1F1B: input gradients alone come back in half the time."""
     return _interleaved(rank, num_ranks, num_micro, "I", 1)
 
 
 def _interleaved(rank: int, num_ranks: int, num_micro: int, backward: Kind, step: int) -> list[Action]:
-    """Rounds of micro-batches, each through both stages; ``step`` forwards further ahead for each rank to come."""
+    """Rounds of micro-batches, each through both stages; ``step`` more warm-up forwards for each later rank."""
     num_rounds = max(1, num_micro // num_ranks)
     cuts = [number * num_micro // num_rounds for number in range(num_rounds + 1)]
     rounds = [range(first, last) for first, last in pairwise(cuts)]
@@ -115,22 +116,22 @@ def _row(stage: int, kind: Kind, num_micro: int) -> list[Action]:
 
 
 def _ahead(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead: int) -> list[Action]:
-    """``num_ahead`` forwards, then forwards and backwards in turn, then the backwards that are left."""
+    """``num_ahead`` warm-up forwards, then forwards and backwards alternately, then the remaining backwards."""
     turns = zip_longest(forwards[num_ahead:], backwards)
     return [*forwards[:num_ahead], *(action for turn in turns for action in turn if action is not None)]
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A pattern that a rank of a V repeats: ``F0`` is the next forward of its first stage, ``I1`` the next input
-    gradient of its second."""
+    """A pattern that a rank of a V-shaped schedule repeats: ``F0`` is the next forward of its first stage, ``I1`` the
+    next input gradient of its second."""
 
     times: int
     pattern: str
 
 
 def _zbv(rank: int, num_ranks: int, num_micro: int) -> list[Action]:
-    """Zero bubble on a V: the memory of 1F1B, and no waits but the first micro-batch's way down."""
+    """Zero bubble on a V: the memory of 1F1B, and no wait except while the first micro-batch goes down the ranks."""
     num_micro, below = max(num_micro, 2 * num_ranks - 1), num_ranks - rank - 1
     phases = (
         Phase(2 * below + 1, "F0"),

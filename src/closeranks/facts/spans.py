@@ -1,7 +1,7 @@
-"""How is a span of time written: in words for people, and as a value of a job file?
+"""Formats durations: for people, and as values of a job file.
 
-Invariant: no more digits than mean something; what ``literal`` writes is read back as the same span to within a
-hundredth of it.
+Invariant: only significant digits; what ``literal`` writes is read back as the same duration to within a hundredth of
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def words(seconds: float) -> str:
 
 
 def literal(seconds: float) -> str:
-    """The value of a job file: 54s, 90s, 15min, 3h; the largest unit of which it is a whole number."""
+    """The value for a job file: 54s, 90s, 15min, 3h; in the largest unit of which it is a whole number."""
     for unit, name in ((_HOUR, "h"), (_MINUTE, "min")):
         if seconds >= unit and math.isclose(seconds % unit, 0.0, abs_tol=1e-9):
             return f"{seconds / unit:.0f}{name}"
@@ -31,7 +31,7 @@ def literal(seconds: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Two digits, and all those before the point."""
+    """Two significant digits, and all digits before the decimal point."""
     if value >= 9.95:
         return f"{value:,.0f}"
     return f"{value:.2g}" if value >= 0.001 or value == 0 else f"{value:.0e}"

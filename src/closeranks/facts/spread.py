@@ -1,9 +1,9 @@
-"""What of a model does each rank hold under a layout: weights, gradients, optimizer state, and buffers on top?
+"""Memory per rank under a layout: weights, gradients, optimizer state, and temporary buffers.
 
-The tensor axis cuts weights, the pipeline axis parts units into stages, and ZeRO parts what is left over the shard
-axis: in flat buckets up to stage 2, row by row for each weight at stage 3. Invariants: what is held of weights and
-optimizer state adds up over the ranks to the whole model, replicas and tied copies apart; everything else a step needs
-for longer than one operation is a buffer with a name. Activations are ``facts.activations``.
+The tensor axis shards weights, the pipeline axis divides units into stages, and ZeRO shards the rest over the shard
+axis: in flat buckets up to stage 2, row by row for each weight at stage 3. Invariants: weights and optimizer state add
+up over the ranks to the whole model, apart from replicas and tied copies; everything else that a step needs for longer
+than one operation is a buffer with a name. For activations see ``facts.activations``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A weight as a bucket plan sees it."""
+    """A weight as input of a bucket plan."""
 
     name: str
     numel: int
     stage: int
-    """Counted among the rank's own; ``SEVERAL`` for a tied one of more than one of them."""
+    """Index among the rank's own stages; ``SEVERAL`` for a tied weight that is in more than one of them."""
     sums: tuple[str, ...]
-    """Axes besides data over which its gradient is still to be summed."""
+    """Axes other than data over which its gradient must also be summed."""
 
 
 SEVERAL = -1
@@ -49,54 +49,54 @@ SEVERAL = -1
 @dataclass(frozen=True, slots=True)
 class Bucket:
     numel: int
-    """With what aligns its members and pads it to equal slices."""
+    """Includes the padding that aligns members and makes slices equal."""
     sums: tuple[str, ...] = ()
 
 
 class BucketPlan(Protocol):
-    """Which gradients travel together; the reducers' own plan, so that what is said here is what they do."""
+    """Plans which gradients are reduced together; the reducers' own plan, so that the prediction matches the run."""
 
     def __call__(self, items: Sequence[Item], *, num_shards: int, element_bytes: int) -> Sequence[Bucket]:
-        """``num_shards`` is 0 where buckets are not cut at all (ZeRO 0)."""
+        """``num_shards`` is 0 where buckets are not sliced at all (ZeRO 0)."""
         ...
 
 
 def one_bucket(items: Sequence[Item], *, num_shards: int, element_bytes: int) -> Sequence[Bucket]:
-    """The simplest plan: all that is summed over the same axes together."""
+    """The simplest plan: one bucket for all gradients that are summed over the same axes."""
     totals = {sums: sum(item.numel for item in items if item.sums == sums) for sums in {item.sums for item in items}}
     return [Bucket(_round_up(total, max(num_shards, 1)), sums) for sums, total in sorted(totals.items())]
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What besides model and layout fixes how much a rank holds and sends."""
+    """The settings besides model and layout that determine how much a rank holds and sends."""
 
     precision: Precision = "float32"
     optimizer: OptimizerName = "adamw"
     has_average: bool = False
-    """Whether a moving average of the weights is kept beside the optimizer's state."""
+    """Whether a moving average of the weights is kept besides the optimizer's state."""
     hold: Literal["auto", "shards", "step"] = "auto"
     prefetch: int = 1
     """Units whose weights ZeRO-3 gathers ahead."""
     num_micro: int = 1
-    """Micro-batches of a step on the data rank that has the most."""
+    """Micro-batches per step on the data rank that has the most."""
     buckets: BucketPlan = one_bucket
     num_metrics: int = 0
-    """Sums that the vote carries beside the loss."""
+    """Sums in the vote's all-reduce besides the loss."""
     num_trained: int = 0
-    """Parameters that the vote says of whether they had a gradient."""
+    """Parameters for which the vote reports whether they had a gradient."""
     num_statistics: int = 0
     """Running means and variances of batch norms that are averaged over the data ranks once per step."""
 
     @property
     def num_beside(self) -> int:
-        """Tensors of a parameter's size that are kept for it besides its gradient."""
+        """State tensors of a parameter's size that are kept for it, besides its gradient."""
         return num_remembered(self.optimizer) + self.has_average
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes that one rank holds, activations apart."""
+    """Bytes that one rank holds, without activations."""
 
     parameters: int
     gradients: int
@@ -113,7 +113,7 @@ class Holding:
 
 
 def hold_of(hold: str, layout: Layout) -> Hold:
-    """What ``auto`` means: a pipeline visits a stage once per micro-batch, so gathering every time costs too much."""
+    """Resolves ``auto``: a pipeline runs a stage once per micro-batch, so gathering every time would cost too much."""
     if hold in ("shards", "step"):
         return "step" if hold == "step" else "shards"
     return "step" if layout.pipeline > 1 else "shards"
@@ -132,16 +132,16 @@ def stages_of(anatomy: Anatomy, layout: Layout) -> tuple[tuple[Stage, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of the model one pipeline rank computes with, and in which buckets its gradients travel."""
+    """The weights of one pipeline rank, and the buckets in which their gradients are reduced."""
 
     stages: tuple[Stage, ...]
     weights: tuple[Weight, ...]
-    """A tied one once."""
+    """A tied weight is listed once."""
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
-    """Of ZeRO 0 to 2; none where gradients stay where autograd put them."""
+    """For ZeRO 0 to 2; empty where gradients stay where autograd put them."""
     units: tuple[ShardedUnit, ...] = ()
-    """Of ZeRO 3: what is gathered in one call."""
+    """For ZeRO 3: what is gathered in one call."""
 
     @property
     def numel(self) -> int:
@@ -149,7 +149,7 @@ class Share:
 
 
 def share_of(stages: tuple[Stage, ...], shared: Collection[str], layout: Layout, terms: Terms) -> Share:
-    """``shared`` are the weights of which other pipeline ranks hold a copy (``shared_names``)."""
+    """``shared``: the weights of which other pipeline ranks hold a copy (``shared_names``)."""
     items = _items(stages, shared, layout.tensor)
     weights = distinct(unit for stage in stages for unit in stage.units)
     num_shards = Mesh(layout).sizes[2] if layout.zero else 0
@@ -176,7 +176,7 @@ def _items(stages: Sequence[Stage], shared: Collection[str], tensor: int) -> tup
 
 
 def shared_names(everywhere: Sequence[Sequence[Stage]]) -> frozenset[str]:
-    """Weights that more than one pipeline rank holds: tied ones whose places were cut apart."""
+    """Weights that more than one pipeline rank holds: tied weights whose users are on different ranks."""
     found: Counter[str] = Counter()
     for stages in everywhere:
         found.update({weight.name for stage in stages for unit in stage.units for weight in unit.weights})
@@ -184,15 +184,15 @@ def shared_names(everywhere: Sequence[Sequence[Stage]]) -> frozenset[str]:
 
 
 def holding(share: Share, layout: Layout, terms: Terms, shard: int = 0) -> Holding:
-    """What a rank with this share holds at coordinate ``shard`` of the shard axis. The first holds the most: rows that
-    do not come out even are short on the last ones. Slices of buckets are equal, padding included."""
+    """The memory of a rank with these weights at coordinate ``shard`` of the shard axis. The first holds the most:
+    where rows do not divide evenly the last ranks have fewer. Slices of buckets are equal, padding included."""
     if layout.zero == 3:
         return _fully_sharded(share, layout, terms, shard)
     return _sharded_in_buckets(share, layout, terms) if layout.zero else _whole(share, layout, terms)
 
 
 def _whole(share: Share, layout: Layout, terms: Terms) -> Holding:
-    """ZeRO 0. Buckets are where gradients end; before the last backward of a step they accumulate elsewhere."""
+    """ZeRO 0. Gradients end up in buckets; before the last backward of a step they accumulate elsewhere."""
     state = share.numel * widths(terms.precision).state
     accumulates = layout.data > 1 and terms.num_micro > 1
     buffers = (Part("gradients of earlier micro-batches", state),) if accumulates else ()
@@ -200,7 +200,7 @@ def _whole(share: Share, layout: Layout, terms: Terms) -> Holding:
 
 
 def _sharded_in_buckets(share: Share, layout: Layout, terms: Terms) -> Holding:
-    """ZeRO 1 and 2: weights are views of padded buckets, of each of which a rank owns a slice."""
+    """ZeRO 1 and 2: weights are views of padded buckets, and a rank owns a slice of each."""
     width, num_shards = widths(terms.precision).state, Mesh(layout).sizes[2]
     whole = share.numel * width
     padded = sum(bucket.numel for bucket in share.buckets) * width
@@ -223,11 +223,12 @@ def _sharded_in_buckets(share: Share, layout: Layout, terms: Terms) -> Holding:
 
 
 NUM_UNDER_WAY = 2
-"""Buckets that travel at once where ZeRO-2 frees gradients in every backward, while one more is filled."""
+"""Buckets in flight where ZeRO-2 frees gradients in every backward, while one more is filled."""
 
 
 def _fullest_window(sizes: Sequence[int], length: int, *, is_round: bool) -> int:
-    """The largest sum of so many buckets in a row; ``is_round``: the first follow the last, of the next micro-batch."""
+    """The largest sum of ``length`` consecutive buckets; ``is_round``: the first buckets, of the next micro-batch,
+    follow the last."""
     row = list(sizes) * (1 + -(-length // len(sizes))) if is_round else list(sizes)
     return max(sum(row[start : start + length]) for start in range(len(sizes)))
 
@@ -235,7 +236,7 @@ def _fullest_window(sizes: Sequence[int], length: int, *, is_round: bool) -> int
 def _fully_sharded(share: Share, layout: Layout, terms: Terms, shard: int) -> Holding:
     """ZeRO 3: each rank keeps rows of every weight, and gathers a unit at a time, or a stage for the whole step.
 
-    What was gathered is as wide as the weights; autocast narrows it for products, as in every layout.
+    Gathered weights have the weights' dtype; autocast casts them for products, as in every layout.
     """
     width = widths(terms.precision).state
     units, num_shards = share.units, Mesh(layout).sizes[2]
@@ -255,7 +256,7 @@ def _fully_sharded(share: Share, layout: Layout, terms: Terms, shard: int) -> Ho
 
 
 def _gathered(units: Sequence[ShardedUnit], terms: Terms) -> Iterator[Part]:
-    """What stays gathered from forward to backward, the unit at work, those ahead of it, and gradients of two."""
+    """What stays gathered from forward to backward, the current unit, the prefetched ones, and gradients of two."""
     width = widths(terms.precision).state
     freed = sorted((unit.padded for unit in units if unit.is_freed), reverse=True)
     kept = sum(unit.padded for unit in units if not unit.is_freed)

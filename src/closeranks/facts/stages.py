@@ -1,7 +1,7 @@
-"""Which units make up a pipeline stage, and which stages stand on a rank?
+"""Divides the units of a model into pipeline stages, and places the stages on ranks.
 
-Invariant: stages are contiguous, none is empty, and no other cut has a smaller largest stage; every stage stands on
-exactly one rank.
+Invariant: stages are contiguous, none is empty, and no other division has a cheaper most expensive stage; every stage
+is on exactly one rank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from closeranks.core.registry import did_you_mean
 from closeranks.facts.layout import SCHEDULES
 
 V_SHAPED = frozenset({"zbv", "dualpipev"})
-"""Schedules whose second row of stages runs back up, so that the first rank holds both ends of the model."""
+"""Schedules whose second half of the stages is placed in reverse order, so that the first rank holds both ends of the
+model."""
 
 
 def placement(schedule: str, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank: down and back up the ranks for a V, else around and around (stage s on rank s % P)."""
+    """The stages of each rank: down and back up the ranks for a V, else round-robin (stage s on rank s % P)."""
     if schedule not in SCHEDULES:
         raise UserError(f"there is no schedule '{schedule}'", did_you_mean(schedule, SCHEDULES))
     if num_ranks < 1:
@@ -32,10 +33,10 @@ def placement(schedule: str, num_ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def balance(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Cut units in a row into stages: for each its first unit, and the one after its last.
+    """Divide consecutive units into stages: for each its first unit, and the one after its last.
 
-    The largest stage is as small as it can be. Of the cuts that reach that, the sums' squares are least, then the
-    counts' squares, then the first stages are the light ones, since they hold the most micro-batches at once.
+    Minimizes the cost of the most expensive stage. Ties are broken by the smallest sum of squared costs, then of
+    squared counts, then by lighter first stages, since those hold the most micro-batches at once.
     """
     if len(costs) < num_stages or num_stages < 1:
         what = f"{len(costs)} units do not make {num_stages} stages"
@@ -49,10 +50,10 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], .
 
 
 def _smallest_largest(sums: Sequence[float], num_stages: int) -> float:
-    """How small the largest stage can be.
+    """The smallest possible cost of the most expensive stage.
 
-    The largest of the earlier stages grows with the cut and the last stage shrinks, so the best cut lies where they
-    meet, and it moves on as units are added: each stage costs one walk along the units.
+    As the last cut moves on, the largest of the earlier stages grows and the last stage shrinks, so the best cut is
+    where they are equal, and it only moves forward as units are added: each stage costs one pass over the units.
     """
     largest = list(sums)
     for _ in range(num_stages - 1):
@@ -69,19 +70,19 @@ def _smallest_largest(sums: Sequence[float], num_stages: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Where the end of a stage may lie, both ends included."""
+    """The possible ends of a stage, both bounds included."""
 
     first: int
     last: int
 
 
 Score = tuple[float, int]
-"""Squares of sums, squares of counts."""
+"""Sum of squared costs, sum of squared counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """For each end that a stage may have: the best score of all stages up to there, and where the last one starts."""
+    """For each possible end of a stage: the best score of all stages up to there, and where the last one starts."""
 
     scores: dict[int, Score]
     starts: dict[int, int]
@@ -100,7 +101,7 @@ def _even_cuts(sums: Sequence[float], num_stages: int, limit: float) -> list[int
 
 
 def _ranges(sums: Sequence[float], num_stages: int, limit: float) -> list[_Range]:
-    """Where each stage may end so that no stage is empty or above the limit: those up to it, and those to come."""
+    """Where each stage may end so that neither the stages up to it nor the later ones are empty or above the limit."""
     num_units = len(sums) - 1
     latest = [0]
     for stage in range(1, num_stages + 1):
@@ -114,7 +115,7 @@ def _ranges(sums: Sequence[float], num_stages: int, limit: float) -> list[_Range
 
 
 def _fill_row(row: _Row, before: _Row, sums: Sequence[float], limit: float, ends: _Range, starts: _Range) -> None:
-    """The best start for each end, from the middle out: it moves on with the end, so a half need not look at the
+    """The best start for each end, by divide and conquer: it increases with the end, so each half need not consider the
     starts of the other half."""
     if ends.first > ends.last:
         return

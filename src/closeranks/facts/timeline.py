@@ -1,6 +1,6 @@
-"""How long does a schedule take, where does it wait, and how much does it hold?
+"""Simulates a schedule in time: its duration, its bubbles, and how many micro-batches it holds.
 
-Stages are taken to be equal and messages to take no time: what is left is what the order itself costs. Invariant: no
+Stages are assumed to be equal and messages to take no time: what remains is the cost of the order itself. Invariant: no
 action starts before its rank is free and before everything it needs has ended, and none starts later than that.
 """
 
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A schedule laid out in time."""
+    """A schedule with the start and end of every action."""
 
     schedule: Schedule
     ranks: tuple[tuple[Span, ...], ...]
@@ -51,7 +51,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each rank waits between the first start and the last end of all."""
+        """How long each rank waits between the first start and the last end over all ranks."""
         return tuple(self.makespan - sum(span.end - span.start for span in spans) for spans in self.ranks)
 
     @property
@@ -61,7 +61,7 @@ class Timeline:
 
 
 def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Every action as early as the order allows; raises where the order allows no further action."""
+    """Starts every action as early as the order allows; raises where the order deadlocks."""
     prices, num_stages = costs or Costs(), schedule.num_stages
     ends: dict[Action, float] = {}
     rows: list[list[Span]] = [[] for _ in schedule.ranks]
@@ -89,7 +89,7 @@ def _refuse_stuck(schedule: Schedule, rows: list[list[Span]]) -> None:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank the most (stage, micro-batch) pairs whose activations it holds at once.
+    """For each rank, the peak number of (stage, micro-batch) pairs whose activations it holds at once.
 
     They are held from the forward until the whole backward, or until the weight gradient where it is split.
     """
@@ -97,13 +97,13 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def ideal_bubble(num_ranks: int, num_micro: int) -> float:
-    """What GPipe and 1F1B wait: (P - 1) / (M + P - 1)."""
+    """The bubble of GPipe and 1F1B: (P - 1) / (M + P - 1)."""
     return (num_ranks - 1) / (num_micro + num_ranks - 1)
 
 
 def spans_by_end(laid_out: Timeline) -> Iterator[Span]:
-    """All spans as they end. Of those that end together, forwards run down the stages and backwards up them, so that
-    what one hands on is there before the next one of its row ends."""
+    """All spans in the order in which they end. Of those that end together, forwards are in ascending order of stages
+    and backwards in descending order, so that each comes before the action that reads its result."""
 
     def order(span: Span) -> tuple[float, bool, int]:
         is_forward = span.action.kind == "F"

@@ -1,9 +1,9 @@
-"""How many bytes does each axis carry in a step, and in how many calls?
+"""Communication volume of a step: bytes and number of calls on each axis.
 
-A row is one kind of collective on one axis, as one rank sees it. ``payload_bytes`` is the size of the whole tensor that
-a collective is about (what is reduced, what comes out of a gather, what goes into a scatter), summed over its calls,
-with padding; ``sent_bytes`` is what a rank sends of it in a ring. Invariant: rows are a pure function of model, layout
-and terms, and count what the reducers, crossings and stages of this package call, no more.
+A row is one kind of collective on one axis, as one rank sees it. ``payload_bytes`` is the size of the whole tensor of a
+collective (the input of a reduction, the output of a gather, the input of a scatter), summed over its calls, with
+padding; ``sent_bytes`` is what a rank sends of it in a ring. Invariant: rows are a pure function of model, layout and
+settings, and count what the reducers, activation collectives and stages of this package call, no more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "send"]
 
 _VOTES = 9
 _FLOAT64 = 8
-"""What votes and statistics travel in."""
+"""Bytes per element of votes and statistics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What a micro-batch of a Llama is to the tensor and pipeline axes."""
+    """The activations of a Llama's micro-batch that the tensor and pipeline axes communicate."""
 
     num_tokens: int
     dim: int
@@ -64,16 +64,16 @@ class Flow:
 
     @property
     def is_crossing_again(self) -> bool:
-        """Whether blocks are computed again in backward, with their collectives."""
+        """Whether blocks are recomputed in backward, and their collectives repeated."""
         return self.recompute == "full" or (self.recompute == "selective" and "collective" not in self.keep)
 
 
 def volumes(share: Share, layout: Layout, terms: Terms, flow: Flow | None = None) -> tuple[Volume, ...]:
-    """Everything that one rank with this share sends in a step; without a flow, what state alone causes."""
+    """Everything that one rank with these weights sends in a step; without ``flow``, only the traffic of the state."""
     rows = [*_of_state(share, layout, terms), *_of_parts(share, layout, terms)]
     if flow is not None:
         rows += [*_of_tensor(share.stages, layout, terms, flow), *_of_pipeline(share.stages, layout, terms, flow)]
-    if terms.num_statistics:  # and how many micro-batches they are of
+    if terms.num_statistics:  # plus one: the number of micro-batches they cover
         size = (terms.num_statistics + 1) * _FLOAT64
         rows.append(Volume("data", "batch norm statistics", "all-reduce", layout.data, 1, size))
     used = 1 + num_values(terms.num_trained, layout.num_ranks) if terms.num_trained else 0
@@ -101,7 +101,7 @@ def _of_state(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
 
 
 def _of_units(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
-    """ZeRO-3: units are gathered in forward and, where they were freed, again in backward. Replicas sum once."""
+    """ZeRO-3: units are gathered in forward and, where they were freed, again in backward. Replicas are summed once."""
     w, (_, replicas, shards, _) = widths(terms.precision), Mesh(layout).sizes
     units = share.units
     is_step = hold_of(terms.hold, layout) == "step"
@@ -116,7 +116,8 @@ def _of_units(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
 
 
 def _of_parts(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
-    """Gradients that are sums over other axes too: one call per axis, of what the data axis left of them here."""
+    """Partial gradients, which are summed over other axes too: one call per axis, on this rank's part after the data
+    reduction."""
     width = widths(terms.precision).state
     for axis, what, num_ranks in (
         ("tensor", "gradients of norms", layout.tensor),
@@ -128,7 +129,7 @@ def _of_parts(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
 
 
 def _left_of(axis: str, share: Share, layout: Layout) -> int:
-    """Elements of the gradients still to be summed over an axis, in the form the reducer keeps them."""
+    """Elements of the gradients that are still to be summed over an axis, in the form the reducer keeps them."""
     concerned = {item.name: item.numel for item in share.items if axis in item.sums}
     if layout.zero == 3:
         num_shards = Mesh(layout).sizes[2]
@@ -140,15 +141,15 @@ def _left_of(axis: str, share: Share, layout: Layout) -> int:
 
 
 def _of_tensor(stages: Sequence[Stage], layout: Layout, terms: Terms, flow: Flow) -> Iterator[Volume]:
-    """Sequence parallel: what products read is gathered, what they write back is summed and scattered; in backward the
-    same crossings the other way round."""
+    """Sequence parallel: inputs of products are all-gathered, outputs reduce-scattered; in backward the same
+    collectives with the roles exchanged."""
     w, size = flow.widths, flow.num_tokens * flow.dim
     num_blocks = sum(unit.is_block for stage in stages for unit in stage.units)
     num_firsts = sum(stage.number == 0 for stage in stages)
     num_lasts = sum(stage.number == layout.num_stages - 1 for stage in stages)
     again = flow.is_crossing_again
     entries, exits = 2 * num_blocks, 2 * num_blocks
-    # Looked-up rows have the format of weights; a block that is computed again stops before its last scatter.
+    # Looked-up rows have the dtype of weights; recomputing a block stops before its last reduce-scatter.
     gathers = ((1 + again) * entries, w.stream), (exits, w.compute), (num_firsts, w.state), (num_lasts, w.stream)
     scatters = (
         (exits + again * num_blocks, w.compute),
@@ -169,7 +170,7 @@ def _of_tensor(stages: Sequence[Stage], layout: Layout, terms: Terms, flow: Flow
 
 
 def _of_pipeline(stages: Sequence[Stage], layout: Layout, terms: Terms, flow: Flow) -> Iterator[Volume]:
-    """To the next stage forward, to the previous one backward, wherever that is another rank."""
+    """Hidden states to the next stage, gradients to the previous one, wherever that is on another rank."""
     if layout.pipeline == 1:
         return
     here = {stage.number for stage in stages}

@@ -1,8 +1,8 @@
-"""How many micro-batches wait in each stage at worst, and how long do pipeline ranks wait for each other?
+"""Occupancy of a pipeline: the peak number of micro-batches in each stage, and the bubble.
 
-For the two plain schedules both are closed forms; for the others the schedule itself is laid out. Invariant: the
-numbers are those of the schedule that runs; only beyond ``_LONG`` rounds of micro-batches are they carried on from a
-shorter one of the same kind, whose peak and whose waits no longer grow.
+For the two plain schedules both have closed forms; the others are simulated. Invariant: the numbers are those of the
+schedule that runs; only beyond ``_LONG`` rounds of micro-batches are they extrapolated from a shorter schedule of the
+same kind, whose peak and idle time no longer grow.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from closeranks.facts.timeline import ideal_bubble, timeline
 
 _LONG = 4
 _GROWING = frozenset({"gpipe", "looped-bfs"})
-"""Schedules that hold every micro-batch of the step, so that no shorter one can stand for them."""
+"""Schedules that hold every micro-batch of the step, so that a shorter one cannot be extrapolated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
     in_flight: tuple[dict[int, int], ...]
-    """For each pipeline rank: its stages, and how many micro-batches each holds at the rank's fullest moment."""
+    """For each pipeline rank: its stages, and the number of micro-batches that each holds at the rank's peak."""
     bubble: float
-    """Share of all ranks' time that is spent waiting, stages taken to be equal and messages free."""
+    """Share of all ranks' time that is spent waiting, with equal stages and messages that take no time."""
 
 
 @cache
 def waiting(pipeline: int, schedule: str, num_micro: int) -> Waiting:
-    """``num_micro`` is what one data rank works off in a step."""
+    """``num_micro`` is the number of micro-batches that one data rank processes in a step."""
     if pipeline == 1:
         return Waiting(({0: 1},), 0.0)
     if schedule == "gpipe":
@@ -53,14 +53,14 @@ def _laid_out(pipeline: int, schedule: str, num_micro: int) -> Waiting:
     shown = num_micro if is_short else _LONG * pipeline + num_micro % pipeline
     made = schedule_for(schedule, pipeline, shown)
     laid = timeline(made)
-    # Every further micro-batch adds work and no waiting, once the pipeline is full.
+    # Once the pipeline is full, every further micro-batch adds work and no waiting.
     idle = sum(laid.idle)
     busy = (laid.makespan * pipeline - idle) * num_micro / shown
     return Waiting(tuple(map(fullest, made.ranks)), idle / (idle + busy))
 
 
 def fullest(actions: Sequence[Action]) -> dict[int, int]:
-    """Micro-batches held by each stage of one rank when their sum is largest: from forward to the end of backward."""
+    """Micro-batches held by each stage of one rank, from forward to the end of backward, when their sum is largest."""
     held: Counter[int] = Counter({action.stage: 0 for action in actions})
     best = dict(held)
     for action in actions:
