@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help install demo test test-part test-slow golden matrix drills hostile house soak lint format bench bench-data servers clean
 
 help:
-	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (under a minute)"
+	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (a minute or two)"
 	@echo "make test       lint, types, import contract and all tests but the slow ones"
 	@echo "make test-part  one of five parts of the slow tests, by the number of commits (PART=3 picks one)"
 	@echo "make test-slow  all slow tests (torch.compile, long runs)"

@@ -195,7 +195,7 @@ def test_a_run_killed_again_and_again_while_it_saves(tmp_path: Path, seed: int) 
 LONG = ("train.steps=1000000", "checkpoint.every=0", "checkpoint.timeout_s=600")
 
 
-def until(is_so: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+def until(is_so: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, what

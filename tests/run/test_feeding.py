@@ -18,7 +18,7 @@ STAGES = {"read": "reading", "fetch": "fetching", "decode": "decoding", "collate
 
 
 class Slow:
-    """A source whose batches take 40 ms in one stage."""
+    """A source whose batches take 200 ms in one stage, much longer than a step on a busy machine."""
 
     identity = "made up"
 
@@ -30,10 +30,10 @@ class Slow:
 
     def read(self, indices: np.ndarray[Any, Any]) -> Batch:
         if self._name == "read":
-            time.sleep(0.04)
+            time.sleep(0.2)
         elif self._name:
             with stage(self._name):
-                time.sleep(0.04)
+                time.sleep(0.2)
         return {"x": torch.ones(len(indices), 4)}
 
 

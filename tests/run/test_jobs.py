@@ -49,7 +49,7 @@ def test_both_ranks_tell_the_same_story(digits: Done, folder: Path) -> None:
     )
     assert first == second
     assert [started.world_size for rank in (0, 1) for started in of_kind(folder / "digits", RunStarted, rank)] == [2, 2]
-    assert len(of_kind(folder / "digits", Saved)) == 1
+    assert of_kind(folder / "digits", Saved)[-1].step == 90  # a slow machine saves on the way as well
     assert of_kind(folder / "digits", Saved, 1) == [], "rank 0 writes"
 
 

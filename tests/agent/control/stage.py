@@ -78,7 +78,7 @@ class Stage:
         for thing in list(self._standing):
             thing.wake()
 
-    def until(self, is_done: Callable[[], object], within_s: float = 20.0) -> None:
+    def until(self, is_done: Callable[[], object], within_s: float = 120.0) -> None:
         limit = time.monotonic() + within_s
         while not is_done():
             assert time.monotonic() < limit, "it did not come to pass in time"

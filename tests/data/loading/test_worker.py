@@ -74,7 +74,7 @@ def processes_of(nursery: Nursery) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children").read_text().split()]
 
 
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
