@@ -107,8 +107,7 @@ class Ours(Launched):
 
     def workers(self) -> list[int]:
         """Their process numbers, in the order of their birth: by rank. A zygote's spare leads a session of its own."""
-        zygotes = [pid for pid in children(self.pid) if "closeranks.agent.zygote" in command_of(pid)]
-        return sorted(pid for zygote in zygotes for pid in children(zygote) if not _leads(pid))
+        return sorted(pid for zygote in zygotes(self.pid) for pid in children(zygote) if not _leads(pid))
 
 
 def _leads(pid: int) -> bool:
@@ -134,6 +133,18 @@ def children(pid: int) -> list[int]:
 def descendants(pid: int) -> list[int]:
     found = children(pid)
     return [*found, *(one for child in found for one in descendants(child))]
+
+
+def zygotes(agent: int) -> list[int]:
+    """The processes that an agent forks workers from, by the short name that ``top`` shows."""
+    return [pid for pid in children(agent) if _short_name(pid) == "cr-zygote"]
+
+
+def _short_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def command_of(pid: int) -> str:

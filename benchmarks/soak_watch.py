@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_runs import children, command_of, descendants
+from elastic_runs import children, command_of, descendants, zygotes
 
 from closeranks.elastic.faults.cgroups import CPU, FREEZER, MEMORY, Lacking, find_home
 
@@ -46,7 +46,7 @@ class Sample:
 def sample(agent: int) -> Sample | None:
     """None when it has ended."""
     below = descendants(agent)
-    zygote = next((pid for pid in children(agent) if "closeranks.agent.zygote" in command_of(pid)), 0)
+    zygote = next(iter(zygotes(agent)), 0)
     try:
         links = _links(agent)
         boxes = sum(_blocks(agent, fd) for fd, target in links.items() if "closeranks-slot" in target)

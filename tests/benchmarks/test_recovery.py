@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_runs import LaneFailed, Launched, descendants, lines_of
+from elastic_runs import LaneFailed, Launched, Ours, descendants, lines_of
 from recovery import ROWS, judge, summarise
 from recovery_lanes import Recovery, strike_torchrun
+from soak_watch import sample
 
 
 def recoveries(*seconds: float) -> list[Recovery]:
@@ -45,6 +46,16 @@ def test_a_lane_that_ends_early_says_why_and_leaves_nobody(tmp_path: Path) -> No
         lane.wait_for("a child", lambda: descendants(lane.pid))
         below = descendants(lane.pid)
     assert not any(Path(f"/proc/{pid}/exe").exists() for pid in (lane.pid, *below))
+
+
+@pytest.mark.world
+def test_the_processes_of_a_run_are_found(tmp_path: Path) -> None:
+    with Ours(tmp_path, 2, ["train.steps=100000"]) as lane:
+        lane.wait_for("a step", lambda: lane.num_done)
+        assert len(lane.workers()) == 2
+        found = sample(lane.pid)
+    assert found is not None
+    assert min(found.zygote_bytes, found.zygote_fds) > 0
 
 
 def test_a_line_on_its_way_is_not_read(tmp_path: Path) -> None:
