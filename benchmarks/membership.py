@@ -19,8 +19,8 @@ from typing import Any
 from membership_fleet import Episode, Fleet
 from results import conclude, say
 
-from closeranks.agent.membership.messages import Beat, Letter, RankProgress
-from closeranks.agent.membership.pace import MAX_BEATS_PER_S, ORPHAN_S, pace_for
+from closeranks.agent.membership.messages import Envelope, Heartbeat, RankProgress
+from closeranks.agent.membership.pace import MAX_BEATS_PER_S, ORPHAN_S, lease_timing_for
 
 GOAL = (
     "rounds to form and to recover are the same for a hundredth of the hosts, at most 4 messages per host in each, "
@@ -44,7 +44,7 @@ def main() -> None:
 def figures_of(num_hosts: int) -> dict[str, Any]:
     """All episodes of one fleet, one after another."""
     fleet = Fleet(num_hosts)
-    pace = pace_for(num_hosts)
+    pace = lease_timing_for(num_hosts)
     num_many = min(100, num_hosts // 4)
     episodes = {"form": fleet.until(lambda: fleet.is_running(num_hosts))}
     names = list(fleet.followers)
@@ -105,12 +105,12 @@ def _steady(fleet: Fleet, seconds: float) -> float:
 
 def wire_figures() -> dict[str, Any]:
     """A beat as it travels, without the channel around it."""
-    rows = tuple(RankProgress(rank, 1000, 2, 0.125, own_sum_s=12.5, num_own=100) for rank in range(8))
-    letter = Letter(1, "host-00042", time.time_ns(), 1, Beat(12345, 3, True, 0, rows))
+    rows = tuple(RankProgress(rank, 1000, 2, 0.125, compute_sum_s=12.5, num_timed=100) for rank in range(8))
+    letter = Envelope(1, "host-00042", time.time_ns(), 1, Heartbeat(12345, 3, True, 0, rows))
     text, num = json.dumps(letter.to_fields()), 2000
     began_at = time.thread_time()
     for _ in range(num):
-        assert Letter.from_fields(json.loads(json.dumps(letter.to_fields()))) == letter
+        assert Envelope.from_fields(json.loads(json.dumps(letter.to_fields()))) == letter
     return {"bytes": len(text), "us": round(1e6 * (time.thread_time() - began_at) / num, 1)}
 
 

@@ -14,11 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from closeranks.agent.membership.effects import Changed, Kill, Send, Settled, TakeAsk
+from closeranks.agent.membership.effects import (
+    ForwardRequest,
+    GenerationSettled,
+    HostStatusChanged,
+    KillWorkers,
+    SendMessage,
+)
 from closeranks.agent.membership.follower import Follower
-from closeranks.agent.membership.generation import Phase
-from closeranks.agent.membership.lead import Lead
-from closeranks.agent.membership.messages import Letter
+from closeranks.agent.membership.generation import GenerationPhase
+from closeranks.agent.membership.lead import Leader
+from closeranks.agent.membership.messages import Envelope
 from closeranks.core.requests import REGROUP
 
 HOP_S = 0.001
@@ -58,7 +64,7 @@ class Fleet:
 
     def __init__(self, num_hosts: int) -> None:
         self.now = 0.0
-        self.lead = Lead(1)
+        self.lead = Leader(1)
         self.followers = {name: Follower(name, 1, 8, now=0.0) for name in map("h{:05d}".format, range(num_hosts))}
         self.cut: set[str] = set()
         self.episode = Episode(0.0)
@@ -91,25 +97,29 @@ class Fleet:
 
     def is_running(self, num_members: int) -> bool:
         generation = self.lead.generation
-        return self.lead.phase == Phase.RUNNING and generation is not None and len(generation.seats) == num_members
+        return (
+            self.lead.phase == GenerationPhase.RUNNING
+            and generation is not None
+            and len(generation.members) == num_members
+        )
 
     def kill(self, names: list[str]) -> None:
         """Their agents die; their kernels close the connections."""
         for name in names:
             del self.followers[name]
-            self._at(self.now + HOP_S, lambda name=name: self._led(self.lead.closed(name, 1, self.now)))
+            self._at(self.now + HOP_S, lambda name=name: self._led(self.lead.on_disconnected(name, 1, self.now)))
 
     # --- the wires
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (when, next(self._order), act))
 
-    def _send(self, letter: Letter, act: Callable[[Letter], None]) -> None:
+    def _send(self, letter: Envelope, act: Callable[[Envelope], None]) -> None:
         self.episode.counted[letter.body.kind] += 1
         if letter.host not in self.cut:
             self._at(self.now + HOP_S, lambda: act(letter))
 
-    def _to_lead(self, letter: Letter) -> None:
+    def _to_lead(self, letter: Envelope) -> None:
         began_at = time.thread_time()
         effects = self.lead.handle(letter, self.now)
         self.handled_s += time.thread_time() - began_at
@@ -119,11 +129,11 @@ class Fleet:
     def _led(self, effects: list[Any]) -> None:
         for effect in effects:
             match effect:
-                case Send(letter):
+                case SendMessage(letter):
                     self._send(letter, self._to_host)
-                case Settled():
+                case GenerationSettled():
                     self._begin()
-                case Changed(change="joined"):
+                case HostStatusChanged(change="joined"):
                     self.num_joined += 1
         if self.lead.generation is None and self.num_joined == self._num_wanted:
             self._begin()
@@ -134,7 +144,7 @@ class Fleet:
         self._led(self.lead.begin(members, {}, self.now))
 
     def regroup(self) -> None:
-        self._led(self.lead.ask(REGROUP, self.now))
+        self._led(self.lead.send_request(REGROUP, self.now))
 
     def _set_lead_alarm(self) -> None:
         due = self.lead.deadline(self.now)
@@ -142,7 +152,7 @@ class Fleet:
             self._lead_alarm = due
             self._at(due, lambda: self._led(self.lead.tick(self.now)))
 
-    def _to_host(self, letter: Letter) -> None:
+    def _to_host(self, letter: Envelope) -> None:
         follower = self.followers.get(letter.host)
         if follower is not None:
             self._follow(follower, follower.handle(letter, self.now))
@@ -155,12 +165,12 @@ class Fleet:
     def _follow(self, follower: Follower, effects: list[Any]) -> None:
         for effect in effects:
             match effect:
-                case Send(letter):
+                case SendMessage(letter):
                     self._send(letter, self._to_lead)
-                case Kill():
-                    self._follow(follower, follower.fenced({}, self.now))
-                case TakeAsk(ask) if ask.request == REGROUP:
-                    self._follow(follower, follower.done({"regrouped": True}))
+                case KillWorkers():
+                    self._follow(follower, follower.on_fenced({}, self.now))
+                case ForwardRequest(ask) if ask.request == REGROUP:
+                    self._follow(follower, follower.on_workers_done({"regrouped": True}))
         name = follower.host
         self._alarms[name] = alarm = self._alarms.get(name, 0) + 1
         due = follower.deadline(self.now)

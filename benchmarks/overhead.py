@@ -159,12 +159,12 @@ class Agent:
         self._listener.close()
 
     def _accept(self) -> None:
-        from closeranks.agent.wire import encode
+        from closeranks.agent.wire import encode_message
 
         for _ in range(NUM_RANKS):
             endpoint, _address = self._listener.accept()
             hello = {"type": "hello", "world": {"hosts": []}, "entry": "", "payload": {}, "boxes": [], "host": ""}
-            endpoint.sendall(encode(hello))
+            endpoint.sendall(encode_message(hello))
             threading.Thread(target=self._hear, args=(endpoint,), daemon=True).start()
 
     @staticmethod

@@ -22,7 +22,7 @@ from peers import PEERS
 from workload import Workload, logged_losses
 
 from closeranks.agent.link import WorkerLink
-from closeranks.agent.progress import ProgressWord, create_progress
+from closeranks.agent.progress import SharedProgress, create_progress_fd
 from closeranks.run.overseer import settle_in
 
 
@@ -129,4 +129,4 @@ def _meet_agent(path: str) -> None:
     """closeranks talks to an agent in every step: events over a socket, progress in shared memory. So it does here."""
     endpoint = socket.socket(socket.AF_UNIX)
     endpoint.connect(path)
-    settle_in(link=WorkerLink(endpoint, ProgressWord(create_progress())))
+    settle_in(link=WorkerLink(endpoint, SharedProgress(create_progress_fd())))

@@ -23,7 +23,7 @@ from typing import Any
 
 from soak_plan import Plan, Planned, Window
 
-from closeranks.agent.view import View
+from closeranks.agent.view import JobView
 from closeranks.cli import launching
 from closeranks.core.errors import Drained
 from closeranks.elastic.faults.blows import BLOWS, Blow
@@ -74,7 +74,7 @@ class Striker:
         has_disk = any(fault.kind == "diskfull" for fault in plan.faults)
         self._disk = SmallDisk(self._run.checkpoints) if has_disk else None
 
-    def __call__(self, look: View) -> float | None:
+    def __call__(self, look: JobView) -> float | None:
         if not self._is_open:
             self._is_open = True
             if self._disk is not None:
@@ -94,9 +94,9 @@ class Striker:
             os.kill(os.getpid(), signal.SIGTERM)
         return self._next_at(look.now, now_s)
 
-    def _is_settled(self, look: View) -> bool:
+    def _is_settled(self, look: JobView) -> bool:
         log = self._run.path / "logs" / "zygote.log"
-        if look.state != "running" or any((one.progress.step or 0) <= _FIRST_STEPS for one in look.seen):
+        if look.state != "running" or any((one.progress.step or 0) <= _FIRST_STEPS for one in look.local_workers):
             return False
         return log.exists() and "warmed up" in log.read_text()
 
@@ -111,7 +111,7 @@ class Striker:
             waits.append(_RETRY_S)
         return now + min([*waits, max(_RETRY_S, min(coming) - now_s)])
 
-    def _begin(self, planned: Planned, look: View) -> None:
+    def _begin(self, planned: Planned, look: JobView) -> None:
         """Who is not there now, or has nothing yet that could be struck, is tried again."""
         fault = Fault(planned.kind, 1, planned.rank, planned.other)
         step = step_of(look, fault)
@@ -128,7 +128,7 @@ class Striker:
         self._underway.append(one)
         self._go_on(one, look)
 
-    def _go_on(self, one: _Underway, look: View) -> None:
+    def _go_on(self, one: _Underway, look: JobView) -> None:
         try:
             is_over = one.blow.turn(look)
         except OSError:  # the victim went away in the middle of it

@@ -13,7 +13,7 @@ import pytest
 
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.launch import LaunchPlan, Outcome
+from closeranks.agent.launch import JobOutcome, LaunchPlan
 from closeranks.core.environment import child_environment
 
 from .traces import num_fds, processes_marked
@@ -42,7 +42,7 @@ class Host:
         }
         return LaunchPlan(**{**settings, **changes})
 
-    def run(self, plan: LaunchPlan, on_event: OnEvent | None = None) -> Outcome:
+    def run(self, plan: LaunchPlan, on_event: OnEvent | None = None) -> JobOutcome:
         def hear(rank: int, event: dict[str, Any]) -> None:
             self.events.append((rank, event))
             if on_event is not None:

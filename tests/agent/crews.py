@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from closeranks.agent.crew import Crew
+from closeranks.agent.crew import WorkerGroup
 from closeranks.core.world import World
 
 
@@ -11,6 +11,6 @@ def worlds_here(size: int, generation: int) -> list[World]:
     return [World(rank, size, rank, size, launcher="agent", generation=generation) for rank in range(size)]
 
 
-def statuses(crew: Crew) -> dict[int, int]:
+def statuses(crew: WorkerGroup) -> dict[int, int]:
     """Of those that have ended, by rank."""
-    return {fact.rank: fact.status for fact in crew.facts() if fact.status is not None}
+    return {fact.rank: fact.status for fact in crew.worker_reports() if fact.status is not None}

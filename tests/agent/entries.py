@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.agent.link import WorkerLink
-from closeranks.agent.progress import Phase
-from closeranks.agent.store import address_of
+from closeranks.agent.progress import WorkerPhase
+from closeranks.agent.store import store_address
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import DataError
 from closeranks.core.requests import DRAIN
@@ -34,10 +34,10 @@ def finish(payload: Payload, link: WorkerLink) -> None:
     announce(link, world=[link.world.rank, link.world.size, link.world.launcher], payload=payload)
     if link.world.is_lead:
         with link.listen_socket() as listener:
-            link.announce_store(address_of(listener))
-            link.send_event({"event": "store", "address": link.store()})
+            link.announce_store(store_address(listener))
+            link.send_event({"event": "store", "address": link.wait_for_store()})
     else:
-        link.send_event({"event": "store", "address": link.store()})
+        link.send_event({"event": "store", "address": link.wait_for_store()})
 
 
 def meet_twice(payload: Payload, link: WorkerLink) -> None:
@@ -48,8 +48,8 @@ def meet_twice(payload: Payload, link: WorkerLink) -> None:
             time.sleep(0.01)
         if link.world.is_lead:
             with link.listen_socket() as listener:
-                link.announce_store(address_of(listener))
-        link.send_event({"event": name, "address": link.store()})
+                link.announce_store(store_address(listener))
+        link.send_event({"event": name, "address": link.wait_for_store()})
         if not link.world.is_lead:
             is_met.touch()
 
@@ -77,7 +77,7 @@ def say(payload: Payload, link: WorkerLink) -> None:
 
 def stumble(payload: Payload, link: WorkerLink) -> None:
     """Rank 1 raises at step 7; the others never would."""
-    link.progress(7, Phase.COMPUTE)
+    link.progress(7, WorkerPhase.COMPUTE)
     if link.world.rank == 1:
         raise ValueError("the loss is a banana")
     wait_forever()
@@ -98,7 +98,7 @@ def leave(payload: Payload, link: WorkerLink) -> int | None:
 
 def die(payload: Payload, link: WorkerLink) -> None:
     """Rank 1 dies of the payload's signal at step 12; the others find their peer gone and say so."""
-    link.progress(12, Phase.REDUCE)
+    link.progress(12, WorkerPhase.REDUCE)
     fifo = Path(payload["folder"]) / f"fifo-{link.world.rank}"
     if link.world.rank != 1:
         with fifo.open("rb") as peer:
@@ -123,16 +123,16 @@ def hang(payload: Payload, link: WorkerLink) -> None:
 def print_much(payload: Payload, link: WorkerLink) -> None:
     """Steps of a few milliseconds, then one in which rank 0 prints for much longer than that, and is healthy."""
     for step in range(1, 30):
-        link.progress(step, Phase.COMPUTE)
+        link.progress(step, WorkerPhase.COMPUTE)
         time.sleep(0.005)
-        link.progress(step, Phase.UPDATE)
-    link.progress(30, Phase.COMPUTE)
+        link.progress(step, WorkerPhase.UPDATE)
+    link.progress(30, WorkerPhase.COMPUTE)
     if link.world.is_lead:
         piece = str(payload["piece"]).encode()
         left = memoryview(piece * (int(payload["num_bytes"]) // len(piece)))
         while left:
             left = left[os.write(1, left[: 1 << 16]) :]
-    link.progress(30, Phase.END)
+    link.progress(30, WorkerPhase.END)
     link.send_event({"event": "printed"})
 
 
@@ -163,7 +163,7 @@ def drain(payload: Payload, link: WorkerLink) -> None:
     step = 0
     while DRAIN not in link.poll():
         step += 1
-        link.progress(step, Phase.COMPUTE)
+        link.progress(step, WorkerPhase.COMPUTE)
         threading.Event().wait(0.001)
     link.send_event({"event": "saved"})
 
@@ -190,7 +190,7 @@ def misuse(payload: Payload, link: WorkerLink) -> None:
 def bind(payload: Payload, link: WorkerLink) -> None:
     if link.world.is_lead:
         link.listen_socket()
-    link.store()
+    link.wait_for_store()
 
 
 def bear(payload: Payload, link: WorkerLink) -> None:

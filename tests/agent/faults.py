@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from closeranks.agent.faultlog import Fault
-from closeranks.agent.verdict import Verdict
+from closeranks.agent.faultlog import FaultRecord
+from closeranks.agent.verdict import RootCause
 from closeranks.core.errors import RunFailed
 
 
-def fault(at: float = 0.0, **changes: Any) -> Fault:
+def fault(at: float = 0.0, **changes: Any) -> FaultRecord:
     settings: dict[str, Any] = {"generation": 0, "kind": "killed", "step": 5, "rank": 0, "host": "a", "signature": "x"}
-    return Fault(at=at, **{**settings, **changes})
+    return FaultRecord(at=at, **{**settings, **changes})
 
 
-def raised(step: int | None, **changes: Any) -> Verdict:
+def raised(step: int | None, **changes: Any) -> RootCause:
     settings: dict[str, Any] = {"culprit": 0, "error": RunFailed("rank 0 failed"), "kind": "exception"}
     settings |= {"cause": "ValueError: x", "signature": "x"}
-    return Verdict(step=step, **{**settings, **changes})
+    return RootCause(step=step, **{**settings, **changes})

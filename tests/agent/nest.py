@@ -25,7 +25,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
-from closeranks.agent.progress import Phase, ProgressWord
+from closeranks.agent.progress import SharedProgress, WorkerPhase
 from closeranks.core.linux import ThreadClock, die_with_parent
 from closeranks.run.pace import ClockWatch
 
@@ -70,7 +70,7 @@ def _fork(order: Order, rank: int) -> int:
 def _live(order: Order, rank: int) -> None:
     stacks = Path(order.folder, f"stacks-{rank}").open("w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    word = ProgressWord(os.open(order.words[rank], os.O_RDWR))
+    word = SharedProgress(os.open(order.words[rank], os.O_RDWR))
     store = dist.FileStore(str(Path(order.folder, "store")), len(order.words))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(order.words))
     if order.kind == "quota" and rank == 1:
@@ -82,9 +82,9 @@ def _live(order: Order, rank: int) -> None:
         _train(order, rank, step, word, watch)
 
 
-def _train(order: Order, rank: int, step: int, word: ProgressWord, watch: ClockWatch) -> None:
-    word.write(step, Phase.DATA)
-    word.write(step, Phase.COMPUTE)
+def _train(order: Order, rank: int, step: int, word: SharedProgress, watch: ClockWatch) -> None:
+    word.write(step, WorkerPhase.DATA)
+    word.write(step, WorkerPhase.COMPUTE)
     watch.start()
     _compute(WORK_S if order.kind == "quota" else WORK_S / 10)
     if rank == 1 and step == HUNG_STEP:
@@ -92,15 +92,15 @@ def _train(order: Order, rank: int, step: int, word: ProgressWord, watch: ClockW
     if order.is_inside:
         dist.all_reduce(torch.ones(1000))
         _compute(WORK_S if order.kind == "quota" else 0.0)
-    word.tick()
+    word.micro_batch_done()
     watch.stop(1)
-    word.write(step, Phase.REDUCE)
+    word.write(step, WorkerPhase.REDUCE)
     dist.all_reduce(torch.ones(1000))
-    word.write(step, Phase.UPDATE)
+    word.write(step, WorkerPhase.UPDATE)
     for seconds in watch.taken():
-        word.note_own(seconds)
+        word.note_compute_time(seconds)
     if order.kind == "well" and step % 50 == 0:
-        word.write(step, Phase.EVALUATE)
+        word.write(step, WorkerPhase.EVALUATE)
         time.sleep(0.3)
 
 

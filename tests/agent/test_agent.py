@@ -18,9 +18,9 @@ import pytest
 
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.launch import Fitted, Survival
-from closeranks.agent.limits import Limits
-from closeranks.agent.view import View
+from closeranks.agent.launch import RecoverySettings, ResizedLaunch
+from closeranks.agent.limits import FaultLimits
+from closeranks.agent.view import JobView
 from closeranks.core.errors import DataError, RunFailed, SetupError, UserError
 
 from .conftest import Host
@@ -232,8 +232,8 @@ def test_a_worker_that_prints_much_is_not_taken_for_hung(
     host: Host, piece: str, num_bytes: int, shown_in_s: float
 ) -> None:
     """It waits for its pipe to be read, longer than a step ever took, and is healthy."""
-    limits = Limits(hang_floor_s=0.4, hang_factor=2.0, max_faults=0)
-    survival = Survival(limits, lambda num, wanted: Fitted(num, {}), lambda step: "")
+    limits = FaultLimits(hang_floor_s=0.4, hang_factor=2.0, max_faults=0)
+    survival = RecoverySettings(limits, lambda num, wanted: ResizedLaunch(num, {}), lambda step: "")
     plan = host.plan("print_much", payload={"piece": piece, "num_bytes": num_bytes}, is_elastic=True, survival=survival)
     outcome = Agent(
         plan,
@@ -279,8 +279,8 @@ def test_sigterm_to_a_worker_that_was_just_forked_is_not_lost(host: Host) -> Non
     """It has no handler yet; without the signal it would wait for ever."""
     struck: list[int] = []
 
-    def strike(view: View) -> None:
-        for one in view.seen:
+    def strike(view: JobView) -> None:
+        for one in view.local_workers:
             if one.pid is not None and not struck:
                 struck.append(one.pid)
                 os.kill(one.pid, signal.SIGTERM)

@@ -6,11 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.agent.allotment import HostState, Place, allot, in_quarantine, room, why_quarantined
-from closeranks.agent.limits import Limits
+from closeranks.agent.allotment import (
+    HostPlacement,
+    HostState,
+    place_workers,
+    quarantined_hosts,
+    total_capacity,
+    why_quarantined,
+)
+from closeranks.agent.limits import FaultLimits
 from tests.agent.faults import fault
 
-LEAD, B, C = HostState("lead", 2, is_lead=True), HostState("b", 2), HostState("c", 2)
+LEAD, B, C = HostState("lead", 2, is_leader=True), HostState("b", 2), HostState("c", 2)
 hosts_of_a_job = st.lists(
     st.builds(
         HostState,
@@ -29,8 +36,8 @@ def _named(hosts: list[HostState], lead: int) -> list[HostState]:
 
 @given(hosts_of_a_job, st.integers(0, 20), st.frozensets(st.sampled_from(["h0", "h1", "h2", "h3", "h4"])))
 def test_laws_of_allotment(hosts: list[HostState], wanted: int, avoided: frozenset[str]) -> None:
-    num_workers = min(wanted, room(hosts))
-    places = allot(hosts, num_workers, avoided)
+    num_workers = min(wanted, total_capacity(hosts))
+    places = place_workers(hosts, num_workers, avoided)
     taken = {one.host: one.num_workers for one in places}
     by_name = {host.name: host for host in hosts}
     assert sum(taken.values()) == num_workers
@@ -40,38 +47,49 @@ def test_laws_of_allotment(hosts: list[HostState], wanted: int, avoided: frozens
     if taken.keys() & avoided:
         good = [host for host in hosts if host.state == "ready" and host.name not in avoided]
         assert all(taken.get(host.name, 0) == host.num_workers for host in good), "the others are full"
-    leads = [place for place, one in enumerate(places) if by_name[one.host].is_lead]
+    leads = [place for place, one in enumerate(places) if by_name[one.host].is_leader]
     assert leads in ([], [0])
-    assert [one.host for one in places if not by_name[one.host].is_lead] == sorted(
-        one.host for one in places if not by_name[one.host].is_lead
+    assert [one.host for one in places if not by_name[one.host].is_leader] == sorted(
+        one.host for one in places if not by_name[one.host].is_leader
     ), "the others as they joined"
 
 
 def test_a_spare_host_takes_the_place_of_one_that_is_lost() -> None:
-    assert allot([LEAD, B, C], 4) == (Place("lead", 2), Place("b", 2))
-    assert allot([LEAD, HostState("b", 2, state="lost"), C], 4) == (Place("lead", 2), Place("c", 2))
+    assert place_workers([LEAD, B, C], 4) == (HostPlacement("lead", 2), HostPlacement("b", 2))
+    assert place_workers([LEAD, HostState("b", 2, state="lost"), C], 4) == (
+        HostPlacement("lead", 2),
+        HostPlacement("c", 2),
+    )
 
 
 def test_a_host_in_quarantine_keeps_its_place_in_the_order_of_ranks() -> None:
     """It is there for want of room alone; what lies in the memory of the others stays with them."""
-    assert allot([LEAD, B, C], 6, frozenset({"b"})) == (Place("lead", 2), Place("b", 2), Place("c", 2))
-    assert allot([LEAD, B, C], 5, frozenset({"b"})) == (Place("lead", 2), Place("b", 1), Place("c", 2))
-    assert allot([LEAD, B, C], 4, frozenset({"b"})) == (Place("lead", 2), Place("c", 2))
+    assert place_workers([LEAD, B, C], 6, frozenset({"b"})) == (
+        HostPlacement("lead", 2),
+        HostPlacement("b", 2),
+        HostPlacement("c", 2),
+    )
+    assert place_workers([LEAD, B, C], 5, frozenset({"b"})) == (
+        HostPlacement("lead", 2),
+        HostPlacement("b", 1),
+        HostPlacement("c", 2),
+    )
+    assert place_workers([LEAD, B, C], 4, frozenset({"b"})) == (HostPlacement("lead", 2), HostPlacement("c", 2))
 
 
 def test_more_than_there_is_room_for_is_refused() -> None:
     with pytest.raises(ValueError, match="no room for 1 of 3"):
-        allot([B], 3)
+        place_workers([B], 3)
 
 
 def test_quarantine_counts_a_hosts_own_faults_in_the_window() -> None:
-    limits = Limits(max_host_faults=2, fault_window_s=10.0)
+    limits = FaultLimits(max_host_faults=2, fault_window_s=10.0)
     faults = [fault(at=1.0, host="b"), fault(at=5.0, host="c"), fault(at=6.0, host="b")]
-    assert in_quarantine([LEAD, B, C], faults, limits, 6.0) == {"b"}
-    assert in_quarantine([LEAD, B, C], faults, limits, 11.0) == set(), "its first is forgotten"
+    assert quarantined_hosts([LEAD, B, C], faults, limits, 6.0) == {"b"}
+    assert quarantined_hosts([LEAD, B, C], faults, limits, 11.0) == set(), "its first is forgotten"
     assert why_quarantined("b", faults, limits, 6.0) == "2 faults (2 killed) within 0.167 min"
 
 
 def test_the_leads_host_is_never_left() -> None:
     faults = [fault(host="lead") for _ in range(9)]
-    assert in_quarantine([LEAD, B], faults, Limits(), 0.0) == set()
+    assert quarantined_hosts([LEAD, B], faults, FaultLimits(), 0.0) == set()

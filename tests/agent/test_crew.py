@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from closeranks.agent.crew import Crew
-from closeranks.agent.launch import LaunchPlan, Listener
-from closeranks.agent.loop import Loop
-from closeranks.agent.nursery import Nursery
+from closeranks.agent.crew import WorkerGroup
+from closeranks.agent.launch import AgentCallbacks, LaunchPlan
+from closeranks.agent.loop import EventLoop
+from closeranks.agent.nursery import ZygoteClient
 from tests.agent.crews import statuses, worlds_here
 
 from .conftest import Host
@@ -19,25 +19,25 @@ from .conftest import Host
 pytestmark = pytest.mark.world
 
 
-def turn_until(loop: Loop, is_done: Any) -> None:
+def turn_until(loop: EventLoop, is_done: Any) -> None:
     deadline = time.monotonic() + 20.0
     while not is_done():
         assert time.monotonic() < deadline, "nothing happened for 20 s"
-        loop.turn(deadline)
+        loop.run_once(deadline)
 
 
 def test_a_second_generation_is_forked_after_the_first_was_fenced(host: Host) -> None:
     host.log_folder.mkdir()
-    listener = Listener(lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append)
+    listener = AgentCallbacks(lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append)
     plan: LaunchPlan = host.plan("hang", 3)
-    with Loop() as loop, Nursery(plan, loop, listener) as nursery:
+    with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
         turn_until(loop, lambda: nursery.is_ready)
         pids: list[set[int]] = []
         for generation in range(3):
-            with Crew(plan, worlds_here(3, generation), nursery, loop, listener) as crew:
+            with WorkerGroup(plan, worlds_here(3, generation), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: len(host.events) == 3)
                 pids.append({event["pid"] for _, event in host.events})
-                assert {member.world.generation for member in crew.members} == {generation}
+                assert {member.world.generation for member in crew.workers} == {generation}
                 host.events.clear()
                 crew.fence()
                 turn_until(loop, lambda: crew.num_left == 0)
@@ -49,11 +49,11 @@ def test_a_second_generation_is_forked_after_the_first_was_fenced(host: Host) ->
 
 def test_a_crew_fenced_while_it_is_forked_leaves_nobody(host: Host) -> None:
     host.log_folder.mkdir()
-    listener = Listener(lambda *_: None, lambda *_: None, host.notes.append)
+    listener = AgentCallbacks(lambda *_: None, lambda *_: None, host.notes.append)
     plan = host.plan("hang", 8)
-    with Loop() as loop, Nursery(plan, loop, listener) as nursery:
+    with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
         turn_until(loop, lambda: nursery.is_ready)
-        with Crew(plan, worlds_here(plan.num_workers, 0), nursery, loop, listener) as crew:
+        with WorkerGroup(plan, worlds_here(plan.num_workers, 0), nursery, loop, listener) as crew:
             crew.fence()
             turn_until(loop, lambda: crew.num_left == 0)
             assert set(statuses(crew).values()) == {-signal.SIGKILL}
@@ -61,10 +61,10 @@ def test_a_crew_fenced_while_it_is_forked_leaves_nobody(host: Host) -> None:
 
 def test_leaving_a_crew_ends_it(host: Host) -> None:
     host.log_folder.mkdir()
-    listener = Listener(lambda *_: None, lambda *_: None, host.notes.append)
+    listener = AgentCallbacks(lambda *_: None, lambda *_: None, host.notes.append)
     plan = host.plan("hang", 2)
-    with Loop() as loop, Nursery(plan, loop, listener) as nursery:
+    with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
         turn_until(loop, lambda: nursery.is_ready)
-        with Crew(plan, worlds_here(plan.num_workers, 0), nursery, loop, listener) as crew:
-            turn_until(loop, lambda: all(member.pid for member in crew.members))
+        with WorkerGroup(plan, worlds_here(plan.num_workers, 0), nursery, loop, listener) as crew:
+            turn_until(loop, lambda: all(member.pid for member in crew.workers))
         assert crew.num_left == 0

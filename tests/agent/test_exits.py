@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from closeranks.agent.exits import in_words, num_oom_kills, status_of
+from closeranks.agent.exits import describe_status, num_oom_kills, status_from_waitid
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ from closeranks.agent.exits import in_words, num_oom_kills, status_of
     ],
 )
 def test_words(status: int | None, words: str) -> None:
-    assert words in in_words(status)
+    assert words in describe_status(status)
 
 
 def test_the_kernels_count_is_used_for_sigkill_alone() -> None:
-    assert "it seems" in in_words(-signal.SIGKILL, 2)
-    assert in_words(-signal.SIGSEGV, 2) == in_words(-signal.SIGSEGV)
+    assert "it seems" in describe_status(-signal.SIGKILL, 2)
+    assert describe_status(-signal.SIGSEGV, 2) == describe_status(-signal.SIGSEGV)
     assert num_oom_kills() >= 0
 
 
@@ -38,4 +38,4 @@ def test_a_status_reads_as_subprocess_has_it(code: str, status: int) -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", code])
     result = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert result is not None
-    assert status_of(result) == process.wait() == status
+    assert status_from_waitid(result) == process.wait() == status

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.agent.failure import FailureReport, describe, is_consequence, own_place, plain_message
+from closeranks.agent.failure import FailureReport, failure_report, is_consequence, plain_message, user_location
 from closeranks.core.errors import CheckpointError, CloseranksError, decode
 
 
@@ -59,7 +59,7 @@ def test_the_chain_is_looked_at_but_not_below_a_users_mistake() -> None:
 
 def test_a_report_survives_the_wire() -> None:
     before = time.monotonic()
-    report = describe(caught("raise ValueError('odd')"), step=4)
+    report = failure_report(caught("raise ValueError('odd')"), step=4)
     assert FailureReport(**json.loads(json.dumps(report.fields()))) == report
     assert (report.kind, report.message, report.step, report.is_consequence, report.error) == (
         "ValueError",
@@ -73,7 +73,7 @@ def test_a_report_survives_the_wire() -> None:
 
 
 def test_an_error_of_ours_comes_out_as_it_went_in() -> None:
-    report = describe(CheckpointError("damaged", "Take another."), step=None)
+    report = failure_report(CheckpointError("damaged", "Take another."), step=None)
     assert report.error is not None
     assert str(decode(report.error)) == "damaged. Take another."
 
@@ -91,14 +91,14 @@ def test_the_place_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     module = importlib.import_module("their_model")
     with pytest.raises(json.JSONDecodeError) as info:
         module.load()
-    assert own_place(info.value) == "their_model.py:4 in load"
+    assert user_location(info.value) == "their_model.py:4 in load"
 
 
 def test_the_place_of_a_syntax_error_is_in_the_file_itself(tmp_path: Path) -> None:
     error = SyntaxError("invalid syntax", (str(tmp_path / "broken.py"), 3, 1, "x ="))
-    assert own_place(error) == f"{tmp_path / 'broken.py'}:3"
+    assert user_location(error) == f"{tmp_path / 'broken.py'}:3"
     assert plain_message(error) == "invalid syntax"
 
 
 def test_an_exception_that_was_never_raised_has_no_place() -> None:
-    assert own_place(ValueError("made")) == ""
+    assert user_location(ValueError("made")) == ""

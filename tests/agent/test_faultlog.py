@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from closeranks.agent.faultlog import NO_FAULTS, FaultLog, num_repeats, steps_done, tally, within
-from closeranks.agent.verdict import Kind, without_facts
+from closeranks.agent.faultlog import NOT_FAULTS, FaultLog, faults_within, num_repeats, steps_done, summarize_faults
+from closeranks.agent.verdict import CauseKind, external_cause
 from closeranks.core.errors import DataError, RunFailed
 from tests.agent.faults import fault, raised
 
 
-def logged(log: FaultLog, step: int | None, num_done: int, kind: Kind = "exception", signature: str = "x") -> FaultLog:
+def logged(
+    log: FaultLog, step: int | None, num_done: int, kind: CauseKind = "exception", signature: str = "x"
+) -> FaultLog:
     verdict = raised(step, kind=kind, signature=signature)
     return log.add(verdict, at=float(len(log.faults)), generation=len(log.faults), host="a", num_done=num_done)
 
@@ -36,9 +38,9 @@ def test_the_log_keeps_what_the_verdict_said() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", sorted(NO_FAULTS))
-def test_an_end_that_nothing_is_wrong_with_is_no_fault(kind: Kind) -> None:
-    log = FaultLog().add(without_facts(kind, "it was asked to"), at=0.0, generation=0, host="a", num_done=7)
+@pytest.mark.parametrize("kind", sorted(NOT_FAULTS))
+def test_an_end_that_nothing_is_wrong_with_is_no_fault(kind: CauseKind) -> None:
+    log = FaultLog().add(external_cause(kind, "it was asked to"), at=0.0, generation=0, host="a", num_done=7)
     assert log == FaultLog((), 7), "but how far the run got is kept"
 
 
@@ -59,7 +61,7 @@ def test_a_step_that_was_finished_between_is_not_to_blame() -> None:
 
 def test_a_generation_that_ended_by_agreement_may_have_made_the_progress() -> None:
     log = logged(FaultLog(), 43, 42)
-    log = log.add(without_facts("resize", "a host joined", step=50), at=1.0, generation=1, host="", num_done=49)
+    log = log.add(external_cause("resize", "a host joined", step=50), at=1.0, generation=1, host="", num_done=49)
     assert num_repeats(logged(log, 43, 42).faults) == 1
 
 
@@ -81,7 +83,7 @@ def test_faults_before_the_first_step_are_compared_too() -> None:
 
 
 @pytest.mark.parametrize("kind", ["host", "zygote", "stopped"])
-def test_what_no_step_can_do_is_never_a_repeat(kind: Kind) -> None:
+def test_what_no_step_can_do_is_never_a_repeat(kind: CauseKind) -> None:
     log = logged(logged(FaultLog(), 43, 42, kind), 43, 42, kind)
     assert num_repeats(log.faults) == 0
 
@@ -98,20 +100,20 @@ def test_steps_done_are_those_of_the_last() -> None:
 
 def test_the_window_is_open_at_its_far_end() -> None:
     faults = [fault(at=at) for at in (0.0, 10.0, 10.5, 20.0)]
-    assert [one.at for one in within(faults, 10.0, 20.0)] == [10.5, 20.0]
+    assert [one.at for one in faults_within(faults, 10.0, 20.0)] == [10.5, 20.0]
 
 
 def test_a_tally_names_kinds_and_the_worst_host() -> None:
     faults = [fault(kind=kind, host=host) for kind, host in [("killed", "a"), ("killed", "b"), ("hang", "b")]]
-    assert tally(faults) == "2 killed, 1 hang; 2 of them on b"
-    assert tally(faults[:1]) == "1 killed"
+    assert summarize_faults(faults) == "2 killed, 1 hang; 2 of them on b"
+    assert summarize_faults(faults[:1]) == "1 killed"
 
 
 def test_what_no_worker_tells_has_a_verdict_all_the_same() -> None:
-    verdict = without_facts("host", "host b has not answered for 3 s", step=4)
+    verdict = external_cause("host", "host b has not answered for 3 s", step=4)
     assert (verdict.culprit, verdict.kind, verdict.step, verdict.is_silent) == (-1, "host", 4, True)
     assert isinstance(verdict.error, RunFailed)
     assert str(verdict.error) == "host b has not answered for 3 s"
-    lost = without_facts("zygote", "the zygote was lost\nits log", error=RunFailed("the zygote was lost\nits log"))
+    lost = external_cause("zygote", "the zygote was lost\nits log", error=RunFailed("the zygote was lost\nits log"))
     assert lost.cause == "the zygote was lost"
     assert str(lost.error).endswith("its log")

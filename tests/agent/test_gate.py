@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from closeranks.agent.control.client import ControlClient
-from closeranks.agent.gate import ASK_PLAN, Door, Gate
-from closeranks.agent.loop import Loop
-from closeranks.agent.membership.messages import Join, Letter, Note
+from closeranks.agent.gate import ASK_PLAN, HostConnections, JoinEndpoint
+from closeranks.agent.loop import EventLoop
+from closeranks.agent.membership.messages import Envelope, HostNote, Join
 from tests.agent.control.stage import TOKEN
 
 
@@ -21,18 +21,18 @@ from tests.agent.control.stage import TOKEN
 class Hall:
     """A gate and those before it, on one loop."""
 
-    loop: Loop
+    loop: EventLoop
     stack: ExitStack
-    letters: list[Letter] = field(default_factory=list)
+    letters: list[Envelope] = field(default_factory=list)
     gone: list[tuple[str, int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     clients: list[ControlClient] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate = self.stack.enter_context(
-            Gate(
+            HostConnections(
                 self.loop,
-                Door("127.0.0.1", 0, TOKEN),
+                JoinEndpoint("127.0.0.1", 0, TOKEN),
                 {"entry": "a:b"},
                 own_name="h0",
                 on_letter=self.letters.append,
@@ -63,21 +63,21 @@ class Hall:
             self.gate.wake()
             for client in self.clients:
                 client.wake()
-            self.loop.turn(time.monotonic() + 0.05)
+            self.loop.run_once(time.monotonic() + 0.05)
 
 
 @pytest.fixture
 def hall() -> Iterator[Hall]:
-    with Loop() as loop, ExitStack() as stack:
+    with EventLoop() as loop, ExitStack() as stack:
         yield Hall(loop, stack)
 
 
 def join(name: str, incarnation: int) -> dict[str, Any]:
-    return Letter(0, name, incarnation, 1, Join(2)).to_fields()
+    return Envelope(0, name, incarnation, 1, Join(2)).to_fields()
 
 
-def note(name: str, incarnation: int, text: str) -> Letter:
-    return Letter(1, name, incarnation, 1, Note(text))
+def note(name: str, incarnation: int, text: str) -> Envelope:
+    return Envelope(1, name, incarnation, 1, HostNote(text))
 
 
 def test_who_asks_for_the_plan_is_told_it_and_who_leads(hall: Hall) -> None:
@@ -125,16 +125,16 @@ def test_seeing_off_answers_whoever_still_writes_and_waits_for_all_to_hang_up(ha
     client.send(join("h1", 1))
     hall.until(lambda: bool(hall.letters))
 
-    def answer(letter: Letter) -> list[Letter]:
+    def answer(letter: Envelope) -> list[Envelope]:
         client.close()
         return [note("h1", 1, "home")]
 
     client.send(join("h1", 1))
-    hall.gate.see_off([], answer, time.monotonic() + 30)
+    hall.gate.close_gracefully([], answer, time.monotonic() + 30)
     assert (len(hall.letters), hall.notes) == (1, [])
 
 
 def test_how_to_join_names_the_token_s_place() -> None:
-    door = Door("0.0.0.0", 0, TOKEN, address="10.0.0.1", token_file="/run/job.token")
-    assert door.how_to_join(29400, 4) == "closeranks agent --join 10.0.0.1:29400 -n 4 --token-file /run/job.token"
-    assert "CLOSERANKS_TOKEN" in Door("fd00::1", 0, TOKEN).how_to_join(1, 4)
+    door = JoinEndpoint("0.0.0.0", 0, TOKEN, address="10.0.0.1", token_file="/run/job.token")
+    assert door.join_command(29400, 4) == "closeranks agent --join 10.0.0.1:29400 -n 4 --token-file /run/job.token"
+    assert "CLOSERANKS_TOKEN" in JoinEndpoint("fd00::1", 0, TOKEN).join_command(1, 4)

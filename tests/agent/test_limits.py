@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from closeranks.agent.limits import Limits
+from closeranks.agent.limits import FaultLimits
 from closeranks.elastic.config import ElasticConfig
 from closeranks.run.resizing import limits_of
 
 
 def test_the_defaults_are_those_of_the_table() -> None:
-    assert limits_of(ElasticConfig()) == Limits()
+    assert limits_of(ElasticConfig()) == FaultLimits()
 
 
 def test_every_number_is_carried_over() -> None:
@@ -29,10 +29,10 @@ def test_every_number_is_carried_over() -> None:
         "wait_s": 9.0,
     }
     limits = limits_of(ElasticConfig(**changed))
-    assert {field.name: getattr(limits, field.name) for field in fields(Limits)} == changed
+    assert {field.name: getattr(limits, field.name) for field in fields(FaultLimits)} == changed
 
 
 def test_what_the_agent_has_no_use_for_stays_with_the_workers() -> None:
     """Whatever is added to the table is either carried over or named here."""
     own = {"enabled", "snapshot_every", "snapshot_cost", "second_copies"}
-    assert {field.name for field in fields(Limits)} == set(ElasticConfig.model_fields) - own
+    assert {field.name for field in fields(FaultLimits)} == set(ElasticConfig.model_fields) - own

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from closeranks.agent.link import WorkerLink
-from closeranks.agent.progress import Phase, ProgressWord, create_progress
-from closeranks.agent.wire import LineBuffer, encode
+from closeranks.agent.progress import SharedProgress, WorkerPhase, create_progress_fd
+from closeranks.agent.wire import LineBuffer, encode_message
 from closeranks.core.errors import CloseranksError, DataError, decode
 from closeranks.core.requests import DRAIN, SAVE
 from closeranks.core.world import World
@@ -26,11 +26,11 @@ class Ends:
 
     link: WorkerLink
     agent: socket.socket
-    word: ProgressWord
+    word: SharedProgress
     lines: LineBuffer = field(default_factory=LineBuffer)
 
     def tell(self, **message: Any) -> None:
-        self.agent.sendall(encode(message))
+        self.agent.sendall(encode_message(message))
 
     def hear(self) -> list[dict[str, Any]]:
         """Everything that was sent; polling passes on what had found no room."""
@@ -48,7 +48,7 @@ class Ends:
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     agent, worker = socket.socketpair()
-    fd = create_progress()
+    fd = create_progress_fd()
     world = asdict(World(1, 4, 1, 4, launcher="agent", generation=3))
     hello = {
         "type": "hello",
@@ -59,8 +59,8 @@ def ends() -> Iterator[Ends]:
         "port": 0,
         "boxes": [],
     }
-    agent.sendall(encode(hello))
-    ends = Ends(WorkerLink(worker, ProgressWord(fd)), agent, ProgressWord(fd))
+    agent.sendall(encode_message(hello))
+    ends = Ends(WorkerLink(worker, SharedProgress(fd)), agent, SharedProgress(fd))
     os.close(fd)
     yield ends
     agent.close()
@@ -82,7 +82,7 @@ def test_a_drain_stays_and_a_save_is_told_once(ends: Ends) -> None:
 
 
 def test_a_request_cut_in_two_is_heard_when_whole(ends: Ends) -> None:
-    line = encode({"type": "request", "request": "drain"})
+    line = encode_message({"type": "request", "request": "drain"})
     ends.agent.sendall(line[:9])
     assert ends.link.poll() == set()
     ends.agent.sendall(line[9:])
@@ -93,25 +93,25 @@ def test_the_store_is_waited_for_and_requests_on_the_way_are_kept(ends: Ends) ->
     ends.tell(type="request", request="drain")
     answer = threading.Timer(0.05, lambda: ends.tell(type="store", address="127.0.0.1:7"))
     answer.start()
-    assert ends.link.store(timeout_s=10.0) == "127.0.0.1:7"
+    assert ends.link.wait_for_store(timeout_s=10.0) == "127.0.0.1:7"
     assert ends.link.poll() == {DRAIN}
     answer.join()
 
 
 def test_a_store_that_never_comes(ends: Ends) -> None:
     with pytest.raises(CloseranksError, match=r"rank 0 has not opened its store within 0.01 s"):
-        ends.link.store(timeout_s=0.01)
+        ends.link.wait_for_store(timeout_s=0.01)
 
 
 def test_whoever_announces_knows_it_too(ends: Ends) -> None:
     ends.link.announce_store("127.0.0.1:9")
-    assert ends.link.store(timeout_s=0.0) == "127.0.0.1:9"
+    assert ends.link.wait_for_store(timeout_s=0.0) == "127.0.0.1:9"
     assert ends.hear() == [{"type": "store", "address": "127.0.0.1:9"}]
 
 
 def test_progress_is_seen_by_the_other_side(ends: Ends) -> None:
-    ends.link.progress(17, Phase.UPDATE)
-    assert (ends.word.read().step, ends.word.read().phase) == (17, Phase.UPDATE)
+    ends.link.progress(17, WorkerPhase.UPDATE)
+    assert (ends.word.read().step, ends.word.read().phase) == (17, WorkerPhase.UPDATE)
 
 
 def test_a_deaf_agent_costs_a_moment_and_the_loss_is_counted(ends: Ends) -> None:
@@ -144,7 +144,7 @@ def test_events_from_threads_do_not_mix(ends: Ends) -> None:
 
 
 def test_a_failure_is_told_once_with_the_step_of_the_word(ends: Ends) -> None:
-    ends.link.progress(23, Phase.COMPUTE)
+    ends.link.progress(23, WorkerPhase.COMPUTE)
     ends.link.report_failure(DataError("bad sample", "Remove it."))
     ends.link.report_failure(ValueError("what came of it"))
     (message,) = ends.hear()

@@ -18,11 +18,11 @@ import closeranks
 from closeranks.agent.look import (
     ask_children_for_stacks,
     ask_for_stacks,
-    is_of_stacks,
+    data_read_location,
+    is_stack_line,
     kernel_state,
-    observe,
-    place_of,
-    reading_place,
+    main_thread_location,
+    sample_processes,
 )
 
 _SETUP = "import faulthandler, signal, time, ctypes, threading, re; faulthandler.register(signal.SIGUSR1);"
@@ -53,7 +53,7 @@ def test_a_stopped_process_is_t_and_does_not_answer() -> None:
         assert _until(process.pid, "S") == "S"
         process.send_signal(signal.SIGSTOP)
         assert _until(process.pid, "T") == "T"
-        assert observe({3: process.pid}, 0.05)[3].state == "T"
+        assert sample_processes({3: process.pid}, 0.05)[3].state == "T"
         pidfd = os.pidfd_open(process.pid)
         started_at = time.monotonic()
         ask_for_stacks([pidfd])
@@ -72,10 +72,10 @@ def test_a_stopped_process_is_t_and_does_not_answer() -> None:
 )
 def test_who_sleeps_on_a_lock_is_told_from_who_sleeps_elsewhere_or_works(code: str, call: str, is_busy: bool) -> None:
     with _process(code) as process:
-        sight = observe({0: process.pid})[0]
+        sight = sample_processes({0: process.pid})[0]
         deadline = time.monotonic() + 120  # others may use the processors
         while (sight.load > 0.3) != is_busy and time.monotonic() < deadline:
-            sight = observe({0: process.pid})[0]
+            sight = sample_processes({0: process.pid})[0]
     assert (sight.load > 0.3) == is_busy
     if not is_busy:
         assert sight.state == "S"
@@ -90,7 +90,7 @@ def test_stacks_come_even_while_the_interpreters_lock_is_held() -> None:
         os.close(pidfd)
         assert process.stderr is not None
         lines = [process.stderr.readline().rstrip() for _ in range(2)]
-    assert place_of(["words", *lines]) == "<string>:1 in <module>"
+    assert main_thread_location(["words", *lines]) == "<string>:1 in <module>"
 
 
 def test_the_last_stacks_of_a_log_count_and_a_log_without_any_says_nothing() -> None:
@@ -100,9 +100,9 @@ def test_the_last_stacks_of_a_log_count_and_a_log_without_any_says_nothing() -> 
         '  File "/a/model.py", line 57 in forward',
         "  ...",
     ]
-    assert place_of([*old, "more words", *new]) == "model.py:57 in forward"
-    assert place_of(["a line"]) == ""
-    assert place_of(new[:1]) == ""
+    assert main_thread_location([*old, "more words", *new]) == "model.py:57 in forward"
+    assert main_thread_location(["a line"]) == ""
+    assert main_thread_location(new[:1]) == ""
 
 
 def test_a_process_that_is_gone_has_no_state_and_is_asked_for_nothing() -> None:
@@ -111,7 +111,7 @@ def test_a_process_that_is_gone_has_no_state_and_is_asked_for_nothing() -> None:
     process.wait()
     assert kernel_state(process.pid) == ""
     ask_for_stacks([pidfd])
-    assert observe({0: process.pid, 1: None}, 0.01)[0].state == ""
+    assert sample_processes({0: process.pid, 1: None}, 0.01)[0].state == ""
     os.close(pidfd)
 
 
@@ -130,11 +130,11 @@ Current thread 0x2 (most recent call first):
 
 
 def test_who_reads_a_sample_is_named_by_the_users_line_and_who_waits_for_it_is_not() -> None:
-    assert reading_place(STACKS) == "/home/me/data.py:12 in __getitem__"
-    assert reading_place(STACKS[6:]) == ""
-    assert reading_place(["it printed this", *STACKS[6:], *STACKS]) == "/home/me/data.py:12 in __getitem__"
-    assert all(is_of_stacks(line) for line in STACKS if line)
-    assert not is_of_stacks("step 3: File not found")
+    assert data_read_location(STACKS) == "/home/me/data.py:12 in __getitem__"
+    assert data_read_location(STACKS[6:]) == ""
+    assert data_read_location(["it printed this", *STACKS[6:], *STACKS]) == "/home/me/data.py:12 in __getitem__"
+    assert all(is_stack_line(line) for line in STACKS if line)
+    assert not is_stack_line("step 3: File not found")
 
 
 def test_children_that_listen_are_asked_and_others_left_alone() -> None:

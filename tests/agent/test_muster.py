@@ -1,19 +1,19 @@
 """Whoever waits for hosts is told for whom, when that changes and now and then."""
 
-from closeranks.agent.muster import EVERY_S, Muster
+from closeranks.agent.muster import EVERY_S, HostWaitNotice
 
 
 def test_it_is_told_at_once_and_again_when_somebody_came_or_time_has_passed() -> None:
-    muster = Muster(3, "closeranks agent --join a:1")
-    text, again = muster.look([], 100.0)
+    muster = HostWaitNotice(3, "closeranks agent --join a:1")
+    text, again = muster.check([], 100.0)
     assert text == "Waiting for 3 more hosts of 3. On each: closeranks agent --join a:1"
     assert again == 100.0 + EVERY_S
-    assert muster.look([], 101.0) == ("", again)
-    text, again = muster.look(["h0", "h1"], 102.0)
+    assert muster.check([], 101.0) == ("", again)
+    text, again = muster.check(["h0", "h1"], 102.0)
     assert text.startswith("Waiting for another host of 3; here: h0, h1. ")
-    assert muster.look(["h0", "h1"], 102.0 + EVERY_S)[0] == text
+    assert muster.check(["h0", "h1"], 102.0 + EVERY_S)[0] == text
 
 
 def test_with_enough_nothing_is_said() -> None:
-    assert Muster(1, "").look(["h0"], 0.0) == ("", None)
-    assert Muster(1, "").look(["h0", "h1"], 0.0) == ("", None)
+    assert HostWaitNotice(1, "").check(["h0"], 0.0) == ("", None)
+    assert HostWaitNotice(1, "").check(["h0", "h1"], 0.0) == ("", None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.agent.output import LineAssembler, OutputLog, last_words
+from closeranks.agent.output import LineAssembler, OutputLog, log_excerpt
 
 
 class Clock:
@@ -59,7 +59,7 @@ def test_a_child_that_prints_for_ever_does_not_hold_up_the_end(tmp_path: Path) -
     log = OutputLog(tmp_path / "log", print_more, lambda note: None)
     writer = log.take_writer()
     os.write(writer, b"one\n")
-    log.end()
+    log.finish()
     assert texts == ["one"]
     assert (tmp_path / "log").read_text() == "one\n"
     texts += [""] * 1000
@@ -155,5 +155,5 @@ def test_a_writer_that_was_never_taken_is_closed_too(tmp_path: Path) -> None:
 
 def test_of_a_crash_the_innermost_calls_are_shown() -> None:
     lines = [*map(str, range(9)), "Fatal Python error: Segmentation fault", *(f"frame {i}" for i in range(30))]
-    assert last_words(lines, 7) == ("5", "6", "7", "8", "Fatal Python error: Segmentation fault", "frame 0", "frame 1")
-    assert last_words(["only"], 7) == ("only",)
+    assert log_excerpt(lines, 7) == ("5", "6", "7", "8", "Fatal Python error: Segmentation fault", "frame 0", "frame 1")
+    assert log_excerpt(["only"], 7) == ("only",)

@@ -8,44 +8,46 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from closeranks.agent.allotment import HostState, Place
-from closeranks.agent.faultlog import Fault, FaultLog
-from closeranks.agent.launch import Fitted
-from closeranks.agent.limits import Limits
-from closeranks.agent.policy import GiveUp, Go, Wait, Wish, at_boundary, decide
-from closeranks.agent.verdict import without_facts
+from closeranks.agent.allotment import HostPlacement, HostState
+from closeranks.agent.faultlog import FaultLog, FaultRecord
+from closeranks.agent.launch import ResizedLaunch
+from closeranks.agent.limits import FaultLimits
+from closeranks.agent.policy import DesiredSize, GiveUp, NextGeneration, WaitForHosts, decide, request_at_boundary
+from closeranks.agent.verdict import external_cause
 from closeranks.core.errors import DataError, RunFailed
 from closeranks.core.requests import DRAIN, REGROUP
 from tests.agent.faults import fault, raised
 
-LEAD, B, C = HostState("lead", 2, is_lead=True), HostState("b", 2), HostState("c", 2)
-ALONE = [HostState("lead", 4, is_lead=True)]
+LEAD, B, C = HostState("lead", 2, is_leader=True), HostState("b", 2), HostState("c", 2)
+ALONE = [HostState("lead", 4, is_leader=True)]
 
 
-def down_to(*sizes: int) -> Callable[[int], Fitted | None]:
+def down_to(*sizes: int) -> Callable[[int], ResizedLaunch | None]:
     """A job that is legal on these numbers of workers alone."""
 
-    def fit(num_available: int) -> Fitted | None:
+    def fit(num_available: int) -> ResizedLaunch | None:
         size = max((size for size in sizes if size <= num_available), default=0)
-        return Fitted(size, {"size": size}) if size else None
+        return ResizedLaunch(size, {"size": size}) if size else None
 
     return fit
 
 
-FOUR = Wish(4, down_to(1, 2, 3, 4), lambda step: f"samples {(step - 1) * 8} to {step * 8 - 1} of the run")
+FOUR = DesiredSize(4, down_to(1, 2, 3, 4), lambda step: f"samples {(step - 1) * 8} to {step * 8 - 1} of the run")
 
 
-def decided(faults: list[Fault], limits: Limits | None = None, **changes: float) -> Go | Wait | GiveUp:
-    return decide(faults, ALONE, limits or Limits(), changes.get("now", faults[-1].at if faults else 0.0), FOUR)
+def decided(
+    faults: list[FaultRecord], limits: FaultLimits | None = None, **changes: float
+) -> NextGeneration | WaitForHosts | GiveUp:
+    return decide(faults, ALONE, limits or FaultLimits(), changes.get("now", faults[-1].at if faults else 0.0), FOUR)
 
 
-def gave_up(outcome: Go | Wait | GiveUp) -> GiveUp:
+def gave_up(outcome: NextGeneration | WaitForHosts | GiveUp) -> GiveUp:
     assert isinstance(outcome, GiveUp)
     return outcome
 
 
-def went(outcome: Go | Wait | GiveUp) -> Go:
-    assert isinstance(outcome, Go)
+def went(outcome: NextGeneration | WaitForHosts | GiveUp) -> NextGeneration:
+    assert isinstance(outcome, NextGeneration)
     return outcome
 
 
@@ -56,14 +58,14 @@ def went(outcome: Go | Wait | GiveUp) -> Go:
 @example([0.0, 10.0], 1, 10.0)
 def test_within_any_window_a_run_goes_on_at_most_so_often(gaps: list[float], most: int, window_s: float) -> None:
     """Every fault another one, so that nothing but the budget can end the run."""
-    limits = Limits(max_faults=most, fault_window_s=window_s)
-    faults: list[Fault] = []
+    limits = FaultLimits(max_faults=most, fault_window_s=window_s)
+    faults: list[FaultRecord] = []
     went_on: list[float] = []
     now = 0.0
     for number, gap in enumerate(gaps):
         now += gap
         faults.append(fault(at=now, step=number, num_done=number))
-        if isinstance(decided(faults, limits), Go):
+        if isinstance(decided(faults, limits), NextGeneration):
             went_on.append(now)
     for last in went_on:
         assert sum(last - window_s < at <= last for at in went_on) <= most
@@ -72,26 +74,26 @@ def test_within_any_window_a_run_goes_on_at_most_so_often(gaps: list[float], mos
 @given(st.integers(0, 30))
 def test_the_budget_is_used_up_to_the_last(most: int) -> None:
     faults = [fault(at=float(number), step=number, num_done=number) for number in range(most + 1)]
-    limits = Limits(max_faults=most)
-    assert all(isinstance(decided(faults[:count], limits), Go) for count in range(1, most + 1))
+    limits = FaultLimits(max_faults=most)
+    assert all(isinstance(decided(faults[:count], limits), NextGeneration) for count in range(1, most + 1))
     assert gave_up(decided(faults, limits)).reason == "budget"
 
 
 def test_a_spent_budget_says_what_the_faults_were() -> None:
     kinds = ["killed", "killed", "hang"]
     faults = [fault(at=n, step=n, kind=kind, host=f"h{n % 2}", cause=f"cause {n}.") for n, kind in enumerate(kinds)]
-    assert gave_up(decided(faults, Limits(max_faults=2))).sentence == (
+    assert gave_up(decided(faults, FaultLimits(max_faults=2))).sentence == (
         "3 faults within 60 min (2 killed, 1 hang; 2 of them on h0), and elastic.max_faults = 2 are survived; "
         "the last: cause 2. Mend what they have in common, or raise elastic.max_faults."
     )
-    assert "a fault within 60 min (1 killed)" in gave_up(decided(faults[:1], Limits(max_faults=0))).what
+    assert "a fault within 60 min (1 killed)" in gave_up(decided(faults[:1], FaultLimits(max_faults=0))).what
 
 
 @pytest.mark.parametrize("kind", ["preempted", "slow", "resize"])
 def test_what_is_no_fault_uses_no_budget(kind: str) -> None:
-    log, limits = FaultLog(), Limits(max_faults=0, max_repeats=1)
+    log, limits = FaultLog(), FaultLimits(max_faults=0, max_repeats=1)
     for generation in range(50):
-        verdict = without_facts(kind, "asked to", step=3)  # type: ignore[arg-type]
+        verdict = external_cause(kind, "asked to", step=3)  # type: ignore[arg-type]
         log = log.add(verdict, at=0.0, generation=generation, host="lead", num_done=2)
         went(decide(log.faults, ALONE, limits, 0.0, FOUR))
 
@@ -99,9 +101,11 @@ def test_what_is_no_fault_uses_no_budget(kind: str) -> None:
 # --- the code's or the data's
 
 
-def run_until_it_ends(fault_at: Callable[[int], Fault], limits: Limits, most: int = 50) -> tuple[int, GiveUp]:
+def run_until_it_ends(
+    fault_at: Callable[[int], FaultRecord], limits: FaultLimits, most: int = 50
+) -> tuple[int, GiveUp]:
     """How many faults a run had until it was given up."""
-    faults: list[Fault] = []
+    faults: list[FaultRecord] = []
     for number in range(most):
         faults.append(fault_at(number))
         outcome = decided(faults, limits)
@@ -113,7 +117,7 @@ def run_until_it_ends(fault_at: Callable[[int], Fault], limits: Limits, most: in
 @given(st.integers(1, 5), st.integers(1, 99), st.sampled_from(["exception", "oom", "hang", "killed"]))
 def test_a_deterministic_fault_ends_the_run_and_is_named(repeats: int, step: int, kind: str) -> None:
     """Whichever rank it strikes, however far apart in time."""
-    limits = Limits(max_repeats=repeats, fault_window_s=1.0, max_faults=1)
+    limits = FaultLimits(max_repeats=repeats, fault_window_s=1.0, max_faults=1)
     count, given_up = run_until_it_ends(
         lambda n: fault(at=n * 1e4, kind=kind, step=step, num_done=step - 1, rank=n, cause="it broke."), limits
     )
@@ -127,7 +131,7 @@ def test_a_deterministic_fault_ends_the_run_and_is_named(repeats: int, step: int
 @given(st.integers(1, 5), st.lists(st.integers(30, 43), max_size=8))
 def test_other_faults_on_the_way_do_not_hide_it(repeats: int, others: list[int]) -> None:
     """Step 43 can never be finished; between its failures the run is thrown back by kills at redone steps."""
-    log, limits, count = FaultLog(), Limits(max_repeats=repeats, max_faults=1000), 0
+    log, limits, count = FaultLog(), FaultLimits(max_repeats=repeats, max_faults=1000), 0
     kills = iter(others)
     while True:
         log = log.add(raised(43), at=0.0, generation=0, host="a", num_done=42)
@@ -143,7 +147,7 @@ def test_other_faults_on_the_way_do_not_hide_it(repeats: int, others: list[int])
 
 
 def test_a_kill_from_outside_needs_one_more() -> None:
-    limits = Limits(max_repeats=2)
+    limits = FaultLimits(max_repeats=2)
     count, given_up = run_until_it_ends(lambda n: fault(is_silent=True, num_done=4, cause="killed by SIGKILL"), limits)
     assert count == 3
     assert "failed 3 times in the same way: killed by SIGKILL." in given_up.what
@@ -152,19 +156,19 @@ def test_a_kill_from_outside_needs_one_more() -> None:
 
 @given(st.integers(1, 30))
 def test_kills_at_one_step_by_chance_are_survived_where_it_was_finished_between(times: int) -> None:
-    log, limits = FaultLog(), Limits(max_repeats=1, max_faults=1000)
+    log, limits = FaultLog(), FaultLimits(max_repeats=1, max_faults=1000)
     for number in range(times):
         killed = raised(7, kind="killed", signature="SIGKILL", is_silent=True)
         log = log.add(killed, at=0.0, generation=number, host="a", num_done=6)
         went(decide(log.faults, ALONE, limits, 0.0, FOUR))
-        finished = without_facts("resize", "a host joined", step=9 + number)
+        finished = external_cause("resize", "a host joined", step=9 + number)
         log = log.add(finished, at=0.0, generation=number, host="a", num_done=8 + number)
 
 
 def test_without_a_second_try_the_sentence_says_why() -> None:
     assert (
         "step 5 (samples 32 to 39 of the run) failed with elastic.max_repeats = 1: it broke."
-        in gave_up(decided([fault(cause="it broke")], Limits(max_repeats=1))).what
+        in gave_up(decided([fault(cause="it broke")], FaultLimits(max_repeats=1))).what
     )
 
 
@@ -199,7 +203,7 @@ def test_the_advice_fits_the_fault(changes: dict[str, str], advice: str) -> None
 def test_a_mistake_is_never_tried_again(before: list[bool]) -> None:
     faults = [fault(at=n, step=n) for n, _ in enumerate(before)]
     mistake = fault(at=9.0, step=20, kind="exception", is_user_error=True)
-    limits = Limits(max_faults=1000, max_repeats=1000)
+    limits = FaultLimits(max_faults=1000, max_repeats=1000)
     given_up = gave_up(decided([*faults, mistake], limits))
     assert given_up.reason == "mistake"
     error = DataError("no data", "Get some.")
@@ -217,31 +221,33 @@ def test_what_ends_a_run_comes_before_the_report_of_the_last_fault() -> None:
 
 
 def test_the_run_goes_on_with_all_of_its_workers() -> None:
-    go = went(decide([fault()], [B, LEAD, C], Limits(), 0.0, FOUR))
-    assert go.places == (Place("lead", 2), Place("b", 2))
+    go = went(decide([fault()], [B, LEAD, C], FaultLimits(), 0.0, FOUR))
+    assert go.placements == (HostPlacement("lead", 2), HostPlacement("b", 2))
     assert go.num_workers == go.fitted.num_workers == 4
 
 
 def test_without_room_for_all_it_goes_on_with_what_is_legal() -> None:
     hosts = [LEAD, HostState("b", 2, state="lost"), HostState("c", 1)]
-    go = went(decide([fault()], hosts, Limits(), 0.0, FOUR))
-    assert go.places == (Place("lead", 2), Place("c", 1))
-    even = went(decide([fault()], hosts, Limits(), 0.0, Wish(4, down_to(2, 4))))
-    assert even.places == (Place("lead", 2),), "one stands by"
-    assert even.fitted == Fitted(2, {"size": 2}, "2 of 4 workers; batch, order and learning rate stay")
-    told = Wish(4, lambda count: Fitted(2, {}, "layout data=4 -> data=2"))
-    assert went(decide([fault()], hosts, Limits(), 0.0, told)).fitted.words == "layout data=4 -> data=2"
-    assert went(decide([fault()], ALONE, Limits(), 0.0, FOUR)).fitted.words == ""
+    go = went(decide([fault()], hosts, FaultLimits(), 0.0, FOUR))
+    assert go.placements == (HostPlacement("lead", 2), HostPlacement("c", 1))
+    even = went(decide([fault()], hosts, FaultLimits(), 0.0, DesiredSize(4, down_to(2, 4))))
+    assert even.placements == (HostPlacement("lead", 2),), "one stands by"
+    assert even.fitted == ResizedLaunch(2, {"size": 2}, "2 of 4 workers; batch, order and learning rate stay")
+    told = DesiredSize(4, lambda count: ResizedLaunch(2, {}, "layout data=4 -> data=2"))
+    assert went(decide([fault()], hosts, FaultLimits(), 0.0, told)).fitted.summary == "layout data=4 -> data=2"
+    assert went(decide([fault()], ALONE, FaultLimits(), 0.0, FOUR)).fitted.summary == ""
 
 
 def test_a_quarantined_host_is_left_out_where_another_has_room() -> None:
-    limits = Limits(max_host_faults=2)
+    limits = FaultLimits(max_host_faults=2)
     faults = [fault(at=n, step=n, host="b") for n in range(2)]
     go = went(decide(faults, [LEAD, B, C], limits, 2.0, FOUR))
-    assert go.places == (Place("lead", 2), Place("c", 2))
+    assert go.placements == (HostPlacement("lead", 2), HostPlacement("c", 2))
     assert go.quarantined == {"b"}
     short = went(decide(faults, [LEAD, B], limits, 2.0, FOUR))
-    assert short.places == (Place("lead", 2), Place("b", 2)), "rather with it than without half of the workers"
+    assert short.placements == (HostPlacement("lead", 2), HostPlacement("b", 2)), (
+        "rather with it than without half of the workers"
+    )
 
 
 hosts_ready = st.lists(st.integers(0, 4), min_size=1, max_size=5).map(
@@ -254,14 +260,14 @@ legal = st.sets(st.integers(1, 12), min_size=1)
 def test_with_more_room_there_are_never_fewer_workers(
     hosts: list[HostState], more: list[HostState], sizes: set[int], num_faults: int
 ) -> None:
-    wish = Wish(max(sizes), down_to(*sizes))
-    limits = Limits(max_host_faults=1)
+    wish = DesiredSize(max(sizes), down_to(*sizes))
+    limits = FaultLimits(max_host_faults=1)
     faults = [fault(at=n, step=n, host=f"h{n}") for n in range(num_faults)]
     joined = [HostState(f"n{host.name}", host.num_workers) for host in more]
 
     def size(on: list[HostState]) -> int:
         outcome = decide(faults, on, limits, 3.0, wish)
-        return outcome.num_workers if isinstance(outcome, Go) else 0
+        return outcome.num_workers if isinstance(outcome, NextGeneration) else 0
 
     few, many = size(hosts), size([*hosts, *joined])
     assert few <= many <= max(sizes)
@@ -270,8 +276,8 @@ def test_with_more_room_there_are_never_fewer_workers(
 
 @given(st.integers(0, 8), st.integers(1, 6), legal)
 def test_a_run_never_goes_on_with_fewer_than_it_wants(count: int, least: int, sizes: set[int]) -> None:
-    wish = Wish(max(sizes), down_to(*sizes))
-    outcome = decide([fault()], [HostState("lead", count, is_lead=True)], Limits(min_workers=least), 0.0, wish)
+    wish = DesiredSize(max(sizes), down_to(*sizes))
+    outcome = decide([fault()], [HostState("lead", count, is_leader=True)], FaultLimits(min_workers=least), 0.0, wish)
     if any(least <= size <= count for size in sizes):
         assert went(outcome).num_workers == max(size for size in sizes if size <= count)
     else:
@@ -279,73 +285,77 @@ def test_a_run_never_goes_on_with_fewer_than_it_wants(count: int, least: int, si
 
 
 def test_too_few_workers_are_told_with_the_reason() -> None:
-    def told(wish: Wish, limits: Limits, count: int = 1) -> str:
+    def told(wish: DesiredSize, limits: FaultLimits, count: int = 1) -> str:
         return gave_up(decide([fault()], [HostState("lead", count)], limits, 0.0, wish)).sentence
 
-    assert told(FOUR, Limits(min_workers=2)) == (
+    assert told(FOUR, FaultLimits(min_workers=2)) == (
         "1 worker of 4 can still be had, and elastic.min_workers = 2. Add a host with `closeranks agent --join`, "
         "lower elastic.min_workers, or go on later with checkpoint.resume."
     )
-    assert "no layout of so few is legal for this model and batch" in told(Wish(4, down_to(2, 4)), Limits())
-    assert "0 workers of 4 can still be had" in told(FOUR, Limits(), 0)
-    assert "this run cannot be made smaller" in told(Wish(4), Limits(), 3)
+    assert "no layout of so few is legal for this model and batch" in told(DesiredSize(4, down_to(2, 4)), FaultLimits())
+    assert "0 workers of 4 can still be had" in told(FOUR, FaultLimits(), 0)
+    assert "this run cannot be made smaller" in told(DesiredSize(4), FaultLimits(), 3)
 
 
 def test_a_run_that_cannot_be_cut_goes_on_whole() -> None:
-    assert went(decide([fault()], [HostState("lead", 5)], Limits(), 0.0, Wish(4))).places == (Place("lead", 4),)
+    assert went(decide([fault()], [HostState("lead", 5)], FaultLimits(), 0.0, DesiredSize(4))).placements == (
+        HostPlacement("lead", 4),
+    )
 
 
 def test_a_lost_host_is_waited_for_and_then_done_without() -> None:
     hosts = [LEAD, HostState("b", 2, state="lost", since=10.0)]
-    limits = Limits(wait_s=5.0)
+    limits = FaultLimits(wait_s=5.0)
     waiting = decide([fault(at=10.0)], hosts, limits, 11.0, FOUR)
-    assert isinstance(waiting, Wait)
-    assert waiting == Wait(15.0, "2 workers can be had without b; waiting 4 s for it or for another host")
+    assert isinstance(waiting, WaitForHosts)
+    assert waiting == WaitForHosts(15.0, "2 workers can be had without b; waiting 4 s for it or for another host")
     assert went(decide([fault(at=10.0)], hosts, limits, 15.0, FOUR)).num_workers == 2
     assert went(decide([fault(at=10.0)], [*hosts, C], limits, 11.0, FOUR)).num_workers == 4, "another joined"
-    assert went(decide([fault(at=10.0)], hosts, Limits(), 10.0, FOUR)).num_workers == 2, "nobody is waited for"
+    assert went(decide([fault(at=10.0)], hosts, FaultLimits(), 10.0, FOUR)).num_workers == 2, "nobody is waited for"
 
 
 def test_where_nothing_is_left_a_host_is_waited_for_too() -> None:
     hosts = [HostState("b", 4, state="lost", since=0.0)]
-    assert isinstance(decide([fault()], hosts, Limits(wait_s=5.0), 1.0, FOUR), Wait)
+    assert isinstance(decide([fault()], hosts, FaultLimits(wait_s=5.0), 1.0, FOUR), WaitForHosts)
 
 
 # --- growing back, and leaving
 
 
-def boundary(here: list[Place], hosts: list[HostState], faults: tuple[Fault, ...] = (), **limits: int) -> str:
-    return at_boundary(here, faults, hosts, Limits(**limits), 1.0, FOUR)  # type: ignore[arg-type]
+def boundary(
+    here: list[HostPlacement], hosts: list[HostState], faults: tuple[FaultRecord, ...] = (), **limits: int
+) -> str:
+    return request_at_boundary(here, faults, hosts, FaultLimits(**limits), 1.0, FOUR)  # type: ignore[arg-type]
 
 
 def test_a_run_that_is_whole_stays() -> None:
-    assert boundary([Place("lead", 2), Place("b", 2)], [LEAD, B, C]) is None
+    assert boundary([HostPlacement("lead", 2), HostPlacement("b", 2)], [LEAD, B, C]) is None
 
 
 def test_a_run_that_shrank_grows_when_a_host_joins() -> None:
-    assert boundary([Place("lead", 2)], [LEAD]) is None
-    assert boundary([Place("lead", 2)], [LEAD, B]) == REGROUP
-    assert boundary([Place("lead", 2)], [LEAD, HostState("b", 0)]) is None, "it has no room"
+    assert boundary([HostPlacement("lead", 2)], [LEAD]) is None
+    assert boundary([HostPlacement("lead", 2)], [LEAD, B]) == REGROUP
+    assert boundary([HostPlacement("lead", 2)], [LEAD, HostState("b", 0)]) is None, "it has no room"
 
 
 def test_a_host_that_leaves_is_let_go() -> None:
     leaving = HostState("b", 2, state="leaving", since=1.0)
-    both = [Place("lead", 2), Place("b", 2)]
+    both = [HostPlacement("lead", 2), HostPlacement("b", 2)]
     assert boundary(both, [LEAD, leaving]) == REGROUP
     assert boundary(both, [LEAD, leaving, C]) == REGROUP
     assert boundary(both, [LEAD, leaving], wait_s=5) == REGROUP
     assert boundary(both, [LEAD, leaving], min_workers=3) == DRAIN, "the others cannot go on alone"
-    assert boundary([Place("lead", 2), Place("c", 2)], [LEAD, leaving, C]) is None, "it had no workers"
+    assert boundary([HostPlacement("lead", 2), HostPlacement("c", 2)], [LEAD, leaving, C]) is None, "it had no workers"
 
 
 def test_a_run_gets_off_a_bad_host_when_there_is_room_elsewhere() -> None:
     faults = tuple(fault(at=n / 10, step=n, host="b") for n in range(2))
-    both = [Place("lead", 2), Place("b", 2)]
+    both = [HostPlacement("lead", 2), HostPlacement("b", 2)]
     assert boundary(both, [LEAD, B], faults, max_host_faults=2) is None
     assert boundary(both, [LEAD, B, C], faults, max_host_faults=2) == REGROUP
-    assert boundary([Place("lead", 2), Place("c", 2)], [LEAD, B, C], faults, max_host_faults=2) is None
+    assert boundary([HostPlacement("lead", 2), HostPlacement("c", 2)], [LEAD, B, C], faults, max_host_faults=2) is None
 
 
 def test_a_run_too_small_for_its_limits_stays_as_it_is() -> None:
     """Nobody leaves: what runs is left alone."""
-    assert boundary([Place("lead", 2)], [HostState("lead", 0, is_lead=True)]) is None
+    assert boundary([HostPlacement("lead", 2)], [HostState("lead", 0, is_leader=True)]) is None

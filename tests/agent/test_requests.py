@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from closeranks.agent.agent import Agent
-from closeranks.agent.control.token import Token
-from closeranks.agent.gate import Door
-from closeranks.agent.view import View
+from closeranks.agent.control.token import JobToken
+from closeranks.agent.gate import JoinEndpoint
+from closeranks.agent.view import JobView
 
 from .conftest import Host
 from .whistle import WHISTLE
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.world
 
 def test_nothing_between_who_asks_and_who_acts_knows_kinds(host: Host, tmp_path: Path) -> None:
     token, second = secrets.token_hex(32), []
-    door = Door("127.0.0.1", 0, Token(token.encode()))
+    door = JoinEndpoint("127.0.0.1", 0, JobToken(token.encode()))
     plan = host.plan("torch_entries:vote", 1, payload={"folder": str(tmp_path)}, num_hosts=2, most_hosts=2, door=door)
 
     def join(note: str) -> None:
@@ -36,9 +36,9 @@ def test_nothing_between_who_asks_and_who_acts_knows_kinds(host: Host, tmp_path:
             environment = {**os.environ, "CLOSERANKS_TEST": host.marker}
             second.append(subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL))
 
-    asked: list[View] = []
+    asked: list[JobView] = []
 
-    def ask(view: View) -> None:
+    def ask(view: JobView) -> None:
         if host.named("ready") and not asked:
             asked.append(view)
             assert agent._lead is not None

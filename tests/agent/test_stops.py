@@ -7,20 +7,20 @@ import signal
 import threading
 import time
 
-from closeranks.agent.loop import Loop
-from closeranks.agent.stops import heard_by
+from closeranks.agent.loop import EventLoop
+from closeranks.agent.stops import deliver_signals
 
 
 def test_signals_are_heard_in_the_loop_and_handlers_are_put_back() -> None:
     heard: list[int] = []
     before = signal.getsignal(signal.SIGINT)
-    with Loop() as loop:
-        with heard_by(loop, heard.append):
+    with EventLoop() as loop:
+        with deliver_signals(loop, heard.append):
             os.kill(os.getpid(), signal.SIGINT)
             assert heard == [], "nothing happens outside the loop"
-            loop.turn(time.monotonic() + 5.0)
+            loop.run_once(time.monotonic() + 5.0)
             os.kill(os.getpid(), signal.SIGTERM)
-            loop.turn(time.monotonic() + 5.0)
+            loop.run_once(time.monotonic() + 5.0)
         assert signal.getsignal(signal.SIGINT) is before
     assert heard == [signal.SIGINT, signal.SIGTERM]
 
@@ -30,9 +30,9 @@ def test_a_hangup_is_heard_unless_it_is_ignored() -> None:
     for handling, expected in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
         before = signal.signal(signal.SIGHUP, handling)
         try:
-            with Loop() as loop, heard_by(loop, heard.append):
+            with EventLoop() as loop, deliver_signals(loop, heard.append):
                 os.kill(os.getpid(), signal.SIGHUP)
-                loop.turn(time.monotonic() + (5.0 if expected else 0.0))
+                loop.run_once(time.monotonic() + (5.0 if expected else 0.0))
             assert signal.getsignal(signal.SIGHUP) is handling
         finally:
             signal.signal(signal.SIGHUP, before)
@@ -44,7 +44,7 @@ def test_outside_the_main_thread_the_callers_handling_stays() -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def run() -> None:
-        with Loop() as loop, heard_by(loop, lambda number: None):
+        with EventLoop() as loop, deliver_signals(loop, lambda number: None):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=run)

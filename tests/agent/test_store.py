@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from closeranks.agent.store import address_of, bind_store
+from closeranks.agent.store import bind_store, store_address
 from closeranks.core.errors import SetupError
 
 from .traces import is_listening
@@ -14,7 +14,7 @@ from .traces import is_listening
 
 def test_any_free_port_is_held_and_given_back() -> None:
     with bind_store("127.0.0.1", 0) as listener:
-        host, _, port = address_of(listener).rpartition(":")
+        host, _, port = store_address(listener).rpartition(":")
         assert host == "127.0.0.1"
         assert is_listening(int(port))
         socket.create_connection((host, int(port))).close()

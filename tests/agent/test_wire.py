@@ -7,14 +7,14 @@ import socket
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.agent.wire import Channel, LineBuffer, encode
+from closeranks.agent.wire import LineBuffer, WorkerChannel, encode_message
 
 MESSAGES = st.lists(st.dictionaries(st.text(), st.integers() | st.text() | st.none()), max_size=6)
 
 
 @given(MESSAGES, st.data())
 def test_messages_survive_any_cutting(messages: list[dict[str, object]], data: st.DataObject) -> None:
-    stream = b"".join(encode(message) for message in messages)
+    stream = b"".join(encode_message(message) for message in messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     lines = LineBuffer()
     heard = []
@@ -25,7 +25,7 @@ def test_messages_survive_any_cutting(messages: list[dict[str, object]], data: s
 
 def test_a_channel_never_blocks_and_loses_nothing() -> None:
     ours, theirs = socket.socketpair()
-    channel = Channel(ours)
+    channel = WorkerChannel(ours)
     message = {"text": "x" * 5_000_000}
     channel.send(message)
     assert channel.outbox, "five megabytes do not fit a socket's buffer"

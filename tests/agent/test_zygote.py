@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from closeranks.agent.crew import Crew
-from closeranks.agent.launch import LaunchPlan, Listener, Survival
-from closeranks.agent.limits import Limits
-from closeranks.agent.loop import Loop
-from closeranks.agent.nursery import Nursery
+from closeranks.agent.crew import WorkerGroup
+from closeranks.agent.launch import AgentCallbacks, LaunchPlan, RecoverySettings
+from closeranks.agent.limits import FaultLimits
+from closeranks.agent.loop import EventLoop
+from closeranks.agent.nursery import ZygoteClient
 from closeranks.agent.zygote import import_error
 from closeranks.elastic.faults.cgroups import Group, Need, find_home
 from tests.agent.crews import statuses, worlds_here
@@ -57,13 +57,15 @@ def test_words_for_a_failed_import() -> None:
 
 
 @contextmanager
-def standing(host: Host, warm: str = "learn") -> Iterator[tuple[LaunchPlan, Nursery, Loop, Listener]]:
+def standing(host: Host, warm: str = "learn") -> Iterator[tuple[LaunchPlan, ZygoteClient, EventLoop, AgentCallbacks]]:
     """A nursery that is ready, of a plan that survives."""
     host.log_folder.mkdir()
-    listener = Listener(lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append)
-    survival = Survival(Limits(), lambda _: None, lambda _: "", warm=f"warm_entries:{warm}" if warm else "")
+    listener = AgentCallbacks(lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append)
+    survival = RecoverySettings(
+        FaultLimits(), lambda _: None, lambda _: "", warm_up=f"warm_entries:{warm}" if warm else ""
+    )
     plan = host.plan("warm_entries:tell", 2, payload={"lesson": "forks"}, survival=survival)
-    with Loop() as loop, Nursery(plan, loop, listener) as nursery:
+    with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
         turn_until(loop, lambda: nursery.is_ready)
         yield plan, nursery, loop, listener
 
@@ -73,7 +75,7 @@ def generations(host: Host, warm: str, num_generations: int = 2) -> list[dict[st
     told: list[dict[str, Any]] = []
     with standing(host, warm) as (plan, nursery, loop, listener):
         for generation in range(num_generations):
-            with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
+            with WorkerGroup(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: crew.num_left == 0)
                 assert statuses(crew) == {0: 0, 1: 0}
             told.append(host.named("knows")[0])
@@ -107,22 +109,22 @@ def test_a_plan_without_a_lesson_asks_for_none(host: Host) -> None:
     assert (host.log_folder / "zygote.log").read_text() == ""
 
 
-def until_gone(pids: list[int], loop: Loop | None = None) -> None:
+def until_gone(pids: list[int], loop: EventLoop | None = None) -> None:
     deadline = time.monotonic() + 5.0
     while left := [pid for pid in pids if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
         if loop is not None:
-            loop.turn(time.monotonic())
+            loop.run_once(time.monotonic())
 
 
-def heir_of(nursery: Nursery, loop: Loop) -> int:
+def heir_of(nursery: ZygoteClient, loop: EventLoop) -> int:
     """The process that would take the zygote's place."""
     deadline = time.monotonic() + 20.0
     while not (found := [one.pid for one in psutil.Process(nursery.pid).children() if os.getsid(one.pid) == one.pid]):
         assert time.monotonic() < deadline, "nobody was left in its place"
-        loop.turn(time.monotonic() + 0.02)
-    loop.turn(time.monotonic() + 0.1)
+        loop.run_once(time.monotonic() + 0.02)
+    loop.run_once(time.monotonic() + 0.1)
     return found[0]
 
 
@@ -134,7 +136,7 @@ class TestSpare:
         heirs = []
         with standing(host) as (plan, nursery, loop, listener):
             for generation in range(3):
-                with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
+                with WorkerGroup(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
                     turn_until(loop, lambda: crew.num_left == 0)
                     assert statuses(crew) == {0: 0, 1: 0}
                 told = host.named("knows")[0]
@@ -143,7 +145,7 @@ class TestSpare:
                 heirs.append(heir_of(nursery, loop))
                 os.kill(nursery.pid, signal.SIGKILL)
                 turn_until(loop, lambda: nursery.error is not None)
-                nursery.revive()
+                nursery.restart()
                 assert nursery.is_ready
                 assert nursery.error is None
         assert len(set(heirs)) == 3
@@ -153,7 +155,7 @@ class TestSpare:
         with standing(host) as (plan, nursery, loop, listener):
             heirs = []
             for generation in range(2):
-                with Crew(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
+                with WorkerGroup(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
                     turn_until(loop, lambda: crew.num_left == 0)
                 heirs.append(heir_of(nursery, loop))
                 os.kill(heirs[-1], signal.SIGKILL)
@@ -161,26 +163,26 @@ class TestSpare:
             assert heirs[0] != heirs[1]
             os.kill(nursery.pid, signal.SIGKILL)
             turn_until(loop, lambda: nursery.error is not None)
-            nursery.revive()
+            nursery.restart()
             assert not nursery.is_ready, "nobody is left who has imported anything"
             turn_until(loop, lambda: nursery.is_ready)
 
     def test_a_zygote_that_was_stopped_is_given_up_when_it_is_needed(self, host: Host) -> None:
         with standing(host) as (plan, nursery, loop, listener):
-            with Crew(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
+            with WorkerGroup(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: crew.num_left == 0)
             heir = heir_of(nursery, loop)
             os.kill(nursery.pid, signal.SIGSTOP)
-            assert nursery.mind(time.monotonic() + 1e6) is None, "nobody waits for it"
-            with Crew(plan, worlds_here(1, 1), nursery, loop, listener) as crew:
+            assert nursery.check_alive(time.monotonic() + 1e6) is None, "nobody waits for it"
+            with WorkerGroup(plan, worlds_here(1, 1), nursery, loop, listener) as crew:
                 deadline = time.monotonic() + 20.0
                 while nursery.error is None:
                     assert time.monotonic() < deadline
-                    loop.turn(nursery.mind(time.monotonic()))
+                    loop.run_once(nursery.check_alive(time.monotonic()))
                 assert "killed by SIGKILL" in str(nursery.error)
-            nursery.revive()
+            nursery.restart()
             assert nursery.pid == heir
-            with Crew(plan, worlds_here(1, 2), nursery, loop, listener) as crew:
+            with WorkerGroup(plan, worlds_here(1, 2), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: crew.num_left == 0)
                 assert statuses(crew) == {0: 0}
 
@@ -190,7 +192,7 @@ class TestSpare:
                 os.kill(nursery.pid, signal.SIGKILL)
                 turn_until(loop, lambda: nursery.error is not None)
                 assert nursery.was_ready
-                nursery.revive()
+                nursery.restart()
             turn_until(loop, lambda: nursery.is_ready)
 
     def test_where_nobody_can_be_forked_the_reason_is_told_and_nobody_waits(self, host: Host) -> None:
@@ -199,7 +201,7 @@ class TestSpare:
             try:
                 group.write("pids.max", "1")
                 group.take(nursery.pid)
-                with Crew(plan, worlds_here(2, 0), nursery, loop, listener) as crew:
+                with WorkerGroup(plan, worlds_here(2, 0), nursery, loop, listener) as crew:
                     turn_until(loop, lambda: nursery.error is not None)
                     assert "a worker could not be forked (Resource temporarily unavailable)" in str(nursery.error)
                     crew.fence()
@@ -209,7 +211,7 @@ class TestSpare:
 
     def test_it_ends_when_the_agent_lets_go_of_it(self, host: Host) -> None:
         with standing(host) as (plan, nursery, loop, listener):
-            with Crew(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
+            with WorkerGroup(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
                 turn_until(loop, lambda: crew.num_left == 0)
             both = [nursery.pid, heir_of(nursery, loop)]
         until_gone(both)

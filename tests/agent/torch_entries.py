@@ -15,8 +15,8 @@ import torch.distributed as dist
 from whistle import WHISTLE
 
 from closeranks.agent.link import WorkerLink
-from closeranks.agent.progress import Phase
-from closeranks.agent.store import address_of
+from closeranks.agent.progress import WorkerPhase
+from closeranks.agent.store import store_address
 from closeranks.elastic.vote import Ballot, Vote
 from closeranks.parallel.group import Group
 
@@ -27,11 +27,11 @@ def form_group(link: WorkerLink) -> int:
     world, timeout = link.world, timedelta(seconds=30)
     if world.is_lead:
         listener = link.listen_socket()
-        link.announce_store(address_of(listener))
-        host, _, port = link.store().rpartition(":")
+        link.announce_store(store_address(listener))
+        host, _, port = link.wait_for_store().rpartition(":")
         store = dist.TCPStore(host, int(port), None, True, timeout, False, master_listen_fd=listener.detach())
     else:
-        host, _, port = link.store().rpartition(":")
+        host, _, port = link.wait_for_store().rpartition(":")
         store = dist.TCPStore(host, int(port), None, False, timeout, False)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     return int(port)
@@ -54,7 +54,7 @@ def vote(payload: dict[str, Any], link: WorkerLink) -> None:
     station, verdicts = Vote(Group(world.rank, world.size), (), clip=0.0), []
     link.send_event({"event": "ready"})
     for step in itertools.count(1):
-        link.progress(step, Phase.VOTE)
+        link.progress(step, WorkerPhase.VOTE)
         asked = link.poll()
         heard = torch.tensor([float(WHISTLE in asked)], dtype=torch.float64)
         outcome = station.cast(Ballot(number, number, number, {}, asked, extra={"heard": heard}), scale).read()

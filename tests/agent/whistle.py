@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from closeranks.agent.control.token import parse_token
-from closeranks.agent.outpost import Outpost
+from closeranks.agent.outpost import RemoteAgent
 from closeranks.core.requests import define
 
 WHISTLE = define("whistle")
@@ -13,4 +13,4 @@ WHISTLE = define("whistle")
 
 if __name__ == "__main__":
     address, token = sys.argv[1:]
-    Outpost(address, parse_token(token, "the test"), name="second", num_workers=1, on_note=print).run()
+    RemoteAgent(address, parse_token(token, "the test"), name="second", num_workers=1, on_note=print).run()

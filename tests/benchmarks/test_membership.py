@@ -6,7 +6,7 @@ import pytest
 from membership import figures_of, judge, judge_growth
 from membership_fleet import Fleet
 
-from closeranks.agent.membership.pace import pace_for
+from closeranks.agent.membership.pace import lease_timing_for
 from tests.benchmarks.scripts import run_script
 
 
@@ -32,8 +32,8 @@ def test_rounds_are_counted_by_hand(small: dict[str, Any]) -> None:
 
 
 def test_a_split_costs_a_lease(small: dict[str, Any]) -> None:
-    pace = pace_for(40)
-    assert pace.patience_s - 2 * pace.beat_s <= small["split"]["seconds"] <= pace.patience_s + 2 * pace.beat_s
+    pace = lease_timing_for(40)
+    assert pace.dead_after_s - 2 * pace.beat_s <= small["split"]["seconds"] <= pace.dead_after_s + 2 * pace.beat_s
 
 
 def test_the_goal_can_be_missed(small: dict[str, Any]) -> None:

@@ -3,16 +3,16 @@
 import time
 from pathlib import Path
 
-from closeranks.agent.progress import Phase, Progress
-from closeranks.agent.view import HostSeen, Seen, View
+from closeranks.agent.progress import WorkerPhase, WorkerProgress
+from closeranks.agent.view import HostView, JobView, WorkerView
 from closeranks.cli.standing import Standing
 from closeranks.core.events import RankLost, RanksClosed, RunStarted, Snapshotting, StepDone, Warned
 from closeranks.telemetry.status import Status, read_status
 
 
-def view(generation: int = 0, state: str = "running", size: int = 2) -> View:
-    seen = tuple(Seen(rank, "here", 1, Progress(7, Phase.COMPUTE, 0.0)) for rank in range(size))
-    return View(time.monotonic(), state, generation, size, seen, (HostSeen("here", 2, "member"),), (), 4096)
+def view(generation: int = 0, state: str = "running", size: int = 2) -> JobView:
+    seen = tuple(WorkerView(rank, "here", 1, WorkerProgress(7, WorkerPhase.COMPUTE, 0.0)) for rank in range(size))
+    return JobView(time.monotonic(), state, generation, size, seen, (HostView("here", 2, "member"),), (), 4096)
 
 
 def status_in(folder: Path) -> Status:
@@ -85,7 +85,7 @@ def test_a_script_that_writes_elsewhere_has_its_status_there(tmp_path: Path) -> 
 def test_whoever_looks_beside_is_heeded(tmp_path: Path) -> None:
     seen: list[int] = []
 
-    def other(one: View) -> float | None:
+    def other(one: JobView) -> float | None:
         seen.append(one.generation)
         return 5.0
 

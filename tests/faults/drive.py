@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from closeranks.agent.view import View
+from closeranks.agent.view import JobView
 from closeranks.cli import launching
 from closeranks.core import streams
 from closeranks.core.errors import CloseranksError
@@ -29,7 +29,7 @@ def drive(path: Path, num_workers: int, faults: str, specials: str, settings: li
     asked = parse_faults(faults).faults if faults else ()
     with Injector(asked, folder.checkpoints) as injector:
 
-        def on_turn(view: View) -> float | None:
+        def on_turn(view: JobView) -> float | None:
             return min((at for at in (injector(view), strikes(view)) if at is not None), default=None)
 
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from closeranks.agent.view import Seen, View
+from closeranks.agent.view import JobView, WorkerView
 from closeranks.elastic.faults.processes import Victim
 
 POLL_S = 0.005
@@ -28,7 +28,7 @@ class Touch:
     rank: int
     step: int
 
-    def is_done(self, view: View) -> bool:
+    def is_done(self, view: JobView) -> bool:
         worker = _worker(view, self.rank)
         if view.state != "running" or worker is None or worker.progress.phase.name in _UNFIT:
             return False
@@ -45,7 +45,7 @@ class Newborn:
     rank: int
     generation: int
 
-    def is_done(self, view: View) -> bool:
+    def is_done(self, view: JobView) -> bool:
         worker = _worker(view, self.rank)
         if view.generation != self.generation or worker is None or worker.pid is None:
             return False
@@ -65,7 +65,7 @@ class Late:
     generation: int
     after_s: float
 
-    def is_done(self, view: View) -> bool:
+    def is_done(self, view: JobView) -> bool:
         worker = _worker(view, self.rank)
         if view.generation != self.generation or worker is None or worker.pid is None:
             return False
@@ -87,8 +87,8 @@ class Jump:
     offset: str
     step: int
 
-    def is_done(self, view: View) -> bool:
-        if max((worker.progress.step or 0 for worker in view.seen), default=0) < self.step:
+    def is_done(self, view: JobView) -> bool:
+        if max((worker.progress.step or 0 for worker in view.local_workers), default=0) < self.step:
             return False
         aside = f"{self.path}.aside"
         Path(aside).write_text(f"{self.offset}\n")
@@ -128,7 +128,7 @@ class Strikes:
         self.pending = list(specials)
         self.done: list[Done] = []
 
-    def __call__(self, view: View) -> float | None:
+    def __call__(self, view: JobView) -> float | None:
         for one in list(self.pending):
             at = time.time()
             if one.is_done(view):
@@ -137,5 +137,5 @@ class Strikes:
         return time.monotonic() + POLL_S if self.pending else None
 
 
-def _worker(view: View, rank: int) -> Seen | None:
-    return next((worker for worker in view.seen if worker.rank == rank and worker.pid is not None), None)
+def _worker(view: JobView, rank: int) -> WorkerView | None:
+    return next((worker for worker in view.local_workers if worker.rank == rank and worker.pid is not None), None)

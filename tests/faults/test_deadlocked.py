@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.agent.look import ask_children_for_stacks, reading_place
+from closeranks.agent.look import ask_children_for_stacks, data_read_location
 from closeranks.core.events import RankLost
 from closeranks.run.rescued import find_rescued
 from closeranks.telemetry.recorder import read_events
@@ -98,7 +98,7 @@ def test_processes_that_read_tell_where_they_are(tmp_path: Path) -> None:
                 assert process.poll() is None, told.read_text()
                 ask_children_for_stacks(process.pid)
                 time.sleep(0.2)
-                found = reading_place(told.read_text().splitlines()[-60:])
+                found = data_read_location(told.read_text().splitlines()[-60:])
                 place = found if PLACE in found else ""
         finally:
             process.kill()

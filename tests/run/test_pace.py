@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from closeranks import Hook, Session
-from closeranks.agent.progress import Phase, ProgressWord, create_progress
+from closeranks.agent.progress import SharedProgress, WorkerPhase, create_progress_fd
 from closeranks.core.events import StepDone
 from closeranks.core.linux import ThreadClock
 from closeranks.run.overseer import Alone, settle_in
@@ -35,7 +35,7 @@ class _Listener(Alone):
         self.owned: list[tuple[float, int]] = []
 
     def progress(self, step: int, phase: int) -> None:
-        self.told.append((step, Phase(phase).name))
+        self.told.append((step, WorkerPhase(phase).name))
 
     def tick(self, *, counts: bool = True) -> None:
         self.told.append((-1, "tick" if counts else "sign"))
@@ -237,27 +237,33 @@ def test_the_devices_time_is_told_steps_later_without_waiting() -> None:
 
 def test_all_of_it_costs_little() -> None:
     """A step of one micro-batch against a real word; the bound is generous, since others use this machine too."""
-    word = ProgressWord(create_progress())
+    word = SharedProgress(create_progress_fd())
 
     class _Direct(Alone):
         def progress(self, step: int, phase: int) -> None:
             word.write(step, phase)
 
         def tick(self, *, counts: bool = True) -> None:
-            word.tick(counts=counts)
+            word.micro_batch_done(counts=counts)
 
         def own(self, seconds: float, lane: int = 0) -> None:
-            word.note_own(seconds, lane)
+            word.note_compute_time(seconds, lane)
 
     pace = Pace(_Direct(), stopwatch(torch.device("cpu"), is_apart=False))
 
     def step() -> None:
         pace.begin(7)
-        pace.enter(Phase.DATA)
+        pace.enter(WorkerPhase.DATA)
         pace.start()
         pace.tick()
         pace.stop(1)
-        for phase in (Phase.REDUCE, Phase.KEEP, Phase.VOTE, Phase.KEEP, Phase.UPDATE):
+        for phase in (
+            WorkerPhase.REDUCE,
+            WorkerPhase.SNAPSHOT,
+            WorkerPhase.VOTE,
+            WorkerPhase.SNAPSHOT,
+            WorkerPhase.UPDATE,
+        ):
             pace.enter(phase)
         pace.tell()
 

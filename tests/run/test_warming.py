@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.crew import Crew
-from closeranks.agent.launch import LaunchPlan, Listener, Survival
-from closeranks.agent.limits import Limits
-from closeranks.agent.loop import Loop
-from closeranks.agent.member import Berth
-from closeranks.agent.nursery import Nursery
+from closeranks.agent.crew import WorkerGroup
+from closeranks.agent.launch import AgentCallbacks, LaunchPlan, RecoverySettings
+from closeranks.agent.limits import FaultLimits
+from closeranks.agent.loop import EventLoop
+from closeranks.agent.member import WorkerSetup
+from closeranks.agent.nursery import ZygoteClient
 from closeranks.core.environment import child_environment
 from closeranks.core.events import StepDone
 from closeranks.data.sources.text import TextSource
@@ -178,7 +178,7 @@ class Run:
     def train(self, num_workers: int, num_generations: int) -> list[list[float]]:
         """The losses of each generation, which all begin anew."""
         (self.folder / "logs").mkdir(parents=True)
-        survival = Survival(Limits(), lambda _: None, lambda _: "", warm="closeranks.run.warming:warm")
+        survival = RecoverySettings(FaultLimits(), lambda _: None, lambda _: "", warm_up="closeranks.run.warming:warm")
         plan = LaunchPlan(
             num_workers=num_workers,
             entry="closeranks.run.worker:train_entry",
@@ -187,23 +187,25 @@ class Run:
             config=AgentConfig(),
             payload=self.payload(0),
             preload=("torch._dynamo",),
-            survival=survival,
+            recovery_settings=survival,
         )
-        listener = Listener(lambda *_: None, lambda *_: None, self.notes.append)
-        with Loop() as loop, Nursery(plan, loop, listener) as nursery:
+        listener = AgentCallbacks(lambda *_: None, lambda *_: None, self.notes.append)
+        with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
             _turn_until(loop, lambda: nursery.is_ready)
             for generation in range(num_generations):
                 self._generation(plan, generation, nursery, loop, listener)
         return [self.losses(generation) for generation in range(num_generations)]
 
-    def _generation(self, plan: LaunchPlan, number: int, nursery: Nursery, loop: Loop, listener: Listener) -> None:
+    def _generation(
+        self, plan: LaunchPlan, number: int, nursery: ZygoteClient, loop: EventLoop, listener: AgentCallbacks
+    ) -> None:
         def pass_on(address: str) -> None:
-            crew.pass_store_on(address)
+            crew.announce_store(address)
 
-        berth = Berth(self.payload(number), plan.config.host, [], pass_on)
-        with Crew(plan, worlds_here(plan.num_workers, number), nursery, loop, listener, berth) as crew:
+        berth = WorkerSetup(self.payload(number), plan.config.host, [], pass_on)
+        with WorkerGroup(plan, worlds_here(plan.num_workers, number), nursery, loop, listener, berth) as crew:
             _turn_until(loop, lambda: crew.num_left == 0)
-            assert set(statuses(crew).values()) == {0}, crew.facts()
+            assert set(statuses(crew).values()) == {0}, crew.worker_reports()
 
     def payload(self, generation: int) -> dict[str, Any]:
         folder = self.folder / f"generation-{generation}"
@@ -216,11 +218,11 @@ class Run:
         return [event.loss for _, event in found if isinstance(event, StepDone)]
 
 
-def _turn_until(loop: Loop, is_done: Any) -> None:
+def _turn_until(loop: EventLoop, is_done: Any) -> None:
     deadline = time.monotonic() + 60.0
     while not is_done():
         assert time.monotonic() < deadline, "nothing happened for a minute"
-        loop.turn(deadline)
+        loop.run_once(deadline)
 
 
 @pytest.mark.world

@@ -12,7 +12,7 @@ from closeranks.core.events import Event, RankLost, RanksClosed, Restored, RunSt
 
 
 @dataclass
-class Account:
+class RecoveryTimer:
     """One recovery in progress."""
 
     lost: RankLost
@@ -29,7 +29,7 @@ class Account:
         """Call when a part has ended: ``fence``, ``fork``, ``open``, ``restore`` or ``step``."""
         self.marks[part] = now
 
-    def hear(self, event: Event, generation: int, now: float) -> RanksClosed | None:
+    def on_event(self, event: Event, generation: int, now: float) -> RanksClosed | None:
         """Takes rank 0's events of the new generation; its first finished step completes the recovery."""
         match event:
             case Restored(step=step, seconds=seconds):

@@ -21,13 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from closeranks.agent.ending import Stop, on_signal
-from closeranks.agent.host import Host
-from closeranks.agent.launch import LaunchPlan, Listener, Outcome
-from closeranks.agent.lead import Lead, OnTurn
-from closeranks.agent.loop import Loop
-from closeranks.agent.rescue import rescue
-from closeranks.agent.stops import heard_by
+from closeranks.agent.ending import ShutdownRequest, shutdown_on_signal
+from closeranks.agent.host import LocalHost
+from closeranks.agent.launch import AgentCallbacks, JobOutcome, LaunchPlan
+from closeranks.agent.lead import JobController, OnTick
+from closeranks.agent.loop import EventLoop
+from closeranks.agent.rescue import rescue_snapshots
+from closeranks.agent.stops import deliver_signals
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError
 from closeranks.core.events import Resumed, Saved
 from closeranks.core.requests import DRAIN, SAVE
@@ -43,18 +43,18 @@ class Agent:
         on_event: Callable[[int, dict[str, Any]], None],
         on_output: Callable[[int, str], None],
         on_note: Callable[[str], None],
-        on_turn: OnTurn | None = None,
+        on_turn: OnTick | None = None,
     ) -> None:
         self._plan = plan
-        self._listener = Listener(self._on_event, on_output, on_note)
+        self._listener = AgentCallbacks(self._on_event, on_output, on_note)
         self._tell_event = on_event
         self._on_turn = on_turn
         self._saved_step = -1
         """Step of the newest checkpoint to resume from, as far as the workers have reported; -1: there is none."""
-        self._lead: Lead | None = None
-        self._host: Host | None = None
+        self._lead: JobController | None = None
+        self._host: LocalHost | None = None
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """The outcome of a run that finished or was asked to stop.
 
         Raises the ``UserError`` of a worker or of a failed import, or ``RunFailed`` with the report of a worker that
@@ -62,9 +62,9 @@ class Agent:
         """
         plan = self._plan
         _make_folder(plan)
-        with Loop() as loop, heard_by(loop, self._on_signal):
-            lead = self._lead = Lead(plan, loop, self._listener, self._on_turn, self._has_unsaved)
-            with Host(plan, loop, lead.ears, name=socket.gethostname(), on_store=lead.announce) as host:
+        with EventLoop() as loop, deliver_signals(loop, self._on_signal):
+            lead = self._lead = JobController(plan, loop, self._listener, self._on_turn, self._has_unsaved)
+            with LocalHost(plan, loop, lead.callbacks, name=socket.gethostname(), on_store=lead.announce_store) as host:
                 self._host = host
                 try:
                     outcome = lead.run(host)
@@ -85,7 +85,7 @@ class Agent:
             self._saved_step = max(self._saved_step, int(event.get("step", 0)))
         self._tell_event(rank, event)
 
-    def _rescued(self, host: Host, error: CloseranksError) -> CloseranksError:
+    def _rescued(self, host: LocalHost, error: CloseranksError) -> CloseranksError:
         """The run has failed: rescue its state, and add to the error where it was written."""
         told = self._rescue(host)
         if isinstance(error, RunFailed):  # only ``what`` is shown of it
@@ -94,21 +94,24 @@ class Agent:
             error.fix = f"{error.fix} {told}".strip()
         return error
 
-    def _rescue(self, host: Host, patience_s: float = math.inf) -> str:
+    def _rescue(self, host: LocalHost, patience_s: float = math.inf) -> str:
         """Write the snapshots that are newer than the newest checkpoint to disk; returns where, in a sentence. Every
         worker is gone by now, so the snapshots no longer change."""
-        if not self._has_unsaved(host) or host.condition.num_left:
+        if not self._has_unsaved(host) or host.group_status.num_left:
             return ""
-        return rescue(
-            host.boxes, self._plan.log_folder.parent, host.name, patience_s, is_part=self._plan.most_hosts > 1
+        return rescue_snapshots(
+            host.snapshot_memory, self._plan.log_folder.parent, host.name, patience_s, is_part=self._plan.max_hosts > 1
         )
 
-    def _has_unsaved(self, host: Host) -> bool:
+    def _has_unsaved(self, host: LocalHost) -> bool:
         """Whether snapshot memory holds a newer state than the newest checkpoint."""
-        kept = max((word.kept for word in (member.progress for member in host.members) if word.kept), default=-1)
+        kept = max(
+            (word.snapshot_step for word in (member.progress for member in host.workers) if word.snapshot_step),
+            default=-1,
+        )
         return self._plan.rescues and kept > self._saved_step
 
-    def _is_at_once(self, stop: Stop) -> bool:
+    def _is_at_once(self, stop: ShutdownRequest) -> bool:
         """Whether the user has interrupted again, to stop without waiting."""
         config = self._plan.config
         return stop.deadline < stop.since + min(config.grace_s, config.interrupt_s)
@@ -117,7 +120,7 @@ class Agent:
         lead = self._lead
         if signum != signal.SIGUSR1:
             self._on_stop(signum)
-        elif lead is None or not lead.is_underway or lead.stop is not None:
+        elif lead is None or not lead.has_generation or lead.stop is not None:
             self._listener.on_note("SIGUSR1: there is nothing to save now.")
         else:
             self._listener.on_note("SIGUSR1: all ranks save after the same step, and go on.")
@@ -128,11 +131,11 @@ class Agent:
         lead, config, now = self._lead, self._plan.config, time.monotonic()
         assert lead is not None
         last = lead.stop
-        lead.stop = on_signal(last, signum, now, grace_s=config.grace_s, interrupt_s=config.interrupt_s)
+        lead.stop = shutdown_on_signal(last, signum, now, grace_s=config.grace_s, interrupt_s=config.interrupt_s)
         if lead.stop == last:
             return
         name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
-        if not lead.is_underway or lead.stop.deadline <= now:
+        if not lead.has_generation or lead.stop.deadline <= now:
             self._listener.on_note(f"{name}: stopping now.")
             return
         again = " Press it again to stop at once." if signum == signal.SIGINT else ""
@@ -141,7 +144,7 @@ class Agent:
         if last is None:
             lead.request(DRAIN)
 
-    def _tell_of_killed(self, outcome: Outcome, killed: Sequence[int]) -> None:
+    def _tell_of_killed(self, outcome: JobOutcome, killed: Sequence[int]) -> None:
         if killed and outcome.reason != "finished":
             last = " The last save stands." if self._saved_step >= 0 else ""
             self._listener.on_note(f"Killed before they were done: rank {', '.join(map(str, killed))}.{last}")

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-from closeranks.agent.exits import status_of
+from closeranks.agent.exits import status_from_waitid
 
 _END_S = 5.0
 
 
-class Ancestor:
+class ZygoteProcess:
     """A zygote as seen from the agent: its process id, its pidfd and the control socket to it."""
 
     def __init__(self, pid: int, pidfd: int, control: socket.socket, child: subprocess.Popen[bytes] | None = None):
@@ -39,14 +39,14 @@ class Ancestor:
         except ChildProcessError:
             return None
         assert result is not None
-        return status_of(result)
+        return status_from_waitid(result)
 
     def kill(self) -> None:
         """Send SIGKILL; its death is noticed through ``pidfd``."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill the process and the rest of its process group, reap it, and close the descriptors."""
         if self._child is None:
             self.kill()
@@ -62,7 +62,7 @@ class Ancestor:
         self.control.close()
 
 
-def start(output: int, environment: Mapping[str, str]) -> Ancestor:
+def start_zygote(output: int, environment: Mapping[str, str]) -> ZygoteProcess:
     """Start a zygote that has imported nothing yet. It is the leader of its own session.
 
     ``-P``: a file in the working folder cannot shadow a module of the standard library here.
@@ -79,4 +79,4 @@ def start(output: int, environment: Mapping[str, str]) -> Ancestor:
             env=dict(environment),
             start_new_session=True,
         )
-    return Ancestor(child.pid, os.pidfd_open(child.pid), ours, child)
+    return ZygoteProcess(child.pid, os.pidfd_open(child.pid), ours, child)

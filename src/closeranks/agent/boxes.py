@@ -11,21 +11,21 @@ from __future__ import annotations
 import os
 from types import TracebackType
 
-FILES_PER_BOX = 4
+FILES_PER_WORKER = 4
 
 
-class Boxes:
+class SnapshotMemory:
     """The snapshot memory of one host, by local rank."""
 
     def __init__(self) -> None:
         self._fds: list[list[int]] = []
 
-    def provide(self, num_workers: int) -> None:
+    def grow(self, num_workers: int) -> None:
         """Make sure that each worker of the next generation has its files; those of earlier generations are kept."""
         while len(self._fds) < num_workers:
-            self._fds.append([os.memfd_create("closeranks-slot") for _ in range(FILES_PER_BOX)])
+            self._fds.append([os.memfd_create("closeranks-slot") for _ in range(FILES_PER_WORKER)])
 
-    def retire(self, num_workers: int) -> None:
+    def shrink(self, num_workers: int) -> None:
         """Free the files of local ranks from ``num_workers`` on: their contents are not needed any more."""
         while len(self._fds) > num_workers:
             for fd in self._fds.pop():
@@ -42,9 +42,9 @@ class Boxes:
         return sum(os.fstat(fd).st_blocks * 512 for box in self._fds for fd in box)
 
     def close(self) -> None:
-        self.retire(0)
+        self.shrink(0)
 
-    def __enter__(self) -> Boxes:
+    def __enter__(self) -> SnapshotMemory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from closeranks.agent.hang import Still, behind, join, position
+from closeranks.agent.hang import Hang, furthest_behind, merge_hangs, position
 from closeranks.agent.membership.checks import ProtocolError
-from closeranks.agent.progress import Phase, Progress
-from closeranks.agent.verdict import WorkerFact
+from closeranks.agent.progress import WorkerPhase, WorkerProgress
+from closeranks.agent.verdict import WorkerReport
 
-CLAIM = "still"
+HANG_EVENT = "still"
 """The event that a host's workers hang, as far as it can see."""
 
 
-def claim_fields(still: Still, now: float) -> dict[str, Any]:
+def encode_hang(still: Hang, now: float) -> dict[str, Any]:
     return {
-        "event": CLAIM,
+        "event": HANG_EVENT,
         "suspects": list(still.suspects),
         "step": still.step,
         "phase": int(still.phase),
@@ -33,13 +33,13 @@ def claim_fields(still: Still, now: float) -> dict[str, Any]:
     }
 
 
-def claim_of(told: Mapping[str, Any], now: float) -> Still:
+def decode_hang(told: Mapping[str, Any], now: float) -> Hang:
     """Decode a report, with times by the reader's clock. Raises ``ProtocolError``."""
     try:
-        return Still(
+        return Hang(
             suspects=tuple(int(rank) for rank in told["suspects"]),
             step=None if told["step"] is None else int(told["step"]),
-            phase=Phase(told["phase"]),
+            phase=WorkerPhase(told["phase"]),
             since=now - float(told["age_s"]),
             limit_s=float(told["limit_s"]),
             is_stopped=bool(told["is_stopped"]),
@@ -49,12 +49,12 @@ def claim_of(told: Mapping[str, Any], now: float) -> Still:
         raise ProtocolError(f"a host's claim cannot be read: {error}") from None
 
 
-class Claims:
+class HangReports:
     """The newest hang report of each host, for one generation. Call ``begin`` before each generation."""
 
     def __init__(self) -> None:
-        self._claims: dict[str, Still] = {}
-        self._verdict: tuple[Still, float] | None = None
+        self._claims: dict[str, Hang] = {}
+        self._verdict: tuple[Hang, float] | None = None
         self._front: object = None
         self._front_since = 0.0
 
@@ -62,33 +62,33 @@ class Claims:
         self._claims, self._verdict, self._front = {}, None, None
 
     @property
-    def is_open(self) -> bool:
+    def is_undecided(self) -> bool:
         """Whether there are reports, and no decision yet."""
         return bool(self._claims) and self._verdict is None
 
-    def hear(self, host: str, still: Still) -> None:
+    def add(self, host: str, still: Hang) -> None:
         self._claims[host] = still
 
-    def verdict(
-        self, host_of: Mapping[int, str], words: Mapping[int, Progress], now: float, sure_s: float
-    ) -> Still | None:
+    def confirmed_hang(
+        self, host_of: Mapping[int, str], words: Mapping[int, WorkerProgress], now: float, sure_s: float
+    ) -> Hang | None:
         """The hang, returned once, when it is certain. ``words``: progress of all ranks, as their hosts last reported.
 
         When the rank furthest behind moves on, the ranks that waited for it briefly seem to be furthest behind, because
         their progress was reported earlier. So a rank counts as furthest behind only after ``sure_s``.
         """
-        if not self.is_open or not words.keys() >= host_of.keys():
+        if not self.is_undecided or not words.keys() >= host_of.keys():
             return None
-        front = [(rank, position(words[rank])) for rank in behind(words)]
+        front = [(rank, position(words[rank])) for rank in furthest_behind(words)]
         if front != self._front:
             self._front, self._front_since = front, now
-        still = join(self._claims, host_of, words)
+        still = merge_hangs(self._claims, host_of, words)
         if still is None or not (still.is_stopped or now >= self._front_since + sure_s):
             return None
         self._verdict = (still, now)
         return still
 
-    def mark(self, workers: Sequence[WorkerFact]) -> tuple[WorkerFact, ...]:
+    def mark_hung(self, workers: Sequence[WorkerReport]) -> tuple[WorkerReport, ...]:
         """The worker reports of a fenced generation, with the workers whose hang it was fenced for marked as hung."""
         if self._verdict is None:
             return tuple(workers)

@@ -11,55 +11,55 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from closeranks.agent.account import Account
-from closeranks.agent.allotment import HostState, Place, allot, hosts_by_rank, why_quarantined
-from closeranks.agent.closing import lost_member, verdict_of
+from closeranks.agent.account import RecoveryTimer
+from closeranks.agent.allotment import HostPlacement, HostState, hosts_by_rank, place_workers, why_quarantined
+from closeranks.agent.closing import find_lost_host, root_cause_of
 from closeranks.agent.faultlog import FaultLog, steps_done
-from closeranks.agent.launch import Fitted, LaunchPlan
-from closeranks.agent.limits import Limits
-from closeranks.agent.membership.effects import Settled
-from closeranks.agent.policy import GiveUp, Go, Wait, Wish, at_boundary, decide
-from closeranks.agent.roster import Roster
-from closeranks.agent.statement import Statement
-from closeranks.agent.verdict import Verdict, without_facts
+from closeranks.agent.launch import LaunchPlan, ResizedLaunch
+from closeranks.agent.limits import FaultLimits
+from closeranks.agent.membership.effects import GenerationSettled
+from closeranks.agent.policy import DesiredSize, GiveUp, NextGeneration, WaitForHosts, decide, request_at_boundary
+from closeranks.agent.roster import HostTable
+from closeranks.agent.statement import HostReport
+from closeranks.agent.verdict import RootCause, external_cause
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Event, HostChanged, RankLost, RunStarted, StepDone, decode
 from closeranks.core.requests import REGROUP, Request
 
-_HEIRLOOM = "measured_flops"
+_MEASURED_FLOPS = "measured_flops"
 """Not measured again if the generation before measured it with as many workers on each host."""
-_BUCKETS = "bucket_mib"
+_BUCKET_MIB = "bucket_mib"
 """Never measured again by a later generation, however many workers it has: it is part of the numerics."""
 
 
-class Course:
+class Recovery:
     """The recovery state of one run. ``emit`` is called with the agent's own events."""
 
     def __init__(self, plan: LaunchPlan, emit: Callable[[Event], None]) -> None:
         self._plan = plan
         self._emit = emit
-        self.limits = plan.survival.limits if plan.survival else Limits(stragglers="off")
-        self.places: tuple[Place, ...] = ()
+        self.limits = plan.recovery_settings.limits if plan.recovery_settings else FaultLimits(stragglers="off")
+        self.placements: tuple[HostPlacement, ...] = ()
         self.quarantined: frozenset[str] = frozenset()
-        self.leaving: Verdict | None = None
+        self.leaving: RootCause | None = None
         """Why this generation was asked to end at a step boundary."""
         self.noticed_at: float | None = None
         """When the end of this generation was detected."""
         self._num_wanted = 0
         self._num_done = 0
         self._log = FaultLog()
-        self._account: Account | None = None
+        self._account: RecoveryTimer | None = None
         self._measured: tuple[tuple[int, ...], float | None] = ((), None)
         self._bucket_mib = 0.0
 
     @property
-    def is_closing(self) -> bool:
+    def is_recovering(self) -> bool:
         """Whether a fault was detected and the recovery from it is not complete."""
         return self._account is not None or self.noticed_at is not None
 
     @property
-    def can_survive(self) -> bool:
-        return self._plan.survival is not None
+    def can_recover(self) -> bool:
+        return self._plan.recovery_settings is not None
 
     @property
     def step(self) -> int:
@@ -67,11 +67,11 @@ class Course:
         return self._num_done + 1
 
     def host_of(self, rank: int) -> str:
-        return hosts_by_rank(self.places).get(rank, "")
+        return hosts_by_rank(self.placements).get(rank, "")
 
     # --- while a generation runs
 
-    def hear(self, rank: int, fields: dict[str, Any], generation: int, now: float) -> None:
+    def on_event(self, rank: int, fields: dict[str, Any], generation: int, now: float) -> None:
         """Track progress by rank 0's events; the first finished step after a fault completes its recovery."""
         event = decode(fields) if rank == 0 else None
         match event:
@@ -82,54 +82,54 @@ class Course:
             case RunStarted(measured_flops=flops, bucket_mib=bucket_mib):
                 self._measured = (self._counts, flops)
                 self._bucket_mib = bucket_mib or self._bucket_mib
-        closed = self._account.hear(event, generation, now) if self._account else None
+        closed = self._account.on_event(event, generation, now) if self._account else None
         if closed is not None:
             self._account = None
             self._emit(closed)
 
-    def formed(self, now: float) -> None:
+    def on_formed(self, now: float) -> None:
         """Every host has started its workers."""
         if self._account is not None:
             self._account.mark("fork", now)
 
-    def at_boundary(self, host: str, change: str, roster: Roster, now: float) -> Verdict | Request | None:
+    def at_boundary(self, host: str, change: str, roster: HostTable, now: float) -> RootCause | Request | None:
         """A host has joined or wants to leave: the reason to regroup for it, or another request to the workers."""
-        if not self.can_survive or self.leaving is not None or not self.places:
+        if not self.can_recover or self.leaving is not None or not self.placements:
             return None
-        what = at_boundary(self.places, self._log.faults, roster.hosts, self.limits, now, self._wish)
+        what = request_at_boundary(self.placements, self._log.faults, roster.hosts, self.limits, now, self._wish)
         if what != REGROUP:
             return what
         is_new = change == "joined"
         cause = f"{host} has {'joined' if is_new else 'to leave'}"
-        return without_facts("resize" if is_new else "preempted", cause, step=self.step)
+        return external_cause("resize" if is_new else "preempted", cause, step=self.step)
 
     # --- from one generation to the next
 
-    def first(self, roster: Roster) -> tuple[tuple[Place, ...], Fitted]:
+    def first_placement(self, roster: HostTable) -> tuple[tuple[HostPlacement, ...], ResizedLaunch]:
         """The first placement; raises if the run cannot begin on the hosts that have joined."""
-        plan, survival = self._plan, self._plan.survival
-        self._num_wanted = plan.num_workers * plan.most_hosts
-        room = min(roster.room, self._num_wanted)
-        fitted: Fitted | None = Fitted(room, plan.payload)
+        plan, survival = self._plan, self._plan.recovery_settings
+        self._num_wanted = plan.num_workers * plan.max_hosts
+        room = min(roster.capacity, self._num_wanted)
+        fitted: ResizedLaunch | None = ResizedLaunch(room, plan.payload)
         if survival is not None and room < self._num_wanted:
             fitted = survival.fit(room, self._num_wanted)
         if fitted is None or fitted.num_workers < room:
             what = f"the job cannot begin with {room} of {self._num_wanted} workers"
             raise SetupError(what, "Wait for more hosts (--hosts), or choose a layout that so many can do.")
-        return allot(roster.hosts, room), fitted
+        return place_workers(roster.hosts, room), fitted
 
-    def begin(self, places: tuple[Place, ...], fitted: Fitted) -> Mapping[str, Any]:
+    def begin_generation(self, places: tuple[HostPlacement, ...], fitted: ResizedLaunch) -> Mapping[str, Any]:
         """The payload for the workers of the next generation."""
-        self.places = places
+        self.placements = places
         self.noticed_at = self.leaving = None
         counts, flops = self._measured
-        found = {_HEIRLOOM: flops if counts == self._counts else None, _BUCKETS: self._bucket_mib}
+        found = {_MEASURED_FLOPS: flops if counts == self._counts else None, _BUCKET_MIB: self._bucket_mib}
         return {**fitted.payload, **{key: value for key, value in found.items() if value}}
 
-    def over(self, settled: Settled, whole: Statement, now: float) -> Verdict | None:
+    def on_generation_end(self, settled: GenerationSettled, whole: HostReport, now: float) -> RootCause | None:
         """A generation is over: why another is needed; None: none is. Raises a ``UserError`` of the job."""
-        lost_host = lost_member(settled, [place.host for place in self.places])
-        verdict = verdict_of(settled, whole, lost_host, next_step=self.step, leaving=self.leaving)
+        lost_host = find_lost_host(settled, [place.host for place in self.placements])
+        verdict = root_cause_of(settled, whole, lost_host, next_step=self.step, leaving=self.leaving)
         if verdict is None:
             return None
         if verdict.is_user_error:
@@ -137,41 +137,43 @@ class Course:
         self._tell_lost(verdict, whole, lost_host or self.host_of(verdict.culprit), settled.generation, now)
         return verdict
 
-    def _tell_lost(self, verdict: Verdict, whole: Statement, host: str, generation: int, now: float) -> None:
+    def _tell_lost(self, verdict: RootCause, whole: HostReport, host: str, generation: int, now: float) -> None:
         noticed_at = self.noticed_at or now
         num_done = max(self._num_done, steps_done(fact.step for fact in whole.workers))
         self._log = self._log.add(verdict, at=noticed_at, generation=generation, host=host, num_done=num_done)
-        still_s = max((fact.still_s for fact in whole.workers), default=0.0)
+        still_s = max((fact.hang_s for fact in whole.workers), default=0.0)
         lost = RankLost(generation, verdict.culprit, host, verdict.step, verdict.kind, verdict.cause, still_s)
         first_at = self._account.noticed_at if self._account is not None else noticed_at
-        self._account = Account(lost, first_at, self._num_done)
+        self._account = RecoveryTimer(lost, first_at, self._num_done)
         self._account.mark("fence", now)
         self._emit(lost)
 
-    def next(self, verdict: Verdict, hosts: Sequence[HostState], now: float, *, is_stopping: bool) -> Go | Wait:
+    def next_decision(
+        self, verdict: RootCause, hosts: Sequence[HostState], now: float, *, is_stopping: bool
+    ) -> NextGeneration | WaitForHosts:
         """The restart policy's decision; raises if it gives up. A run that is stopping does not wait for hosts."""
         limits = replace(self.limits, wait_s=0.0) if is_stopping else self.limits
         decision = decide(self._log.faults, hosts, limits, now, self._wish)
         if isinstance(decision, GiveUp):
             raise decision.error(verdict.error)
-        if isinstance(decision, Go):
+        if isinstance(decision, NextGeneration):
             self._tell_quarantined(decision, now)
         return decision
 
-    def _tell_quarantined(self, decision: Go, now: float) -> None:
+    def _tell_quarantined(self, decision: NextGeneration, now: float) -> None:
         for host in decision.quarantined - self.quarantined:
             why = why_quarantined(host, self._log.faults, self.limits, now)
             self._emit(HostChanged(host, "quarantined", why))
         self.quarantined = decision.quarantined
 
     @property
-    def _wish(self) -> Wish:
-        survival = self._plan.survival
+    def _wish(self) -> DesiredSize:
+        survival = self._plan.recovery_settings
         if survival is None:
-            return Wish(self._num_wanted)
+            return DesiredSize(self._num_wanted)
         wanted = self._num_wanted
-        return Wish(wanted, lambda count: survival.fit(count, wanted), survival.samples_of)
+        return DesiredSize(wanted, lambda count: survival.fit(count, wanted), survival.samples_of)
 
     @property
     def _counts(self) -> tuple[int, ...]:
-        return tuple(place.num_workers for place in self.places)
+        return tuple(place.num_workers for place in self.placements)

@@ -21,7 +21,7 @@ Reason = Literal["finished", "drained", "interrupted", "disconnected"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class ShutdownRequest:
     """A request to stop, when it was made, and when workers that have not ended by themselves are killed."""
 
     reason: Literal["drained", "interrupted", "disconnected"]
@@ -29,20 +29,22 @@ class Stop:
     deadline: float
 
 
-def on_signal(stop: Stop | None, signum: int, now: float, *, grace_s: float, interrupt_s: float) -> Stop:
+def shutdown_on_signal(
+    stop: ShutdownRequest | None, signum: int, now: float, *, grace_s: float, interrupt_s: float
+) -> ShutdownRequest:
     """SIGTERM and SIGHUP drain; Ctrl-C shortens the drain, also one under way; a second Ctrl-C stops at once."""
     if signum == signal.SIGHUP:
-        return stop or Stop("disconnected", now, now + grace_s)
+        return stop or ShutdownRequest("disconnected", now, now + grace_s)
     if signum == signal.SIGTERM:
-        return stop or Stop("drained", now, now + grace_s)
+        return stop or ShutdownRequest("drained", now, now + grace_s)
     if stop is None:
-        return Stop("interrupted", now, now + interrupt_s)
+        return ShutdownRequest("interrupted", now, now + interrupt_s)
     if stop.reason == "interrupted":
-        return Stop("interrupted", stop.since, now)
-    return Stop("interrupted", stop.since, min(now + interrupt_s, stop.deadline))
+        return ShutdownRequest("interrupted", stop.since, now)
+    return ShutdownRequest("interrupted", stop.since, min(now + interrupt_s, stop.deadline))
 
 
-def counts_as_failure(failed_at: float | None, stop: Stop | None) -> bool:
+def counts_as_failure(failed_at: float | None, stop: ShutdownRequest | None) -> bool:
     """Whether a failed worker makes the run a failed one. After Ctrl-C it does not, unless it failed before."""
     if failed_at is None:
         return False

@@ -20,12 +20,12 @@ _WHY = {
 }
 
 
-def status_of(result: os.waitid_result) -> int:
+def status_from_waitid(result: os.waitid_result) -> int:
     """The status in a result of ``waitid``."""
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
-def in_words(status: int | None, num_oom_kills: int = 0) -> str:
+def describe_status(status: int | None, num_oom_kills: int = 0) -> str:
     """How a process ended. ``num_oom_kills``: how many processes of this host the out-of-memory killer ended
     meanwhile."""
     if status is None:

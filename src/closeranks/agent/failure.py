@@ -51,13 +51,13 @@ class FailureReport:
         return asdict(self)
 
 
-def describe(error: BaseException, step: int | None) -> FailureReport:
+def failure_report(error: BaseException, step: int | None) -> FailureReport:
     """Everything that the agent needs to know about an exception."""
     text = "".join(traceback.format_exception(error))
     return FailureReport(
         kind=type(error).__name__,
         message=plain_message(error),
-        place=own_place(error),
+        place=user_location(error),
         traceback=printable(text[-_MAX_TRACEBACK_CHARS:]),
         at=time.monotonic(),
         step=step,
@@ -88,7 +88,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def own_place(error: BaseException) -> str:
+def user_location(error: BaseException) -> str:
     """The location in the user's own code; of the innermost frame if none is the user's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{shown(error.filename)}:{error.lineno}"

@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from closeranks.agent.verdict import Verdict
+from closeranks.agent.verdict import RootCause
 
-NO_FAULTS = frozenset({"slow", "preempted", "resize"})
+NOT_FAULTS = frozenset({"slow", "preempted", "resize"})
 """Ends of a generation that are not faults: they use up no budget."""
 _FROM_OUTSIDE = frozenset({"host", "zygote", "stopped"})
 """Kinds of fault that the code of a step cannot cause, however often they occur in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class FaultRecord:
     """What ended a generation prematurely."""
 
     at: float
@@ -49,7 +49,7 @@ class Fault:
         """Whether the code or the data of a step may be the cause."""
         return self.kind not in _FROM_OUTSIDE
 
-    def is_same(self, other: Fault) -> bool:
+    def is_same(self, other: FaultRecord) -> bool:
         """See [Note: the same fault]."""
         ours = (self.step, self.kind, self.signature, self.num_done)
         return ours == (other.step, other.kind, other.signature, other.num_done)
@@ -59,17 +59,17 @@ class Fault:
 class FaultLog:
     """The faults of a run so far, oldest first, and how far it ever got."""
 
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[FaultRecord, ...] = ()
     num_done: int = 0
 
-    def add(self, verdict: Verdict, *, at: float, generation: int, host: str, num_done: int) -> FaultLog:
+    def add(self, verdict: RootCause, *, at: float, generation: int, host: str, num_done: int) -> FaultLog:
         """A generation is over. ``num_done``: the steps that all of its ranks had finished (``steps_done``)."""
         if verdict.step is not None:  # however far other ranks got, the step of the fault is not finished
             num_done = min(num_done, verdict.step - 1)
         num_done = max(num_done, self.num_done)
-        if verdict.kind in NO_FAULTS:
+        if verdict.kind in NOT_FAULTS:
             return replace(self, num_done=num_done)
-        fault = Fault(
+        fault = FaultRecord(
             at=at,
             generation=generation,
             kind=verdict.kind,
@@ -90,19 +90,19 @@ def steps_done(steps: Iterable[int | None]) -> int:
     return min((step - 1 if step else 0 for step in steps), default=0)
 
 
-def num_repeats(faults: Sequence[Fault]) -> int:
+def num_repeats(faults: Sequence[FaultRecord]) -> int:
     """How often the last fault has occurred, itself included; 0 if no step can be its cause."""
     if not faults or not faults[-1].can_repeat:
         return 0
     return sum(fault.is_same(faults[-1]) for fault in faults)
 
 
-def within(faults: Iterable[Fault], window_s: float, now: float) -> list[Fault]:
+def faults_within(faults: Iterable[FaultRecord], window_s: float, now: float) -> list[FaultRecord]:
     """The faults of the last ``window_s`` seconds."""
     return [fault for fault in faults if fault.at > now - window_s]
 
 
-def tally(faults: Iterable[Fault]) -> str:
+def summarize_faults(faults: Iterable[FaultRecord]) -> str:
     """``18 killed, 3 hang, 19 of them on node-2``: what many faults have in common."""
     faults = list(faults)
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(fault.kind for fault in faults).most_common())

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from closeranks.agent.link import WorkerLink
-from closeranks.agent.progress import ProgressWord
+from closeranks.agent.progress import SharedProgress
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.environment import set_world
 from closeranks.core.errors import CloseranksError
@@ -30,7 +30,7 @@ from closeranks.core.registry import load_object
 FORKED = declare("restore.forked", "a worker is forked, and has done nothing yet")
 
 
-def live(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoReturn:
+def run_forked_worker(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoReturn:
     """Everything after the fork. ``foreign``: the zygote's own descriptors, which this child must close; ``run``: the
     run folder, for the process title.
 
@@ -65,7 +65,7 @@ def _take_place(fds: WorkerFds, foreign: Iterable[int]) -> None:
 
 
 def _work(fds: WorkerFds, run: str) -> int:
-    word = ProgressWord(fds.progress)
+    word = SharedProgress(fds.progress)
     os.close(fds.progress)
     link = WorkerLink(socket.socket(fileno=fds.link), word)
     _hear_sigterm(link)
@@ -92,7 +92,7 @@ def _hear_sigterm(link: WorkerLink) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def be_ordinary() -> None:
-        link.abandon()
+        link.close_in_child()
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         let_through()

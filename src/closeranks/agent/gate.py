@@ -14,30 +14,30 @@ from types import TracebackType
 from typing import Any
 
 from closeranks.agent.control.address import Address
-from closeranks.agent.control.peer import Peer
+from closeranks.agent.control.peer import ControlConnection
 from closeranks.agent.control.server import ControlServer
-from closeranks.agent.control.token import Token
-from closeranks.agent.loop import Loop
+from closeranks.agent.control.token import JobToken
+from closeranks.agent.loop import EventLoop
 from closeranks.agent.membership.checks import ProtocolError
-from closeranks.agent.membership.messages import Letter
+from closeranks.agent.membership.messages import Envelope
 
 ASK_PLAN = {"kind": "plan?"}
 PLAN = "plan"
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class JoinEndpoint:
     """Where the leader listens for other hosts."""
 
     host: str
     port: int
-    token: Token
+    token: JobToken
     address: str = ""
     """The address that other hosts connect to; empty: the one it listens on."""
     token_file: str = ""
     """The file with the token, if it was not given by the environment."""
 
-    def how_to_join(self, port: int, num_workers: int) -> str:
+    def join_command(self, port: int, num_workers: int) -> str:
         """The command that joins another host."""
         where = Address(self.address or self.host, port)
         shown = f" --token-file {self.token_file}" if self.token_file else ", with CLOSERANKS_TOKEN set"
@@ -45,24 +45,24 @@ class Door:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class HostDisconnected:
     """That incarnation of a host has closed its connection."""
 
     name: str
     incarnation: int
 
 
-class Gate:
+class HostConnections:
     """The leader's side of all connections. All callbacks come from the event loop or from ``wake``."""
 
     def __init__(
         self,
-        loop: Loop,
-        door: Door,
+        loop: EventLoop,
+        door: JoinEndpoint,
         plan: Mapping[str, Any],
         *,
         own_name: str,
-        on_letter: Callable[[Letter], None],
+        on_letter: Callable[[Envelope], None],
         on_gone: Callable[[str, int], None],
         on_note: Callable[[str], None],
     ) -> None:
@@ -72,9 +72,9 @@ class Gate:
         self._on_letter = on_letter
         self._on_gone = on_gone
         self._on_note = on_note
-        self._lines: dict[tuple[str, int], Peer] = {}
+        self._lines: dict[tuple[str, int], ControlConnection] = {}
         """By name and incarnation: two agents of the same name are kept apart until the leader dismisses one."""
-        self._names: dict[Peer, tuple[str, int]] = {}
+        self._names: dict[ControlConnection, tuple[str, int]] = {}
         self._server = ControlServer(
             loop,
             door.host,
@@ -96,18 +96,18 @@ class Gate:
     def wake(self) -> None:
         self._server.wake()
 
-    def send(self, letter: Letter) -> None:
+    def send(self, letter: Envelope) -> None:
         """Send a message. A host that is not connected is sent it again after its next heartbeat, or is lost."""
         line = self._lines.get((letter.host, letter.incarnation))
         if line is not None:
             line.send(letter.to_fields())
 
-    def _hear(self, peer: Peer, fields: Any) -> None:
+    def _hear(self, peer: ControlConnection, fields: Any) -> None:
         if fields == ASK_PLAN:
             peer.send({"kind": PLAN, "lead": self._own_name, "plan": self._plan})
             return
         try:
-            letter = Letter.from_fields(fields)
+            letter = Envelope.from_fields(fields)
         except ProtocolError as error:
             peer.refuse(f"sent what is no letter: {error}")
             return
@@ -118,34 +118,36 @@ class Gate:
         self._lines[who], self._names[peer] = peer, who
         self._on_letter(letter)
 
-    def _closed(self, peer: Peer, why: str) -> None:
+    def _closed(self, peer: ControlConnection, why: str) -> None:
         who = self._names.pop(peer, None)
         if who is not None and self._lines.get(who) is peer:
             del self._lines[who]
             if peer.has_hung_up:
                 self._on_gone(*who)
         if not peer.has_hung_up or (who is not None and not self._is_closing):
-            self._on_note(f"{who[0] if who else 'A host'} at {peer.where} {why}.")
+            self._on_note(f"{who[0] if who else 'A host'} at {peer.remote_address} {why}.")
 
-    def see_off(self, letters: Iterable[Letter], answer: Callable[[Letter], list[Letter]], deadline: float) -> None:
+    def close_gracefully(
+        self, letters: Iterable[Envelope], answer: Callable[[Envelope], list[Envelope]], deadline: float
+    ) -> None:
         """Send these messages, answer those that arrive meanwhile, and close when all hosts have disconnected, or at
         ``deadline``."""
 
-        def reply(letter: Letter) -> None:
+        def reply(letter: Envelope) -> None:
             for one in answer(letter):
                 self.send(one)
 
         self._is_closing, self._on_letter = True, reply
         for letter in letters:
             self.send(letter)
-        while self._server.peers and time.monotonic() < deadline:
-            self._loop.turn(deadline)
+        while self._server.connections and time.monotonic() < deadline:
+            self._loop.run_once(deadline)
         self.close()
 
     def close(self) -> None:
         self._server.close()
 
-    def __enter__(self) -> Gate:
+    def __enter__(self) -> HostConnections:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -12,35 +12,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from closeranks.agent.boxes import Boxes
-from closeranks.agent.crew import Crew
-from closeranks.agent.launch import LaunchPlan, Listener
-from closeranks.agent.loop import Loop
-from closeranks.agent.member import Berth, Member
-from closeranks.agent.nursery import Nursery
-from closeranks.agent.verdict import WorkerFact
-from closeranks.agent.view import Seen
+from closeranks.agent.boxes import SnapshotMemory
+from closeranks.agent.crew import WorkerGroup
+from closeranks.agent.launch import AgentCallbacks, LaunchPlan
+from closeranks.agent.loop import EventLoop
+from closeranks.agent.member import WorkerProcess, WorkerSetup
+from closeranks.agent.nursery import ZygoteClient
+from closeranks.agent.verdict import WorkerReport
+from closeranks.agent.view import WorkerView
 from closeranks.core.errors import CloseranksError
 from closeranks.core.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class WorkerGroupStatus:
     """The status of a generation's workers on this host."""
 
     num_left: int = 0
     """Workers that are not known to have ended."""
     failed_at: float | None = None
-    is_clear: bool = False
+    has_silent_death: bool = False
     """Whether a worker died without a report: the root cause is known without the reports of others."""
-    all_spoken: bool = True
+    all_reported: bool = True
 
 
-class Host:
+class LocalHost:
     """This host, as a participant in the job. Callers run the event loop."""
 
     def __init__(
-        self, plan: LaunchPlan, loop: Loop, listener: Listener, *, name: str, on_store: Callable[[str], None]
+        self, plan: LaunchPlan, loop: EventLoop, listener: AgentCallbacks, *, name: str, on_store: Callable[[str], None]
     ) -> None:
         self.name = name
         self._plan = plan
@@ -48,9 +48,9 @@ class Host:
         self._listener = listener
         self._on_store = on_store
         self.capacity = plan.num_workers
-        self.boxes = Boxes()
-        self.crew: Crew | None = None
-        self._nursery = Nursery(plan, loop, listener)
+        self.snapshot_memory = SnapshotMemory()
+        self.worker_group: WorkerGroup | None = None
+        self._nursery = ZygoteClient(plan, loop, listener)
 
     @property
     def is_ready(self) -> bool:
@@ -69,74 +69,74 @@ class Host:
         return self._nursery.pid if self._nursery.error is None else None
 
     @property
-    def members(self) -> list[Member]:
-        return self.crew.members if self.crew else []
+    def workers(self) -> list[WorkerProcess]:
+        return self.worker_group.workers if self.worker_group else []
 
-    def revive(self) -> None:
+    def restart_zygote(self) -> None:
         """Replace a zygote that was lost."""
-        self._nursery.revive()
+        self._nursery.restart()
 
-    def begin(self, worlds: Sequence[World], payload: Mapping[str, Any]) -> None:
+    def start_workers(self, worlds: Sequence[World], payload: Mapping[str, Any]) -> None:
         self._close_crew()
         if self._plan.is_elastic:
-            self.boxes.provide(len(worlds))
-        berth = Berth(payload, self._plan.config.host, self.boxes.paths, self._on_store)
-        self.crew = Crew(self._plan, worlds, self._nursery, self._loop, self._listener, berth)
+            self.snapshot_memory.grow(len(worlds))
+        berth = WorkerSetup(payload, self._plan.config.host, self.snapshot_memory.paths, self._on_store)
+        self.worker_group = WorkerGroup(self._plan, worlds, self._nursery, self._loop, self._listener, berth)
 
     def move_logs(self, folder: Path) -> None:
         """Move the logs of all current processes to this folder, with what they have printed so far."""
         self._nursery.move_log(folder)
-        for member in self.members:
+        for member in self.workers:
             member.move_log(folder)
 
-    def clear(self) -> None:
+    def close_workers(self) -> None:
         """Close the worker group of the last generation without starting another."""
         self._close_crew()
 
-    def pass_store_on(self, address: str) -> None:
-        if self.crew is not None:
-            self.crew.pass_store_on(address)
+    def announce_store(self, address: str) -> None:
+        if self.worker_group is not None:
+            self.worker_group.announce_store(address)
 
     def fence(self) -> None:
-        if self.crew is not None:
-            self.crew.fence()
+        if self.worker_group is not None:
+            self.worker_group.fence()
 
     @property
-    def condition(self) -> Condition:
-        if self.crew is None:
-            return Condition()
-        members = self.crew.members
-        return Condition(
-            num_left=self.crew.num_left,
-            failed_at=self.crew.failed_at,
-            is_clear=any(member.is_silent for member in members),
-            all_spoken=self.crew.all_spoken,
+    def group_status(self) -> WorkerGroupStatus:
+        if self.worker_group is None:
+            return WorkerGroupStatus()
+        members = self.worker_group.workers
+        return WorkerGroupStatus(
+            num_left=self.worker_group.num_left,
+            failed_at=self.worker_group.failed_at,
+            has_silent_death=any(member.died_silently for member in members),
+            all_reported=self.worker_group.all_reported,
         )
 
-    def facts(self) -> list[WorkerFact]:
-        return self.crew.facts() if self.crew else []
+    def worker_reports(self) -> list[WorkerReport]:
+        return self.worker_group.worker_reports() if self.worker_group else []
 
-    def seen(self) -> list[Seen]:
+    def worker_views(self) -> list[WorkerView]:
         return [
-            Seen(member.world.rank, self.name, member.pid, member.progress, member.world.local_rank)
-            for member in self.members
+            WorkerView(member.world.rank, self.name, member.pid, member.progress, member.world.local_rank)
+            for member in self.workers
         ]
 
-    def mind(self, now: float) -> float | None:
+    def tick(self, now: float) -> float | None:
         """Reap orphans and check that the zygote responds; returns when to call it again."""
         self._nursery.reap()
-        return self._nursery.mind(now)
+        return self._nursery.check_alive(now)
 
-    def settled(self) -> None:
+    def drop_old_snapshots(self) -> None:
         """Every rank has a snapshot of its own: free what earlier, larger generations left for other local ranks."""
-        self.boxes.retire(len(self.members))
+        self.snapshot_memory.shrink(len(self.workers))
 
     def _close_crew(self) -> None:
-        crew, self.crew = self.crew, None
+        crew, self.worker_group = self.worker_group, None
         if crew is not None:
             crew.__exit__(None, None, None)
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> LocalHost:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -144,4 +144,4 @@ class Host:
             self._close_crew()
         finally:
             self._nursery.__exit__(kind, error, tb)
-            self.boxes.close()
+            self.snapshot_memory.close()

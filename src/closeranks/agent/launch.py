@@ -15,30 +15,30 @@ from closeranks.core.errors import SetupError
 
 if TYPE_CHECKING:
     from closeranks.agent.config import AgentConfig
-    from closeranks.agent.gate import Door
-    from closeranks.agent.limits import Limits
+    from closeranks.agent.gate import JoinEndpoint
+    from closeranks.agent.limits import FaultLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class ResizedLaunch:
     """A job resized to fewer workers."""
 
     num_workers: int
     payload: Mapping[str, Any]
-    words: str = ""
+    summary: str = ""
     """What changed, for people; empty where nothing did."""
 
 
 @dataclass(frozen=True, slots=True)
-class Survival:
+class RecoverySettings:
     """How a run recovers from faults."""
 
-    limits: Limits
-    fit: Callable[[int, int], Fitted | None]
+    limits: FaultLimits
+    fit: Callable[[int, int], ResizedLaunch | None]
     """``fit(num_available, num_wanted)``: the job on at most so many workers; None: it cannot run on so few."""
     samples_of: Callable[[int], str]
     """Which samples a step takes, in words for people."""
-    warm: str = ""
+    warm_up: str = ""
     """``package.module:function``, called in the zygote as ``function(payload)`` once its first workers are alive, so
     that later ones start faster; empty: nothing is called."""
 
@@ -62,9 +62,9 @@ class LaunchPlan:
     """Folders put before all others on the zygote's search path."""
     num_hosts: int = 1
     """How many hosts must have joined before the first generation begins."""
-    most_hosts: int = 1
+    max_hosts: int = 1
     """Up to how many hosts the job grows; further hosts are kept as spares."""
-    survival: Survival | None = None
+    recovery_settings: RecoverySettings | None = None
     """None: the first fault ends the run."""
     is_elastic: bool = False
     """Whether workers keep snapshots in the agent's memory; true where the run recovers from faults."""
@@ -76,7 +76,7 @@ class LaunchPlan:
     """Threads of each worker; 0: every host decides by its cores."""
     zygote_log: str = "zygote.log"
     """Hosts share the folder, so each has its own file."""
-    door: Door | None = None
+    join_endpoint: JoinEndpoint | None = None
     """Where other hosts may join; None: no host can."""
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class AgentCallbacks:
     """Callbacks of an agent. All are called from the agent's one thread, and must return quickly."""
 
     on_event: Callable[[int, dict[str, Any]], None]
@@ -97,7 +97,7 @@ class Listener:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """How a run that did not fail ended."""
 
     reason: Reason
@@ -107,17 +107,17 @@ class Outcome:
     """Where state that there was no time to save was written, in a sentence."""
 
 
-def plan_fields(plan: LaunchPlan) -> dict[str, Any]:
+def encode_plan(plan: LaunchPlan) -> dict[str, Any]:
     """What another host must know to run workers of this plan; what it can find out by itself is left out. ``job`` is
     new each time: a host that reconnects to another job must not use its memory of the earlier one."""
-    limits = plan.survival.limits if plan.survival else None
+    limits = plan.recovery_settings.limits if plan.recovery_settings else None
     return {
         "version": __version__,
         "job": secrets.token_hex(8),
         "cwd": os.getcwd(),
         "entry": plan.entry,
         "payload": dict(plan.payload),
-        "warm": plan.survival.warm if plan.survival else "",
+        "warm": plan.recovery_settings.warm_up if plan.recovery_settings else "",
         "preload": list(plan.preload),
         "sys_path": list(plan.sys_path),
         "log_folder": str(plan.log_folder.absolute()),

@@ -14,46 +14,46 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from closeranks.agent.allotment import Place, hosts_by_rank
-from closeranks.agent.attention import Attention
-from closeranks.agent.claims import CLAIM, Claims, claim_of
+from closeranks.agent.allotment import HostPlacement, hosts_by_rank
+from closeranks.agent.attention import HangMonitor
+from closeranks.agent.claims import HANG_EVENT, HangReports, decode_hang
 from closeranks.agent.closing import conclude, killed_early
-from closeranks.agent.course import Course
-from closeranks.agent.ending import Stop
-from closeranks.agent.gate import Gate, Gone
-from closeranks.agent.host import Host
-from closeranks.agent.launch import Fitted, LaunchPlan, Listener, Outcome, plan_fields
-from closeranks.agent.loop import Loop
+from closeranks.agent.course import Recovery
+from closeranks.agent.ending import ShutdownRequest
+from closeranks.agent.gate import HostConnections, HostDisconnected
+from closeranks.agent.host import LocalHost
+from closeranks.agent.launch import AgentCallbacks, JobOutcome, LaunchPlan, ResizedLaunch, encode_plan
+from closeranks.agent.loop import EventLoop
 from closeranks.agent.membership.checks import ProtocolError
 from closeranks.agent.membership.effects import (
-    Broke,
-    Changed,
-    Deposed,
-    Formed,
-    LeadEffect,
-    Send,
-    Settled,
-    Told,
+    GenerationBroken,
+    GenerationFormed,
+    GenerationSettled,
+    HostStatusChanged,
+    LeaderEffect,
+    RelayedMessage,
+    SendMessage,
+    SteppedDown,
 )
 from closeranks.agent.membership.follower import Follower
-from closeranks.agent.membership.lead import Lead as Membership
-from closeranks.agent.membership.messages import Event as Told_
-from closeranks.agent.membership.messages import Letter, Note, Output
-from closeranks.agent.membership.pace import pace_for
-from closeranks.agent.muster import Muster
-from closeranks.agent.policy import Go
-from closeranks.agent.progress import Progress
-from closeranks.agent.roster import Roster
-from closeranks.agent.statement import Statement, together
-from closeranks.agent.station import TOLD, Mail, Station, word_of
-from closeranks.agent.stragglers import Slow, Stragglers
-from closeranks.agent.verdict import Verdict, without_facts
-from closeranks.agent.view import Seen, View
+from closeranks.agent.membership.lead import Leader as Membership
+from closeranks.agent.membership.messages import Envelope, HostNote, WorkerOutput
+from closeranks.agent.membership.messages import WorkerEvent as Told_
+from closeranks.agent.membership.pace import lease_timing_for
+from closeranks.agent.muster import HostWaitNotice
+from closeranks.agent.policy import NextGeneration
+from closeranks.agent.progress import WorkerProgress
+from closeranks.agent.roster import HostTable
+from closeranks.agent.statement import HostReport, merge_reports
+from closeranks.agent.station import SIGTERM_EVENT, HostController, LeaderLink, progress_from_row
+from closeranks.agent.stragglers import Straggler, StragglerDetector
+from closeranks.agent.verdict import RootCause, external_cause
+from closeranks.agent.view import JobView, WorkerView
 from closeranks.core.errors import RunFailed
 from closeranks.core.events import Event, HostChanged, SlowRank, encode
 from closeranks.core.requests import DRAIN, REGROUP, Request
 
-OnTurn = Callable[[View], float | None]
+OnTick = Callable[[JobView], float | None]
 """Called with a view of the job; returns when (``time.monotonic()``) it wants to be called again at the latest."""
 
 _TOLD_S = 0.2
@@ -69,16 +69,16 @@ _TERM = 1
 """This leader is the only one: it runs in the process that started the job, and the job ends with it."""
 
 
-class Lead:
+class JobController:
     """Runs the generations of a job. All callbacks come from ``run``, in its thread."""
 
     def __init__(
         self,
         plan: LaunchPlan,
-        loop: Loop,
-        listener: Listener,
-        on_turn: OnTurn | None = None,
-        has_unsaved: Callable[[Host], bool] = lambda host: False,
+        loop: EventLoop,
+        listener: AgentCallbacks,
+        on_turn: OnTick | None = None,
+        has_unsaved: Callable[[LocalHost], bool] = lambda host: False,
     ) -> None:
         """``has_unsaved``: whether this host's memory holds a newer state than any checkpoint."""
         self._plan = plan
@@ -87,33 +87,33 @@ class Lead:
         self._listener = listener
         self._on_turn = on_turn
         self._machine = Membership(_TERM)
-        self._host: Host | None = None
+        self._host: LocalHost | None = None
         self._name = ""
-        self._roster = Roster("")
-        self._station: Station | None = None
-        self._letters: deque[tuple[bool, Letter | Gone]] = deque()
+        self._roster = HostTable("")
+        self._station: HostController | None = None
+        self._letters: deque[tuple[bool, Envelope | HostDisconnected]] = deque()
         """Messages in transit within this process, to the leader (True) or to this host's controller. What a host sent
         before it disconnected is read first."""
-        self._gate: Gate | None = None
-        self._muster: Muster | None = None
-        self.stop: Stop | None = None
-        self._outcome: Outcome | None = None
-        self._course = Course(plan, self._emit)
+        self._gate: HostConnections | None = None
+        self._muster: HostWaitNotice | None = None
+        self.stop: ShutdownRequest | None = None
+        self._outcome: JobOutcome | None = None
+        self._course = Recovery(plan, self._emit)
         self._told: tuple[float, int] | None = None
         """When a worker reported a SIGTERM, and its rank."""
-        self._waiting: tuple[Verdict, float] | None = None
+        self._waiting: tuple[RootCause, float] | None = None
         """The root cause to recover from, as soon as enough hosts have joined or at this time."""
         self.killed: list[int] = []
         """Ranks that did not end by themselves; set when the run is over."""
         limits = self._course.limits
-        self._stragglers = Stragglers(limits.slow_ratio, limits.slow_steps)
-        self._claims = Claims()
+        self._stragglers = StragglerDetector(limits.slow_ratio, limits.slow_steps)
+        self._claims = HangReports()
         self._show_at, self._shown = 0.0, (-1, "")
 
     # --- public interface
 
     @property
-    def is_underway(self) -> bool:
+    def has_generation(self) -> bool:
         """Whether the first generation has begun."""
         return self._machine.generation is not None
 
@@ -123,33 +123,33 @@ class Lead:
 
     def request(self, request: Request) -> None:
         """Send a request to every worker, which brings it to the vote of its next step."""
-        self._act(self._machine.ask(request, time.monotonic()))
+        self._act(self._machine.send_request(request, time.monotonic()))
 
-    def announce(self, address: str) -> None:
+    def announce_store(self, address: str) -> None:
         """Rank 0 is on this host and has opened its store."""
         if self._station is not None:
-            self._station.announce(address)
+            self._station.announce_store(address)
 
     @property
-    def ears(self) -> Listener:
+    def callbacks(self) -> AgentCallbacks:
         """Callbacks for this host: events and output of its workers are relayed as for any host; notes, which need no
         generation, are passed on directly."""
 
         def event(rank: int, fields: dict[str, Any]) -> None:
             if self._station is not None:
-                self._station.relay.on_event(rank, fields)
+                self._station.callbacks.on_event(rank, fields)
 
         def output(rank: int, line: str) -> None:
             if self._station is not None:
-                self._station.relay.on_output(rank, line)
+                self._station.callbacks.on_output(rank, line)
 
-        return Listener(event, output, self._listener.on_note)
+        return AgentCallbacks(event, output, self._listener.on_note)
 
     # --- the event loop
 
-    def run(self, host: Host) -> Outcome:
+    def run(self, host: LocalHost) -> JobOutcome:
         """Run the job. Other hosts may join while this one's zygote still imports, as theirs have to import too."""
-        self._host, self._name, self._roster = host, host.name, Roster(host.name)
+        self._host, self._name, self._roster = host, host.name, HostTable(host.name)
         try:
             self._gate = self._open_gate()
             while self._outcome is None:
@@ -159,25 +159,27 @@ class Lead:
                     raise host.error
                 until = self._turn()
                 if self._outcome is None:
-                    self._loop.turn(until)
+                    self._loop.run_once(until)
             return self._outcome
         finally:
             self._dismiss()
 
-    def _open_gate(self) -> Gate | None:
-        door = self._plan.door
+    def _open_gate(self) -> HostConnections | None:
+        door = self._plan.join_endpoint
         if door is None:
             return None
-        gate = Gate(
+        gate = HostConnections(
             self._loop,
             door,
-            plan_fields(self._plan),
+            encode_plan(self._plan),
             own_name=self._name,
             on_letter=lambda letter: self._letters.append((True, letter)),
-            on_gone=lambda name, incarnation: self._letters.append((True, Gone(name, incarnation))),
+            on_gone=lambda name, incarnation: self._letters.append((True, HostDisconnected(name, incarnation))),
             on_note=self._listener.on_note,
         )
-        self._muster = Muster(self._plan.num_hosts, door.how_to_join(gate.address.port, self._plan.num_workers))
+        self._muster = HostWaitNotice(
+            self._plan.num_hosts, door.join_command(gate.address.port, self._plan.num_workers)
+        )
         return gate
 
     def _dismiss(self) -> None:
@@ -190,13 +192,15 @@ class Lead:
         else:
             rescues = self._host is not None and self._has_unsaved(self._host)
             farewell = machine.dismiss("the job has failed", now, rescues=rescues)
-        self._gate.see_off(_letters(farewell), lambda letter: _letters(machine.handle(letter, now)), now + _FAREWELL_S)
+        self._gate.close_gracefully(
+            _letters(farewell), lambda letter: _letters(machine.handle(letter, now)), now + _FAREWELL_S
+        )
 
-    def _open_station(self, host: Host, now: float) -> None:
-        attention = Attention(self._course.limits, self._loop) if self._course.can_survive else None
+    def _open_station(self, host: LocalHost, now: float) -> None:
+        attention = HangMonitor(self._course.limits, self._loop) if self._course.can_recover else None
         follower = Follower(host.name, time.time_ns(), host.capacity, now=now)
-        mail = Mail(lambda letter: self._letters.append((True, letter)), lambda end: None)
-        self._station = Station(host, follower, attention, mail, is_lead=True)
+        mail = LeaderLink(lambda letter: self._letters.append((True, letter)), lambda end: None)
+        self._station = HostController(host, follower, attention, mail, is_lead=True)
 
     def _turn(self) -> float | None:
         """Do everything that can be done now; returns when it must be called again, unless something happens before."""
@@ -205,7 +209,7 @@ class Lead:
             now = time.monotonic()
             if self._gate is not None:
                 self._gate.wake()
-            until = [self._station.turn(now)] if self._station is not None else []
+            until = [self._station.tick(now)] if self._station is not None else []
             # Deliver before the tick: these messages arrived in time, and after a pause of this process no host must be
             # counted as lost because they were not read yet.
             has_mail = bool(self._letters)
@@ -220,8 +224,8 @@ class Lead:
     def _deliver(self) -> None:
         while self._letters and self._outcome is None:
             is_to_lead, letter = self._letters.popleft()
-            if isinstance(letter, Gone):
-                self._act(self._machine.closed(letter.name, letter.incarnation, time.monotonic()))
+            if isinstance(letter, HostDisconnected):
+                self._act(self._machine.on_disconnected(letter.name, letter.incarnation, time.monotonic()))
             elif is_to_lead:
                 self._act(self._machine.handle(letter, time.monotonic()))
             elif self._station is not None:
@@ -234,7 +238,7 @@ class Lead:
             due, rank = self._told[0] + _TOLD_S, self._told[1]
             if now >= due:
                 cause = "asked to leave by SIGTERM"
-                self._leave(without_facts("preempted", cause, rank=rank, step=self._course.step), now)
+                self._leave(external_cause("preempted", cause, rank=rank, step=self._course.step), now)
             else:
                 until.append(due)
         if self._waiting is not None:
@@ -251,11 +255,11 @@ class Lead:
         if self.stop is None:
             return None
         if self._machine.generation is None or (self._waiting is not None and self.stop.reason == "interrupted"):
-            self._outcome = Outcome(self.stop.reason)
+            self._outcome = JobOutcome(self.stop.reason)
         elif self._waiting is not None:
             self._try(self._waiting[0], now)
         elif now >= self.stop.deadline:
-            self._act(self._machine.break_up("patience is over", now))
+            self._act(self._machine.fence("patience is over", now))
         else:
             return self.stop.deadline
         return None
@@ -264,39 +268,39 @@ class Lead:
         if self._muster is None or self._machine.generation is not None:
             return None
         ready = [host.name for host in self._roster.hosts if host.state == "ready"]
-        text, until = self._muster.look(list(dict.fromkeys([self._name, *ready])), now)
+        text, until = self._muster.check(list(dict.fromkeys([self._name, *ready])), now)
         if text:
             self._listener.on_note(text)
         return until
 
     # --- effects of the membership state machine
 
-    def _act(self, effects: list[LeadEffect]) -> None:
+    def _act(self, effects: list[LeaderEffect]) -> None:
         for effect in effects:  # update the host table first: the state machine decided with all changes known
-            if isinstance(effect, Changed):
-                self._roster.note(effect, time.monotonic())
+            if isinstance(effect, HostStatusChanged):
+                self._roster.update(effect, time.monotonic())
         for effect in effects:
             now = time.monotonic()
             match effect:
-                case Send(letter) if letter.host == self._name:
+                case SendMessage(letter) if letter.host == self._name:
                     self._letters.append((False, letter))
-                case Send(letter):
+                case SendMessage(letter):
                     if self._gate is not None:
                         self._gate.send(letter)
-                case Changed():
+                case HostStatusChanged():
                     self._on_changed(effect, now)
-                case Told(host=host, body=body):
+                case RelayedMessage(host=host, body=body):
                     self._on_told(host, body, now)
-                case Formed():
-                    self._course.formed(now)
-                case Broke():
+                case GenerationFormed():
+                    self._course.on_formed(now)
+                case GenerationBroken():
                     self._course.noticed_at = self._course.noticed_at or now
-                case Settled():
+                case GenerationSettled():
                     self._on_settled(effect, now)
-                case Deposed():
+                case SteppedDown():
                     raise RunFailed("another lead has taken over this job")
 
-    def _on_changed(self, changed: Changed, now: float) -> None:
+    def _on_changed(self, changed: HostStatusChanged, now: float) -> None:
         if changed.host != self._name:
             self._emit(HostChanged(changed.host, changed.change, changed.what, changed.num_workers))
         if self._machine.generation is None:
@@ -306,66 +310,66 @@ class Lead:
         elif changed.change in ("joined", "leaving"):
             self._mind_boundary(changed, now)
 
-    def _mind_boundary(self, changed: Changed, now: float) -> None:
+    def _mind_boundary(self, changed: HostStatusChanged, now: float) -> None:
         """A healthy generation grows, or releases a host, after its current step."""
         if self.stop is not None:
             return
         match self._course.at_boundary(changed.host, changed.change, self._roster, now):
-            case Verdict() as why:
+            case RootCause() as why:
                 self._leave(why, now)
             case Request() as request:
                 self.request(request)
 
-    def _on_told(self, host: str, body: Told_ | Output | Note, now: float) -> None:
+    def _on_told(self, host: str, body: Told_ | WorkerOutput | HostNote, now: float) -> None:
         match body:
-            case Note(text=text):
+            case HostNote(text=text):
                 self._listener.on_note(text if host == self._name else f"{host}: {text}")
-            case Output(rank=rank, line=line):
+            case WorkerOutput(rank=rank, line=line):
                 self._listener.on_output(rank, line)
-            case Told_(rank=rank, event=fields) if fields.get("event") == TOLD:
+            case Told_(rank=rank, event=fields) if fields.get("event") == SIGTERM_EVENT:
                 self._told = self._told or (now, rank)
-            case Told_(event=fields) if fields.get("event") == CLAIM:
+            case Told_(event=fields) if fields.get("event") == HANG_EVENT:
                 self._hear_claim(host, fields, now)
             case Told_(rank=rank, event=fields):
                 self._listener.on_event(rank, fields)
-                self._course.hear(rank, fields, self.generation, now)
+                self._course.on_event(rank, fields, self.generation, now)
 
     def _hear_claim(self, host: str, fields: Mapping[str, Any], now: float) -> None:
         try:
-            self._claims.hear(host, claim_of(fields, now))
+            self._claims.add(host, decode_hang(fields, now))
         except ProtocolError as error:
             self._listener.on_note(f"{host}: {error}")
 
     # --- workers that hang or are slow, and other reasons to regroup
 
     def _mind_still(self, now: float) -> None:
-        if not self._claims.is_open:
+        if not self._claims.is_undecided:
             return
-        sure_s = _SURE_BEATS * pace_for(len(self._course.places)).beat_s
-        if still := self._claims.verdict(hosts_by_rank(self._course.places), self._words(now), now, sure_s):
-            self._act(self._machine.break_up(still.cause(now), now))
+        sure_s = _SURE_BEATS * lease_timing_for(len(self._course.placements)).beat_s
+        if still := self._claims.confirmed_hang(hosts_by_rank(self._course.placements), self._words(now), now, sure_s):
+            self._act(self._machine.fence(still.cause(now), now))
 
     def _mind_slow(self, now: float) -> None:
         if self._course.limits.stragglers == "off":
             return
         words = self._words(now)
-        for slow in self._stragglers.look(words, now) if words else ():
+        for slow in self._stragglers.check(words, now) if words else ():
             self._tell_slow(slow, now)
 
-    def _words(self, now: float) -> dict[int, Progress]:
+    def _words(self, now: float) -> dict[int, WorkerProgress]:
         """The progress of all ranks, from the last heartbeat of each host."""
-        peers = [self._machine.peer(place.host) for place in self._course.places]
+        peers = [self._machine.session_of(place.host) for place in self._course.placements]
         rows = [row for peer in peers if peer is not None for row in peer.progress]
-        return {row.rank: word_of(row, now) for row in rows}
+        return {row.rank: progress_from_row(row, now) for row in rows}
 
-    def _tell_slow(self, slow: Slow, now: float) -> None:
+    def _tell_slow(self, slow: Straggler, now: float) -> None:
         host = self._course.host_of(slow.rank)
         self._emit(SlowRank(slow.rank, host, slow.step, slow.score, slow.own_s, slow.median_s))
         if self._course.limits.stragglers == "evict" and self._course.leaving is None and self.stop is None:
             cause = f"{slow.score:.1f} times slower than the others"
-            self._leave(without_facts("slow", cause, rank=slow.rank, step=slow.step), now)
+            self._leave(external_cause("slow", cause, rank=slow.rank, step=slow.step), now)
 
-    def _leave(self, why: Verdict, now: float) -> None:
+    def _leave(self, why: RootCause, now: float) -> None:
         """Ask this generation to end at a step boundary, so that no step is lost."""
         self._course.leaving = why
         self.request(REGROUP)
@@ -374,46 +378,46 @@ class Lead:
 
     def _begin_first(self, now: float) -> None:
         roster = self._roster
-        if roster.num_ready >= self._plan.num_hosts and roster.is_led and self.stop is None:
-            self._begin(*self._course.first(roster), now)
+        if roster.num_ready >= self._plan.num_hosts and roster.is_leader_ready and self.stop is None:
+            self._begin(*self._course.first_placement(roster), now)
 
-    def _begin(self, places: tuple[Place, ...], fitted: Fitted, now: float) -> None:
-        payload = self._course.begin(places, fitted)
+    def _begin(self, places: tuple[HostPlacement, ...], fitted: ResizedLaunch, now: float) -> None:
+        payload = self._course.begin_generation(places, fitted)
         self._waiting = self._told = None
         self._stragglers.begin()
         self._claims.begin()
-        if fitted.words:
-            self._listener.on_note(fitted.words)
+        if fitted.summary:
+            self._listener.on_note(fitted.summary)
         members = [(place.host, place.num_workers) for place in places]
         self._act(self._machine.begin(members, payload, now))
         if self.stop is not None:
             self.request(DRAIN)
 
-    def _on_settled(self, settled: Settled, now: float) -> None:
+    def _on_settled(self, settled: GenerationSettled, now: float) -> None:
         """All workers of a generation are gone."""
-        whole = together([self._statement(host, facts, now) for host, facts in settled.facts.items()])
-        whole = replace(whole, workers=self._claims.mark(whole.workers))
+        whole = merge_reports([self._statement(host, facts, now) for host, facts in settled.facts.items()])
+        whole = replace(whole, workers=self._claims.mark_hung(whole.workers))
         is_hurried = self.stop is not None and (self.stop.reason == "interrupted" or now >= self.stop.deadline)
-        may_go_on = self._course.can_survive and not is_hurried
-        verdict = self._course.over(settled, whole, now) if may_go_on else None
+        may_go_on = self._course.can_recover and not is_hurried
+        verdict = self._course.on_generation_end(settled, whole, now) if may_go_on else None
         if verdict is not None:
             self._try(verdict, now)
             return
         self._outcome = conclude(settled, whole, self.stop, self._listener.on_note)
         self.killed = killed_early(whole)
 
-    def _statement(self, host: str, facts: Mapping[str, Any], now: float) -> Statement:
+    def _statement(self, host: str, facts: Mapping[str, Any], now: float) -> HostReport:
         try:
-            return Statement.from_fields(facts, now)
+            return HostReport.from_fields(facts, now)
         except ProtocolError as error:
             self._listener.on_note(f"{host}: {error}")
-            return Statement()
+            return HostReport()
 
-    def _try(self, verdict: Verdict, now: float) -> None:
+    def _try(self, verdict: RootCause, now: float) -> None:
         """Begin the next generation, or wait, as the restart policy decides; raises if it gives up."""
-        decision = self._course.next(verdict, self._roster.hosts, now, is_stopping=self.stop is not None)
-        if isinstance(decision, Go):
-            self._begin(decision.places, decision.fitted, now)
+        decision = self._course.next_decision(verdict, self._roster.hosts, now, is_stopping=self.stop is not None)
+        if isinstance(decision, NextGeneration):
+            self._begin(decision.placements, decision.fitted, now)
             return
         if self._waiting is None:
             self._listener.on_note(decision.why)
@@ -437,27 +441,29 @@ class Lead:
             return asked
         return self._show_at
 
-    def view(self, now: float) -> View:
+    def view(self, now: float) -> JobView:
         host = self._host
-        members = frozenset(place.host for place in self._course.places)
-        return View(
+        members = frozenset(place.host for place in self._course.placements)
+        return JobView(
             now=now,
             state=self._state,
             generation=self.generation,
-            world_size=sum(place.num_workers for place in self._course.places),
-            seen=tuple(host.seen()) if host else (),
-            hosts=self._roster.seen(members, self._course.quarantined),
-            boxes=tuple(tuple(box) for box in host.boxes.paths) if host else (),
-            boxes_bytes=host.boxes.num_bytes if host else 0,
+            world_size=sum(place.num_workers for place in self._course.placements),
+            local_workers=tuple(host.worker_views()) if host else (),
+            hosts=self._roster.host_views(members, self._course.quarantined),
+            snapshot_paths=tuple(tuple(box) for box in host.snapshot_memory.paths) if host else (),
+            snapshot_bytes=host.snapshot_memory.num_bytes if host else 0,
             zygote=host.zygote if host else None,
-            elsewhere=tuple(self._seen_elsewhere(now)),
+            remote_workers=tuple(self._seen_elsewhere(now)),
         )
 
-    def _seen_elsewhere(self, now: float) -> Iterator[Seen]:
-        for place in self._course.places:
-            peer = self._machine.peer(place.host) if place.host != self._name else None
+    def _seen_elsewhere(self, now: float) -> Iterator[WorkerView]:
+        for place in self._course.placements:
+            peer = self._machine.session_of(place.host) if place.host != self._name else None
             if peer is not None:
-                yield from (Seen(row.rank, place.host, None, word_of(row, now)) for row in peer.progress)
+                yield from (
+                    WorkerView(row.rank, place.host, None, progress_from_row(row, now)) for row in peer.progress
+                )
 
     @property
     def _state(self) -> str:
@@ -465,8 +471,8 @@ class Lead:
             return "starting"
         if self.stop is not None:
             return "stopping"
-        return "closing ranks" if self._course.is_closing else "running"
+        return "closing ranks" if self._course.is_recovering else "running"
 
 
-def _letters(effects: list[LeadEffect]) -> list[Letter]:
-    return [effect.letter for effect in effects if isinstance(effect, Send)]
+def _letters(effects: list[LeaderEffect]) -> list[Envelope]:
+    return [effect.envelope for effect in effects if isinstance(effect, SendMessage)]

@@ -23,7 +23,7 @@ _COMMAND_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessEntry:
     pid: int
     parent: int
     session: int
@@ -34,7 +34,7 @@ def children_of(pid: int) -> set[int]:
     return {process.pid for process in _processes() if process.parent == pid}
 
 
-def leftovers(processes: Iterable[Process], me: int, my_session: int, known: Collection[int]) -> list[int]:
+def find_orphans(processes: Iterable[ProcessEntry], me: int, my_session: int, known: Collection[int]) -> list[int]:
     """Adopted children of ``me`` and all their descendants. What this process starts itself shares its session; what
     comes from a zygote never does."""
     alive = [process for process in processes if process.state not in "ZX"]
@@ -44,7 +44,7 @@ def leftovers(processes: Iterable[Process], me: int, my_session: int, known: Col
     return found
 
 
-def end_all(known: Collection[int], on_note: Callable[[str], None]) -> None:
+def end_orphans(known: Collection[int], on_note: Callable[[str], None]) -> None:
     """``known``: children that were there before the run."""
     if not _wait_until_gone(known, _SETTLE_S):
         return
@@ -60,7 +60,7 @@ def end_all(known: Collection[int], on_note: Callable[[str], None]) -> None:
 
 
 def _left(known: Collection[int]) -> list[int]:
-    return leftovers(_processes(), os.getpid(), os.getsid(0), known)
+    return find_orphans(_processes(), os.getpid(), os.getsid(0), known)
 
 
 def _wait_until_gone(known: Collection[int], seconds: float) -> bool:
@@ -79,13 +79,13 @@ def _signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _processes() -> list[Process]:
+def _processes() -> list[ProcessEntry]:
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with suppress(OSError):
                 fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
-                found.append(Process(int(entry), int(fields[1]), int(fields[3]), fields[0].decode()))
+                found.append(ProcessEntry(int(entry), int(fields[1]), int(fields[3]), fields[0].decode()))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FaultLimits:
     hang_floor_s: float = 5.0
     """A worker is never declared hung before this long."""
     hang_factor: float = 8.0

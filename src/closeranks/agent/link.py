@@ -15,10 +15,10 @@ import threading
 import time
 from typing import Any
 
-from closeranks.agent.failure import NO_STORE, describe
-from closeranks.agent.progress import ProgressWord
+from closeranks.agent.failure import NO_STORE, failure_report
+from closeranks.agent.progress import SharedProgress
 from closeranks.agent.store import bind_store
-from closeranks.agent.wire import LineBuffer, Message, encode
+from closeranks.agent.wire import LineBuffer, Message, encode_message
 from closeranks.core.errors import CloseranksError
 from closeranks.core.requests import DRAIN, REGROUP, REQUESTS, Pending, Request
 from closeranks.core.world import World
@@ -34,7 +34,7 @@ _CHUNK_BYTES = 1 << 16
 class WorkerLink:
     """A worker's end of the link. ``send_event`` may be called from any thread, the rest from the main one."""
 
-    def __init__(self, endpoint: socket.socket, word: ProgressWord) -> None:
+    def __init__(self, endpoint: socket.socket, word: SharedProgress) -> None:
         self._endpoint = endpoint
         self._word = word
         self._lines = LineBuffer()
@@ -49,7 +49,7 @@ class WorkerLink:
         while not self._hello:
             self._read_blocking(None)
         self.world = World(**{**self._hello["world"], "hosts": tuple(self._hello["world"]["hosts"])})
-        self.boxes: list[list[str]] = self._hello["boxes"]
+        self.snapshot_paths: list[list[str]] = self._hello["boxes"]
         """Paths of the agent's snapshot memory: for each local rank of this host its own two files and its peer's two.
         This worker's index is its local rank. Empty: the run does not recover from faults, and needs no snapshots."""
         self.has_regrouped = False
@@ -70,7 +70,7 @@ class WorkerLink:
         self._store = address
         self._send({"type": "store", "address": address})
 
-    def store(self, timeout_s: float = 60.0) -> str:
+    def wait_for_store(self, timeout_s: float = 60.0) -> str:
         """The address of the store, after waiting for rank 0's announcement; each announcement is returned once.
 
         A script's second session has a store of its own: the address of the first must not be returned for it.
@@ -89,18 +89,18 @@ class WorkerLink:
         """Write the shared progress: the current step (-1: none yet) and its ``Phase``."""
         self._word.write(step, phase)
 
-    def tick(self, *, counts: bool = True) -> None:
+    def micro_batch_done(self, *, counts: bool = True) -> None:
         """One more micro-batch of the step is done; ``counts``: whether ranks that have done more are ahead."""
-        self._word.tick(counts=counts)
+        self._word.micro_batch_done(counts=counts)
 
-    def own(self, seconds: float, lane: int = 0) -> None:
+    def note_compute_time(self, seconds: float, lane: int = 0) -> None:
         """This worker's compute time of a micro-batch; ``lane``: its pipeline rank, which tells who has the same
         work."""
-        self._word.note_own(seconds, lane)
+        self._word.note_compute_time(seconds, lane)
 
-    def kept(self, step: int) -> None:
+    def note_snapshot(self, step: int) -> None:
         """A snapshot of this step's state is sealed in memory."""
-        self._word.note_kept(step)
+        self._word.note_snapshot(step)
 
     def poll(self) -> frozenset[Request]:
         """The agent's requests, without waiting; costs about a microsecond when there is nothing new."""
@@ -118,7 +118,7 @@ class WorkerLink:
 
     def _told(self, asked: frozenset[Request]) -> frozenset[Request]:
         """After a SIGTERM to this worker alone: pass it on to the agent if the run recovers from faults, else drain."""
-        if not self.boxes:
+        if not self.snapshot_paths:
             return asked | {DRAIN}
         if not self._is_passed_on:
             self._is_passed_on = True
@@ -131,7 +131,7 @@ class WorkerLink:
 
     def send_event(self, event: dict[str, Any]) -> None:
         """Send an event to the agent; waits briefly when the buffer is full, then drops the event and counts it."""
-        line = encode({"type": "event", "event": event})
+        line = encode_message({"type": "event", "event": event})
         with self._lock:
             if len(self._outbox) > _OUTBOX_BYTES:
                 self._flush(_EVENT_WAIT_S)
@@ -147,15 +147,15 @@ class WorkerLink:
         """Report an exception to the agent, once: the first is the cause."""
         if not self._failed:
             self._failed = True
-            self._send({"type": "failure", "failure": describe(error, self._word.read().step).fields()})
+            self._send({"type": "failure", "failure": failure_report(error, self._word.read().step).fields()})
 
     def finish(self) -> None:
         """The entry has returned; send this and whatever is still queued."""
-        is_drained = DRAIN in self._asked or (self._is_told and not self.boxes)
+        is_drained = DRAIN in self._asked or (self._is_told and not self.snapshot_paths)
         ended_for = [DRAIN.kind] * is_drained + [REGROUP.kind] * self.has_regrouped
         self._send({"type": "finished", "ended_for": ended_for}, _FINISH_WAIT_S)
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         """Called in a child that the worker forks: the link belongs to the worker only."""
         self._endpoint.close()
 
@@ -163,12 +163,12 @@ class WorkerLink:
 
     def _send(self, message: Message, wait_s: float = _LAST_WORDS_S) -> None:
         with self._lock:
-            self._outbox += self._drop_notice() + encode(message)
+            self._outbox += self._drop_notice() + encode_message(message)
             self._flush(wait_s)
 
     def _drop_notice(self) -> bytes:
         count, self._num_dropped = self._num_dropped, 0
-        return encode({"type": "dropped", "count": count}) if count else b""
+        return encode_message({"type": "dropped", "count": count}) if count else b""
 
     def _flush(self, wait_s: float) -> None:
         """Send what fits, waiting at most this long for room. Holds the lock."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from closeranks.agent.hang import Sight
+from closeranks.agent.hang import ProcessSample
 from closeranks.core.blame import is_ours, is_own, shown
 
 OBSERVED_S = 0.2
@@ -33,7 +33,7 @@ def kernel_state(pid: int) -> str:
     return _stat(pid)[0]
 
 
-def observe(pids: Mapping[int, int | None], seconds: float = OBSERVED_S) -> dict[int, Sight]:
+def sample_processes(pids: Mapping[int, int | None], seconds: float = OBSERVED_S) -> dict[int, ProcessSample]:
     """Sample what processes, by rank, are doing; takes ``seconds`` in all."""
     known = {rank: pid for rank, pid in pids.items() if pid is not None}
     begun = {rank: _stat(pid)[1] for rank, pid in known.items()}
@@ -48,7 +48,7 @@ def observe(pids: Mapping[int, int | None], seconds: float = OBSERVED_S) -> dict
     for rank, pid in known.items():
         state, call = max(seen[rank], key=seen[rank].count)
         load = (_stat(pid)[1] - begun[rank]) / lasted_s
-        sights[rank] = Sight(state, call, load)
+        sights[rank] = ProcessSample(state, call, load)
     return sights
 
 
@@ -73,11 +73,11 @@ def ask_children_for_stacks(pid: int) -> None:
                 os.close(pidfd)
 
 
-def is_of_stacks(line: str) -> bool:
+def is_stack_line(line: str) -> bool:
     return line.startswith(_HEADS) or _FRAME.match(line) is not None
 
 
-def reading_place(lines: Sequence[str]) -> str:
+def data_read_location(lines: Sequence[str]) -> str:
     """Where in the user's code a sample is being read, from the stacks in a log: ``data.py:12 in __getitem__``. Empty
     if no thread is in such code; a thread that only waits for another has no user frame above our own."""
     is_above = False
@@ -92,7 +92,7 @@ def reading_place(lines: Sequence[str]) -> str:
     return ""
 
 
-def place_of(lines: Sequence[str]) -> str:
+def main_thread_location(lines: Sequence[str]) -> str:
     """Where a main thread is, from the last stacks in its log: ``model.py:57 in forward``; empty when there are none.
 
     The signal is handled by the main thread, which therefore is the current thread of the dump.

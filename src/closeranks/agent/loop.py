@@ -17,7 +17,7 @@ class HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
-class Loop:
+class EventLoop:
     """A selector whose keys hold callbacks."""
 
     def __init__(self) -> None:
@@ -26,14 +26,14 @@ class Loop:
     def watch(self, source: int | HasFileno, call: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, call)
 
-    def also_writable(self, source: int | HasFileno, wanted: bool) -> None:
+    def watch_writable(self, source: int | HasFileno, wanted: bool) -> None:
         """Also watch for room to write, or stop doing so; the callback is the same as for reading."""
         key = self._selector.get_key(source)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
         if key.events != events:
             self._selector.modify(source, events, key.data)
 
-    def forget(self, source: int | HasFileno) -> None:
+    def unwatch(self, source: int | HasFileno) -> None:
         """Stop watching. A source that is not watched is no error, because several code paths may end it."""
         if source in self:
             self._selector.unregister(source)
@@ -44,7 +44,7 @@ class Loop:
         except ValueError:  # it was closed meanwhile and has no descriptor any more
             return False
 
-    def turn(self, until: float | None = None) -> None:
+    def run_once(self, until: float | None = None) -> None:
         """Wait until something is ready, or until ``until`` (``time.monotonic()``), and run the callbacks."""
         timeout = None if until is None else max(0.0, until - time.monotonic())
         for key, _ in self._selector.select(timeout):
@@ -52,7 +52,7 @@ class Loop:
             if key.fileobj in self:
                 key.data()
 
-    def __enter__(self) -> Loop:
+    def __enter__(self) -> EventLoop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

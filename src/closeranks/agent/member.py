@@ -17,33 +17,35 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.agent.failure import FailureReport
-from closeranks.agent.launch import LaunchPlan, Listener
-from closeranks.agent.look import ask_children_for_stacks, ask_for_stacks, is_of_stacks
-from closeranks.agent.loop import Loop
+from closeranks.agent.launch import AgentCallbacks, LaunchPlan
+from closeranks.agent.look import ask_children_for_stacks, ask_for_stacks, is_stack_line
+from closeranks.agent.loop import EventLoop
 from closeranks.agent.output import OutputLog
-from closeranks.agent.progress import PHASE_WORDS, Progress, ProgressWord, create_progress
-from closeranks.agent.verdict import WorkerFact
-from closeranks.agent.wire import Channel, Message, WorkerFds
+from closeranks.agent.progress import PHASE_WORDS, SharedProgress, WorkerProgress, create_progress_fd
+from closeranks.agent.verdict import WorkerReport
+from closeranks.agent.wire import Message, WorkerChannel, WorkerFds
 from closeranks.core.world import World
 
 _TAIL_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Berth:
+class WorkerSetup:
     """What the workers of a generation on one host are started with."""
 
     payload: Mapping[str, Any]
     address: str
     """Where rank 0's store listens, if rank 0 is on this host."""
-    boxes: list[list[str]]
+    snapshot_paths: list[list[str]]
     on_store: Callable[[str], None]
 
 
-class Member:
+class WorkerProcess:
     """One worker of a generation, from before its fork until after its death."""
 
-    def __init__(self, world: World, plan: LaunchPlan, loop: Loop, listener: Listener, berth: Berth) -> None:
+    def __init__(
+        self, world: World, plan: LaunchPlan, loop: EventLoop, listener: AgentCallbacks, berth: WorkerSetup
+    ) -> None:
         self.world = world
         self.pid: int | None = None
         self.status: int | None = None
@@ -52,7 +54,7 @@ class Member:
         self._has_returned = False
         self._must_finish = plan.must_finish
         self._ended_for: tuple[str, ...] = ()
-        self.is_told = False
+        self.got_sigterm = False
         """Whether it got a SIGTERM of its own, and reported it to the agent."""
         self.is_fenced = self._is_asked = False
         self.listener = listener
@@ -62,15 +64,15 @@ class Member:
         self._is_orphaned = False
         self._pidfd: int | None = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._channel = Channel(ours)
-        progress = create_progress()
-        self._word = ProgressWord(progress)
+        self._channel = WorkerChannel(ours)
+        progress = create_progress_fd()
+        self._word = SharedProgress(progress)
         self._log = OutputLog(plan.log_folder / f"rank-{world.rank:05d}.log", self._on_text, self._on_note)
         self.fds = WorkerFds(theirs.detach(), progress, self._log.take_writer())
         loop.watch(ours, self._on_link)
         loop.watch(self._log.reader, self._on_output)
         hello = {"type": "hello", "world": asdict(world), "entry": plan.entry, "payload": dict(berth.payload)}
-        self.send({**hello, "host": berth.address, "port": plan.config.port, "boxes": berth.boxes})
+        self.send({**hello, "host": berth.address, "port": plan.config.port, "boxes": berth.snapshot_paths})
 
     # --- actions
 
@@ -82,7 +84,7 @@ class Member:
         if self._channel.endpoint not in self._loop:
             return
         self._channel.send(message)
-        self._loop.also_writable(self._channel.endpoint, bool(self._channel.outbox))
+        self._loop.watch_writable(self._channel.endpoint, bool(self._channel.outbox))
 
     def fence(self) -> None:
         """Send SIGKILL, unless it is dead already. A worker that is not forked yet is killed as soon as it is."""
@@ -95,19 +97,19 @@ class Member:
 
     # --- callbacks of the zygote client
 
-    def born(self, pid: int, pidfd: int) -> None:
+    def on_forked(self, pid: int, pidfd: int) -> None:
         self.pid, self._pidfd = pid, pidfd
         self._loop.watch(pidfd, self._on_death)
         if self.is_fenced:
             self.fence()
 
-    def exited(self, status: int) -> None:
+    def on_exited(self, status: int) -> None:
         """Reported by the zygote, which may be slower than the pidfd."""
         if self.pid is not None:
             self._on_death()
         self.status = status
 
-    def orphaned(self) -> None:
+    def on_zygote_lost(self) -> None:
         self._is_orphaned = True
 
     # --- state
@@ -117,7 +119,7 @@ class Member:
         return self.status is not None or (self._pidfd is not None and self._pidfd not in self._loop)
 
     @property
-    def is_unexplained(self) -> bool:
+    def awaits_status(self) -> bool:
         return self.is_dead and self.status is None
 
     @property
@@ -126,7 +128,7 @@ class Member:
         return self.status is not None or (self._is_orphaned and (self._pidfd is None or self.is_dead))
 
     @property
-    def has_spoken(self) -> bool:
+    def has_reported(self) -> bool:
         """Whether its part in a failure is known: from its own report or its exit status."""
         return self.failure is not None or self.is_over
 
@@ -144,7 +146,7 @@ class Member:
         return self._has_returned or (self.status == 0 and not self._must_finish)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> WorkerProgress:
         return self._word.read()
 
     @property
@@ -154,7 +156,7 @@ class Member:
         return max(self._word.read().at, self._log.printing_at)
 
     @property
-    def is_silent(self) -> bool:
+    def died_silently(self) -> bool:
         """Whether it died without a report: the root cause is known without the reports of others."""
         return self.died_at is not None and self.failure is None and not self.is_finished
 
@@ -170,16 +172,16 @@ class Member:
             self._is_asked = True
             ask_for_stacks([self._pidfd])
 
-    def end_output(self) -> None:
+    def finish_output(self) -> None:
         """The process is gone: pass on what it printed last."""
-        self._log.end()
+        self._log.finish()
 
     def log_tail(self, num_lines: int) -> tuple[str, ...]:
         return self._log.tail(num_lines)
 
-    def fact(self) -> WorkerFact:
+    def report(self) -> WorkerReport:
         progress = self._word.read()
-        return WorkerFact(
+        return WorkerReport(
             rank=self.world.rank,
             step=progress.step,
             phase=PHASE_WORDS[progress.phase],
@@ -199,9 +201,9 @@ class Member:
         for message in self._channel.receive() or ():
             self._hear(message)
         if self._channel.is_open:
-            self._loop.also_writable(self._channel.endpoint, bool(self._channel.outbox))
+            self._loop.watch_writable(self._channel.endpoint, bool(self._channel.outbox))
         else:
-            self._loop.forget(self._channel.endpoint)
+            self._loop.unwatch(self._channel.endpoint)
 
     def _hear(self, message: Message) -> None:
         match message["type"]:
@@ -217,14 +219,14 @@ class Member:
                 self._has_returned = True
                 self._ended_for = tuple(message["ended_for"])
             case "told":
-                self.is_told = True
+                self.got_sigterm = True
             case "dropped":
                 self._on_note(f"Rank {self.world.rank} dropped {message['count']} events: the agent was too slow.")
 
     def _on_text(self, text: str) -> None:
         """Show what it printed, except stacks that it was asked for: those stay in its log."""
         if self._is_asked:
-            text = "\n".join(line for line in text.split("\n") if not is_of_stacks(line))
+            text = "\n".join(line for line in text.split("\n") if not is_stack_line(line))
         if self.world.is_lead and (text or not self._is_asked):
             self.listener.on_output(self.world.rank, text)
 
@@ -234,13 +236,13 @@ class Member:
     def _on_output(self) -> None:
         self._log.read()
         if not self._log.is_open:
-            self._loop.forget(self._log.reader)
+            self._loop.unwatch(self._log.reader)
 
     def _on_death(self) -> None:
         """The pidfd is ready: record the time, then read all messages and output that are left."""
         if self._pidfd is None or self._pidfd not in self._loop:
             return
-        self._loop.forget(self._pidfd)
+        self._loop.unwatch(self._pidfd)
         if not self.is_fenced:
             self.died_at = time.monotonic()
         while self._channel.is_open and (messages := self._channel.receive()) is not None:
@@ -250,10 +252,10 @@ class Member:
 
     def close(self) -> None:
         for source in (self._channel.endpoint, self._log.reader):
-            self._loop.forget(source)
+            self._loop.unwatch(source)
         self._channel.close()
         self._log.close()
         self._word.close()
         if self._pidfd is not None:
-            self._loop.forget(self._pidfd)
+            self._loop.unwatch(self._pidfd)
             os.close(self._pidfd)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 EVERY_S = 10.0
 
 
-class Muster:
+class HostWaitNotice:
     """Counts hosts until there are enough. ``how``: the command by which another one joins."""
 
     def __init__(self, num_hosts: int, how: str) -> None:
@@ -19,7 +19,7 @@ class Muster:
         self._next_at = 0.0
         self._told: tuple[str, ...] | None = None
 
-    def look(self, here: Sequence[str], now: float) -> tuple[str, float | None]:
+    def check(self, here: Sequence[str], now: float) -> tuple[str, float | None]:
         """The notice to show now, usually empty, and when to check again; ``here``: the hosts that have joined."""
         num_missing = self._num_hosts - len(here)
         if num_missing <= 0:

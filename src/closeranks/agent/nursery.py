@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from closeranks.agent.ancestor import Ancestor, start
-from closeranks.agent.exits import in_words
-from closeranks.agent.launch import LaunchPlan, Listener
-from closeranks.agent.leftovers import children_of, end_all
+from closeranks.agent.ancestor import ZygoteProcess, start_zygote
+from closeranks.agent.exits import describe_status
+from closeranks.agent.launch import AgentCallbacks, LaunchPlan
+from closeranks.agent.leftovers import children_of, end_orphans
 from closeranks.agent.look import kernel_state
-from closeranks.agent.loop import Loop
+from closeranks.agent.loop import EventLoop
 from closeranks.agent.output import OutputLog
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, decode
@@ -38,26 +38,26 @@ _STUCK_S = 120.0
 """The same for one that runs: its warm-up after the first generation may take long on a busy machine."""
 
 
-class Newborn(Protocol):
+class ForkListener(Protocol):
     """Callbacks about a fork that was requested."""
 
-    def born(self, pid: int, pidfd: int) -> None: ...
+    def on_forked(self, pid: int, pidfd: int) -> None: ...
 
-    def exited(self, status: int) -> None: ...
+    def on_exited(self, status: int) -> None: ...
 
-    def orphaned(self) -> None:
+    def on_zygote_lost(self) -> None:
         """The zygote is gone: this worker's exit status will not be reported."""
 
     @property
-    def is_unexplained(self) -> bool:
+    def awaits_status(self) -> bool:
         """Whether it is dead, and its exit status is not known yet."""
 
 
-class Nursery:
+class ZygoteClient:
     """The agent's side of the zygote. Callers run the event loop; when ``error`` is set, no more workers can be
     forked."""
 
-    def __init__(self, plan: LaunchPlan, loop: Loop, listener: Listener) -> None:
+    def __init__(self, plan: LaunchPlan, loop: EventLoop, listener: AgentCallbacks) -> None:
         self._plan = plan
         self._loop = loop
         self._listener = listener
@@ -65,13 +65,13 @@ class Nursery:
         self.was_ready = False
         """Whether a zygote was ever ready to fork, so that a replacement can be expected to work."""
         self.error: CloseranksError | None = None
-        self._waiting: deque[tuple[int, Newborn, WorkerFds]] = deque()
+        self._waiting: deque[tuple[int, ForkListener, WorkerFds]] = deque()
         self._is_forking = False
         self._awaited_since: float | None = None
-        self._wards: dict[int, Newborn] = {}
+        self._wards: dict[int, ForkListener] = {}
         self._num_asked = 0
-        self._is_warm = plan.survival is None or not plan.survival.warm
-        self._heir: Ancestor | None = None
+        self._is_warm = plan.recovery_settings is None or not plan.recovery_settings.warm_up
+        self._heir: ZygoteProcess | None = None
         self._bequest: socket.socket | None = None
         """Our end of the control socket of an heir that was requested."""
         self._was_adopting = adopt_orphans(True)
@@ -89,7 +89,7 @@ class Nursery:
         """Reap adopted orphans, except the zygote and its heir, which are reaped through their handles."""
         reap_orphans({self.pid} if self._heir is None else {self.pid, self._heir.pid})
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Replace a zygote that was lost: by its heir, or by a new one, which has to import everything first."""
         self._let_go(self._zygote)
         self.cancel()
@@ -100,32 +100,32 @@ class Nursery:
         heir, self._heir = self._heir, None
         self.is_ready = heir is not None
         if heir is None:
-            self._is_warm = self._plan.survival is None or not self._plan.survival.warm
+            self._is_warm = self._plan.recovery_settings is None or not self._plan.recovery_settings.warm_up
             self._zygote = self._start()
         else:
             self._zygote = heir
-            self._loop.forget(heir.pidfd)
+            self._loop.unwatch(heir.pidfd)
             self._watch(heir)
             _send(heir.control, {"op": "belong", "agent": os.getpid()})
 
-    def _start(self) -> Ancestor:
-        zygote = start(self._log.writer, self._plan.environment)
+    def _start(self) -> ZygoteProcess:
+        zygote = start_zygote(self._log.writer, self._plan.environment)
         self._watch(zygote)
         setup: dict[str, Any] = {"preload": _preload(self._plan), "sys_path": list(self._plan.sys_path)}
         setup["run"] = str(self._plan.log_folder.parent)
         _send(zygote.control, setup)
         return zygote
 
-    def _watch(self, zygote: Ancestor) -> None:
+    def _watch(self, zygote: ZygoteProcess) -> None:
         self._loop.watch(zygote.control, self._hear)
         self._loop.watch(zygote.pidfd, self._lost)
 
-    def _let_go(self, zygote: Ancestor) -> None:
-        self._loop.forget(zygote.control)
-        self._loop.forget(zygote.pidfd)
-        zygote.end()
+    def _let_go(self, zygote: ZygoteProcess) -> None:
+        self._loop.unwatch(zygote.control)
+        self._loop.unwatch(zygote.pidfd)
+        zygote.close()
 
-    def fork(self, ward: Newborn, fds: WorkerFds) -> None:
+    def fork(self, ward: ForkListener, fds: WorkerFds) -> None:
         """Request one worker. Takes ownership of the descriptors and closes them once the zygote has them.
 
         One request is in flight at a time: if both sides filled their socket buffers, they would deadlock.
@@ -134,12 +134,12 @@ class Nursery:
         self._waiting.append((self._num_asked, ward, fds))
         self._ask_next()
 
-    def mind(self, now: float) -> float | None:
+    def check_alive(self, now: float) -> float | None:
         """Kill a zygote that is stopped or stuck; its loss is then handled like any other.
 
         Returns when to check again.
         """
-        is_awaited = self._is_forking or any(ward.is_unexplained for ward in self._wards.values())
+        is_awaited = self._is_forking or any(ward.awaits_status for ward in self._wards.values())
         if not is_awaited or self.error is not None:
             self._awaited_since = None
             return None
@@ -155,7 +155,7 @@ class Nursery:
         while self._waiting:
             _, ward, fds = self._waiting.popleft()
             _close_all(fds)
-            ward.exited(-signal.SIGKILL)
+            ward.on_exited(-signal.SIGKILL)
 
     def _ask_next(self) -> None:
         if self._is_forking or not self._waiting or self.error is not None:
@@ -169,12 +169,12 @@ class Nursery:
     def _prepare(self) -> None:
         """Warm up the zygote and request an heir, so that later workers start faster, also after the loss of this
         zygote. Done when the first workers are alive, so that their start is not delayed."""
-        survival = self._plan.survival
+        survival = self._plan.recovery_settings
         if self._is_forking or survival is None:
             return
         if not self._is_warm:
             self._is_warm = True
-            _send(self._zygote.control, {"op": "warm", "call": survival.warm, "payload": dict(self._plan.payload)})
+            _send(self._zygote.control, {"op": "warm", "call": survival.warm_up, "payload": dict(self._plan.payload)})
         if self._heir is None and self._bequest is None:
             self._bequest, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -183,7 +183,7 @@ class Nursery:
     def _inherit(self, pid: int, pidfd: int) -> None:
         control, self._bequest = self._bequest, None
         assert control is not None
-        self._heir = Ancestor(pid, pidfd, control)
+        self._heir = ZygoteProcess(pid, pidfd, control)
         self._loop.watch(pidfd, self._lose_heir)
 
     def _lose_heir(self) -> None:
@@ -204,7 +204,7 @@ class Nursery:
         except ConnectionResetError:
             data, fds = b"", []
         if not data:
-            self._loop.forget(self._zygote.control)
+            self._loop.unwatch(self._zygote.control)
             return
         message = json.loads(data)
         match message["op"]:
@@ -215,7 +215,7 @@ class Nursery:
                 self.error = decode(message["error"])
             case "forked":
                 self._is_forking = False
-                self._wards[message["worker"]].born(message["pid"], fds[0])
+                self._wards[message["worker"]].on_forked(message["pid"], fds[0])
                 self._ask_next()
                 self._prepare()
             case "bequeathed":
@@ -223,10 +223,10 @@ class Nursery:
             case "bequest_failed":
                 self._drop_bequest()
             case "exited":
-                self._wards.pop(message["worker"]).exited(message["status"])
+                self._wards.pop(message["worker"]).on_exited(message["status"])
             case "fork_failed":
                 self._is_forking = False
-                self._wards.pop(message["worker"]).exited(-signal.SIGKILL)
+                self._wards.pop(message["worker"]).on_exited(-signal.SIGKILL)
                 fix = "Start fewer workers, or raise the limit (ulimit -u) or the memory of this host."
                 self.error = SetupError(f"a worker could not be forked ({message['why']})", fix)
 
@@ -247,11 +247,11 @@ class Nursery:
     def _read_log(self) -> None:
         self._log.read()
         if not self._log.is_open:
-            self._loop.forget(self._log.reader)
+            self._loop.unwatch(self._log.reader)
 
     def _lost(self) -> None:
         """The zygote has ended unexpectedly. Messages that it sent before are read first."""
-        self._loop.forget(self._zygote.pidfd)
+        self._loop.unwatch(self._zygote.pidfd)
         status = self._zygote.status()
         while self.error is None and self._zygote.control in self._loop:
             self._hear()
@@ -259,23 +259,23 @@ class Nursery:
             return
         self._log.drain()
         doing = "" if self.is_ready else f" while it imported {', '.join(_preload(self._plan))}"
-        lines = [f"the zygote, the process that workers are forked from, was lost{doing}: {in_words(status)}"]
+        lines = [f"the zygote, the process that workers are forked from, was lost{doing}: {describe_status(status)}"]
         lines += [f"  | {line}" for line in self._log.tail(_TAIL_LINES)]
         self.error = RunFailed("\n".join(lines))
         for ward in self._wards.values():
-            ward.orphaned()
+            ward.on_zygote_lost()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ZygoteClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._let_go(self._zygote)
         self._lose_heir()
         self._drop_bequest()
-        self._loop.forget(self._log.reader)
+        self._loop.unwatch(self._log.reader)
         self.cancel()
         self._log.close()
-        end_all(self._strangers, self._listener.on_note)
+        end_orphans(self._strangers, self._listener.on_note)
         reap_orphans(())
         adopt_orphans(self._was_adopting)
 

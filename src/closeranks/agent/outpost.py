@@ -18,23 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from closeranks import __version__
-from closeranks.agent.attention import Attention
+from closeranks.agent.attention import HangMonitor
 from closeranks.agent.config import AgentConfig
 from closeranks.agent.control.client import ControlClient
-from closeranks.agent.control.peer import Peer
-from closeranks.agent.control.token import Token
+from closeranks.agent.control.peer import ControlConnection
+from closeranks.agent.control.token import JobToken
 from closeranks.agent.gate import ASK_PLAN, PLAN
-from closeranks.agent.host import Host
-from closeranks.agent.launch import LaunchPlan, Listener, Survival
-from closeranks.agent.limits import Limits
-from closeranks.agent.loop import Loop
+from closeranks.agent.host import LocalHost
+from closeranks.agent.launch import AgentCallbacks, LaunchPlan, RecoverySettings
+from closeranks.agent.limits import FaultLimits
+from closeranks.agent.loop import EventLoop
 from closeranks.agent.membership.checks import ProtocolError
-from closeranks.agent.membership.effects import End
+from closeranks.agent.membership.effects import ParticipationEnded
 from closeranks.agent.membership.follower import Follower
-from closeranks.agent.membership.messages import Letter
-from closeranks.agent.rescue import rescue
-from closeranks.agent.station import Mail, Station
-from closeranks.agent.stops import heard_by
+from closeranks.agent.membership.messages import Envelope
+from closeranks.agent.rescue import rescue_snapshots
+from closeranks.agent.station import HostController, LeaderLink
+from closeranks.agent.stops import deliver_signals
 from closeranks.core.environment import child_environment, thread_limit
 from closeranks.core.errors import RunFailed, SetupError
 
@@ -48,11 +48,11 @@ _DESERTED_S = 3.0
 """The same where the leader's machine refuses the connection, because nothing listens there any more."""
 
 
-class Outpost:
+class RemoteAgent:
     """This host's part in a job whose leader is on another host. ``run`` blocks until it is over."""
 
     def __init__(
-        self, address: str, token: Token, *, name: str = "", num_workers: int, on_note: Callable[[str], None]
+        self, address: str, token: JobToken, *, name: str = "", num_workers: int, on_note: Callable[[str], None]
     ) -> None:
         """``name`` empty: the machine's host name, made unique if the leader has the same one."""
         self._address = address
@@ -61,20 +61,20 @@ class Outpost:
         self._name = name or socket.gethostname()
         self._num_workers = num_workers
         self._on_note = on_note
-        self._loop: Loop | None = None
+        self._loop: EventLoop | None = None
         self._client: ControlClient | None = None
-        self._host: Host | None = None
-        self._station: Station | None = None
-        self._limits: Limits | None = None
+        self._host: LocalHost | None = None
+        self._station: HostController | None = None
+        self._limits: FaultLimits | None = None
         self._folder = Path()
         self._job = ""
-        self._end: End | None = None
+        self._end: ParticipationEnded | None = None
         self._leave_by: float | None = None
 
     def run(self) -> str:
         """Returns why it is over. Raises ``SetupError`` for a job it cannot join, ``RunFailed`` if the leader was
         lost."""
-        with Loop() as loop, heard_by(loop, self._on_signal):
+        with EventLoop() as loop, deliver_signals(loop, self._on_signal):
             self._loop = loop
             self._client = ControlClient(
                 loop,
@@ -87,7 +87,7 @@ class Outpost:
             )
             try:
                 while self._end is None:
-                    loop.turn(self._turn())
+                    loop.run_once(self._turn())
                 return self._conclude(self._end)
             finally:
                 if self._host is not None:
@@ -105,9 +105,9 @@ class Outpost:
             self._open_station(self._host, now)
         until = [self._client.deadline, self._leave_by, self._mind_deserted(now)]
         if self._station is not None:
-            until.append(self._station.turn(now))
+            until.append(self._station.tick(now))
         if self._leave_by is not None and now >= self._leave_by:
-            self._end = self._end or End("it was asked to go")
+            self._end = self._end or ParticipationEnded("it was asked to go")
         if self._end is not None:
             return now
         return min((at for at in until if at is not None), default=None)
@@ -125,54 +125,54 @@ class Outpost:
         if self._station is not None:
             self._station.abandon(reason)
         else:
-            self._end = self._end or End(reason, is_lost=True)
+            self._end = self._end or ParticipationEnded(reason, is_lost=True)
 
-    def _open_station(self, host: Host, now: float) -> None:
+    def _open_station(self, host: LocalHost, now: float) -> None:
         """Join once the zygote can fork."""
         if host.error is not None:
             raise host.error
         if not host.is_ready:
             return
         assert self._loop is not None
-        attention = Attention(self._limits, self._loop) if self._limits else None
+        attention = HangMonitor(self._limits, self._loop) if self._limits else None
         follower = Follower(self._name, time.time_ns(), self._num_workers, now=now, give_up_s=_GIVE_UP_S)
-        self._station = Station(host, follower, attention, Mail(self._send, self._on_end))
+        self._station = HostController(host, follower, attention, LeaderLink(self._send, self._on_end))
 
     # --- the connection to the leader
 
-    def _on_open(self, peer: Peer) -> None:
+    def _on_open(self, peer: ControlConnection) -> None:
         """Request the plan on every connection: another job may be running at that address by now."""
         peer.send(ASK_PLAN)
         if self._station is not None:
-            self._station.opened()
+            self._station.on_connected()
 
-    def _on_message(self, peer: Peer, fields: Any) -> None:
+    def _on_message(self, peer: ControlConnection, fields: Any) -> None:
         if isinstance(fields, dict) and fields.get("kind") == PLAN:
             self._hear_plan(fields.get("plan"), fields.get("lead"), peer)
             return
         try:
-            letter = Letter.from_fields(fields)
+            letter = Envelope.from_fields(fields)
         except ProtocolError as error:
             peer.refuse(f"sent what is no letter: {error}")
             return
         if self._station is not None:
             self._station.receive(letter)
 
-    def _on_close(self, peer: Peer, why: str) -> None:
+    def _on_close(self, peer: ControlConnection, why: str) -> None:
         self._on_note(f"The lead at {self._address} {why}; looking for it again.")
         if self._station is not None:
-            self._station.closed()
+            self._station.on_disconnected()
 
-    def _send(self, letter: Letter) -> None:
+    def _send(self, letter: Envelope) -> None:
         assert self._client is not None
         self._client.send(letter.to_fields())
 
-    def _on_end(self, end: End) -> None:
+    def _on_end(self, end: ParticipationEnded) -> None:
         self._end = end
 
     # --- this host
 
-    def _hear_plan(self, told: Any, lead: Any, peer: Peer) -> None:
+    def _hear_plan(self, told: Any, lead: Any, peer: ControlConnection) -> None:
         if self._host is not None:
             if told.get("job") != self._job:
                 self._abandon("another job is led from there now")
@@ -198,11 +198,11 @@ class Outpost:
 
     def _plan_of(self, told: dict[str, Any], local_host: str) -> LaunchPlan:
         self._job, self._folder = told["job"], Path(told["log_folder"])
-        self._limits = Limits(**told["limits"]) if told["limits"] else None
+        self._limits = FaultLimits(**told["limits"]) if told["limits"] else None
         threads = int(told["threads"]) or thread_limit() or max(1, _num_cores() // self._num_workers)
         survival = None
         if self._limits is not None:  # the leader decides about recovery, so the callbacks are stubs
-            survival = Survival(self._limits, lambda *_: None, lambda step: "", warm=told["warm"])
+            survival = RecoverySettings(self._limits, lambda *_: None, lambda step: "", warm_up=told["warm"])
         return LaunchPlan(
             num_workers=self._num_workers,
             entry=told["entry"],
@@ -212,7 +212,7 @@ class Outpost:
             config=AgentConfig(host=local_host),
             preload=tuple(told["preload"]),
             sys_path=tuple(told["sys_path"]),
-            survival=survival,
+            recovery_settings=survival,
             is_elastic=survival is not None,
             zygote_log=f"zygote-{self._name}.log",
         )
@@ -221,8 +221,8 @@ class Outpost:
         assert self._loop is not None
         workers = "1 worker" if self._num_workers == 1 else f"{self._num_workers} workers"
         self._on_note(f"Joining the job at {self._address} as {self._name} with {workers}; its run is {self._run}.")
-        ears = Listener(self._on_event, self._on_output, self._tell)
-        self._host = Host(plan, self._loop, ears, name=self._name, on_store=self._on_store)
+        ears = AgentCallbacks(self._on_event, self._on_output, self._tell)
+        self._host = LocalHost(plan, self._loop, ears, name=self._name, on_store=self._on_store)
 
     @property
     def _run(self) -> Path:
@@ -232,34 +232,38 @@ class Outpost:
         """Show a note to the user, here and where the job was started."""
         self._on_note(text)
         if self._station is not None:
-            self._station.relay.on_note(text)
+            self._station.callbacks.on_note(text)
 
     def _on_event(self, rank: int, fields: dict[str, Any]) -> None:
         """Relay rank 0's events only: those of other ranks are in their own files, and would only load the leader."""
         if self._station is not None and rank == 0:
-            self._station.relay.on_event(rank, fields)
+            self._station.callbacks.on_event(rank, fields)
 
     def _on_output(self, rank: int, line: str) -> None:
         if self._station is not None:
-            self._station.relay.on_output(rank, line)
+            self._station.callbacks.on_output(rank, line)
 
     def _on_store(self, address: str) -> None:
         if self._station is not None:
-            self._station.announce(address)
+            self._station.announce_store(address)
 
     def _on_signal(self, signum: int) -> None:
         if signum == signal.SIGUSR1:
             self._on_note("SIGUSR1: ask the lead for a save.")
         elif self._leave_by is not None or self._station is None:
-            self._end = self._end or End("it was asked to go")
+            self._end = self._end or ParticipationEnded("it was asked to go")
         else:
             self._leave_by = time.monotonic() + _LEAVE_S
             self._on_note("Leaving the job at the next step. Ask again to leave at once.")
             self._station.leave("it was asked to go")
 
-    def _conclude(self, end: End) -> str:
+    def _conclude(self, end: ParticipationEnded) -> str:
         must_rescue = end.is_lost or end.rescues
-        saved = rescue(self._host.boxes, self._run, self._name, is_part=True) if self._host and must_rescue else ""
+        saved = (
+            rescue_snapshots(self._host.snapshot_memory, self._run, self._name, is_part=True)
+            if self._host and must_rescue
+            else ""
+        )
         if not end.is_lost:
             return f"{end.reason}. {saved.rstrip('.')}" if saved else end.reason
         raise RunFailed(f"the lead at {self._address} was lost, and the job with it: {end.reason}. {saved}".rstrip())

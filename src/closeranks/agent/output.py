@@ -142,7 +142,7 @@ class OutputLog:
         self.drain()
         self._write(text.encode())
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """The process is gone: pass on what is left in the pipe, including a last line without a newline."""
         self.drain()
         self._show(self._lines.finish())
@@ -156,14 +156,14 @@ class OutputLog:
         """Pass on what is left, and close the descriptors."""
         if self._writer >= 0:
             os.close(self.take_writer())
-        self.end()
+        self.finish()
         os.close(self.reader)
         self._file.close()
 
     def tail(self, num_lines: int) -> tuple[str, ...]:
         """The last lines that the process printed."""
         lines = self._last.decode(errors="replace").splitlines()
-        return last_words([line.rstrip() for line in lines if line.strip()], num_lines)
+        return log_excerpt([line.rstrip() for line in lines if line.strip()], num_lines)
 
     def _write(self, data: bytes) -> None:
         if data:
@@ -178,7 +178,7 @@ class OutputLog:
         self._on_note(f"{self.path} is written again; {lost}.")
 
 
-def last_words(lines: list[str], num_lines: int) -> tuple[str, ...]:
+def log_excerpt(lines: list[str], num_lines: int) -> tuple[str, ...]:
     """The last lines; for a crash in native code, the first lines of its dump, with the innermost calls, and a few
     lines before it."""
     crash = next((index for index, line in enumerate(lines) if line.startswith("Fatal Python error")), None)

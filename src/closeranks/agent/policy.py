@@ -12,54 +12,64 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from closeranks.agent.allotment import HostState, Place, allot, in_quarantine, room
-from closeranks.agent.faultlog import Fault, num_repeats, tally, within
-from closeranks.agent.launch import Fitted
-from closeranks.agent.limits import Limits
+from closeranks.agent.allotment import HostPlacement, HostState, place_workers, quarantined_hosts, total_capacity
+from closeranks.agent.faultlog import FaultRecord, faults_within, num_repeats, summarize_faults
+from closeranks.agent.launch import ResizedLaunch
+from closeranks.agent.limits import FaultLimits
 from closeranks.core.errors import CloseranksError, RunFailed
 from closeranks.core.requests import DRAIN, REGROUP, Request
 
-__all__ = ["Fault", "GiveUp", "Go", "HostState", "Place", "Wait", "Wish", "at_boundary", "decide"]
+__all__ = [
+    "FaultRecord",
+    "GiveUp",
+    "NextGeneration",
+    "HostState",
+    "HostPlacement",
+    "WaitForHosts",
+    "DesiredSize",
+    "request_at_boundary",
+    "decide",
+]
 
 _MEMORY_WORDS = ("OutOfMemory", "out of memory", "MemoryError", "bad_alloc")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DesiredSize:
     """The desired size of the run, and how to make it smaller."""
 
     num_workers: int
     """As requested; never more."""
-    fit: Callable[[int], Fitted | None] | None = None
+    fit: Callable[[int], ResizedLaunch | None] | None = None
     """The job on at most so many workers, or None if that is impossible; without it the run cannot be made smaller."""
     samples_of: Callable[[int], str] | None = None
     """Which samples a step takes, in words for people."""
 
-    def on(self, num_available: int) -> Fitted | None:
+    def fit_to(self, num_available: int) -> ResizedLaunch | None:
         """The largest version of the job that so many workers can run."""
         num_available = min(num_available, self.num_workers)
         if self.fit is not None:
             return self.fit(num_available) if num_available else None
-        return Fitted(self.num_workers, {}) if num_available == self.num_workers else None
+        return ResizedLaunch(self.num_workers, {}) if num_available == self.num_workers else None
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
+class NextGeneration:
     """The next generation."""
 
-    places: tuple[Place, ...]
+    placements: tuple[HostPlacement, ...]
     """In rank order: the first of these hosts has rank 0."""
-    fitted: Fitted
+    fitted: ResizedLaunch
     quarantined: frozenset[str] = frozenset()
     """Hosts with too many recent faults; some may still be in ``places``, if the other hosts lack capacity."""
 
     @property
     def num_workers(self) -> int:
-        return sum(one.num_workers for one in self.places)
+        return sum(one.num_workers for one in self.placements)
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitForHosts:
     """Decide again at ``until``, or when a host joins."""
 
     until: float
@@ -86,8 +96,8 @@ class GiveUp:
 
 
 def decide(
-    faults: Sequence[Fault], hosts: Sequence[HostState], limits: Limits, now: float, wish: Wish
-) -> Go | Wait | GiveUp:
+    faults: Sequence[FaultRecord], hosts: Sequence[HostState], limits: FaultLimits, now: float, wish: DesiredSize
+) -> NextGeneration | WaitForHosts | GiveUp:
     """``faults``: all of the run so far. Calling it again with the same ones, after a wait or a regroup, is safe."""
     return (
         _mistake(faults)
@@ -97,13 +107,13 @@ def decide(
     )
 
 
-def at_boundary(
-    here: Sequence[Place],
-    faults: Sequence[Fault],
+def request_at_boundary(
+    here: Sequence[HostPlacement],
+    faults: Sequence[FaultRecord],
     hosts: Sequence[HostState],
-    limits: Limits,
+    limits: FaultLimits,
     now: float,
-    wish: Wish,
+    wish: DesiredSize,
 ) -> Request | None:
     """The request to a healthy generation with this placement: to grow, release a host, or move off a bad one.
 
@@ -115,23 +125,23 @@ def at_boundary(
     match go:
         case GiveUp():
             return DRAIN if is_left else None
-        case Wait():
+        case WaitForHosts():
             return REGROUP if is_left else None
     num_here = sum(one.num_workers for one in here)
-    is_safer = _num_on(go.quarantined, go.places) < _num_on(go.quarantined, here)
+    is_safer = _num_on(go.quarantined, go.placements) < _num_on(go.quarantined, here)
     is_better = go.num_workers > num_here or (go.num_workers == num_here and is_safer)
     return REGROUP if is_left or is_better else None
 
 
-def _num_on(hosts: frozenset[str], places: Sequence[Place]) -> int:
+def _num_on(hosts: frozenset[str], places: Sequence[HostPlacement]) -> int:
     return sum(one.num_workers for one in places if one.host in hosts)
 
 
-def _mistake(faults: Sequence[Fault]) -> GiveUp | None:
+def _mistake(faults: Sequence[FaultRecord]) -> GiveUp | None:
     return GiveUp("mistake", faults[-1].cause) if faults and faults[-1].is_user_error else None
 
 
-def _repeats(faults: Sequence[Fault], limits: Limits, wish: Wish) -> GiveUp | None:
+def _repeats(faults: Sequence[FaultRecord], limits: FaultLimits, wish: DesiredSize) -> GiveUp | None:
     """A kill from outside can hit a step twice by chance, so it needs one more repeat than an exception of the code."""
     count = num_repeats(faults)
     if not count or count < limits.max_repeats + faults[-1].is_silent:
@@ -143,14 +153,14 @@ def _repeats(faults: Sequence[Fault], limits: Limits, wish: Wish) -> GiveUp | No
     return GiveUp("repeats", f"{what}, and another try would end there too", _advice(last))
 
 
-def _place(step: int | None, wish: Wish) -> str:
+def _place(step: int | None, wish: DesiredSize) -> str:
     if step is None:
         return "the start of a generation, before its first step,"
     words = wish.samples_of(step) if wish.samples_of else ""
     return f"step {step} ({words})" if words else f"step {step}"
 
 
-def _advice(fault: Fault) -> str:
+def _advice(fault: FaultRecord) -> str:
     resume = "then go on with checkpoint.resume."
     if fault.kind == "oom" or any(word in fault.signature for word in _MEMORY_WORDS):
         return f"Use a smaller train.micro_batch, train.recompute or a higher layout.zero, {resume}"
@@ -163,34 +173,34 @@ def _advice(fault: Fault) -> str:
     return f"Mend the code, or look at those samples and leave out what is bad in them, {resume}"
 
 
-def _budget(faults: Sequence[Fault], limits: Limits, now: float) -> GiveUp | None:
-    recent = within(faults, limits.fault_window_s, now)
+def _budget(faults: Sequence[FaultRecord], limits: FaultLimits, now: float) -> GiveUp | None:
+    recent = faults_within(faults, limits.fault_window_s, now)
     if not recent or len(recent) <= limits.max_faults:
         return None
     counted = f"{len(recent)} faults" if len(recent) > 1 else "a fault"
-    what = f"{counted} within {_duration(limits.fault_window_s)} ({tally(recent)})"
+    what = f"{counted} within {_duration(limits.fault_window_s)} ({summarize_faults(recent)})"
     what += f", and elastic.max_faults = {limits.max_faults} are survived; the last: {recent[-1].cause.rstrip('.')}"
     return GiveUp("budget", what, "Mend what they have in common, or raise elastic.max_faults.")
 
 
 def _go(
-    faults: Sequence[Fault], hosts: Sequence[HostState], limits: Limits, now: float, wish: Wish
-) -> Go | Wait | GiveUp:
-    num_available = room(hosts)
-    fitted = wish.on(num_available)
+    faults: Sequence[FaultRecord], hosts: Sequence[HostState], limits: FaultLimits, now: float, wish: DesiredSize
+) -> NextGeneration | WaitForHosts | GiveUp:
+    num_available = total_capacity(hosts)
+    fitted = wish.fit_to(num_available)
     num_workers = fitted.num_workers if fitted else 0
     if num_workers < wish.num_workers and (waiting := _wait(hosts, limits, now, num_available)):
         return waiting
     if fitted is None or num_workers < limits.min_workers:
         return _no_room(num_available, limits, wish)
-    if num_workers < wish.num_workers and not fitted.words:
+    if num_workers < wish.num_workers and not fitted.summary:
         words = f"{num_workers} of {_workers(wish.num_workers)}; batch, order and learning rate stay"
         fitted = replace(fitted, words=words)
-    avoided = in_quarantine(hosts, faults, limits, now)
-    return Go(allot(hosts, num_workers, avoided), fitted, avoided)
+    avoided = quarantined_hosts(hosts, faults, limits, now)
+    return NextGeneration(place_workers(hosts, num_workers, avoided), fitted, avoided)
 
 
-def _wait(hosts: Sequence[HostState], limits: Limits, now: float, num_available: int) -> Wait | None:
+def _wait(hosts: Sequence[HostState], limits: FaultLimits, now: float, num_available: int) -> WaitForHosts | None:
     missing = [host for host in hosts if host.state != "ready"]
     until = max((host.since + limits.wait_s for host in missing), default=now)
     if until <= now:
@@ -199,10 +209,10 @@ def _wait(hosts: Sequence[HostState], limits: Limits, now: float, num_available:
     why = (
         f"{_workers(num_available)} can be had without {names}; waiting {until - now:.3g} s for it or for another host"
     )
-    return Wait(until, why)
+    return WaitForHosts(until, why)
 
 
-def _no_room(num_available: int, limits: Limits, wish: Wish) -> GiveUp:
+def _no_room(num_available: int, limits: FaultLimits, wish: DesiredSize) -> GiveUp:
     """Too few workers are left: fewer than the job's minimum, or than any legal layout needs."""
     left = f"{_workers(num_available)} of {wish.num_workers} can still be had"
     if wish.fit is None:

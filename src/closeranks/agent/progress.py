@@ -29,7 +29,7 @@ _DECAY = 0.95
 90."""
 
 
-class Phase(IntEnum):
+class WorkerPhase(IntEnum):
     """What a worker is doing; the report of a death describes it in words.
 
     In the order of a step, except that phases which may run user code or a compiler come early: a worker in them counts
@@ -42,63 +42,63 @@ class Phase(IntEnum):
     COMPILE = 3
     COMPUTE = 4
     REDUCE = 5
-    KEEP = 6
+    SNAPSHOT = 6
     VOTE = 7
     UPDATE = 8
-    MEET = 9
+    OUTER_STEP = 9
     EVALUATE = 10
     SAVE = 11
     END = 12
 
 
 PHASE_WORDS = {
-    Phase.START: "starting",
-    Phase.HOOK: "in a hook or in the loop's own code",
-    Phase.DATA: "waiting for data",
-    Phase.COMPILE: "compiling",
-    Phase.COMPUTE: "computing gradients",
-    Phase.REDUCE: "reducing gradients",
-    Phase.KEEP: "waiting for the copy of its state",
-    Phase.VOTE: "agreeing on the step",
-    Phase.UPDATE: "updating weights",
-    Phase.MEET: "meeting the other replicas",
-    Phase.EVALUATE: "evaluating",
-    Phase.SAVE: "saving",
-    Phase.END: "ending",
+    WorkerPhase.START: "starting",
+    WorkerPhase.HOOK: "in a hook or in the loop's own code",
+    WorkerPhase.DATA: "waiting for data",
+    WorkerPhase.COMPILE: "compiling",
+    WorkerPhase.COMPUTE: "computing gradients",
+    WorkerPhase.REDUCE: "reducing gradients",
+    WorkerPhase.SNAPSHOT: "waiting for the copy of its state",
+    WorkerPhase.VOTE: "agreeing on the step",
+    WorkerPhase.UPDATE: "updating weights",
+    WorkerPhase.OUTER_STEP: "meeting the other replicas",
+    WorkerPhase.EVALUATE: "evaluating",
+    WorkerPhase.SAVE: "saving",
+    WorkerPhase.END: "ending",
 }
 
-STEADY = frozenset({Phase.COMPUTE, Phase.REDUCE, Phase.VOTE, Phase.UPDATE})
+STEADY = frozenset({WorkerPhase.COMPUTE, WorkerPhase.REDUCE, WorkerPhase.VOTE, WorkerPhase.UPDATE})
 """Phases that take about as long in every step. The others depend on disks, on networks or on user code, and may take
 their longest duration again at any time: it is never forgotten."""
-_REMEMBERED = [(0.0, _DECAY) if phase in STEADY else (1.0, 1.0) for phase in Phase]
+_REMEMBERED = [(0.0, _DECAY) if phase in STEADY else (1.0, 1.0) for phase in WorkerPhase]
 """For each phase, the decay of the longest visit at the second visit, and at every later one."""
-_PLACES = [(phase, _FIRST_PHASE + phase) for phase in Phase]
+_PLACES = [(phase, _FIRST_PHASE + phase) for phase in WorkerPhase]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class WorkerProgress:
     """What a worker last wrote. ``step`` is None before the first."""
 
     step: int | None
-    phase: Phase
+    phase: WorkerPhase
     at: float
     """``time.monotonic()`` of its last progress: the same clock for all processes of a host, but not across hosts."""
-    tick: int = 0
+    micro_batches_done: int = 0
     """Micro-batches done in this step."""
-    kept: int | None = None
+    snapshot_step: int | None = None
     """The step of its newest sealed snapshot."""
-    own_s: float = 0.0
+    compute_s: float = 0.0
     """Its compute time per micro-batch in the last step, without waiting for others."""
-    own_sum_s: float = 0.0
+    compute_sum_s: float = 0.0
     """The same, summed over all steps so far, ``num_own`` of them."""
-    num_own: int = 0
-    lane: int = 0
+    num_timed: int = 0
+    pipeline_rank: int = 0
     """Its pipeline rank: ranks with the same one have the same work."""
-    longest: dict[Phase, float] = field(default_factory=dict)
+    longest: dict[WorkerPhase, float] = field(default_factory=dict)
     """For each phase that was completed: the longest time without progress; in a steady phase, the longest recently."""
 
 
-class ProgressWord:
+class SharedProgress:
     """One worker's progress in shared memory. The agent creates it; the worker maps the descriptor that it inherits."""
 
     def __init__(self, fd: int) -> None:
@@ -110,7 +110,7 @@ class ProgressWord:
             raise ValueError("this descriptor is not a progress word")
         self._at_ns, self._visit_ns = self._ints[_AT], 0
         self._step, self._phase = self._ints[_STEP], self._ints[_PHASE]
-        self._longest_ns, self._num_seen = [0] * len(Phase), [0] * len(Phase)
+        self._longest_ns, self._num_seen = [0] * len(WorkerPhase), [0] * len(WorkerPhase)
         self._num_own, self._own_sum_s = 0, 0.0
 
     # --- called by the worker
@@ -127,7 +127,7 @@ class ProgressWord:
             ints[_TICK], ints[_STEP] = 0, step
         ints[_PHASE] = phase
 
-    def tick(self, *, counts: bool = True) -> None:
+    def micro_batch_done(self, *, counts: bool = True) -> None:
         """Progress within a phase: one more micro-batch. Pipeline stages process micro-batches in different orders, so
         theirs do not count: having done fewer does not mean that a rank is behind."""
         now_ns = self._ints[_AT] = time.monotonic_ns()
@@ -137,11 +137,11 @@ class ProgressWord:
         if counts:
             self._ints[_TICK] += 1
 
-    def note_kept(self, step: int) -> None:
+    def note_snapshot(self, step: int) -> None:
         """A snapshot of this step's state is sealed."""
         self._ints[_KEPT] = step
 
-    def note_own(self, seconds: float, lane: int = 0) -> None:
+    def note_compute_time(self, seconds: float, lane: int = 0) -> None:
         """This rank's compute time per micro-batch in the last step."""
         self._num_own += 1
         self._own_sum_s += seconds
@@ -160,20 +160,20 @@ class ProgressWord:
 
     # --- called by the agent
 
-    def read(self) -> Progress:
+    def read(self) -> WorkerProgress:
         ints, floats = self._ints, self._floats
-        step, phase, kept = ints[_STEP], Phase(ints[_PHASE]), ints[_KEPT]
+        step, phase, kept = ints[_STEP], WorkerPhase(ints[_PHASE]), ints[_KEPT]
         num_own = ints[_NUM_OWN]
-        return Progress(
+        return WorkerProgress(
             step=step if step >= 0 else None,
             phase=phase,
             at=ints[_AT] / 1e9,
-            tick=ints[_TICK],
-            kept=kept if kept >= 0 else None,
-            own_s=floats[_OWN],
-            own_sum_s=floats[_OWN_SUM],
-            num_own=num_own,
-            lane=ints[_LANE],
+            micro_batches_done=ints[_TICK],
+            snapshot_step=kept if kept >= 0 else None,
+            compute_s=floats[_OWN],
+            compute_sum_s=floats[_OWN_SUM],
+            num_timed=num_own,
+            pipeline_rank=ints[_LANE],
             longest={phase: ints[place] / 1e9 for phase, place in _PLACES if ints[place]},
         )
 
@@ -183,10 +183,10 @@ class ProgressWord:
         self._memory.close()
 
 
-def create_progress() -> int:
+def create_progress_fd() -> int:
     """The descriptor of new shared progress, before the first step; the caller passes it on and closes it."""
     fields = [0] * _NUM_FIELDS
-    fields[0], fields[_STEP], fields[_PHASE], fields[_KEPT] = _MAGIC, -1, Phase.START, -1
+    fields[0], fields[_STEP], fields[_PHASE], fields[_KEPT] = _MAGIC, -1, WorkerPhase.START, -1
     fields[_AT] = time.monotonic_ns()
     fd = os.memfd_create("closeranks-progress")
     os.ftruncate(fd, _SIZE_BYTES)

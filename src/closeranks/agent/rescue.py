@@ -15,14 +15,16 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from closeranks.agent.boxes import Boxes
+from closeranks.agent.boxes import SnapshotMemory
 from closeranks.core.refuges import advice, refuges
 
 FOLDER = "rescued"
 _CHUNK_BYTES = 1 << 22
 
 
-def rescue(boxes: Boxes, run: Path, host: str, patience_s: float = math.inf, *, is_part: bool = False) -> str:
+def rescue_snapshots(
+    boxes: SnapshotMemory, run: Path, host: str, patience_s: float = math.inf, *, is_part: bool = False
+) -> str:
     """Returns where the snapshots were written, in a sentence; empty if there was nothing to rescue. ``patience_s``:
     the time limit. ``is_part``: other hosts held some of the state, too."""
     until = time.monotonic() + patience_s
@@ -37,7 +39,7 @@ def rescue(boxes: Boxes, run: Path, host: str, patience_s: float = math.inf, *, 
     )
 
 
-def _rescue_elsewhere(boxes: Boxes, run: Path, host: str, until: float, why: str, is_part: bool) -> str:
+def _rescue_elsewhere(boxes: SnapshotMemory, run: Path, host: str, until: float, why: str, is_part: bool) -> str:
     for place in refuges(run, boxes.num_bytes):
         try:
             num_bytes = _keep(boxes, place / FOLDER / host, until)
@@ -54,7 +56,7 @@ def _words(folder: Path, num_bytes: int) -> str:
     return f"{folder} ({num_bytes / 2**20:.0f} MiB)"
 
 
-def _keep(boxes: Boxes, target: Path, until: float) -> int:
+def _keep(boxes: SnapshotMemory, target: Path, until: float) -> int:
     """Write the snapshots to ``target``; returns the bytes written, 0 if there was nothing to write."""
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -77,7 +79,7 @@ def _put(aside: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(boxes: Boxes, folder: Path, until: float) -> int:
+def _write(boxes: SnapshotMemory, folder: Path, until: float) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     num_bytes = 0
     for number, box in enumerate(boxes.paths):

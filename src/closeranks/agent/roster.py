@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from closeranks.agent.allotment import HostState
-from closeranks.agent.membership.effects import Changed
-from closeranks.agent.view import HostSeen
+from closeranks.agent.membership.effects import HostStatusChanged
+from closeranks.agent.view import HostView
 
 
-class Roster:
+class HostTable:
     def __init__(self, lead: str) -> None:
         self._lead = lead
         self._hosts: dict[str, HostState] = {}
 
-    def note(self, changed: Changed, now: float) -> None:
+    def update(self, changed: HostStatusChanged, now: float) -> None:
         """A host joined, is leaving, left or was lost."""
         known = self._hosts.get(changed.host)
         match changed.change:
@@ -32,25 +32,25 @@ class Roster:
 
     @property
     def hosts(self) -> list[HostState]:
-        return sorted(self._hosts.values(), key=lambda host: not host.is_lead)
+        return sorted(self._hosts.values(), key=lambda host: not host.is_leader)
 
     @property
-    def is_led(self) -> bool:
+    def is_leader_ready(self) -> bool:
         """Whether the leader's own host can take workers: no generation begins without it."""
-        return any(host.is_lead and host.state == "ready" for host in self._hosts.values())
+        return any(host.is_leader and host.state == "ready" for host in self._hosts.values())
 
     @property
     def num_ready(self) -> int:
         return sum(host.state == "ready" for host in self._hosts.values())
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """How many workers could be started now."""
         return sum(host.num_workers for host in self._hosts.values() if host.state == "ready")
 
-    def seen(self, members: frozenset[str], quarantined: frozenset[str]) -> tuple[HostSeen, ...]:
+    def host_views(self, members: frozenset[str], quarantined: frozenset[str]) -> tuple[HostView, ...]:
         return tuple(
-            HostSeen(host.name, host.num_workers, _state(host, members, quarantined)) for host in self._hosts.values()
+            HostView(host.name, host.num_workers, _state(host, members, quarantined)) for host in self._hosts.values()
         )
 
 

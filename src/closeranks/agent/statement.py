@@ -12,12 +12,12 @@ from typing import Any
 
 from closeranks.agent.failure import FailureReport
 from closeranks.agent.membership.checks import ProtocolError
-from closeranks.agent.verdict import WorkerFact
+from closeranks.agent.verdict import WorkerReport
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
-    workers: tuple[WorkerFact, ...] = ()
+class HostReport:
+    workers: tuple[WorkerReport, ...] = ()
     num_oom_kills: int = 0
     zygote: str = ""
     """Why no more workers can be forked, in words; empty if they can."""
@@ -30,7 +30,7 @@ class Statement:
         }
 
     @classmethod
-    def from_fields(cls, told: Mapping[str, Any], now: float) -> Statement:
+    def from_fields(cls, told: Mapping[str, Any], now: float) -> HostReport:
         try:
             return cls(
                 workers=tuple(_dated(fields, now) for fields in told["workers"]),
@@ -41,25 +41,25 @@ class Statement:
             raise ProtocolError(f"a host's statement cannot be read: {error}") from None
 
 
-def together(statements: Sequence[Statement]) -> Statement:
+def merge_reports(statements: Sequence[HostReport]) -> HostReport:
     """Merge the reports of all hosts."""
     workers = sorted((fact for one in statements for fact in one.workers), key=lambda fact: fact.rank)
-    return Statement(
+    return HostReport(
         workers=tuple(workers),
         num_oom_kills=sum(one.num_oom_kills for one in statements),
         zygote=next((one.zygote for one in statements if one.zygote), ""),
     )
 
 
-def has_failed(statement: Statement) -> bool:
+def has_failed(statement: HostReport) -> bool:
     """Whether any worker failed, rather than being killed with the others or being done."""
     return bool(statement.zygote) or any(
-        fact.failure is not None or fact.still or (fact.died_at is not None and not fact.is_finished)
+        fact.failure is not None or fact.hang_kind or (fact.died_at is not None and not fact.is_finished)
         for fact in statement.workers
     )
 
 
-def _aged(fact: WorkerFact, now: float) -> dict[str, Any]:
+def _aged(fact: WorkerReport, now: float) -> dict[str, Any]:
     fields = asdict(fact)
     fields["died_at"] = None if fact.died_at is None else now - fact.died_at
     if fact.failure is not None:
@@ -67,10 +67,10 @@ def _aged(fact: WorkerFact, now: float) -> dict[str, Any]:
     return fields
 
 
-def _dated(fields: Mapping[str, Any], now: float) -> WorkerFact:
+def _dated(fields: Mapping[str, Any], now: float) -> WorkerReport:
     died_at, failure = fields["died_at"], fields["failure"]
     tuples = {key: tuple(fields[key]) for key in ("ended_for", "log_tail")}
-    fact = WorkerFact(**{**fields, **tuples, "failure": None, "died_at": None})
+    fact = WorkerReport(**{**fields, **tuples, "failure": None, "died_at": None})
     return replace(
         fact,
         died_at=None if died_at is None else now - float(died_at),

@@ -13,38 +13,60 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from closeranks.agent.attention import Attention
-from closeranks.agent.claims import claim_fields
+from closeranks.agent.attention import HangMonitor
+from closeranks.agent.claims import encode_hang
 from closeranks.agent.ending import CLEAR_S, REAP_S, TELL_S
-from closeranks.agent.hang import Still
-from closeranks.agent.host import Host
-from closeranks.agent.launch import Listener
-from closeranks.agent.membership.effects import End, FollowerEffect, Joined, Kill, Send, Start, TakeAsk, TakeStore
-from closeranks.agent.membership.follower import Follower, Work
-from closeranks.agent.membership.messages import Begin, Event, Letter, Note, Output, RankProgress
-from closeranks.agent.progress import Phase, Progress
-from closeranks.agent.statement import Statement
+from closeranks.agent.hang import Hang
+from closeranks.agent.host import LocalHost
+from closeranks.agent.launch import AgentCallbacks
+from closeranks.agent.membership.effects import (
+    FollowerEffect,
+    ForwardRequest,
+    ForwardStore,
+    JoinAccepted,
+    KillWorkers,
+    ParticipationEnded,
+    SendMessage,
+    StartWorkers,
+)
+from closeranks.agent.membership.follower import Follower, FollowerState
+from closeranks.agent.membership.messages import (
+    BeginGeneration,
+    Envelope,
+    HostNote,
+    RankProgress,
+    WorkerEvent,
+    WorkerOutput,
+)
+from closeranks.agent.progress import WorkerPhase, WorkerProgress
+from closeranks.agent.statement import HostReport
 from closeranks.core.world import World
 
 _BOXES_S = 0.2
-TOLD = "told"
+SIGTERM_EVENT = "told"
 """The event that a worker got a SIGTERM of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mail:
+class LeaderLink:
     """Where messages to the leader go, and the callback for the end of the job."""
 
-    send: Callable[[Letter], None]
-    on_end: Callable[[End], None]
+    send: Callable[[Envelope], None]
+    on_end: Callable[[ParticipationEnded], None]
 
 
-class Station:
+class HostController:
     """The controller of one host. Call ``turn`` after every iteration of the event loop; it returns when it must be
     called again."""
 
     def __init__(
-        self, host: Host, follower: Follower, attention: Attention | None, mail: Mail, *, is_lead: bool = False
+        self,
+        host: LocalHost,
+        follower: Follower,
+        attention: HangMonitor | None,
+        mail: LeaderLink,
+        *,
+        is_lead: bool = False,
     ) -> None:
         """``attention`` None: the first fault ends the run. ``is_lead``: the leader is in this process."""
         self.host = host
@@ -52,7 +74,7 @@ class Station:
         self._follower = follower
         self._attention = attention
         self._mail = mail
-        self._pending: Begin | None = None
+        self._pending: BeginGeneration | None = None
         """The generation to start as soon as the zygote is ready."""
         self._has_told_fault = self._has_told_leaving = False
         self._fenced_at = 0.0
@@ -65,31 +87,31 @@ class Station:
         """The suspects, step and phase of the hang that was last reported."""
 
     @property
-    def relay(self) -> Listener:
+    def callbacks(self) -> AgentCallbacks:
         """Callbacks that pass events, output and notes on to the leader."""
         follower = self._follower
 
-        def tell(body: Event | Output | Note) -> None:
+        def tell(body: WorkerEvent | WorkerOutput | HostNote) -> None:
             self._do(follower.relay(body))
 
-        return Listener(
-            on_event=lambda rank, event: tell(Event(follower.generation, rank, event)),
-            on_output=lambda rank, line: tell(Output(follower.generation, rank, line)),
-            on_note=lambda text: tell(Note(text)),
+        return AgentCallbacks(
+            on_event=lambda rank, event: tell(WorkerEvent(follower.generation, rank, event)),
+            on_output=lambda rank, line: tell(WorkerOutput(follower.generation, rank, line)),
+            on_note=lambda text: tell(HostNote(text)),
         )
 
     # --- the leader, and the connection to it
 
-    def receive(self, letter: Letter) -> None:
+    def receive(self, letter: Envelope) -> None:
         self._do(self._follower.handle(letter, time.monotonic()))
 
-    def opened(self) -> None:
+    def on_connected(self) -> None:
         """There is a connection to the leader."""
-        self._follower.opened(time.monotonic())
+        self._follower.on_connected(time.monotonic())
 
-    def closed(self) -> None:
+    def on_disconnected(self) -> None:
         """The connection to the leader has ended."""
-        self._do(self._follower.closed(time.monotonic()))
+        self._do(self._follower.on_disconnected(time.monotonic()))
 
     def abandon(self, reason: str) -> None:
         """The job has no leader any more."""
@@ -101,18 +123,18 @@ class Station:
 
     # --- what happens on this host
 
-    def announce(self, address: str) -> None:
+    def announce_store(self, address: str) -> None:
         """Rank 0 is on this host and has opened its store. A script opens one for each of its sessions: if all workers
         are on this host, as a script's are, the leader need not know."""
         if self._is_alone:
-            self.host.pass_store_on(address)
+            self.host.announce_store(address)
         else:
-            self._do(self._follower.stored(address))
+            self._do(self._follower.on_store_opened(address))
 
-    def turn(self, now: float) -> float | None:
+    def tick(self, now: float) -> float | None:
         if self._is_lead and self._follower.is_joined:
             self._follower.lease_until = math.inf  # the leader is in this process, so it cannot be unreachable
-        until = [self.host.mind(now), self._look(now)]
+        until = [self.host.tick(now), self._look(now)]
         due = self._follower.deadline(now)
         if due is not None and due <= now:  # progress is read only when a heartbeat is due
             self._do(self._follower.tick(now, self._progress(now)))
@@ -121,145 +143,147 @@ class Station:
         return min((at for at in until if at is not None), default=None)
 
     def _look(self, now: float) -> float | None:
-        host, work = self.host, self._follower.work
+        host, work = self.host, self._follower.state
         if self._pending is not None:
             if host.is_ready:
                 self._start(self._pending)
             elif host.error is not None:
                 self._tell_fault(now)
             return None
-        if work == Work.KILLING:
+        if work == FollowerState.KILLING:
             return self._mind_end(now)
-        if work != Work.WORKING:
+        if work != FollowerState.WORKING:
             return None
-        condition = host.condition
+        condition = host.group_status
         if host.error is not None:
             self._tell_fault(now)
         elif condition.failed_at is not None:
-            tell_s = CLEAR_S if condition.is_clear and self._attention is not None else TELL_S
-            if condition.all_spoken or now >= condition.failed_at + tell_s:
+            tell_s = CLEAR_S if condition.has_silent_death and self._attention is not None else TELL_S
+            if condition.all_reported or now >= condition.failed_at + tell_s:
                 self._tell_fault(now)
                 return None
             return condition.failed_at + tell_s
         elif condition.num_left == 0:
             self._end_output()
-            self._do(self._follower.done(self._statement().to_fields(now)))
+            self._do(self._follower.on_workers_done(self._statement().to_fields(now)))
         else:
             return self._mind_living(now)
         return None
 
     def _mind_living(self, now: float) -> float | None:
-        told = next((member for member in self.host.members if member.is_told), None)
+        told = next((member for member in self.host.workers if member.got_sigterm), None)
         if told is not None and not self._has_told_leaving:
             self._has_told_leaving = True
-            self._do(self._follower.relay(Event(self._follower.generation, told.world.rank, {"event": TOLD})))
+            self._do(
+                self._follower.relay(WorkerEvent(self._follower.generation, told.world.rank, {"event": SIGTERM_EVENT}))
+            )
         if self._attention is None or self._has_told_fault:
             return None
         if now >= self._boxes_at:
             self._boxes_at = now + _BOXES_S
             self._mind_boxes()
-        noticed = self._attention.look(self.host.members, now)
-        if noticed.still is not None:
-            self._claim(self._attention, noticed.still)
+        noticed = self._attention.check(self.host.workers, now)
+        if noticed.hang is not None:
+            self._claim(self._attention, noticed.hang)
         return noticed.next_at
 
-    def _claim(self, attention: Attention, still: Still) -> None:
+    def _claim(self, attention: HangMonitor, still: Hang) -> None:
         """Report a hang, once for each (suspects, step, phase): the leader knows the other hosts' workers, and
         decides."""
         place = (still.suspects, still.step, still.phase)
         if place != self._claimed:
             self._claimed = place
-            fields = claim_fields(attention.examine(still, self.host.members), time.monotonic())
-            self._do(self._follower.relay(Event(self._follower.generation, still.suspects[0], fields)))
+            fields = encode_hang(attention.narrow_suspects(still, self.host.workers), time.monotonic())
+            self._do(self._follower.relay(WorkerEvent(self._follower.generation, still.suspects[0], fields)))
 
     def _mind_boxes(self) -> None:
         """Free the snapshots of earlier generations once all ranks have voted since their first snapshot."""
-        words = [member.progress for member in self.host.members]
+        words = [member.progress for member in self.host.workers]
         if self._first_kept is None:
-            kept = [word.kept for word in words if word.kept is not None]
+            kept = [word.snapshot_step for word in words if word.snapshot_step is not None]
             self._first_kept = max(kept) if len(kept) == len(words) else None
         elif all(word.step is not None and word.step >= self._first_kept + 2 for word in words):
-            self.host.settled()
+            self.host.drop_old_snapshots()
             self._boxes_at = math.inf
 
     def _mind_end(self, now: float) -> float | None:
-        if self.host.condition.num_left and now < self._fenced_at + REAP_S:
+        if self.host.group_status.num_left and now < self._fenced_at + REAP_S:
             return self._fenced_at + REAP_S
         self._end_output()
         statement = self._statement().to_fields(now)
         self._tell_of_survivors()
         if self.host.error is not None and self.host.was_ready:
-            self.host.revive()
-        self._do(self._follower.fenced(statement, now))
+            self.host.restart_zygote()
+        self._do(self._follower.on_fenced(statement, now))
         return None
 
     def _end_output(self) -> None:
-        for member in self.host.members:
-            member.end_output()
+        for member in self.host.workers:
+            member.finish_output()
 
     def _tell_of_survivors(self) -> None:
-        for member in self.host.members:
+        for member in self.host.workers:
             if not member.is_over:
                 who = f"Rank {member.world.rank} (process {member.pid})"
                 why = "it hangs in the kernel, in a device driver or a network file system perhaps"
                 text = f"{who} was killed but has not ended within {REAP_S:g} s: {why}."
-                self._do(self._follower.relay(Note(text)))
+                self._do(self._follower.relay(HostNote(text)))
 
     def _tell_fault(self, now: float) -> None:
         if not self._has_told_fault:
             self._has_told_fault = True
-            self._do(self._follower.broke(self._statement().to_fields(now)))
+            self._do(self._follower.on_worker_failed(self._statement().to_fields(now)))
 
-    def _statement(self) -> Statement:
-        host, crew = self.host, self.host.crew
-        return Statement(
-            workers=tuple(host.facts()),
+    def _statement(self) -> HostReport:
+        host, crew = self.host, self.host.worker_group
+        return HostReport(
+            workers=tuple(host.worker_reports()),
             num_oom_kills=crew.num_oom_kills if crew else 0,
             zygote=str(host.error) if host.error else "",
         )
 
     def _progress(self, now: float) -> list[RankProgress]:
-        return [_row(member.world.rank, member.progress, now) for member in self.host.members]
+        return [_row(member.world.rank, member.progress, now) for member in self.host.workers]
 
     # --- effects of the follower
 
     def _do(self, effects: list[FollowerEffect]) -> None:
         for effect in effects:
             match effect:
-                case Send(letter):
+                case SendMessage(letter):
                     self._mail.send(letter)
-                case Start(begin):
+                case StartWorkers(begin):
                     self._pending = begin
                     self._has_told_fault = self._has_told_leaving = False
-                case TakeStore(address):
-                    self.host.pass_store_on(address)
-                case TakeAsk(ask):
-                    for member in self.host.members:  # each reads it at its next step
+                case ForwardStore(address):
+                    self.host.announce_store(address)
+                case ForwardRequest(ask):
+                    for member in self.host.workers:  # each reads it at its next step
                         member.send({"type": "request", "request": ask.request.kind})
-                case Kill():
+                case KillWorkers():
                     self._kill()
-                case End():
+                case ParticipationEnded():
                     self._mail.on_end(effect)
-                case Joined():
+                case JoinAccepted():
                     pass
 
-    def _start(self, begin: Begin) -> None:
+    def _start(self, begin: BeginGeneration) -> None:
         self._pending = self._first_kept = self._claimed = None
         self._boxes_at = 0.0
         self._is_alone = len(begin.per_host) == 1
         if self._attention is not None:
             self._attention.begin()
-        self.host.begin(worlds_of(begin), begin.payload)
+        self.host.start_workers(worlds_of(begin), begin.payload)
 
     def _kill(self) -> None:
         self._fenced_at = time.monotonic()
         if self._pending is not None:
             self._pending = None
-            self.host.clear()
+            self.host.close_workers()
         self.host.fence()
 
 
-def worlds_of(begin: Begin) -> list[World]:
+def worlds_of(begin: BeginGeneration) -> list[World]:
     """The worlds of one host's workers, in rank order."""
     hosts = begin.hosts if len(begin.per_host) > 1 else ()
     return [
@@ -276,28 +300,28 @@ def worlds_of(begin: Begin) -> list[World]:
     ]
 
 
-def word_of(row: RankProgress, now: float) -> Progress:
+def progress_from_row(row: RankProgress, now: float) -> WorkerProgress:
     """A worker's progress, decoded from its host's last heartbeat."""
-    return Progress(
+    return WorkerProgress(
         step=None if row.step < 0 else row.step,
-        phase=Phase(row.phase),
+        phase=WorkerPhase(row.phase),
         at=now - row.age_s,
-        tick=row.tick,
-        own_sum_s=row.own_sum_s,
-        num_own=row.num_own,
-        lane=row.lane,
+        micro_batches_done=row.micro_batches_done,
+        compute_sum_s=row.compute_sum_s,
+        num_timed=row.num_timed,
+        pipeline_rank=row.pipeline_rank,
     )
 
 
-def _row(rank: int, progress: Progress, now: float) -> RankProgress:
+def _row(rank: int, progress: WorkerProgress, now: float) -> RankProgress:
     return RankProgress(
         rank=rank,
         step=-1 if progress.step is None else progress.step,
         phase=int(progress.phase),
         age_s=max(0.0, now - progress.at),
-        tick=progress.tick,
-        kept=-1 if progress.kept is None else progress.kept,
-        own_sum_s=progress.own_sum_s,
-        num_own=progress.num_own,
-        lane=progress.lane,
+        micro_batches_done=progress.micro_batches_done,
+        snapshot_step=-1 if progress.snapshot_step is None else progress.snapshot_step,
+        compute_sum_s=progress.compute_sum_s,
+        num_timed=progress.num_timed,
+        pipeline_rank=progress.pipeline_rank,
     )

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from closeranks.agent.loop import Loop
+from closeranks.agent.loop import EventLoop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,13 +27,13 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
     """The signal's number is in the pipe already."""
 
 
-def is_ignored_hangup(number: int) -> bool:
+def is_sighup_ignored(number: int) -> bool:
     """Whether this is SIGHUP and it is ignored, as under ``nohup``."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 @contextmanager
-def heard_by(loop: Loop, on_signal: Callable[[int], None]) -> Iterator[None]:
+def deliver_signals(loop: EventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
     """Inside this context, each of these signals becomes one call of ``on_signal`` from the event loop."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,13 +47,13 @@ def heard_by(loop: Loop, on_signal: Callable[[int], None]) -> Iterator[None]:
 
     loop.watch(reader, read)
     last_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    last = {number: signal.signal(number, _nothing) for number in _HEARD if not is_ignored_hangup(number)}
+    last = {number: signal.signal(number, _nothing) for number in _HEARD if not is_sighup_ignored(number)}
     try:
         yield
     finally:
         for number, handler in last.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(last_fd)
-        loop.forget(reader)
+        loop.unwatch(reader)
         os.close(reader)
         os.close(writer)

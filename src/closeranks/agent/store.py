@@ -35,7 +35,7 @@ def bind_store(host: str, port: int) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
+def store_address(listener: socket.socket) -> str:
     """``host:port`` to announce."""
     host, port = listener.getsockname()[:2]
     return f"{host}:{port}"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from closeranks.agent.progress import Progress
+from closeranks.agent.progress import WorkerProgress
 
 SPAN_S = 2.0
 """Three busy processes on two processors differ by a factor of 1.5 for a second, until the scheduler moves one."""
@@ -25,7 +25,7 @@ _SAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class Straggler:
     """One straggler."""
 
     rank: int
@@ -38,7 +38,7 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ComputeTime:
     """A rank's compute time per micro-batch since the last check."""
 
     own_s: float
@@ -47,7 +47,7 @@ class Pace:
     """The same in its first steps; 0: not known yet."""
 
 
-def expected(paces: Mapping[int, Pace]) -> dict[int, float]:
+def expected_times(paces: Mapping[int, ComputeTime]) -> dict[int, float]:
     """For each rank that can be compared, the compute time expected from the others."""
     found = {}
     for rank, pace in paces.items():
@@ -83,7 +83,7 @@ class _Record:
 
 
 @dataclass(slots=True)
-class Stragglers:
+class StragglerDetector:
     """Keeps what must be remembered between checks, in one generation."""
 
     ratio: float
@@ -97,37 +97,39 @@ class Stragglers:
         """A new generation."""
         self.scores, self._records, self._sampled_at = {}, {}, 0.0
 
-    def look(self, words: Mapping[int, Progress], now: float) -> list[Slow]:
+    def check(self, words: Mapping[int, WorkerProgress], now: float) -> list[Straggler]:
         """The stragglers to report now. May be called at any rate, with the progress of all ranks."""
         if self._records.keys() != words.keys():
-            self._records = {rank: _Record(word.num_own, word.own_sum_s) for rank, word in words.items()}
+            self._records = {rank: _Record(word.num_timed, word.compute_sum_s) for rank, word in words.items()}
             return []
         share = max(1, self.num_steps // _SAMPLES)
-        is_due = all(word.num_own - self._records[rank].num_own >= share for rank, word in words.items())
+        is_due = all(word.num_timed - self._records[rank].num_own >= share for rank, word in words.items())
         if not is_due or now - self._sampled_at < _SAMPLE_S:
             return []
         self._sampled_at = now
         paces = {rank: self._sample(self._records[rank], word) for rank, word in words.items()}
         return self._findings(words, paces, now)
 
-    def _sample(self, record: _Record, word: Progress) -> Pace:
-        spent_s, steps = word.own_sum_s - record.own_sum_s, word.num_own - record.num_own
+    def _sample(self, record: _Record, word: WorkerProgress) -> ComputeTime:
+        spent_s, steps = word.compute_sum_s - record.own_sum_s, word.num_timed - record.num_own
         usual_s = record.usual_sum_s / record.usual_steps if record.usual_steps >= self.num_steps else 0.0
         if not usual_s and record.num_own:  # the very first steps are warm-up
             record.usual_sum_s += spent_s
             record.usual_steps += steps
-        return Pace(spent_s / steps, word.lane, usual_s)
+        return ComputeTime(spent_s / steps, word.pipeline_rank, usual_s)
 
-    def _findings(self, words: Mapping[int, Progress], paces: Mapping[int, Pace], now: float) -> list[Slow]:
-        found, should_s = [], expected(paces)
+    def _findings(
+        self, words: Mapping[int, WorkerProgress], paces: Mapping[int, ComputeTime], now: float
+    ) -> list[Straggler]:
+        found, should_s = [], expected_times(paces)
         self.scores = {rank: paces[rank].own_s / seconds for rank, seconds in should_s.items()}
         for rank, word in words.items():
             record = self._records[rank]
-            record.judge(self.scores.get(rank, 1.0) > self.ratio, word.num_own - record.num_own, now)
-            record.num_own, record.own_sum_s = word.num_own, word.own_sum_s
+            record.judge(self.scores.get(rank, 1.0) > self.ratio, word.num_timed - record.num_own, now)
+            record.num_own, record.own_sum_s = word.num_timed, word.compute_sum_s
             if record.is_named:
                 record.is_named = record.num_well < self.num_steps
             elif record.num_slow >= self.num_steps and now - record.slow_since >= SPAN_S:
                 record.is_named = True
-                found.append(Slow(rank, word.step or 0, self.scores[rank], paces[rank].own_s, should_s[rank]))
+                found.append(Straggler(rank, word.step or 0, self.scores[rank], paces[rank].own_s, should_s[rank]))
         return found

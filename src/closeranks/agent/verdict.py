@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from closeranks.agent.exits import in_words
+from closeranks.agent.exits import describe_status
 from closeranks.agent.failure import FailureReport
 from closeranks.core.errors import CloseranksError, RunFailed, UserError, decode
 
@@ -28,7 +28,7 @@ _MAX_TAIL_CHARS = 200
 _MAX_SIGNATURE_CHARS = 300
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
-Kind = Literal["killed", "oom", "exception", "hang", "stopped", "slow", "preempted", "host", "zygote", "resize"]
+CauseKind = Literal["killed", "oom", "exception", "hang", "stopped", "slow", "preempted", "host", "zygote", "resize"]
 """How a generation ended: a worker was ``killed`` by a signal, ran out of memory (``oom``), raised an ``exception`` or
 exited, hung (``hang``), or was ``stopped`` by SIGSTOP; its ``host`` or its ``zygote`` was lost; or, which is no fault,
 a worker was ``slow`` or ``preempted`` or the number of workers changes (``resize``)."""
@@ -38,7 +38,7 @@ _OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFact:
+class WorkerReport:
     """What is known about one worker when a generation has ended."""
 
     rank: int
@@ -51,11 +51,11 @@ class WorkerFact:
     is_finished: bool = False
     """Whether its entry returned and reported so; a script is also finished when it exited with 0."""
     failure: FailureReport | None = None
-    still: str = ""
+    hang_kind: str = ""
     """``hang`` or ``stopped`` if the agent declared it hung while it was alive; else empty."""
-    still_s: float = 0.0
+    hang_s: float = 0.0
     """For how long it had hung by then."""
-    still_why: str = ""
+    hang_cause: str = ""
     """The hang in words, with the phase; empty: nothing more is known."""
     ended_for: tuple[str, ...] = ()
     """The kinds of requests that it ended for, if it was asked to end."""
@@ -64,13 +64,13 @@ class WorkerFact:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RootCause:
     """The culprit, the cause, and the error to raise if the run ends with it."""
 
     culprit: int
     """-1: no rank in particular."""
     error: CloseranksError
-    kind: Kind = "exception"
+    kind: CauseKind = "exception"
     cause: str = ""
     """One line for people."""
     signature: str = ""
@@ -95,7 +95,7 @@ class _Order(IntEnum):
     BYSTANDER = 5
 
 
-def judge(facts: Sequence[WorkerFact], num_oom_kills: int = 0) -> Verdict:
+def find_root_cause(facts: Sequence[WorkerReport], num_oom_kills: int = 0) -> RootCause:
     """The culprit and the one error that reports it. At least one worker must have failed."""
     ordered = sorted(facts, key=_precedence)
     culprit = ordered[0]
@@ -110,7 +110,7 @@ def judge(facts: Sequence[WorkerFact], num_oom_kills: int = 0) -> Verdict:
         error = RunFailed(report, rank=culprit.rank, step=_step(culprit))
     kind = _kind(culprit, num_oom_kills)
     is_nobody = len(facts) > 1 and all(_order(fact) is _Order.STILL for fact in facts)
-    return Verdict(
+    return RootCause(
         culprit=-1 if is_nobody else culprit.rank,
         error=error,
         kind=kind,
@@ -121,39 +121,39 @@ def judge(facts: Sequence[WorkerFact], num_oom_kills: int = 0) -> Verdict:
     )
 
 
-def without_facts(
-    kind: Kind, cause: str, *, rank: int = -1, step: int | None = None, error: CloseranksError | None = None
-) -> Verdict:
+def external_cause(
+    kind: CauseKind, cause: str, *, rank: int = -1, step: int | None = None, error: CloseranksError | None = None
+) -> RootCause:
     """A cause that no worker reports: a lost host or zygote, or an agreed end. ``cause``: one sentence."""
     error = error or RunFailed(cause, rank=None if rank < 0 else rank, step=step)
-    return Verdict(rank, error, kind, cause.partition("\n")[0], kind, step, is_silent=True)
+    return RootCause(rank, error, kind, cause.partition("\n")[0], kind, step, is_silent=True)
 
 
-def _kind(fact: WorkerFact, num_oom_kills: int) -> Kind:
+def _kind(fact: WorkerReport, num_oom_kills: int) -> CauseKind:
     if _order(fact) is _Order.STILL:
-        return "stopped" if fact.still == "stopped" else "hang"
+        return "stopped" if fact.hang_kind == "stopped" else "hang"
     if fact.failure is not None or (fact.status is not None and fact.status >= 0):
         return "exception"
     return "oom" if fact.status == -signal.SIGKILL and num_oom_kills else "killed"
 
 
-def _signature(fact: WorkerFact, kind: Kind) -> str:
+def _signature(fact: WorkerReport, kind: CauseKind) -> str:
     """What must be equal for two faults in one step to count as the same."""
     if kind == "hang":
         return f"hang while {fact.phase}"
     if kind in ("oom", "stopped"):
         return kind
     if fact.failure is None:
-        return in_words(fact.status)
+        return describe_status(fact.status)
     # Addresses, process ids and free bytes differ each time; the line of code does not.
     said = _NUMBERS.sub("#", fact.failure.message)[:_MAX_SIGNATURE_CHARS]
     return f"{fact.failure.kind} at {fact.failure.place}: {said}"
 
 
-def _order(fact: WorkerFact) -> _Order:
+def _order(fact: WorkerReport) -> _Order:
     if fact.failure is not None and not fact.failure.is_consequence:
         return _Order.SPOKEN
-    if fact.still and fact.died_at is None:
+    if fact.hang_kind and fact.died_at is None:
         return _Order.STILL
     if fact.failure is not None:
         return _Order.ECHO
@@ -164,14 +164,14 @@ def _order(fact: WorkerFact) -> _Order:
     return _Order.SPOKEN if fact.status == -signal.SIGABRT else _Order.SILENT
 
 
-def _precedence(fact: WorkerFact) -> tuple[_Order, float, int]:
+def _precedence(fact: WorkerReport) -> tuple[_Order, float, int]:
     if fact.failure is not None:
         return _order(fact), fact.failure.at, fact.rank
     at = fact.died_at if fact.died_at is not None else float("inf")
     return _order(fact), at - _ABORT_LEAD_S if fact.status == -signal.SIGABRT else at, fact.rank
 
 
-def _placed(error: UserError, culprit: WorkerFact, facts: Sequence[WorkerFact]) -> UserError:
+def _placed(error: UserError, culprit: WorkerReport, facts: Sequence[WorkerReport]) -> UserError:
     """Add the rank to a user error, unless every rank raised the same one: a single rank may have met a bad file."""
     is_everywhere = all(fact.failure is not None and fact.failure.error == _error(culprit) for fact in facts)
     if not is_everywhere and error.rank is None and len(facts) > 1:
@@ -179,20 +179,20 @@ def _placed(error: UserError, culprit: WorkerFact, facts: Sequence[WorkerFact]) 
     return error
 
 
-def _error(fact: WorkerFact) -> dict[str, object] | None:
+def _error(fact: WorkerReport) -> dict[str, object] | None:
     return fact.failure.error if fact.failure else None
 
 
-def _step(fact: WorkerFact) -> int | None:
+def _step(fact: WorkerReport) -> int | None:
     if fact.failure is not None and fact.failure.step is not None:
         return fact.failure.step
     return fact.step
 
 
-def _report(culprit: WorkerFact, others: Sequence[WorkerFact], num_ranks: int, num_oom_kills: int) -> str:
+def _report(culprit: WorkerReport, others: Sequence[WorkerReport], num_ranks: int, num_oom_kills: int) -> str:
     step = _step(culprit)
     where = "before its first step" if step is None else f"at step {step}"
-    is_told = culprit.failure is not None or culprit.still_why
+    is_told = culprit.failure is not None or culprit.hang_cause
     doing = f" ({culprit.phase})" if culprit.phase and not is_told else ""
     are_all_still = bool(others) and all(_order(fact) is _Order.STILL for fact in (culprit, *others))
     who = f"all {num_ranks} ranks" if are_all_still else f"rank {culprit.rank} of {num_ranks}"
@@ -203,14 +203,14 @@ def _report(culprit: WorkerFact, others: Sequence[WorkerFact], num_ranks: int, n
     return "\n".join(lines)
 
 
-def _cause(fact: WorkerFact, num_oom_kills: int) -> str:
+def _cause(fact: WorkerReport, num_oom_kills: int) -> str:
     failure = fact.failure
     if _order(fact) is _Order.STILL:
         return _stillness(fact)
     if failure is None and fact.status == 0:
         return "exited with code 0 before its work was done: something called os._exit(0)"
     if failure is None:
-        return in_words(fact.status, num_oom_kills)
+        return describe_status(fact.status, num_oom_kills)
     place = f" ({failure.place})" if failure.place else ""
     if failure.kind == "SystemExit":
         return f"sys.exit({failure.message}) was called{place}"
@@ -219,16 +219,16 @@ def _cause(fact: WorkerFact, num_oom_kills: int) -> str:
     return f"{failure.kind}: {failure.message}{place}" if failure.message else f"{failure.kind}{place}"
 
 
-def _stillness(fact: WorkerFact) -> str:
-    if fact.still_why:
-        return f"{fact.still_why}; it was given up"
-    lasted = f" for {fact.still_s:.3g} s" if fact.still_s else ""
-    if fact.still == "stopped":
+def _stillness(fact: WorkerReport) -> str:
+    if fact.hang_cause:
+        return f"{fact.hang_cause}; it was given up"
+    lasted = f" for {fact.hang_s:.3g} s" if fact.hang_s else ""
+    if fact.hang_kind == "stopped":
         return f"stopped by SIGSTOP{lasted}; it was given up"
     return f"stood still{lasted}; it was given up"
 
 
-def _what_others_did(culprit: WorkerFact, others: Sequence[WorkerFact]) -> str:
+def _what_others_did(culprit: WorkerReport, others: Sequence[WorkerReport]) -> str:
     """One line. Ranks with an error that is not a consequence are listed with it: there may be two causes."""
     agreeing = [fact.rank for fact in others if _same(fact, culprit)]
     if len(agreeing) == len(others):
@@ -245,13 +245,13 @@ def _what_others_did(culprit: WorkerFact, others: Sequence[WorkerFact]) -> str:
     return "; ".join(parts)
 
 
-def _same(fact: WorkerFact, culprit: WorkerFact) -> bool:
+def _same(fact: WorkerReport, culprit: WorkerReport) -> bool:
     if fact.failure is None or culprit.failure is None:
         return False
     return (fact.failure.kind, fact.failure.message) == (culprit.failure.kind, culprit.failure.message)
 
 
-def _where_to_look(culprit: WorkerFact) -> list[str]:
+def _where_to_look(culprit: WorkerReport) -> list[str]:
     """Point to the log for a traceback; after a silent death, show the end of the log at once."""
     if culprit.failure is not None:
         return [f"the whole traceback is in {culprit.log}"] if culprit.log else []

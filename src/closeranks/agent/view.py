@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from closeranks.agent.progress import Progress
+from closeranks.agent.progress import WorkerProgress
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class WorkerView:
     """One worker."""
 
     rank: int
     host: str
     pid: int | None
     """None before its fork, and for a worker of another host."""
-    progress: Progress
+    progress: WorkerProgress
     local_rank: int = 0
     """Index of its snapshot memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class HostSeen:
+class HostView:
     """One host of the job."""
 
     name: str
@@ -35,20 +35,20 @@ class HostSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class JobView:
     now: float
     """``time.monotonic()``"""
     state: str
     """``starting``, ``running``, ``closing ranks`` or ``stopping``."""
     generation: int
     world_size: int
-    seen: tuple[Seen, ...]
+    local_workers: tuple[WorkerView, ...]
     """The workers of this host, in rank order."""
-    hosts: tuple[HostSeen, ...]
-    boxes: tuple[tuple[str, ...], ...]
+    hosts: tuple[HostView, ...]
+    snapshot_paths: tuple[tuple[str, ...], ...]
     """Paths of this host's snapshot memory: for each worker its own two and its peer's two."""
-    boxes_bytes: int
+    snapshot_bytes: int
     zygote: int | None = None
     """The process that workers are forked from."""
-    elsewhere: tuple[Seen, ...] = ()
+    remote_workers: tuple[WorkerView, ...] = ()
     """The workers of other hosts, as their hosts last reported."""

@@ -23,7 +23,7 @@ class WorkerFds(NamedTuple):
     output: int
 
 
-def encode(message: Message) -> bytes:
+def encode_message(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -43,7 +43,7 @@ class LineBuffer:
         return [json.loads(line) for line in lines]
 
 
-class Channel:
+class WorkerChannel:
     """The agent's end of one worker's link. Outgoing messages that do not fit the socket wait in ``outbox``."""
 
     def __init__(self, endpoint: socket.socket) -> None:
@@ -54,7 +54,7 @@ class Channel:
         self._lines = LineBuffer()
 
     def send(self, message: Message) -> None:
-        self.outbox += encode(message)
+        self.outbox += encode_message(message)
         self.flush()
 
     def flush(self) -> None:

@@ -26,9 +26,9 @@ import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from closeranks.agent.exits import status_of
-from closeranks.agent.failure import own_place, plain_message
-from closeranks.agent.forked import live
+from closeranks.agent.exits import status_from_waitid
+from closeranks.agent.failure import plain_message, user_location
+from closeranks.agent.forked import run_forked_worker
 from closeranks.agent.import_threads import ImportThreads
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.errors import UserError, encode
@@ -84,7 +84,7 @@ class Zygote:
             self._answer({"op": "fork_failed", "worker": worker, "why": error.strerror})
         else:
             if pid == 0:
-                live(fds, zygote, (self._control.fileno(), *self._children), self._run)
+                run_forked_worker(fds, zygote, (self._control.fileno(), *self._children), self._run)
             pidfd = self._mind(worker, pid)
             self._answer({"op": "forked", "worker": worker, "pid": pid}, [pidfd])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -133,7 +133,7 @@ class Zygote:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         if worker is not None:
-            self._answer({"op": "exited", "worker": worker, "status": status_of(result)})
+            self._answer({"op": "exited", "worker": worker, "status": status_from_waitid(result)})
 
     def _answer(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         socket.send_fds(self._control, [json.dumps(message).encode()], fds or [])
@@ -180,7 +180,7 @@ def import_error(name: str, error: BaseException) -> UserError:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
         fix = "Run from the folder that holds it, or install it; the job file's own folder is searched too."
         return UserError(f"there is no module '{error.name}'", fix)
-    place = own_place(error)
+    place = user_location(error)
     where = f" at {place}" if place else ""
     if isinstance(error, SystemExit):
         fix = "Put what the script does under `if __name__ == '__main__':`."

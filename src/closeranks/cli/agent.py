@@ -35,7 +35,7 @@ def agent(
     import sys
 
     from closeranks.agent.control.token import host_token
-    from closeranks.agent.outpost import Outpost
+    from closeranks.agent.outpost import RemoteAgent
     from closeranks.core.environment import job_token, num_gpus
     from closeranks.core.errors import SetupError
     from closeranks.core.process_title import set_title
@@ -49,5 +49,5 @@ def agent(
             f"'{name}' is no name for a host", "Use letters, digits, dots and dashes, a letter or a digit first."
         )
     set_title("agent", f"joins {join}")
-    outpost = Outpost(join, token, name=name, num_workers=num_workers or num_gpus() or 1, on_note=say)
+    outpost = RemoteAgent(join, token, name=name, num_workers=num_workers or num_gpus() or 1, on_note=say)
     say(f"The job is over for this host: {outpost.run()}.")

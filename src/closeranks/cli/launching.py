@@ -19,10 +19,10 @@ from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
 from closeranks.agent.control.address import parse_listen
 from closeranks.agent.control.token import lead_token
-from closeranks.agent.gate import Door
-from closeranks.agent.launch import Fitted, LaunchPlan, Outcome, Survival
-from closeranks.agent.lead import OnTurn
-from closeranks.agent.view import View
+from closeranks.agent.gate import JoinEndpoint
+from closeranks.agent.launch import JobOutcome, LaunchPlan, RecoverySettings, ResizedLaunch
+from closeranks.agent.lead import OnTick
+from closeranks.agent.view import JobView
 from closeranks.cli.standing import Standing
 from closeranks.core.blame import shown
 from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
@@ -67,7 +67,7 @@ def train(
     path: Path,
     overrides: Sequence[str],
     num_workers: int,
-    on_turn: OnTurn | None = None,
+    on_turn: OnTick | None = None,
     party: Party | None = None,
 ) -> None:
     """``on_turn`` looks on while the job runs: see ``agent.lead``."""
@@ -107,10 +107,10 @@ def _training(job: Job, claim: Claim, past: Past, party: Party, command: tuple[s
     )
 
 
-def _minding(on_turn: OnTurn | None) -> OnTurn:
+def _minding(on_turn: OnTick | None) -> OnTick:
     """Every turn begins with the question whether the run still owns what it writes to."""
 
-    def look(view: View) -> float | None:
+    def look(view: JobView) -> float | None:
         check_owned()
         return on_turn(view) if on_turn is not None else None
 
@@ -145,14 +145,16 @@ def _past_of(job: Job, folder: Path) -> Past:
     return look_back(job, folder)
 
 
-def _survival(job: Job, folder: Path, past: Past) -> Survival:
-    def fit_to(num_workers: int, num_wanted: int) -> Fitted | None:
+def _survival(job: Job, folder: Path, past: Past) -> RecoverySettings:
+    def fit_to(num_workers: int, num_wanted: int) -> ResizedLaunch | None:
         found = fit(job, num_workers, num_wanted)
         if found is None:
             return None
-        return Fitted(found.num_workers, _payload(found.job, folder, past), found.words)
+        return ResizedLaunch(found.num_workers, _payload(found.job, folder, past), found.words)
 
-    return Survival(limits_of(job.elastic), fit_to, lambda step: samples_of(job, step, past.ends), warm=_WARM)
+    return RecoverySettings(
+        limits_of(job.elastic), fit_to, lambda step: samples_of(job, step, past.ends), warm_up=_WARM
+    )
 
 
 def _payload(job: Job, folder: Path, past: Past) -> dict[str, Any]:
@@ -223,10 +225,10 @@ class _Work:
     report: bool = True
     command: tuple[str, tuple[str, ...]] = ("", ())
     must_finish: bool = True
-    survival: Survival | None = None
+    survival: RecoverySettings | None = None
     saves: bool = False
     """Whether the job wants its state saved."""
-    on_turn: OnTurn | None = None
+    on_turn: OnTick | None = None
     party: Party = field(default_factory=Party)
 
 
@@ -265,7 +267,7 @@ def _start(work: _Work, num_workers: int) -> None:
         raise ENDINGS[outcome.reason](outcome.reason, f"Everything is stopped{where}")
 
 
-def _door(work: _Work, on_note: Callable[[str], None]) -> Door | None:
+def _door(work: _Work, on_note: Callable[[str], None]) -> JoinEndpoint | None:
     party = work.party
     if not party.is_open:
         return None
@@ -273,7 +275,7 @@ def _door(work: _Work, on_note: Callable[[str], None]) -> Door | None:
     token = lead_token(party.token_file, job_token(), drawn_at, on_note)
     host, port = listening(party)
     token_file = party.token_file or ("" if job_token() else drawn_at)
-    return Door(host, port, token, address=work.agent.host, token_file=str(token_file))
+    return JoinEndpoint(host, port, token, address=work.agent.host, token_file=str(token_file))
 
 
 def hosts_of(text: str) -> tuple[int, int]:
@@ -324,7 +326,7 @@ class _Screen:
         self._standing = Standing(folder, progress.note)
         self._agent_log: Recorder | None = None
 
-    def watch(self, plan: LaunchPlan, on_turn: OnTurn | None) -> Outcome:
+    def watch(self, plan: LaunchPlan, on_turn: OnTick | None) -> JobOutcome:
         agent = self._agent = Agent(
             plan,
             on_event=self._on_event,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from closeranks.agent.progress import PHASE_WORDS
-from closeranks.agent.view import Seen, View
+from closeranks.agent.view import JobView, WorkerView
 from closeranks.core.events import (
     Event,
     HostChanged,
@@ -40,7 +40,7 @@ from closeranks.telemetry.status import (
 )
 
 if TYPE_CHECKING:
-    from closeranks.agent.lead import OnTurn
+    from closeranks.agent.lead import OnTick
 
 _EVENTS_KEPT = 8
 _HELD_S = 60.0
@@ -62,7 +62,7 @@ class Standing:
         self._num_steps = self._step = self._snapshot_every = self._num_before = 0
         self._lost: RankLost | None = None
         self._happened: deque[Happened] = deque(maxlen=_EVENTS_KEPT)
-        self._view = View(0.0, "starting", 0, 0, (), (), (), 0)
+        self._view = JobView(0.0, "starting", 0, 0, (), (), (), 0)
         self._is_held = RunFolder(folder).status.exists()
 
     def move(self, folder: Path) -> None:
@@ -98,17 +98,17 @@ class Standing:
             case Warned():
                 self._note(lines.warned_line(event))
 
-    def look(self, view: View) -> float:
+    def look(self, view: JobView) -> float:
         """One turn of the agent; the answer is when, on the monotonic clock, it should look in again at the latest."""
         self._view = view
         if not self._is_held and self._writer.is_due(view.generation, view.state):
             self._writer.write(self.status(view.state))
         return self._writer.next_at if not self._is_held else view.now + _HELD_S
 
-    def looking_beside(self, other: OnTurn | None) -> OnTurn:
+    def looking_beside(self, other: OnTick | None) -> OnTick:
         """Both look on in every turn, the other first; whoever wants to look again earlier is heeded."""
 
-        def look(view: View) -> float:
+        def look(view: JobView) -> float:
             asked = other(view) if other is not None else None
             own = self.look(view)
             return own if asked is None else min(own, asked)
@@ -136,11 +136,13 @@ class Standing:
             world_size=view.world_size,
             step=self._step,
             num_steps=self._num_steps,
-            workers=tuple(_worker(one) for one in sorted((*view.seen, *view.elsewhere), key=lambda one: one.rank)),
+            workers=tuple(
+                _worker(one) for one in sorted((*view.local_workers, *view.remote_workers), key=lambda one: one.rank)
+            ),
             hosts=tuple(HostStatus(host.name, host.num_workers, host.state) for host in view.hosts),
             happened=happened,
             snapshot_every=self._snapshot_every,
-            snapshot_bytes=view.boxes_bytes,
+            snapshot_bytes=view.snapshot_bytes,
         )
 
     def _note(self, text: str) -> None:
@@ -153,7 +155,7 @@ class Standing:
             self._note(lines.lost_words(lost))
 
 
-def _worker(seen: Seen) -> WorkerStatus:
+def _worker(seen: WorkerView) -> WorkerStatus:
     progress = seen.progress
     return WorkerStatus(
         rank=seen.rank,
@@ -161,6 +163,6 @@ def _worker(seen: Seen) -> WorkerStatus:
         pid=seen.pid,
         step=progress.step,
         phase=PHASE_WORDS[progress.phase],
-        own_s=progress.own_s,
+        own_s=progress.compute_s,
         memory_bytes=resident_bytes(seen.pid),
     )

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from closeranks.agent.failure import is_consequence
-from closeranks.agent.progress import Phase
+from closeranks.agent.progress import WorkerPhase
 from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, UserError
 from closeranks.core.events import Evaluated, StepDone
@@ -67,7 +67,7 @@ class Hooks:
 def _call(hook: Hook, method: str, session: Session, *arguments: Any) -> None:
     """Errors that the hook did not cause (a lost peer, an error of ours with its own advice) are raised unchanged."""
     try:
-        with session.context.pace.within(Phase.HOOK):
+        with session.context.pace.within(WorkerPhase.HOOK):
             getattr(hook, method)(session, *arguments)
     except Exception as error:
         if isinstance(error, CloseranksError) or is_consequence(error):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from closeranks.agent.progress import Phase
+from closeranks.agent.progress import WorkerPhase
 from closeranks.capture.capture import Capture
 from closeranks.capture.slots import About
 from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode
@@ -143,7 +143,7 @@ class Keeping(Component):
     def hand_over(self, step: int, save: Callable[[], object]) -> None:
         """Collective, when a generation ends by agreement: the next one finds exactly this step in memory, whichever
         host leaves, or else in a checkpoint."""
-        self._context.pace.enter(Phase.KEEP)
+        self._context.pace.enter(WorkerPhase.SNAPSHOT)
         is_safe = self.seal(step) and can_spare_a_host(self._context.hosts, self._images, self._kept_by)
         if not is_safe and self._context.job.checkpoint.save:
             save()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from closeranks.agent.progress import Phase
+from closeranks.agent.progress import WorkerPhase
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.events import Event
@@ -80,7 +80,7 @@ class LocalSgd(Component):
         context, step = self._context, index + 1
         if not context.boundaries.is_boundary(step):
             return
-        context.pace.enter(Phase.MEET)
+        context.pace.enter(WorkerPhase.OUTER_STEP)
         shares, home = self._supply.loader.shares, context.groups.home
         share = shares[home.number] / sum(shares) if shares else None
         self.outer.meet(step, context.boundaries.fragments(step), share)

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from closeranks.agent.link import WorkerLink
-from closeranks.agent.stops import is_ignored_hangup
+from closeranks.agent.stops import is_sighup_ignored
 from closeranks.core.events import Event, decode
 from closeranks.core.requests import DRAIN, SAVE, Pending, Request
 from closeranks.elastic.shelf import Shelf
@@ -67,7 +67,7 @@ class Alone:
         at once, even while torch waits for other ranks, which no Python handler can interrupt.
         """
         for number in _HEARD:
-            if not is_ignored_hangup(number):
+            if not is_sighup_ignored(number):
                 signal.signal(number, self._on_signal)
         os.register_at_fork(after_in_child=_be_ordinary)
 
@@ -109,7 +109,7 @@ _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 def _be_ordinary() -> None:
     """In a process forked by a worker: restore the default signal handlers, so that a signal ends it as usual."""
     for number in _HEARD:
-        if not is_ignored_hangup(number):
+        if not is_sighup_ignored(number):
             signal.signal(number, signal.SIG_DFL)
 
 
@@ -134,7 +134,7 @@ def settle_in(
     _Place.link, _Place.folder = link, folder
     _Place.overseer = overseer or link
     if shelf is None and link is not None:
-        shelf = Shelf(tuple(tuple(box) for box in link.boxes), link.world.local_rank)
+        shelf = Shelf(tuple(tuple(box) for box in link.snapshot_paths), link.world.local_rank)
     _Place.shelf = shelf or Shelf()
 
 

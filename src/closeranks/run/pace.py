@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
-from closeranks.agent.progress import Phase
+from closeranks.agent.progress import WorkerPhase
 from closeranks.core.linux import ThreadClock
 from closeranks.run.overseer import Alone, Overseer
 
@@ -133,21 +133,21 @@ class Pace:
         self._overseer = overseer or Alone()
         self._watch = watch
         self._lane, self._is_even = lane, is_even
-        self._step, self._phase = -1, Phase.START
+        self._step, self._phase = -1, WorkerPhase.START
         self._own: deque[float] = deque(maxlen=_NUM_OWN)
         self._compiler = _Compiler(self)
 
     def begin(self, step: int) -> None:
         """Step ``step`` is open (the first is 1). Until it takes its data, time is spent in the user's loop."""
         self._step = step
-        self.enter(Phase.HOOK)
+        self.enter(WorkerPhase.HOOK)
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: WorkerPhase) -> None:
         self._phase = phase
         self._overseer.progress(self._step, phase)
 
     @contextmanager
-    def within(self, phase: Phase) -> Iterator[None]:
+    def within(self, phase: WorkerPhase) -> Iterator[None]:
         """A phase nested in another: hooks, a compiler."""
         outer = self._phase
         self.enter(phase)
@@ -157,7 +157,7 @@ class Pace:
             self.enter(outer)
 
     def start(self) -> None:
-        self.enter(Phase.COMPUTE)
+        self.enter(WorkerPhase.COMPUTE)
         self._watch.start()
 
     def tick(self) -> None:
@@ -166,7 +166,7 @@ class Pace:
     def stop(self, num_micro: int) -> None:
         """All micro-batches are done. Until the commit, time is spent in the user's loop."""
         self._watch.stop(num_micro)
-        self.enter(Phase.HOOK)
+        self.enter(WorkerPhase.HOOK)
 
     def tell(self) -> None:
         for seconds in self._watch.taken():
@@ -196,7 +196,7 @@ class _Compiler:
             self._handler.register_end_callback(self._end)
 
     def _begin(self, *_: object) -> None:
-        self._stack.append(inside := self._pace.within(Phase.COMPILE))
+        self._stack.append(inside := self._pace.within(WorkerPhase.COMPILE))
         inside.__enter__()
 
     def _end(self, *_: object) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from closeranks.agent.limits import Limits
+from closeranks.agent.limits import FaultLimits
 from closeranks.data.cursor import Cursor, position_after
 from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Demands, Layout, counted
@@ -122,6 +122,6 @@ def samples_of(job: Job, step: int, ends: Sequence[Cursor] = ()) -> str:
     return f"samples {first} to {last} of the run; `closeranks data show {first} JOB.toml` shows the first"
 
 
-def limits_of(config: ElasticConfig) -> Limits:
+def limits_of(config: ElasticConfig) -> FaultLimits:
     """The values of the table ``[elastic]`` that the agent needs."""
-    return Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
+    return FaultLimits(**{field.name: getattr(config, field.name) for field in fields(FaultLimits)})

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from closeranks.agent.progress import Phase
+from closeranks.agent.progress import WorkerPhase
 from closeranks.capture.capture import Capture
 from closeranks.checkpoint.config import seconds_of
 from closeranks.checkpoint.manifest import parse_folder
@@ -155,7 +155,7 @@ class Saving(Component):
         if not self._is_granted:
             return []
         self._is_granted = False
-        self._context.pace.enter(Phase.SAVE)
+        self._context.pace.enter(WorkerPhase.SAVE)
         return self._ask(step)
 
     def evaluated(self, result: Evaluated) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from closeranks.agent.progress import Phase
+from closeranks.agent.progress import WorkerPhase
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import UserError
 from closeranks.core.events import Evaluated, RunStarted, StepDone, Warned
@@ -127,7 +127,7 @@ class Session:
 
     def evaluate(self) -> Evaluated:
         """Evaluate the model on held-out data; every rank must call it."""
-        self._pause(Phase.EVALUATE)
+        self._pause(WorkerPhase.EVALUATE)
         self._eval = evaluate(self.engine, self._built.eval_source, self.num_done)
         self._emit(self._eval)
         self._copies.saving.evaluated(self._eval)
@@ -138,7 +138,7 @@ class Session:
     def save(self, place: Path | str | None = None) -> str:
         """Write a checkpoint to ``place``, or among the run's own, and wait until it is committed; every rank must call
         it."""
-        self._pause(Phase.SAVE)
+        self._pause(WorkerPhase.SAVE)
         path = self._copies.saving.save_now(self.num_done, place, is_hurried=self._ending.reason == "drained")
         self._ledger.restart_clock()
         return path
@@ -193,7 +193,7 @@ class Session:
             self._note(self._ledger.flush())  # the saved state must list every skipped sample
         self._copies.take(self.num_done)  # after the evaluation, so that a restored run need not repeat it
 
-    def _pause(self, phase: Phase) -> None:
+    def _pause(self, phase: WorkerPhase) -> None:
         """Called before anything but training: checks that no step is in progress, and reads every verdict."""
         check_at_rest(self.context.boundaries, self._step, self.num_done)
         self._note(self._ledger.flush())

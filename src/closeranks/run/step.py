@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from closeranks.agent.progress import Phase
+from closeranks.agent.progress import WorkerPhase
 from closeranks.core.errors import UserError
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
@@ -102,20 +102,20 @@ class Step:
             what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
             raise UserError(what, "Call it once for every batch that the step yields.", step=self.index + 1)
         engine, tally, pace = self._engine, self._tally, self._pace
-        pace.enter(Phase.REDUCE)
+        pace.enter(WorkerPhase.REDUCE)
         engine.reducer.finish()
         norm = norm_squared(engine.reducer.spoken(), engine.context.device)
         ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, frozenset(requests))
-        pace.enter(Phase.KEEP)
+        pace.enter(WorkerPhase.SNAPSHOT)
         for before in self._phases["before_vote"]:
             before(self.index, ballot)
-        pace.enter(Phase.VOTE)
+        pace.enter(WorkerPhase.VOTE)
         is_boundary = engine.context.boundaries.is_boundary(self.index + 1)
         verdict = engine.vote.cast(ballot, self._scale, is_boundary=is_boundary)  # the ONE small all-reduce
-        pace.enter(Phase.KEEP)
+        pace.enter(WorkerPhase.SNAPSHOT)
         for after in self._phases["after_vote"]:
             after(self.index, verdict)
-        pace.enter(Phase.UPDATE)
+        pace.enter(WorkerPhase.UPDATE)
         for update in self._phases["update"]:
             update(self.index, verdict)
         for after in self._phases["after_update"]:
@@ -137,7 +137,7 @@ class Step:
             what = "the micro-batches of this step are taken already: it was run or iterated before"
             raise UserError(what, "Call step.run() once, or iterate over the step once.", step=self.index + 1)
         self._is_taken = True
-        self._pace.enter(Phase.DATA)
+        self._pace.enter(WorkerPhase.DATA)
         self._loaded = self._engine.supply.take(self.index, self._assigned)
         self._pace.start()
         return self._loaded

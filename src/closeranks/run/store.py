@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from closeranks.agent.failure import plain_message
 from closeranks.agent.link import WorkerLink
-from closeranks.agent.store import address_of, bind_store
+from closeranks.agent.store import bind_store, store_address
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
 from closeranks.run.voice import LOST
@@ -78,11 +78,11 @@ def count_failure(world: World) -> int | None:
 def _agent_store(world: World, link: WorkerLink) -> Store:
     if world.is_lead:
         listener = link.listen_socket()
-        address = address_of(listener)
+        address = store_address(listener)
         store = _tcp_store(address, listen_fd=listener.detach())
         link.announce_store(address)
         return store
-    return _tcp_store(link.store())
+    return _tcp_store(link.wait_for_store())
 
 
 def _tcp_store(address: str, listen_fd: int | None = None) -> Store:

@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from closeranks.agent.exits import in_words
+from closeranks.agent.exits import describe_status
 from closeranks.agent.failure import is_consequence
 from closeranks.core.environment import child_environment, set_world
 from closeranks.core.linux import die_with_parent
@@ -124,7 +124,7 @@ class _Rank:
             return pickle.loads(self.reports.recv_bytes())
         except (EOFError, OSError):
             self._process.join()
-            return Failure(self.rank, "died", in_words(self._process.exitcode), time.monotonic())
+            return Failure(self.rank, "died", describe_status(self._process.exitcode), time.monotonic())
         except Exception:
             detail = f"What it returned cannot be unpickled here.\n{traceback.format_exc()}"
             return Failure(self.rank, "raised", detail, time.monotonic())

@@ -12,66 +12,66 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.agent.control.client import ControlClient
-from closeranks.agent.control.peer import Peer
+from closeranks.agent.control.peer import ControlConnection
 from closeranks.agent.control.server import ControlServer
-from closeranks.agent.control.terms import Terms
-from closeranks.agent.control.token import Token, read_token
-from closeranks.agent.loop import Loop
+from closeranks.agent.control.terms import ChannelLimits
+from closeranks.agent.control.token import JobToken, read_token
+from closeranks.agent.loop import EventLoop
 
 
 def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def lead(token: Token, host: str = "127.0.0.1", port: int = 0, terms: dict[str, Any] | None = None) -> None:
+def lead(token: JobToken, host: str = "127.0.0.1", port: int = 0, terms: dict[str, Any] | None = None) -> None:
     """Sends back what it hears, for ever."""
-    with Loop() as loop:
+    with EventLoop() as loop:
         server = ControlServer(
             loop,
             host,
             port,
             token=token,
-            on_open=lambda peer: say(opened=str(peer.where)),
+            on_open=lambda peer: say(opened=str(peer.remote_address)),
             on_message=lambda peer, fields: peer.send(fields) and None,
-            on_close=lambda peer, why: say(closed=str(peer.where), why=why, at=time.monotonic()),
+            on_close=lambda peer, why: say(closed=str(peer.remote_address), why=why, at=time.monotonic()),
             on_note=lambda text: say(note=text),
-            terms=Terms(**terms or {}),
+            terms=ChannelLimits(**terms or {}),
         )
         say(address=str(server.address))
         while True:
-            loop.turn(server.deadline)
+            loop.run_once(server.deadline)
             server.wake()
 
 
-def hosts(token: Token, address: str, count: int, messages: int, text_bytes: int = 10, window: int = 1) -> None:
+def hosts(token: JobToken, address: str, count: int, messages: int, text_bytes: int = 10, window: int = 1) -> None:
     """``count`` callers; each sends ``messages`` that carry its name, at most ``window`` ahead of the echo."""
     waits: list[float] = []
-    sent: dict[Peer, list[tuple[int, float]]] = {}
+    sent: dict[ControlConnection, list[tuple[int, float]]] = {}
     wrong: list[Any] = []
     notes: list[str] = []
     text = "x" * text_bytes
 
-    def go_on(peer: Peer, number: int) -> None:
+    def go_on(peer: ControlConnection, number: int) -> None:
         if number < messages:
             sent[peer].append((number, time.perf_counter()))
             peer.send({"name": id(peer), "number": number, "text": text})
 
-    def open_(peer: Peer) -> None:
+    def open_(peer: ControlConnection) -> None:
         sent[peer] = []
         for number in range(window):
             go_on(peer, number)
 
-    def hear(peer: Peer, fields: dict[str, Any]) -> None:
+    def hear(peer: ControlConnection, fields: dict[str, Any]) -> None:
         number, at = sent[peer].pop(0)
         waits.append(time.perf_counter() - at)
         if (fields["name"], fields["number"]) != (id(peer), number):
             wrong.append(fields)
         go_on(peer, number + window)
 
-    def close(peer: Peer, why: str) -> None:
+    def close(peer: ControlConnection, why: str) -> None:
         wrong.append(why)
 
-    with Loop() as loop:
+    with EventLoop() as loop:
         clients = [
             ControlClient(
                 loop, address, token, on_open=open_, on_message=hear, on_close=close, on_note=notes.append, seed=number
@@ -80,7 +80,7 @@ def hosts(token: Token, address: str, count: int, messages: int, text_bytes: int
         ]
         began = time.perf_counter()
         while len(waits) < count * messages and not wrong:
-            loop.turn(min((at for client in clients if (at := client.deadline) is not None), default=None))
+            loop.run_once(min((at for client in clients if (at := client.deadline) is not None), default=None))
             for client in clients:
                 client.wake()
         took_s = time.perf_counter() - began
@@ -91,20 +91,20 @@ def hosts(token: Token, address: str, count: int, messages: int, text_bytes: int
     say(heard=len(waits), wrong=wrong, notes=notes, took_s=took_s, median_s=half, worst_s=most)
 
 
-def stay(token: Token, address: str) -> None:
+def stay(token: JobToken, address: str) -> None:
     """Joins and does nothing more."""
-    with Loop() as loop:
+    with EventLoop() as loop:
         client = ControlClient(
             loop,
             address,
             token,
-            on_open=lambda peer: say(opened=str(peer.where)),
+            on_open=lambda peer: say(opened=str(peer.remote_address)),
             on_message=lambda peer, fields: None,
             on_close=lambda peer, why: say(closed=why),
             on_note=lambda text: say(note=text),
         )
         while True:
-            loop.turn(client.deadline)
+            loop.run_once(client.deadline)
             client.wake()
 
 

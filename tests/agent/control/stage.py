@@ -13,23 +13,23 @@ from typing import Any
 
 from closeranks.agent.control.client import ControlClient
 from closeranks.agent.control.conversation import Fields
-from closeranks.agent.control.peer import Peer
+from closeranks.agent.control.peer import ControlConnection
 from closeranks.agent.control.server import ControlServer
-from closeranks.agent.control.terms import Terms
-from closeranks.agent.control.token import Token
-from closeranks.agent.loop import Loop
+from closeranks.agent.control.terms import ChannelLimits
+from closeranks.agent.control.token import JobToken
+from closeranks.agent.loop import EventLoop
 
-TOKEN = Token(b"5f" * 16 + b"0123456789abcdef" * 2)
-OTHER_TOKEN = Token(b"6f" * 16 + b"0123456789abcdef" * 2)
+TOKEN = JobToken(b"5f" * 16 + b"0123456789abcdef" * 2)
+OTHER_TOKEN = JobToken(b"6f" * 16 + b"0123456789abcdef" * 2)
 
 
 @dataclass
 class Heard:
     """What one side was told."""
 
-    opened: list[Peer] = field(default_factory=list)
-    messages: list[tuple[Peer, Fields]] = field(default_factory=list)
-    closed: list[tuple[Peer, str]] = field(default_factory=list)
+    opened: list[ControlConnection] = field(default_factory=list)
+    messages: list[tuple[ControlConnection, Fields]] = field(default_factory=list)
+    closed: list[tuple[ControlConnection, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -49,16 +49,16 @@ class Stage:
     """One loop and what stands on it; ``until`` turns it."""
 
     def __init__(self) -> None:
-        self.loop = Loop()
+        self.loop = EventLoop()
         self._standing: list[ControlServer | ControlClient | Relay] = []
 
-    def server(self, token: Token = TOKEN, **settings: Any) -> tuple[ControlServer, Heard]:
+    def server(self, token: JobToken = TOKEN, **settings: Any) -> tuple[ControlServer, Heard]:
         heard = Heard()
         server = ControlServer(self.loop, token=token, **{**heard.ears(), **settings})
         self._standing.append(server)
         return server, heard
 
-    def client(self, address: object, token: Token = TOKEN, **settings: Any) -> tuple[ControlClient, Heard]:
+    def client(self, address: object, token: JobToken = TOKEN, **settings: Any) -> tuple[ControlClient, Heard]:
         heard = Heard()
         client = ControlClient(self.loop, str(address), token, **{**heard.ears(), "seed": 1, **settings})
         self._standing.append(client)
@@ -74,7 +74,7 @@ class Stage:
         thing.close()
 
     def turn(self, until: float) -> None:
-        self.loop.turn(min([until, *(at for thing in self._standing if (at := thing.deadline) is not None)]))
+        self.loop.run_once(min([until, *(at for thing in self._standing if (at := thing.deadline) is not None)]))
         for thing in list(self._standing):
             thing.wake()
 
@@ -108,7 +108,7 @@ class Relay:
 
     deadline = None
 
-    def __init__(self, loop: Loop, upstream: object, up: Alter | None = None, down: Alter | None = None) -> None:
+    def __init__(self, loop: EventLoop, upstream: object, up: Alter | None = None, down: Alter | None = None) -> None:
         self._loop = loop
         self._upstream = upstream
         self.up = up or (lambda data, at: data)
@@ -143,7 +143,7 @@ class Relay:
             pass
         for end in (source, target):
             if end.fileno() >= 0:
-                self._loop.forget(end.fileno())
+                self._loop.unwatch(end.fileno())
                 end.close()
 
     def inject(self, data: bytes, connection: int = -1, towards: str = "server") -> None:
@@ -153,12 +153,12 @@ class Relay:
         for ends in self._ends:
             for end in ends:
                 if end.fileno() >= 0:
-                    self._loop.forget(end.fileno())
+                    self._loop.unwatch(end.fileno())
                     end.close()
 
     def close(self) -> None:
         self.cut()
-        self._loop.forget(self._listener.fileno())
+        self._loop.unwatch(self._listener.fileno())
         self._listener.close()
 
 
@@ -201,4 +201,4 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-FAST = Terms(handshake_s=0.3, connect_s=0.5, first_wait_s=0.01, longest_wait_s=0.05)
+FAST = ChannelLimits(handshake_s=0.3, connect_s=0.5, first_wait_s=0.01, longest_wait_s=0.05)

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.agent.control.client import ControlClient
-from closeranks.agent.control.peer import Peer
-from closeranks.agent.control.sealing import Hello
-from closeranks.agent.control.terms import Terms
+from closeranks.agent.control.peer import ControlConnection
+from closeranks.agent.control.sealing import ChannelHello
+from closeranks.agent.control.terms import ChannelLimits
 
 from .stage import FAST, TOKEN, Stage
 
@@ -38,7 +38,7 @@ def test_it_may_come_before_the_lead_and_says_so_once(stage: Stage) -> None:
     server, lead = stage.server(port=port)
     stage.until(lambda: host.opened and lead.opened)
     assert client.trouble == ""
-    assert server.peers[0].is_open
+    assert server.connections[0].is_open
 
 
 def test_it_comes_again_when_it_is_cut_off(stage: Stage) -> None:
@@ -137,9 +137,9 @@ def test_one_whose_queue_is_full_does_not_answer(stage: Stage) -> None:
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "speaks HTTP"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "speaks SSH"),
         (b"\x15\x03\x03\x00\x02\x02\x46", "speaks TLS"),
-        (Hello("server", bytes(32), version=7).encode(), "speaks version 7 of the control channel, this side 2"),
-        (Hello("client", bytes(32)).encode(), "on the same side of the channel"),
-        (Hello("server", bytes(32)).encode() + bytes(52), "does not hold this job's token"),
+        (ChannelHello("server", bytes(32), version=7).encode(), "speaks version 7 of the control channel, this side 2"),
+        (ChannelHello("client", bytes(32)).encode(), "on the same side of the channel"),
+        (ChannelHello("server", bytes(32)).encode() + bytes(52), "does not hold this job's token"),
     ],
 )
 def test_what_is_no_lead_is_named(stage: Stage, answer: bytes, words: str) -> None:
@@ -154,7 +154,7 @@ def test_what_is_no_lead_is_named(stage: Stage, answer: bytes, words: str) -> No
         stage.loop.watch(listener.fileno(), serve)
         client, host = stage.client("{}:{}".format(*listener.getsockname()), terms=FAST)
         stage.until(lambda: client.num_refused >= 3)
-        stage.loop.forget(listener.fileno())
+        stage.loop.unwatch(listener.fileno())
         assert len(host.notes) <= 2, "each trouble once, however often it comes"
         assert words in host.notes[0]
         assert words in client.trouble or "closed" in client.trouble
@@ -176,7 +176,7 @@ def test_whatever_answers_it_never_raises_and_never_opens(answer: bytes) -> None
         stage.loop.watch(listener.fileno(), serve)
         _, host = stage.client("{}:{}".format(*listener.getsockname()), terms=FAST)
         stage.until(lambda: len(calls) >= 3)
-        stage.loop.forget(listener.fileno())
+        stage.loop.unwatch(listener.fileno())
         assert (host.opened, host.messages, host.closed) == ([], [], [])
 
 
@@ -184,7 +184,7 @@ def test_waits_follow_from_the_seed(stage: Stage) -> None:
     port = free_port()
     waits = []
     for seed in (3, 3, 4):
-        client, host = stage.client(f"127.0.0.1:{port}", seed=seed, terms=Terms(first_wait_s=1.0))
+        client, host = stage.client(f"127.0.0.1:{port}", seed=seed, terms=ChannelLimits(first_wait_s=1.0))
         stage.until(lambda host=host: host.notes)
         assert client.deadline is not None
         waits.append(client.deadline - time.monotonic())
@@ -195,13 +195,13 @@ def test_waits_follow_from_the_seed(stage: Stage) -> None:
 
 
 def test_a_lead_that_hangs_up_at_once_is_not_pestered(stage: Stage) -> None:
-    def hang_up(peer: Peer) -> None:
+    def hang_up(peer: ControlConnection) -> None:
         opened.append(time.monotonic())
         peer.close()
 
     opened: list[float] = []
     server, _ = stage.server(on_open=hang_up)
-    client, host = stage.client(server.address, terms=Terms(first_wait_s=0.02, longest_wait_s=0.5))
+    client, host = stage.client(server.address, terms=ChannelLimits(first_wait_s=0.02, longest_wait_s=0.5))
     stage.settle(1.5)
     assert len(opened) <= 9, "0.02 0.04 0.08 0.16 0.32 0.5 ... and half of that at the least"
     assert len(opened) >= 4

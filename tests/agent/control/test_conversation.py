@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.agent.control.conversation import Conversation, Fields
-from closeranks.agent.control.sealing import HELLO_BYTES, MAGIC, Hello, Refused, Role, draw_seals
+from closeranks.agent.control.conversation import AuthenticatedChannel, Fields
+from closeranks.agent.control.sealing import HELLO_BYTES, MAGIC, ChannelError, ChannelHello, Role, derive_signers
 from closeranks.core.errors import CloseranksError
 
 from .stage import OTHER_TOKEN, TOKEN
@@ -18,23 +18,27 @@ MOST = 1 << 16
 UP = [{"type": "join", "host": "h1"}, {"type": "beat", "at": 1.5}, {"text": "grüß", "none": None}]
 DOWN = [{"type": "welcome", "rank": 3}, {"list": [1, 2, {"deep": True}]}]
 NAMES: tuple[Role, Role] = ("client", "server")
-FRAME_BYTES = len(draw_seals(TOKEN, Hello("client", bytes(32)), Hello("server", bytes(32))).client.wrap(b""))
+FRAME_BYTES = len(
+    derive_signers(TOKEN, ChannelHello("client", bytes(32)), ChannelHello("server", bytes(32))).client.encode_frame(b"")
+)
 """What a frame takes beside its body."""
 
 
-def pair(*, token: object = None, nonces: tuple[bytes, bytes] | None = None) -> tuple[Conversation, Conversation]:
+def pair(
+    *, token: object = None, nonces: tuple[bytes, bytes] | None = None
+) -> tuple[AuthenticatedChannel, AuthenticatedChannel]:
     first, second = nonces or (None, None)
-    client = Conversation("client", TOKEN, max_bytes=MOST, nonce=first)
-    return client, Conversation("server", token or TOKEN, max_bytes=MOST, nonce=second)  # type: ignore[arg-type]
+    client = AuthenticatedChannel("client", TOKEN, max_bytes=MOST, nonce=first)
+    return client, AuthenticatedChannel("server", token or TOKEN, max_bytes=MOST, nonce=second)  # type: ignore[arg-type]
 
 
-def take(side: Conversation) -> bytes:
+def take(side: AuthenticatedChannel) -> bytes:
     data = bytes(side.outbox)
     side.outbox.clear()
     return data
 
 
-def shake(client: Conversation, server: Conversation) -> tuple[bytes, bytes]:
+def shake(client: AuthenticatedChannel, server: AuthenticatedChannel) -> tuple[bytes, bytes]:
     """The handshake; returns what each side sent."""
     sent = [b"", b""]
     for _ in range(2):
@@ -62,12 +66,12 @@ STREAMS = recorded(NONCES)
 
 def hear(role: Role, stream: bytes, piece: int = 1 << 20) -> tuple[list[Fields], str]:
     """What one side makes of a stream, and why it refused it if it did. Its own nonce is that of the record."""
-    side = Conversation(role, TOKEN, max_bytes=MOST, nonce=NONCES[NAMES.index(role)])
+    side = AuthenticatedChannel(role, TOKEN, max_bytes=MOST, nonce=NONCES[NAMES.index(role)])
     heard: list[Fields] = []
     try:
         for start in range(0, len(stream), piece):
             heard.extend(side.feed(stream[start : start + piece]))  # what came before a refusal stays in the list
-    except Refused as error:
+    except ChannelError as error:
         return heard, error.what
     waiting = len(side._greeting) + (len(side._unwrapper._buffer) if side._unwrapper else 0)
     assert waiting <= MOST + FRAME_BYTES + HELLO_BYTES
@@ -178,8 +182,8 @@ def test_any_end_after_a_true_beginning_never_opens_it(role: Role, length: int, 
 def test_a_record_played_to_another_connection_is_refused() -> None:
     """The server draws a nonce of its own each time, as does the client."""
     for role in NAMES:
-        fresh = Conversation(role, TOKEN, max_bytes=MOST)
-        with pytest.raises(Refused, match="does not hold this job's token"):
+        fresh = AuthenticatedChannel(role, TOKEN, max_bytes=MOST)
+        with pytest.raises(ChannelError, match="does not hold this job's token"):
             list(fresh.feed(STREAM_TO[role]))
         assert not fresh.is_open
 
@@ -189,25 +193,27 @@ def test_what_a_side_said_is_not_taken_when_it_comes_back() -> None:
     shake(client, server)
     client.queue({"type": "beat"})
     frame = take(client)
-    with pytest.raises(Refused, match="altered, repeated or moved"):
+    with pytest.raises(ChannelError, match="altered, repeated or moved"):
         list(client.feed(frame))
     assert list(server.feed(frame)) == [{"type": "beat"}]
-    with pytest.raises(Refused, match="altered, repeated or moved"):
+    with pytest.raises(ChannelError, match="altered, repeated or moved"):
         list(server.feed(frame))
 
 
 def test_the_tag_of_a_body_is_none_of_a_length() -> None:
     """A body of four bytes is shaped like a length; its tag must not make it one."""
     body = (1).to_bytes(4, "big")
-    sealed = draw_seals(TOKEN, Hello("client", NONCES[0]), Hello("server", NONCES[1])).client.wrap(body)
-    checking = draw_seals(TOKEN, Hello("client", NONCES[0]), Hello("server", NONCES[1])).client
-    with pytest.raises(Refused):
+    sealed = derive_signers(
+        TOKEN, ChannelHello("client", NONCES[0]), ChannelHello("server", NONCES[1])
+    ).client.encode_frame(body)
+    checking = derive_signers(TOKEN, ChannelHello("client", NONCES[0]), ChannelHello("server", NONCES[1])).client
+    with pytest.raises(ChannelError):
         checking.check_length(body + sealed[-32:-16])
 
 
 def test_an_echo_of_the_hello_is_refused() -> None:
     client, _ = pair()
-    with pytest.raises(Refused, match="on the same side"):
+    with pytest.raises(ChannelError, match="on the same side"):
         list(client.feed(take(client)))
 
 
@@ -216,7 +222,7 @@ def test_frames_of_another_connection_fit_nowhere() -> None:
     for sides in (first, second):
         shake(*sides)
     first[0].queue({"type": "leave"})
-    with pytest.raises(Refused, match="altered, repeated or moved"):
+    with pytest.raises(ChannelError, match="altered, repeated or moved"):
         list(second[1].feed(take(first[0])))
 
 
@@ -227,7 +233,7 @@ def test_the_same_nonces_of_both_sides_with_roles_exchanged_fit_nowhere() -> Non
     list(server.feed(take(client)))
     list(client.feed(take(server)))
     proof = take(client)
-    with pytest.raises(Refused, match="does not hold"):
+    with pytest.raises(ChannelError, match="does not hold"):
         list(client.feed(proof))
 
 
@@ -255,15 +261,15 @@ def test_a_stranger_is_known_by_its_first_byte() -> None:
 
 
 def test_another_version_is_told_to_both() -> None:
-    future = Hello("client", bytes(32), version=3).encode()
-    server = Conversation("server", TOKEN, max_bytes=MOST)
-    with pytest.raises(Refused, match="speaks version 3 of the control channel, this side 2: install the same"):
+    future = ChannelHello("client", bytes(32), version=3).encode()
+    server = AuthenticatedChannel("server", TOKEN, max_bytes=MOST)
+    with pytest.raises(ChannelError, match="speaks version 3 of the control channel, this side 2: install the same"):
         list(server.feed(future))
     answer = take(server)
     assert len(answer) == HELLO_BYTES, "a hello, so that it can tell what is wrong, and no more"
-    client = Conversation("client", TOKEN, max_bytes=MOST)
-    with pytest.raises(Refused, match="speaks version 3"):
-        list(client.feed(Hello("server", bytes(32), version=3).encode()))
+    client = AuthenticatedChannel("client", TOKEN, max_bytes=MOST)
+    with pytest.raises(ChannelError, match="speaks version 3"):
+        list(client.feed(ChannelHello("server", bytes(32), version=3).encode()))
 
 
 def test_a_stranger_gets_nothing_made_with_the_token() -> None:
@@ -271,8 +277,8 @@ def test_a_stranger_gets_nothing_made_with_the_token() -> None:
     client, server = pair(token=OTHER_TOKEN)
     hello = take(client)
     list(server.feed(hello))
-    assert take(server)[:-32] == Hello("server", bytes(32)).encode()[:-32]
-    with pytest.raises(Refused, match="does not hold"):
+    assert take(server)[:-32] == ChannelHello("server", bytes(32)).encode()[:-32]
+    with pytest.raises(ChannelError, match="does not hold"):
         list(server.feed(bytes(FRAME_BYTES)))
     assert take(server) == b""
 
@@ -286,8 +292,8 @@ def test_before_the_proof_no_body_is_waited_for() -> None:
     seal = client._seal
     assert seal is not None
     seal._number = 0
-    with pytest.raises(Refused, match="sent a message of 1 bytes; at most 0"):
-        list(server.feed(seal.wrap(b"x")))
+    with pytest.raises(ChannelError, match="sent a message of 1 bytes; at most 0"):
+        list(server.feed(seal.encode_frame(b"x")))
 
 
 def test_sizes_are_kept_on_both_sides() -> None:
@@ -300,7 +306,7 @@ def test_sizes_are_kept_on_both_sides() -> None:
         client.queue({"text": "x" * (MOST - 10)})
     client._max_bytes = 1 << 30
     client.queue({"text": "x" * MOST})
-    with pytest.raises(Refused, match=f"at most {MOST} are taken"):
+    with pytest.raises(ChannelError, match=f"at most {MOST} are taken"):
         list(server.feed(take(client)[:20]))
 
 
@@ -312,10 +318,10 @@ def test_one_who_holds_the_token_and_sends_nonsense_is_refused(body: bytes) -> N
     client, server = pair()
     shake(client, server)
     assert client._seal is not None
-    good = client._seal.wrap(b'{"good":1}')
-    stream = server.feed(good + client._seal.wrap(body))
+    good = client._seal.encode_frame(b'{"good":1}')
+    stream = server.feed(good + client._seal.encode_frame(body))
     assert next(stream) == {"good": 1}
-    with pytest.raises(Refused, match=r"not JSON|not an object"):
+    with pytest.raises(ChannelError, match=r"not JSON|not an object"):
         next(stream)
 
 

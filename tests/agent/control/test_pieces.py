@@ -11,29 +11,29 @@ from hypothesis import strategies as st
 
 from closeranks.agent.control.address import Address, listen_on, parse_address, parse_listen
 from closeranks.agent.control.backoff import Backoff
-from closeranks.agent.control.complaints import Complaints
-from closeranks.agent.control.lookup import Place, numeric, read_answer
+from closeranks.agent.control.complaints import RefusalLog
+from closeranks.agent.control.lookup import SocketAddress, decode_answer, numeric_addresses
 from closeranks.agent.control.server import most_crowded
 from closeranks.core.errors import SetupError
 
 
 def test_an_address_is_spoken_of_once_and_then_counted() -> None:
-    complaints = Complaints()
-    first = complaints.about("10.0.0.7", "speaks HTTP", now=0.0)
+    complaints = RefusalLog()
+    first = complaints.line_for("10.0.0.7", "speaks HTTP", now=0.0)
     assert first == "10.0.0.7 speaks HTTP; it was refused."
-    assert [complaints.about("10.0.0.7", "speaks HTTP", now=at) for at in (1.0, 2.0, 599.0)] == [None] * 3
-    again = complaints.about("10.0.0.7", "speaks TLS", now=601.0)
+    assert [complaints.line_for("10.0.0.7", "speaks HTTP", now=at) for at in (1.0, 2.0, 599.0)] == [None] * 3
+    again = complaints.line_for("10.0.0.7", "speaks TLS", now=601.0)
     assert again == "10.0.0.7 speaks TLS; it was refused. It was refused 3 more times before."
 
 
 def test_many_addresses_fill_a_bounded_number_of_lines_and_entries() -> None:
-    complaints = Complaints()
-    lines = [complaints.about(f"fd00::{number:x}", "speaks HTTP", now=number * 1e-4) for number in range(5000)]
+    complaints = RefusalLog()
+    lines = [complaints.line_for(f"fd00::{number:x}", "speaks HTTP", now=number * 1e-4) for number in range(5000)]
     assert len([line for line in lines if line]) == 10
-    later = complaints.about("10.0.0.1", "speaks TLS", now=61.0)
+    later = complaints.line_for("10.0.0.1", "speaks TLS", now=61.0)
     assert later == "10.0.0.1 speaks TLS; it was refused. 4990 refusals of other addresses were not told."
     for number in range(5000):
-        complaints.about(f"fd00::{number:x}", "speaks HTTP", now=100.0 * number)
+        complaints.line_for(f"fd00::{number:x}", "speaks HTTP", now=100.0 * number)
     assert len(complaints._known) <= 256
 
 
@@ -107,13 +107,13 @@ def test_a_port_that_is_taken_or_not_ours_is_told() -> None:
 
 
 def test_a_numeric_address_asks_nobody() -> None:
-    assert numeric("127.0.0.1", 5) == [Place(socket.AF_INET, ("127.0.0.1", 5))]
-    assert numeric("::1", 5) == [Place(socket.AF_INET6, ("::1", 5, 0, 0))]
-    assert numeric("localhost", 5) == []
-    assert numeric("a" * 300, 5) == []
+    assert numeric_addresses("127.0.0.1", 5) == [SocketAddress(socket.AF_INET, ("127.0.0.1", 5))]
+    assert numeric_addresses("::1", 5) == [SocketAddress(socket.AF_INET6, ("::1", 5, 0, 0))]
+    assert numeric_addresses("localhost", 5) == []
+    assert numeric_addresses("a" * 300, 5) == []
 
 
 def test_an_answer_is_places_or_a_reason() -> None:
-    assert read_answer(b'[[2, ["127.0.0.1", 5]]]') == ([Place(socket.AF_INET, ("127.0.0.1", 5))], "")
-    assert read_answer(b'"Name or service not known"') == ([], "Name or service not known")
-    assert read_answer(b"") == ([], "the lookup came to nothing")
+    assert decode_answer(b'[[2, ["127.0.0.1", 5]]]') == ([SocketAddress(socket.AF_INET, ("127.0.0.1", 5))], "")
+    assert decode_answer(b'"Name or service not known"') == ([], "Name or service not known")
+    assert decode_answer(b"") == ([], "the lookup came to nothing")

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from closeranks.agent.control.token import Token, draw_token
+from closeranks.agent.control.token import JobToken, draw_token
 
 from .stage import FAST, Stage
 
@@ -60,7 +60,7 @@ class Cast:
 
     def __init__(self, folder: Path) -> None:
         self.token_file = folder / "token"
-        self.token: Token = draw_token(self.token_file)
+        self.token: JobToken = draw_token(self.token_file)
         self.programs: list[Program] = []
 
     def start(self, role: str, prefix: Sequence[str] = (), **settings: Any) -> Program:
@@ -155,7 +155,7 @@ def test_a_real_http_client_and_openssl_are_refused(stage: Stage) -> None:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         ended = os.pidfd_open(process.pid)
-        stage.loop.watch(ended, lambda ended=ended: stage.loop.forget(ended))
+        stage.loop.watch(ended, lambda ended=ended: stage.loop.unwatch(ended))
         stage.until(lambda process=process: process.poll() is not None)
         os.close(ended)
     stage.until(lambda: not server._strangers)

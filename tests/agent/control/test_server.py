@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from closeranks.agent.control.peer import Peer
+from closeranks.agent.control.peer import ControlConnection
 from closeranks.agent.control.server import ControlServer
-from closeranks.agent.control.terms import Terms
+from closeranks.agent.control.terms import ChannelLimits
 from tests.agent.traces import is_listening
 
 from .stage import FAST, OTHER_TOKEN, Heard, Stage, caller, flipping, is_closed_by_other, resident_bytes
@@ -34,13 +34,17 @@ def test_messages_go_both_ways_and_loopback_is_where_it_listens(stage: Stage) ->
     assert server.address.host == "127.0.0.1"
     stage.until(lambda: lead.opened and host.opened)
     peer = lead.opened[0]
-    assert (peer.where.host, peer.local_host, host.opened[0].where) == ("127.0.0.1", "127.0.0.1", server.address)
+    assert (peer.remote_address.host, peer.local_host, host.opened[0].remote_address) == (
+        "127.0.0.1",
+        "127.0.0.1",
+        server.address,
+    )
     assert client.send({"type": "join", "text": "grüß"})
     assert peer.send({"type": "welcome"})
     stage.until(lambda: lead.messages and host.messages)
     assert lead.messages == [(peer, {"type": "join", "text": "grüß"})]
     assert host.fields == [{"type": "welcome"}]
-    assert server.peers == (peer,)
+    assert server.connections == (peer,)
     assert (lead.notes, host.notes) == ([], [])
 
 
@@ -58,7 +62,7 @@ def test_who_leaves_is_told_of_and_the_port_is_free_at_the_end(stage: Stage) -> 
     stage.drop(client)  # type: ignore[arg-type]
     stage.until(lambda: lead.closed)
     assert lead.closed == [(lead.opened[0], "closed the connection")]
-    assert server.peers == ()
+    assert server.connections == ()
     assert not lead.opened[0].send({"type": "late"})
     stage.drop(server)
     assert not is_listening(server.address.port)
@@ -233,7 +237,7 @@ def test_who_says_nothing_or_drips_is_dropped_at_the_deadline(stage: Stage) -> N
 
 
 def test_strangers_are_bounded_and_who_joins_still_gets_in(stage: Stage) -> None:
-    server, lead = stage.server(terms=Terms(handshake_s=60.0, max_strangers=8))
+    server, lead = stage.server(terms=ChannelLimits(handshake_s=60.0, max_unauthenticated=8))
     flood = [socket.create_connection(server.address) for _ in range(40)]
     stage.until(lambda: sum(map(is_closed_by_other, flood)) >= 32)
     assert len(server._strangers) == 8
@@ -246,15 +250,17 @@ def test_strangers_are_bounded_and_who_joins_still_gets_in(stage: Stage) -> None
 
 
 def test_one_who_does_not_read_is_closed_and_the_others_go_on(stage: Stage) -> None:
-    server, lead = stage.server(terms=Terms(max_queue_bytes=4 << 20))
+    server, lead = stage.server(terms=ChannelLimits(max_queue_bytes=4 << 20))
     client, host = stage.client(server.address)
     relay = stage.relay(server)
     _, deaf = stage.client(relay.address)
     stage.until(lambda: len(lead.opened) == 2 and host.opened and deaf.opened)
-    good, bad = sorted(lead.opened, key=lambda peer: peer.where.port != client.peer._endpoint.getsockname()[1])  # type: ignore[union-attr]
+    good, bad = sorted(
+        lead.opened, key=lambda peer: peer.remote_address.port != client.connection._endpoint.getsockname()[1]
+    )  # type: ignore[union-attr]
     for ends in relay._ends:  # nobody reads any more, and nobody closes
         for end in ends:
-            stage.loop.forget(end.fileno())
+            stage.loop.unwatch(end.fileno())
     before = resident_bytes()
     message = {"text": "x" * 100_000}
     num_sent = 0
@@ -269,11 +275,11 @@ def test_one_who_does_not_read_is_closed_and_the_others_go_on(stage: Stage) -> N
     assert resident_bytes() - before < 30 << 20
     assert good.send({"type": "on"})
     stage.until(lambda: host.messages)
-    assert server.peers == (good,)
+    assert server.connections == (good,)
 
 
 def test_memory_stays_bounded_under_a_flood_of_strangers(stage: Stage) -> None:
-    server, lead = stage.server(terms=Terms(max_strangers=32))
+    server, lead = stage.server(terms=ChannelLimits(max_unauthenticated=32))
     blob = os.urandom(1 << 20)
     for turn in range(2):
         before = resident_bytes()
@@ -306,7 +312,7 @@ def test_a_callback_may_close_anything(stage: Stage) -> None:
     """Messages that came along with the one that made us close are not passed on."""
     heard: list[dict[str, object]] = []
 
-    def close_all(peer: Peer, fields: dict[str, object]) -> None:
+    def close_all(peer: ControlConnection, fields: dict[str, object]) -> None:
         heard.append(fields)
         server.close()
 
@@ -327,8 +333,8 @@ def test_a_number_that_the_kernel_gives_out_again_is_not_taken_for_the_old_one(s
     new: list[socket.socket] = []
     ready: list[str] = []
 
-    def replace(peer: Peer, fields: dict[str, object]) -> None:
-        (other,) = set(server.peers) - {peer}
+    def replace(peer: ControlConnection, fields: dict[str, object]) -> None:
+        (other,) = set(server.connections) - {peer}
         fd = other._fd
         other.close()
         new.extend(socket.socketpair())
@@ -340,10 +346,10 @@ def test_a_number_that_the_kernel_gives_out_again_is_not_taken_for_the_old_one(s
     stage.until(lambda: len(lead.opened) == 2 and all(host.opened for _, host in clients))
     for client, _ in clients:
         client.send({})
-    stage.loop.turn(time.monotonic() + 5)
+    stage.loop.run_once(time.monotonic() + 5)
     assert len(new) == 2
     assert (lead.closed, lead.notes, ready) == ([], [], [])
-    stage.loop.forget(new[0].fileno())
+    stage.loop.unwatch(new[0].fileno())
     for end in new:
         end.close()
 
@@ -365,7 +371,7 @@ def test_without_a_descriptor_left_it_rests_and_goes_on(stage: Stage) -> None:
                 filled.append(os.open("/dev/null", os.O_RDONLY))
             except OSError:
                 break
-        stage.loop.turn(time.monotonic() + 5)
+        stage.loop.run_once(time.monotonic() + 5)
         assert "Hosts that want to join have to wait (Too many open files)" in lead.notes[0]
         assert server.deadline is not None
     finally:

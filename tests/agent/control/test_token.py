@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.agent.control.token import (
-    Token,
+    JobToken,
     draw_token,
     given_token,
     host_token,
@@ -94,7 +94,7 @@ def test_missing_huge_and_foreign_files_are_told(tmp_path: Path) -> None:
 def test_a_file_that_others_may_use_is_warned_of_and_used(tmp_path: Path, mode: int) -> None:
     notes: list[str] = []
     token = read_token(written(tmp_path / "token", f"{GOOD}\n", mode), notes.append)
-    assert token == Token(GOOD.encode())
+    assert token == JobToken(GOOD.encode())
     assert len(notes) == 1
     assert f"mode {mode:o}" in notes[0]
     assert GOOD not in notes[0]
@@ -111,11 +111,11 @@ def test_any_text_is_a_token_or_one_sentence(text: str) -> None:
 
 
 def test_the_secret_is_in_nobodys_words() -> None:
-    token = Token(GOOD.encode())
+    token = JobToken(GOOD.encode())
     for shown in (repr(token), str(token), f"{token}", f"{[token]}"):
         assert GOOD not in shown
         assert token.fingerprint in shown
-    assert Token(b"x" + GOOD.encode()).fingerprint != token.fingerprint
+    assert JobToken(b"x" + GOOD.encode()).fingerprint != token.fingerprint
     assert pickle.loads(pickle.dumps(token)) == token
 
 
@@ -123,11 +123,11 @@ def test_a_file_comes_before_the_shell_and_a_draw_comes_last(tmp_path: Path) -> 
     path = written(tmp_path / "token", GOOD)
     shell = GOOD[::-1]
     quiet = [].append
-    assert given_token(path, shell, quiet) == Token(GOOD.encode())
-    assert given_token(None, shell, quiet) == Token(shell.encode())
+    assert given_token(path, shell, quiet) == JobToken(GOOD.encode())
+    assert given_token(None, shell, quiet) == JobToken(shell.encode())
     assert given_token(None, "", quiet) is None
     drawn_at = tmp_path / "drawn"
-    assert lead_token(None, shell, drawn_at, quiet) == Token(shell.encode())
+    assert lead_token(None, shell, drawn_at, quiet) == JobToken(shell.encode())
     assert not drawn_at.exists()
     assert lead_token(None, "", drawn_at, quiet) == read_token(drawn_at, quiet)
     with pytest.raises(SetupError, match="joining a job takes its token"):

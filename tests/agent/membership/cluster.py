@@ -13,13 +13,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from closeranks.agent.membership.effects import Deposed, End, Kill, LeadEffect, Send, Start, TakeAsk
+from closeranks.agent.membership.effects import (
+    ForwardRequest,
+    KillWorkers,
+    LeaderEffect,
+    ParticipationEnded,
+    SendMessage,
+    StartWorkers,
+    SteppedDown,
+)
 from closeranks.agent.membership.follower import Follower
-from closeranks.agent.membership.generation import Phase
-from closeranks.agent.membership.lead import Lead
-from closeranks.agent.membership.messages import Join, Letter
-from closeranks.agent.membership.pace import DRIFT, pace_for
-from closeranks.agent.membership.register import Candidate, Elected, EmbeddedRegister, Put, Renewed, Resigned, serve
+from closeranks.agent.membership.generation import GenerationPhase
+from closeranks.agent.membership.lead import Leader
+from closeranks.agent.membership.messages import Envelope, Join
+from closeranks.agent.membership.pace import DRIFT, lease_timing_for
+from closeranks.agent.membership.register import (
+    Candidate,
+    Elected,
+    EmbeddedRegister,
+    Renewed,
+    Resigned,
+    SendRegisterRequest,
+    apply_request,
+)
 from closeranks.core.requests import REGROUP
 
 from .trouble import Chaos, Fault
@@ -39,7 +55,7 @@ class Violation(AssertionError):
 class Parts:
     """The machines under test: the real ones, or one that was broken on purpose."""
 
-    lead: type[Lead] = Lead
+    lead: type[Leader] = Leader
     follower: type[Follower] = Follower
     candidate: type[Candidate] = Candidate
     register: type[EmbeddedRegister] = EmbeddedRegister
@@ -76,7 +92,7 @@ class Node:
         self.alarm = 0
         self.follower: Follower
         self.candidate: Candidate | None = None
-        self.lead: Lead | None = None
+        self.lead: Leader | None = None
         self.workers: Workers | None = None
         self.lease_word = 0.0
         """What a worker looks at before it commits."""
@@ -220,7 +236,7 @@ class Cluster:
                 self.at(min(self.now + fault.lasts, self.chaos.chaos_s), lambda: setattr(node, "is_deaf", False))
             case "fault" if node.workers is not None:
                 node.workers.has_failed = True
-                self.on(node, node.life, lambda: self.follow(node, node.follower.broke({"rank": 0})))
+                self.on(node, node.life, lambda: self.follow(node, node.follower.on_worker_failed({"rank": 0})))
             case "leave" if node.is_up and node.index != 0:
                 self.on(node, node.life, lambda: self.follow(node, node.follower.leave("preempted")))
 
@@ -249,9 +265,9 @@ class Cluster:
     def gone(self, other: Node, node: Node, life: int) -> None:
         now = self.local(other)
         if other.lead is not None:
-            self.led(other, other.lead.closed(node.name, life, now))
+            self.led(other, other.lead.on_disconnected(node.name, life, now))
         if other.target == node.index and other is not node:
-            self.follow(other, other.follower.closed(now))
+            self.follow(other, other.follower.on_disconnected(now))
 
     def bury(self, node: Node, workers: Workers | None) -> None:
         if node.workers is workers:
@@ -262,7 +278,7 @@ class Cluster:
     def campaign(self, node: Node, effects: list[Any]) -> None:
         for effect in effects:
             match effect:
-                case Put(request=request):
+                case SendRegisterRequest(request=request):
                     self.put(node, node.life, request)
                 case Elected(term=term, until=until):
                     self.elect(node, term, until)
@@ -276,11 +292,11 @@ class Cluster:
         self.send(node.index, self.register_of(node), lambda: self.serve(node, life, request))
 
     def serve(self, node: Node, life: int, request: Any) -> None:
-        holding = serve(self.register, request, self.register_rate * self.now)
+        holding = apply_request(self.register, request, self.register_rate * self.now)
 
         def answer() -> None:
             if node.candidate is not None:
-                self.campaign(node, node.candidate.answer(request.number, holding, self.local(node)))
+                self.campaign(node, node.candidate.on_answer(request.number, holding, self.local(node)))
 
         self.send(self.register_of(node), node.index, lambda: self.on(node, life, answer))
 
@@ -294,17 +310,17 @@ class Cluster:
             if other is not node and rival is not None and rival.term and self.local(other) < rival.until:
                 raise Violation(f"{node.name} leads term {term} while {other.name} leads term {rival.term}")
         now = self.local(node)
-        quiet_until = now + pace_for(self.chaos.num_hosts).patience_s if term > 1 else now
+        quiet_until = now + lease_timing_for(self.chaos.num_hosts).dead_after_s if term > 1 else now
         node.lead = self.parts.lead(term, until=until, quiet_until=quiet_until)
 
-    def led(self, node: Node, effects: list[LeadEffect]) -> None:
+    def led(self, node: Node, effects: list[LeaderEffect]) -> None:
         for effect in effects:
             match effect:
-                case Send(letter=letter):
+                case SendMessage(envelope=letter):
                     self.act(letter.term)
                     host = self.nodes[int(letter.host[1:])]
                     self.send(node.index, host.index, lambda host=host, letter=letter: self.deliver(host, letter))
-                case Deposed():
+                case SteppedDown():
                     node.lead = None
 
     def act(self, term: int) -> None:
@@ -312,7 +328,7 @@ class Cluster:
             raise Violation(f"the lead of term {term} acts after that of term {self.acted}")
         self.acted = term
 
-    def deliver(self, host: Node, letter: Letter) -> None:
+    def deliver(self, host: Node, letter: Envelope) -> None:
         self.on(host, None, lambda: self.follow(host, host.follower.handle(letter, self.local(host))))
 
     def policy(self, node: Node, life: int) -> None:
@@ -324,7 +340,7 @@ class Cluster:
             self.settle(node)
         self.after(0.5, lambda: self.policy(node, life))
 
-    def decide(self, node: Node, lead: Lead) -> None:
+    def decide(self, node: Node, lead: Leader) -> None:
         now, names = self.local(node), self.chosen(node, lead)
         if lead.may_begin(now) and names:
             effects = lead.begin([(name, 1) for name in names], {"names": list(names)}, now)
@@ -335,10 +351,10 @@ class Cluster:
             self.check_alone(key)
             self.begun.append((self.now, key, names))
             self.led(node, effects)
-        elif lead.generation is not None and lead.phase == Phase.RUNNING and not lead.generation.asks:
-            members = lead.generation.seats.keys()
+        elif lead.generation is not None and lead.phase == GenerationPhase.RUNNING and not lead.generation.asks:
+            members = lead.generation.members.keys()
             if set(names) != set(members):
-                self.led(node, lead.ask(REGROUP, now))
+                self.led(node, lead.send_request(REGROUP, now))
 
     def check_alone(self, key: tuple[int, int]) -> None:
         """Where an agent is stopped its workers may live on, but their lease is over: they commit nothing."""
@@ -346,9 +362,9 @@ class Cluster:
             if node.workers is not None and self.local(node) < node.lease_word:
                 raise Violation(f"{key} begins while workers of {node.workers.key} live on {node.name}")
 
-    def chosen(self, node: Node, lead: Lead) -> tuple[str, ...]:
+    def chosen(self, node: Node, lead: Leader) -> tuple[str, ...]:
         """Members before spares, so that nothing regroups without need."""
-        members = lead.generation.seats.keys() if lead.generation is not None else ()
+        members = lead.generation.members.keys() if lead.generation is not None else ()
         names = [host.name for host in lead.available if self.takes_part(node, host.name)]
         return tuple(sorted(names, key=lambda name: name not in members)[: self.chaos.most_members])
 
@@ -360,22 +376,22 @@ class Cluster:
     def follow(self, node: Node, effects: list[Any]) -> None:
         for effect in effects:
             match effect:
-                case Send(letter=letter):
+                case SendMessage(envelope=letter):
                     if isinstance(letter.body, Join):
                         node.target = self.find_lead(node)
                     lead = self.nodes[node.target]
                     self.send(node.index, lead.index, lambda lead=lead, letter=letter: self.reach(lead, letter))
-                case Start(begin=begin):
+                case StartWorkers(begin=begin):
                     self.start(node, begin)
-                case TakeAsk(ask=ask):
+                case ForwardRequest(request=ask):
                     if ask.request == REGROUP and node.workers is not None:
                         node.workers.wants_end = True
-                case Kill():
+                case KillWorkers():
                     self.kill(node, node.life, node.workers)
-                case End():
+                case ParticipationEnded():
                     node.workers = None
 
-    def reach(self, lead: Node, letter: Letter) -> None:
+    def reach(self, lead: Node, letter: Envelope) -> None:
         self.on(lead, None, lambda: lead.lead and self.led(lead, lead.lead.handle(letter, self.local(lead))))
 
     def find_lead(self, node: Node) -> int:
@@ -390,7 +406,7 @@ class Cluster:
 
     def killed(self, node: Node, life: int, workers: Workers | None) -> None:
         self.bury(node, workers)
-        self.on(node, life, lambda: self.follow(node, node.follower.fenced({}, self.local(node))))
+        self.on(node, life, lambda: self.follow(node, node.follower.on_fenced({}, self.local(node))))
 
     # --- workers
 
@@ -444,7 +460,7 @@ class Cluster:
         workers.step += 1
         if workers.step - 1 in workers.ending:
             node.workers = None
-            self.on(node, node.life, lambda: self.follow(node, node.follower.done({"regrouped": True})))
+            self.on(node, node.life, lambda: self.follow(node, node.follower.on_workers_done({"regrouped": True})))
         else:
             self.compute(node, workers)
 
@@ -460,10 +476,10 @@ class Cluster:
         wanted = {name for name in wanted if self.takes_part(leading[0], name)}
         if not wanted:
             return
-        if lead.phase != Phase.RUNNING:
+        if lead.phase != GenerationPhase.RUNNING:
             raise Violation(f"the generation is still {lead.phase} after the calm")
         assert lead.generation is not None
-        members = set(lead.generation.seats)
+        members = set(lead.generation.members)
         if not members <= wanted or len(members) < min(len(wanted), self.chaos.most_members):
             raise Violation(f"members are {sorted(members)}, not {sorted(wanted)}")
         if not self.commits or self.commits[-1][0] < self.now - 3:

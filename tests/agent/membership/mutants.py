@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from closeranks.agent.membership.follower import Follower, Work
-from closeranks.agent.membership.generation import Generation, Phase, Standing
-from closeranks.agent.membership.lead import Lead
-from closeranks.agent.membership.messages import Beat, BeatBack, Fence, Letter
-from closeranks.agent.membership.peers import Peer
-from closeranks.agent.membership.register import Candidate, EmbeddedRegister, Holding
+from closeranks.agent.membership.follower import Follower, FollowerState
+from closeranks.agent.membership.generation import Generation, GenerationPhase, MemberState
+from closeranks.agent.membership.lead import Leader
+from closeranks.agent.membership.messages import Envelope, Fence, Heartbeat, HeartbeatAck
+from closeranks.agent.membership.peers import HostSession
+from closeranks.agent.membership.register import Candidate, EmbeddedRegister, LeaseRecord
 
 from .chaoses import flapping, seeded, unheard
 from .cluster import Parts
@@ -19,12 +19,12 @@ from .trouble import Chaos
 
 
 class TakesStaleTerms(Follower):
-    def _is_stale(self, letter: Letter) -> bool:
+    def _is_stale(self, letter: Envelope) -> bool:
         return letter.session != self.session
 
 
 class TakesStaleSessions(Follower):
-    def _is_stale(self, letter: Letter) -> bool:
+    def _is_stale(self, letter: Envelope) -> bool:
         return letter.term < self.term
 
 
@@ -38,7 +38,7 @@ class ForgetsEarlyFences(Follower):
 
 
 class LeasesFromReceipt(Follower):
-    def _on_beat_back(self, back: BeatBack, now: float) -> Any:
+    def _on_beat_back(self, back: HeartbeatAck, now: float) -> Any:
         if back.seq in self._sent:
             self._sent[back.seq] = now
         return super()._on_beat_back(back, now)
@@ -47,55 +47,55 @@ class LeasesFromReceipt(Follower):
 class JoinsWithLiveWorkers(Follower):
     def _cut(self, why: str, now: float) -> Any:
         effects = super()._cut(why, now)
-        if self.work == Work.KILLING:
-            self.work = Work.IDLE
+        if self.work == FollowerState.KILLING:
+            self.work = FollowerState.IDLE
         return effects
 
 
-class BeginsEarly(Lead):
+class BeginsEarly(Leader):
     """One confirmed fence is enough for it."""
 
     @staticmethod
     def _may_settle(generation: Generation) -> bool:
-        return any(seat.standing >= Standing.DONE for seat in generation.seats.values())
+        return any(seat.state >= MemberState.DONE for seat in generation.members.values())
 
 
-class CountsNoMargin(Lead):
+class CountsNoMargin(Leader):
     """Leases end on its clock when they end on the host's, or a little earlier."""
 
-    def _trust(self, peer: Peer, now: float) -> Any:
+    def _trust(self, peer: HostSession, now: float) -> Any:
         pace = super()._trust(peer, now)
         peer.expires_at = now + 0.75 * pace.lease_s
         return pace
 
 
-class ForgetsJoinsWhileBreaking(Lead):
+class ForgetsJoinsWhileBreaking(Leader):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.forgotten: set[str] = set()
 
-    def _is_available(self, peer: Peer) -> bool:
+    def _is_available(self, peer: HostSession) -> bool:
         return peer.name not in self.forgotten and super()._is_available(peer)
 
-    def _on_beat(self, peer: Peer, beat: Beat, now: float) -> Any:
-        is_new = not peer.is_heard and self.phase == Phase.BREAKING
+    def _on_beat(self, peer: HostSession, beat: Heartbeat, now: float) -> Any:
+        is_new = not peer.is_confirmed and self.phase == GenerationPhase.BREAKING
         effects = super()._on_beat(peer, beat, now)
         if is_new:
             self.forgotten.add(peer.name)
         return effects
 
 
-class AnswersTheLost(Lead):
+class AnswersTheLost(Leader):
     """Renews leases that it has counted as expired."""
 
-    def handle(self, letter: Letter, now: float) -> Any:
+    def handle(self, letter: Envelope, now: float) -> Any:
         peer = self._peer_of(letter)
-        if peer is not None and peer.is_lost and isinstance(letter.body, Beat):
+        if peer is not None and peer.is_lost and isinstance(letter.body, Heartbeat):
             return self._on_beat(peer, letter.body, now)
         return super().handle(letter, now)
 
 
-class LeadsForEver(Lead):
+class LeadsForEver(Leader):
     """Its authority never runs out."""
 
     def _is_silent(self, now: float) -> bool:
@@ -107,10 +107,10 @@ class LeadsForEver(Lead):
 
 
 class HoldsFromReceipt(Candidate):
-    def answer(self, number: int, holding: Holding, now: float) -> Any:
+    def answer(self, number: int, holding: LeaseRecord, now: float) -> Any:
         if self._pending is not None and self._pending.number == number:
             self._asked_at = now
-        return super().answer(number, holding, now)
+        return super().on_answer(number, holding, now)
 
 
 class TakesUpOldTerms(Candidate):
@@ -125,8 +125,8 @@ class TakesUpOldTerms(Candidate):
 class TakesWithoutLooking(EmbeddedRegister):
     """Sets without comparing."""
 
-    def take(self, seen_term: int, holder: str, now: float) -> Holding:
-        self._held, self._expires_at = Holding(seen_term + 1, holder), now + self.lease_s
+    def take(self, seen_term: int, holder: str, now: float) -> LeaseRecord:
+        self._held, self._expires_at = LeaseRecord(seen_term + 1, holder), now + self.lease_s
         return self._held
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from closeranks.agent.membership import messages as m
 from closeranks.agent.membership.checks import MOST, ProtocolError
-from closeranks.agent.progress import Phase
+from closeranks.agent.progress import WorkerPhase
 from closeranks.core.requests import DRAIN, REGROUP, SAVE
 
 whole = st.integers(0, MOST)
@@ -32,38 +32,38 @@ tables = st.dictionaries(
     max_size=3,
 )
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,20}", fullmatch=True)
-phases = st.integers(0, len(Phase) - 1)
+phases = st.integers(0, len(WorkerPhase) - 1)
 rows = st.builds(m.RankProgress, whole, or_none, phases, seconds, whole, or_none, seconds, whole, whole)
 per_host = st.lists(st.integers(1, 16), min_size=1, max_size=20).map(tuple)
-BODIES: list[st.SearchStrategy[m.Body]] = [
+BODIES: list[st.SearchStrategy[m.MessageBody]] = [
     st.builds(m.Join, st.integers(1, 4096), or_none, tables),
-    st.builds(m.Beat, whole, or_none, st.booleans(), whole, st.lists(rows, max_size=3).map(tuple)),
-    *(st.builds(kind, whole, tables) for kind in (m.Broken, m.Fenced, m.Done)),
+    st.builds(m.Heartbeat, whole, or_none, st.booleans(), whole, st.lists(rows, max_size=3).map(tuple)),
+    *(st.builds(kind, whole, tables) for kind in (m.WorkerFailed, m.Fenced, m.WorkersDone)),
     st.builds(m.Leaving, st.text(max_size=20)),
-    st.builds(m.Event, whole, or_none, tables),
-    st.builds(m.Output, whole, or_none, st.text(max_size=20)),
-    st.builds(m.Note, st.text(max_size=20)),
-    st.builds(m.Store, whole, names),
+    st.builds(m.WorkerEvent, whole, or_none, tables),
+    st.builds(m.WorkerOutput, whole, or_none, st.text(max_size=20)),
+    st.builds(m.HostNote, st.text(max_size=20)),
+    st.builds(m.StoreAddress, whole, names),
     st.builds(m.Welcome, pause, pause, tables),
-    st.builds(m.BeatBack, whole, pause, pause),
+    st.builds(m.HeartbeatAck, whole, pause, pause),
     per_host.flatmap(
-        lambda counts: st.builds(m.Begin, whole, st.integers(0, len(counts) - 1), st.just(counts), tables)
+        lambda counts: st.builds(m.BeginGeneration, whole, st.integers(0, len(counts) - 1), st.just(counts), tables)
     ),
-    st.builds(m.Ask, whole, st.integers(1, MOST), st.sampled_from([DRAIN, SAVE, REGROUP])),
+    st.builds(m.WorkerRequest, whole, st.integers(1, MOST), st.sampled_from([DRAIN, SAVE, REGROUP])),
     st.builds(m.Fence, whole),
     st.builds(m.Dismiss, st.text(max_size=20)),
 ]
-letters = st.builds(m.Letter, whole, names, whole, whole, st.one_of(BODIES))
+letters = st.builds(m.Envelope, whole, names, whole, whole, st.one_of(BODIES))
 
 
 def test_every_kind_is_tried() -> None:
-    kinds = {kind.kind for kind in vars(m).values() if isinstance(kind, type) and issubclass(kind, m.Body)}
+    kinds = {kind.kind for kind in vars(m).values() if isinstance(kind, type) and issubclass(kind, m.MessageBody)}
     assert len(BODIES) == len(kinds - {""})
 
 
 @given(letters)
-def test_what_is_sent_arrives(letter: m.Letter) -> None:
-    assert m.Letter.from_fields(json.loads(json.dumps(letter.to_fields()))) == letter
+def test_what_is_sent_arrives(letter: m.Envelope) -> None:
+    assert m.Envelope.from_fields(json.loads(json.dumps(letter.to_fields()))) == letter
 
 
 foreign = st.one_of(
@@ -79,13 +79,13 @@ foreign = st.one_of(
 
 
 @given(letters, st.data())
-def test_a_changed_message_is_refused_or_still_a_message(letter: m.Letter, data: st.DataObject) -> None:
+def test_a_changed_message_is_refused_or_still_a_message(letter: m.Envelope, data: st.DataObject) -> None:
     """Whatever is decoded encodes to the same fields again: nothing slipped through that was not looked at."""
     told = letter.to_fields()
     key = data.draw(st.sampled_from(sorted(told)))
     told[key] = data.draw(foreign)
     try:
-        taken = m.Letter.from_fields(told)
+        taken = m.Envelope.from_fields(told)
     except ProtocolError:
         return
     assert taken.to_fields() == told
@@ -94,16 +94,16 @@ def test_a_changed_message_is_refused_or_still_a_message(letter: m.Letter, data:
 @given(st.recursive(foreign, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8))
 def test_foreign_values_are_refused(value: Any) -> None:
     with pytest.raises(ProtocolError):
-        m.Letter.from_fields(value)
+        m.Envelope.from_fields(value)
 
 
-def fields(body: m.Body, **changes: Any) -> dict[str, Any]:
-    return {**m.Letter(1, "a", 2, 3, body).to_fields(), **changes}
+def fields(body: m.MessageBody, **changes: Any) -> dict[str, Any]:
+    return {**m.Envelope(1, "a", 2, 3, body).to_fields(), **changes}
 
 
 def _before_requests_were_one_value() -> dict[str, Any]:
     """As version 1 of the control channel said it."""
-    told = fields(m.Ask(1, 1, DRAIN), drain=True, save=True, regroup=False)
+    told = fields(m.WorkerRequest(1, 1, DRAIN), drain=True, save=True, regroup=False)
     del told["request"]
     return told
 
@@ -127,21 +127,27 @@ def _before_requests_were_one_value() -> dict[str, Any]:
         (fields(m.Welcome(1, 1), plan={"a": math.inf}), "not finite"),
         (fields(m.Welcome(1, 1), plan={1: 2}), "a key that is not text"),
         (fields(m.Welcome(1, 1), plan={"a": b"x"}), "no JSON value"),
-        (fields(m.Begin(1, 0, (1,)), number=1), "begin.number is 1 among 1 hosts"),
-        (fields(m.Begin(1, 0, (1,)), per_host=[[1 << 20, 2]]), "more than 1048576 workers"),
-        (fields(m.Begin(1, 0, (1,)), per_host=[]), "must be runs"),
+        (fields(m.BeginGeneration(1, 0, (1,)), number=1), "begin.number is 1 among 1 hosts"),
+        (fields(m.BeginGeneration(1, 0, (1,)), per_host=[[1 << 20, 2]]), "more than 1048576 workers"),
+        (fields(m.BeginGeneration(1, 0, (1,)), per_host=[]), "must be runs"),
         (fields(m.Join(1), num_workers=0), "join.num_workers must be a whole number from 1"),
-        (fields(m.Ask(1, 1, DRAIN), request="dance"), "ask.request must be one of drain, save, .*, not 'dance'"),
-        (fields(m.Ask(1, 1, DRAIN), request=["drain"]), "ask.request must be one of"),
+        (
+            fields(m.WorkerRequest(1, 1, DRAIN), request="dance"),
+            "ask.request must be one of drain, save, .*, not 'dance'",
+        ),
+        (fields(m.WorkerRequest(1, 1, DRAIN), request=["drain"]), "ask.request must be one of"),
         (_before_requests_were_one_value(), "ask lacks request"),
-        (fields(m.Beat(1), progress=[[1, 2]]), "rows of 9 values"),
-        (fields(m.Beat(1), progress=[[0, 0, len(Phase), 0.0, 0, 0, 0.0, 0, 0]]), "phase must be a whole number from 0"),
+        (fields(m.Heartbeat(1), progress=[[1, 2]]), "rows of 9 values"),
+        (
+            fields(m.Heartbeat(1), progress=[[0, 0, len(WorkerPhase), 0.0, 0, 0, 0.0, 0, 0]]),
+            "phase must be a whole number from 0",
+        ),
         ([], "must be a table"),
     ],
 )
 def test_refusals(told: Any, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
-        m.Letter.from_fields(told)
+        m.Envelope.from_fields(told)
 
 
 def test_depth_is_bounded_by_us_and_not_by_the_interpreter() -> None:
@@ -149,17 +155,17 @@ def test_depth_is_bounded_by_us_and_not_by_the_interpreter() -> None:
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(ProtocolError, match="nested deeper"):
-        m.Letter.from_fields(fields(m.Welcome(1, 1), plan={"a": deep}))
+        m.Envelope.from_fields(fields(m.Welcome(1, 1), plan={"a": deep}))
 
 
 @given(per_host, st.data())
 def test_ranks_follow_from_the_numbers_of_workers(counts: tuple[int, ...], data: st.DataObject) -> None:
-    begins = [m.Begin(0, number, counts) for number in range(len(counts))]
+    begins = [m.BeginGeneration(0, number, counts) for number in range(len(counts))]
     assert [rank for begin in begins for rank in begin.ranks] == list(range(begins[0].world_size))
     begin = data.draw(st.sampled_from(begins))
     assert [rank for rank, host in enumerate(begin.hosts) if host == begin.number] == list(begin.ranks)
 
 
 def test_ten_thousand_hosts_fit_in_a_line() -> None:
-    begin = m.Begin(0, 9_999, (8,) * 10_000)
-    assert len(json.dumps(m.Letter(1, "a", 1, 1, begin).to_fields())) < 200
+    begin = m.BeginGeneration(0, 9_999, (8,) * 10_000)
+    assert len(json.dumps(m.Envelope(1, "a", 1, 1, begin).to_fields())) < 200

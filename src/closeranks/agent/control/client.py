@@ -16,12 +16,12 @@ from types import TracebackType
 
 from closeranks.agent.control.address import Address, parse_address
 from closeranks.agent.control.backoff import Backoff
-from closeranks.agent.control.conversation import Conversation, Fields
-from closeranks.agent.control.lookup import Lookup, Place, numeric
-from closeranks.agent.control.peer import Ears, Peer
-from closeranks.agent.control.terms import Terms
-from closeranks.agent.control.token import Token
-from closeranks.agent.loop import Loop
+from closeranks.agent.control.conversation import AuthenticatedChannel, Fields
+from closeranks.agent.control.lookup import DnsLookup, SocketAddress, numeric_addresses
+from closeranks.agent.control.peer import ConnectionCallbacks, ControlConnection
+from closeranks.agent.control.terms import ChannelLimits
+from closeranks.agent.control.token import JobToken
+from closeranks.agent.loop import EventLoop
 
 _MOST_TOLD = 16
 
@@ -31,30 +31,30 @@ class ControlClient:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoop,
         address: str | Address,
-        token: Token,
+        token: JobToken,
         *,
-        on_open: Callable[[Peer], None],
-        on_message: Callable[[Peer, Fields], None],
-        on_close: Callable[[Peer, str], None],
+        on_open: Callable[[ControlConnection], None],
+        on_message: Callable[[ControlConnection, Fields], None],
+        on_close: Callable[[ControlConnection, str], None],
         on_note: Callable[[str], None],
-        terms: Terms | None = None,
+        terms: ChannelLimits | None = None,
         seed: int | None = None,
     ) -> None:
         self._loop = loop
         self._token = token
-        self._terms = terms or Terms()
+        self._terms = terms or ChannelLimits()
         self._tell_open, self._tell_close, self._tell_note = on_open, on_close, on_note
-        self._ears = Ears(self._on_opened, on_message, self._on_ended)
+        self._ears = ConnectionCallbacks(self._on_opened, on_message, self._on_ended)
         self.address = parse_address(address) if isinstance(address, str) else address
         self._backoff = Backoff(self._terms.first_wait_s, self._terms.longest_wait_s, seed)
-        self._places: list[Place] = []
+        self._places: list[SocketAddress] = []
         """Addresses of this round that have not been tried yet."""
-        self._lookup: Lookup | None = None
+        self._lookup: DnsLookup | None = None
         self._connecting: socket.socket | None = None
         self._trying = self.address
-        self._peer: Peer | None = None
+        self._peer: ControlConnection | None = None
         self._opened_at = 0.0
         self._until: float | None = time.monotonic()
         """When the next attempt begins, or when the lookup or the connection attempt under way times out."""
@@ -74,7 +74,7 @@ class ControlClient:
         return self._peer is not None and self._peer.is_open
 
     @property
-    def peer(self) -> Peer | None:
+    def connection(self) -> ControlConnection | None:
         """The connection to the leader, while it is open."""
         return self._peer if self.is_open else None
 
@@ -114,17 +114,17 @@ class ControlClient:
     # --- connecting to the leader
 
     def _begin_round(self) -> None:
-        if places := numeric(self.address.host, self.address.port):
+        if places := numeric_addresses(self.address.host, self.address.port):
             self._places = places
             self._try_next("")
             return
         self._until = time.monotonic() + self._terms.connect_s
         try:
-            self._lookup = Lookup(self._loop, self.address.host, self.address.port, self._on_found)
+            self._lookup = DnsLookup(self._loop, self.address.host, self.address.port, self._on_found)
         except OSError as error:
             self._fail(f"its name cannot be looked up ({error.strerror})")
 
-    def _on_found(self, places: list[Place], why: str) -> None:
+    def _on_found(self, places: list[SocketAddress], why: str) -> None:
         self._lookup = None
         if not places:
             self._fail(f"its name is not known here ({why})")
@@ -142,7 +142,7 @@ class ControlClient:
             why = _unreachable(number)
         self._fail(why)
 
-    def _connect(self, place: Place) -> int:
+    def _connect(self, place: SocketAddress) -> int:
         try:
             endpoint = socket.socket(place.family, socket.SOCK_STREAM)
         except OSError as error:
@@ -155,7 +155,7 @@ class ControlClient:
         self._connecting, self._trying = endpoint, Address(*place.address[:2])
         self._until = time.monotonic() + self._terms.connect_s
         self._loop.watch(endpoint.fileno(), self._on_connected)
-        self._loop.also_writable(endpoint.fileno(), True)
+        self._loop.watch_writable(endpoint.fileno(), True)
         return errno.EINPROGRESS
 
     def _on_connected(self) -> None:
@@ -167,10 +167,10 @@ class ControlClient:
             self._drop_connecting()
             self._try_next(_unreachable(number))
             return
-        self._loop.forget(endpoint.fileno())
+        self._loop.unwatch(endpoint.fileno())
         self._connecting, self._until = None, None
-        talk = Conversation("client", self._token, max_bytes=self._terms.max_frame_bytes)
-        self._peer = Peer(self._loop, endpoint, self._trying, talk, self._ears, self._terms)
+        talk = AuthenticatedChannel("client", self._token, max_bytes=self._terms.max_frame_bytes)
+        self._peer = ControlConnection(self._loop, endpoint, self._trying, talk, self._ears, self._terms)
 
     def _fail(self, why: str) -> None:
         self._drop_lookup()
@@ -180,14 +180,14 @@ class ControlClient:
 
     # --- connected
 
-    def _on_opened(self, peer: Peer) -> None:
+    def _on_opened(self, peer: ControlConnection) -> None:
         self._opened_at = time.monotonic()
         self.deserted_at = None
         self.trouble, self.num_refused = "", 0
         self._told.clear()
         self._tell_open(peer)
 
-    def _on_ended(self, peer: Peer, why: str) -> None:
+    def _on_ended(self, peer: ControlConnection, why: str) -> None:
         """Only a connection that lasted resets the backoff, so that a leader which hangs up at once is not flooded."""
         self._peer = None
         self._places = []
@@ -216,7 +216,7 @@ class ControlClient:
 
     def _drop_connecting(self) -> None:
         if self._connecting is not None:
-            self._loop.forget(self._connecting.fileno())
+            self._loop.unwatch(self._connecting.fileno())
             self._connecting.close()
             self._connecting = None
 

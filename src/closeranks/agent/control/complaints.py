@@ -22,7 +22,7 @@ class _Known:
     num_since: int = 0
 
 
-class Complaints:
+class RefusalLog:
     """Decides which refusals are reported. Times are ``time.monotonic()``."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Complaints:
         self._num_lines = 0
         self._num_swallowed = 0
 
-    def about(self, host: str, why: str, now: float) -> str | None:
+    def line_for(self, host: str, why: str, now: float) -> str | None:
         """The line to log; None when this refusal is only counted."""
         known = self._known.get(host)
         if known is not None and now - known.told_at < _QUIET_S:

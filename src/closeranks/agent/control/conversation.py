@@ -23,30 +23,30 @@ from closeranks.agent.control.sealing import (
     HELLO_BYTES,
     NONCE_BYTES,
     VERSION,
-    Hello,
-    Refused,
+    ChannelError,
+    ChannelHello,
+    FrameReader,
+    FrameSigner,
     Role,
-    Seal,
-    Unwrapper,
-    draw_seals,
-    read_hello,
+    decode_hello,
+    derive_signers,
 )
-from closeranks.agent.control.token import Token
+from closeranks.agent.control.token import JobToken
 from closeranks.core.errors import CloseranksError
 
 Fields = dict[str, Any]
 
 
-class Conversation:
+class AuthenticatedChannel:
     """One side. The caller sends what is in ``outbox``, and closes the connection when ``feed`` raises."""
 
-    def __init__(self, role: Role, token: Token, *, max_bytes: int, nonce: bytes | None = None) -> None:
+    def __init__(self, role: Role, token: JobToken, *, max_bytes: int, nonce: bytes | None = None) -> None:
         self._token = token
         self._max_bytes = max_bytes
-        self._ours = Hello(role, nonce or secrets.token_bytes(NONCE_BYTES))
+        self._ours = ChannelHello(role, nonce or secrets.token_bytes(NONCE_BYTES))
         self._greeting = bytearray()
-        self._seal: Seal | None = None
-        self._unwrapper: Unwrapper | None = None
+        self._seal: FrameSigner | None = None
+        self._unwrapper: FrameReader | None = None
         self.is_open = False
         """Whether the other side has proved that it holds the token."""
         self.outbox = bytearray()
@@ -59,7 +59,7 @@ class Conversation:
         return not self._greeting and (self._unwrapper is None or self._unwrapper.is_empty)
 
     @property
-    def has_proven(self) -> bool:
+    def has_sent_proof(self) -> bool:
         """Whether our proof was sent: if the other side closes the connection now, it has rejected the proof."""
         return self.is_open or (self._ours.role == "client" and self._seal is not None)
 
@@ -70,7 +70,7 @@ class Conversation:
         body = json.dumps(fields, separators=(",", ":")).encode()
         if len(body) > self._max_bytes:
             raise CloseranksError(f"a message of {len(body)} bytes is too large to send (at most {self._max_bytes})")
-        self.outbox += self._seal.wrap(body)
+        self.outbox += self._seal.encode_frame(body)
 
     def feed(self, data: bytes) -> Iterator[Fields]:
         """The messages that have arrived completely. Raises ``Refused`` at the first violation of the protocol."""
@@ -87,33 +87,33 @@ class Conversation:
     def _meet(self, data: bytes) -> bytes:
         """Consume the other side's hello; returns the bytes after it."""
         self._greeting += data
-        theirs = read_hello(self._greeting, "server" if self._ours.role == "client" else "client")
+        theirs = decode_hello(self._greeting, "server" if self._ours.role == "client" else "client")
         if theirs is None:
             return b""
         if self._ours.role == "server":
             self.outbox += self._ours.encode()  # even to another version, which can then report the mismatch
         if theirs.version != VERSION:
             what = f"speaks version {theirs.version} of the control channel, this side {VERSION}"
-            raise Refused(f"{what}: install the same closeranks on both")
+            raise ChannelError(f"{what}: install the same closeranks on both")
         self._agree(theirs)
         rest = bytes(self._greeting[HELLO_BYTES:])
         self._greeting.clear()
         return rest
 
-    def _agree(self, theirs: Hello) -> None:
+    def _agree(self, theirs: ChannelHello) -> None:
         is_client = self._ours.role == "client"
-        seals = draw_seals(self._token, *((self._ours, theirs) if is_client else (theirs, self._ours)))
+        seals = derive_signers(self._token, *((self._ours, theirs) if is_client else (theirs, self._ours)))
         self._seal = seals.client if is_client else seals.server
-        self._unwrapper = Unwrapper(seals.server if is_client else seals.client, max_bytes=0)
+        self._unwrapper = FrameReader(seals.server if is_client else seals.client, max_bytes=0)
         if is_client:
-            self.outbox += self._seal.wrap(b"")
+            self.outbox += self._seal.encode_frame(b"")
 
-    def _open(self, unwrapper: Unwrapper) -> None:
+    def _open(self, unwrapper: FrameReader) -> None:
         """Frame 0 has been verified."""
-        unwrapper.allow(self._max_bytes)
+        unwrapper.set_max_bytes(self._max_bytes)
         self.is_open = True
         if self._ours.role == "server" and self._seal is not None:
-            self.outbox += self._seal.wrap(b"")
+            self.outbox += self._seal.encode_frame(b"")
 
 
 def _fields(body: bytes) -> Fields:
@@ -121,7 +121,7 @@ def _fields(body: bytes) -> Fields:
     try:
         fields = json.loads(str(body, "utf-8"))
     except (ValueError, RecursionError):
-        raise Refused("sent a message that is not JSON") from None
+        raise ChannelError("sent a message that is not JSON") from None
     if not isinstance(fields, dict):
-        raise Refused("sent a message that is not an object of fields")
+        raise ChannelError("sent a message that is not an object of fields")
     return fields

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from closeranks.agent.loop import Loop
+from closeranks.agent.loop import EventLoop
 
 _ASK = """
 import json, socket, sys
@@ -30,26 +30,26 @@ _MOST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SocketAddress:
     """An address that a socket can connect to."""
 
     family: socket.AddressFamily
     address: tuple[Any, ...]
 
 
-def numeric(host: str, port: int) -> list[Place]:
+def numeric_addresses(host: str, port: int) -> list[SocketAddress]:
     """The addresses of a numeric host; empty for a name. Sends no query."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
         return []
-    return [Place(family, address) for family, _, _, _, address in found]
+    return [SocketAddress(family, address) for family, _, _, _, address in found]
 
 
-class Lookup:
+class DnsLookup:
     """One query. ``done(places, why)`` is called from the event loop, with addresses or with the reason for none."""
 
-    def __init__(self, loop: Loop, host: str, port: int, done: Callable[[list[Place], str], None]) -> None:
+    def __init__(self, loop: EventLoop, host: str, port: int, done: Callable[[list[SocketAddress], str], None]) -> None:
         self._loop = loop
         self._done = done
         self._answer = bytearray()
@@ -70,7 +70,7 @@ class Lookup:
         """Also cancels a lookup that is still running."""
         if self._process.returncode is not None:
             return
-        self._loop.forget(self._reader)
+        self._loop.unwatch(self._reader)
         os.close(self._reader)
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
@@ -84,10 +84,10 @@ class Lookup:
         self._answer += data
         if not data or len(self._answer) > _MOST_BYTES:
             self.close()
-            self._done(*read_answer(bytes(self._answer)))
+            self._done(*decode_answer(bytes(self._answer)))
 
 
-def read_answer(answer: bytes) -> tuple[list[Place], str]:
+def decode_answer(answer: bytes) -> tuple[list[SocketAddress], str]:
     """The addresses that were found, or why there are none."""
     try:
         found = json.loads(answer)
@@ -95,4 +95,4 @@ def read_answer(answer: bytes) -> tuple[list[Place], str]:
         return [], "the lookup came to nothing"
     if isinstance(found, str):
         return [], found
-    return [Place(socket.AddressFamily(family), tuple(address)) for family, address in found], ""
+    return [SocketAddress(socket.AddressFamily(family), tuple(address)) for family, address in found], ""

@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from closeranks.agent.control.address import Address, plain_host
-from closeranks.agent.control.conversation import Conversation, Fields
-from closeranks.agent.control.sealing import Refused
-from closeranks.agent.control.terms import Terms
-from closeranks.agent.loop import Loop
+from closeranks.agent.control.conversation import AuthenticatedChannel, Fields
+from closeranks.agent.control.sealing import ChannelError
+from closeranks.agent.control.terms import ChannelLimits
+from closeranks.agent.loop import EventLoop
 
 _STRANGER_CHUNK_BYTES = 512
 _CHUNK_BYTES = 1 << 18
@@ -26,21 +26,27 @@ _CLOSED = "closed the connection"
 
 
 @dataclass(frozen=True, slots=True)
-class Ears:
+class ConnectionCallbacks:
     """Callbacks for what happens on a connection."""
 
-    opened: Callable[[Peer], None]
-    heard: Callable[[Peer, Fields], None]
-    ended: Callable[[Peer, str], None]
+    on_open: Callable[[ControlConnection], None]
+    on_message: Callable[[ControlConnection, Fields], None]
+    on_close: Callable[[ControlConnection, str], None]
     """With the reason, worded to follow the name of the other side; ``was_open`` tells whether it was ever
     authenticated."""
 
 
-class Peer:
+class ControlConnection:
     """One connection. Hashable by identity, so that callers can keep their own data about it in a dictionary."""
 
     def __init__(
-        self, loop: Loop, endpoint: socket.socket, where: Address, talk: Conversation, ears: Ears, terms: Terms
+        self,
+        loop: EventLoop,
+        endpoint: socket.socket,
+        where: Address,
+        talk: AuthenticatedChannel,
+        ears: ConnectionCallbacks,
+        terms: ChannelLimits,
     ) -> None:
         self._loop = loop
         self._endpoint = endpoint
@@ -57,7 +63,7 @@ class Peer:
         nothing."""
         self.has_hung_up = False
         """Whether the remote process, or its kernel, closed the connection; False after silence or our own close."""
-        self.where = where
+        self.remote_address = where
         """Address of the other side, as seen from this side."""
         self.local_host = plain_host(endpoint.getsockname()[0])
         """The address of this machine on that connection."""
@@ -99,7 +105,7 @@ class Peer:
         """Close without a callback. What the socket has accepted is still delivered; the queue is dropped."""
         if not self._is_closed:
             self._is_closed = True
-            self._loop.forget(self._fd)
+            self._loop.unwatch(self._fd)
             self._endpoint.close()
             self._talk.outbox.clear()
 
@@ -111,7 +117,7 @@ class Peer:
 
     def _end(self, why: str) -> None:
         self.close()
-        self._ears.ended(self, why)
+        self._ears.on_close(self, why)
 
     def _on_ready(self) -> None:
         if self._is_closed:  # closed earlier in this iteration; its descriptor may be reused
@@ -140,12 +146,12 @@ class Peer:
             for fields in self._talk.feed(data):
                 self._greet()
                 if self.is_open:
-                    self._ears.heard(self, fields)
+                    self._ears.on_message(self, fields)
                 if not self.is_open:
                     return
             self._greet()
             self._flush()
-        except Refused as error:
+        except ChannelError as error:
             self._flush()
             self.is_foreign = True
             self.refuse(error.what)
@@ -154,7 +160,7 @@ class Peer:
         if self._talk.is_open and not self.was_open:
             self.was_open = True
             self._flush()
-            self._ears.opened(self)
+            self._ears.on_open(self)
 
     def _flush(self) -> None:
         """Write what the socket accepts. An error is reported by the read that follows, after what had arrived before
@@ -172,12 +178,12 @@ class Peer:
             self._trouble = _broken(error)
             with suppress(OSError):
                 self._endpoint.shutdown(socket.SHUT_WR)
-        self._loop.also_writable(self._fd, bool(outbox))
+        self._loop.watch_writable(self._fd, bool(outbox))
 
     def _parting(self, words: str) -> str:
         if self.was_open:
             return words if self._talk.is_between_messages else f"{words} in the middle of a message"
-        if self._talk.has_proven:
+        if self._talk.has_sent_proof:
             self.is_foreign = True
             return f"{words} when it was shown our token: it probably has another one"
         return f"{words} before it had shown that it holds the token"

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from closeranks.agent.control.token import Token
+from closeranks.agent.control.token import JobToken
 from closeranks.core.errors import CloseranksError
 
 VERSION = 2
@@ -48,12 +48,12 @@ _FOREIGN = (
 )
 
 
-class Refused(CloseranksError):
+class ChannelError(CloseranksError):
     """The data received is not valid on this channel; ``what`` is worded to follow the name of the other side."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class ChannelHello:
     """The first data that a side sends: its role and a fresh nonce."""
 
     role: Role
@@ -64,15 +64,15 @@ class Hello:
         return _HELLO.pack(MAGIC, _ROLES[self.role], self.version, self.nonce)
 
 
-def read_hello(data: bytes | bytearray, role: Role) -> Hello | None:
+def decode_hello(data: bytes | bytearray, role: Role) -> ChannelHello | None:
     """The hello at the start of ``data``; None while it is incomplete. Raises at the first byte that does not match."""
     expected = MAGIC + _ROLES[role]
     if not expected.startswith(bytes(data[: len(expected)])):
-        raise Refused(_foreign(bytes(data[: len(expected)])))
+        raise ChannelError(_foreign(bytes(data[: len(expected)])))
     if len(data) < HELLO_BYTES:
         return None
     _, _, version, nonce = _HELLO.unpack_from(data)
-    return Hello(role, nonce, version)
+    return ChannelHello(role, nonce, version)
 
 
 def _foreign(data: bytes) -> str:
@@ -86,29 +86,29 @@ def _foreign(data: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Seals:
+class FrameSigners:
     """One signer for what the client sends, one for what the server sends."""
 
-    client: Seal
-    server: Seal
+    client: FrameSigner
+    server: FrameSigner
 
 
-def draw_seals(token: Token, client: Hello, server: Hello) -> Seals:
+def derive_signers(token: JobToken, client: ChannelHello, server: ChannelHello) -> FrameSigners:
     """HKDF (RFC 5869) with one block: extract with a label of ours as salt, expand with both nonces."""
     extracted = hmac.digest(b"closeranks control channel", token.secret, "sha256")
     key = hmac.digest(extracted, b"frames" + client.nonce + server.nonce + b"\x01", "sha256")
     both = client.encode() + server.encode()
-    return Seals(Seal(key, b"client to server" + both), Seal(key, b"server to client" + both))
+    return FrameSigners(FrameSigner(key, b"client to server" + both), FrameSigner(key, b"server to client" + both))
 
 
-class Seal:
+class FrameSigner:
     """Signs or verifies the frames of one direction of one connection, each frame once and in order."""
 
     def __init__(self, key: bytes, place: bytes) -> None:
         self._begun = hmac.new(key, place, hashlib.sha256)
         self._number = 0
 
-    def wrap(self, body: bytes) -> bytes:
+    def encode_frame(self, body: bytes) -> bytes:
         """The next frame."""
         length = _LENGTH.pack(len(body))
         frame = b"".join((length, self._tag(_OF_LENGTH, length), body, self._tag(_OF_BODY, body)))
@@ -134,14 +134,14 @@ class Seal:
         if hmac.compare_digest(right, given):
             return
         if self._number == 0:
-            raise Refused("does not hold this job's token (or what it sent was altered on the way)")
-        raise Refused("sent a message that was altered, repeated or moved on the way")
+            raise ChannelError("does not hold this job's token (or what it sent was altered on the way)")
+        raise ChannelError("sent a message that was altered, repeated or moved on the way")
 
 
-class Unwrapper:
+class FrameReader:
     """Bytes in, verified bodies out; an incomplete frame stays in the buffer."""
 
-    def __init__(self, seal: Seal, max_bytes: int) -> None:
+    def __init__(self, seal: FrameSigner, max_bytes: int) -> None:
         self._seal = seal
         self._max_bytes = max_bytes
         self._buffer = bytearray()
@@ -152,7 +152,7 @@ class Unwrapper:
     def is_empty(self) -> bool:
         return not self._buffer and self._length is None
 
-    def allow(self, max_bytes: int) -> None:
+    def set_max_bytes(self, max_bytes: int) -> None:
         """Set the largest body that is accepted from now on."""
         self._max_bytes = max_bytes
 
@@ -169,7 +169,7 @@ class Unwrapper:
                 return None
             self._length = self._seal.check_length(self._take(_HEADER_BYTES))
             if self._length > self._max_bytes:
-                raise Refused(f"sent a message of {self._length} bytes; at most {self._max_bytes} are taken here")
+                raise ChannelError(f"sent a message of {self._length} bytes; at most {self._max_bytes} are taken here")
         if len(self._buffer) < self._length + _TAG_BYTES:
             return None
         body = self._take(self._length)

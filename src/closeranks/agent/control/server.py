@@ -14,12 +14,12 @@ from collections.abc import Callable
 from types import TracebackType
 
 from closeranks.agent.control.address import Address, listen_on, plain_host
-from closeranks.agent.control.complaints import Complaints
-from closeranks.agent.control.conversation import Conversation, Fields
-from closeranks.agent.control.peer import Ears, Peer
-from closeranks.agent.control.terms import Terms
-from closeranks.agent.control.token import Token
-from closeranks.agent.loop import Loop
+from closeranks.agent.control.complaints import RefusalLog
+from closeranks.agent.control.conversation import AuthenticatedChannel, Fields
+from closeranks.agent.control.peer import ConnectionCallbacks, ControlConnection
+from closeranks.agent.control.terms import ChannelLimits
+from closeranks.agent.control.token import JobToken
+from closeranks.agent.loop import EventLoop
 
 _ACCEPTS_PER_TURN = 32
 _REST_S = 1.0
@@ -32,26 +32,26 @@ class ControlServer:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoop,
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        token: Token,
-        on_open: Callable[[Peer], None],
-        on_message: Callable[[Peer, Fields], None],
-        on_close: Callable[[Peer, str], None],
+        token: JobToken,
+        on_open: Callable[[ControlConnection], None],
+        on_message: Callable[[ControlConnection, Fields], None],
+        on_close: Callable[[ControlConnection, str], None],
         on_note: Callable[[str], None],
-        terms: Terms | None = None,
+        terms: ChannelLimits | None = None,
     ) -> None:
         self._loop = loop
         self._token = token
-        self._terms = terms or Terms()
+        self._terms = terms or ChannelLimits()
         self._tell_open, self._tell_close, self._tell_note = on_open, on_close, on_note
-        self._ears = Ears(self._on_opened, on_message, self._on_ended)
-        self._complaints = Complaints()
-        self._strangers: dict[Peer, None] = {}
+        self._ears = ConnectionCallbacks(self._on_opened, on_message, self._on_ended)
+        self._complaints = RefusalLog()
+        self._strangers: dict[ControlConnection, None] = {}
         """Unauthenticated connections in order of arrival, which is the order of their deadlines."""
-        self._peers: dict[Peer, None] = {}
+        self._peers: dict[ControlConnection, None] = {}
         self._rests_until: float | None = None
         self._has_told_rest = False
         self._listener = listen_on(host, port)
@@ -61,7 +61,7 @@ class ControlServer:
         loop.watch(self._fd, self._accept)
 
     @property
-    def peers(self) -> tuple[Peer, ...]:
+    def connections(self) -> tuple[ControlConnection, ...]:
         """The authenticated connections."""
         return tuple(self._peers)
 
@@ -85,7 +85,7 @@ class ControlServer:
 
     def close(self) -> None:
         """Close everything without callbacks; the port is free afterwards."""
-        self._loop.forget(self._fd)
+        self._loop.unwatch(self._fd)
         self._listener.close()
         self._rests_until = None
         for peer in [*self._strangers, *self._peers]:
@@ -110,7 +110,7 @@ class ControlServer:
     def _rest(self, error: OSError) -> None:
         """Stop accepting for a while: a connection that cannot be accepted stays in the backlog and would keep the
         event loop spinning."""
-        self._loop.forget(self._fd)
+        self._loop.unwatch(self._fd)
         self._rests_until = time.monotonic() + _REST_S
         if not self._has_told_rest:
             self._has_told_rest = True
@@ -118,25 +118,25 @@ class ControlServer:
 
     def _admit(self, endpoint: socket.socket, where: Address) -> None:
         """``where`` is the address that ``accept`` returned: ``getpeername`` fails when the client is already gone."""
-        talk = Conversation("server", self._token, max_bytes=self._terms.max_frame_bytes)
-        self._strangers[Peer(self._loop, endpoint, where, talk, self._ears, self._terms)] = None
-        if len(self._strangers) > self._terms.max_strangers:
-            busiest = most_crowded([peer.where.host for peer in self._strangers])
-            oldest = next(peer for peer in self._strangers if peer.where.host == busiest)
+        talk = AuthenticatedChannel("server", self._token, max_bytes=self._terms.max_frame_bytes)
+        self._strangers[ControlConnection(self._loop, endpoint, where, talk, self._ears, self._terms)] = None
+        if len(self._strangers) > self._terms.max_unauthenticated:
+            busiest = most_crowded([peer.remote_address.host for peer in self._strangers])
+            oldest = next(peer for peer in self._strangers if peer.remote_address.host == busiest)
             oldest.refuse("has too many connections without a token")
 
-    def _on_opened(self, peer: Peer) -> None:
+    def _on_opened(self, peer: ControlConnection) -> None:
         del self._strangers[peer]
         self._peers[peer] = None
         self._tell_open(peer)
 
-    def _on_ended(self, peer: Peer, why: str) -> None:
+    def _on_ended(self, peer: ControlConnection, why: str) -> None:
         if peer in self._peers:
             del self._peers[peer]
             self._tell_close(peer, why)
         elif peer in self._strangers:
             del self._strangers[peer]
-            if line := self._complaints.about(peer.where.host, why, time.monotonic()):
+            if line := self._complaints.line_for(peer.remote_address.host, why, time.monotonic()):
                 self._tell_note(line)
 
     def __enter__(self) -> ControlServer:

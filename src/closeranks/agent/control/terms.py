@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ChannelLimits:
     handshake_s: float = 5.0
     """From the connection to the proof; a client that takes longer is dropped."""
     connect_s: float = 5.0
@@ -20,7 +20,7 @@ class Terms:
     max_frame_bytes: int = 16 << 20
     max_queue_bytes: int = 32 << 20
     """What may wait for one connection; one that reads so slowly that more would wait is closed."""
-    max_strangers: int = 256
+    max_unauthenticated: int = 256
     """Unauthenticated connections. Beyond it, the oldest one of the address with the most of them is closed."""
     first_wait_s: float = 0.1
     """Before the second attempt to connect; each wait is twice the last, minus a random part of up to a half."""

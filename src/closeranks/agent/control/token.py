@@ -28,7 +28,7 @@ _HOW = "Make one with `openssl rand -hex 32`, in a file of mode 600 that each ho
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class JobToken:
     """The job's secret. Its fingerprint may be shown, and tells two tokens apart."""
 
     secret: bytes = field(repr=False)
@@ -41,7 +41,7 @@ class Token:
         return f"Token({self.fingerprint})"
 
 
-def parse_token(text: str, source: str) -> Token:
+def parse_token(text: str, source: str) -> JobToken:
     """Parse the text that ``source`` gave; surrounding white space, such as an editor's last newline, is ignored."""
     words = text.split()
     if not words:
@@ -53,10 +53,10 @@ def parse_token(text: str, source: str) -> Token:
         raise SetupError(what, _HOW)
     if len(set(words[0])) < _FEWEST_DIFFERENT:
         raise SetupError(f"the job token in {source} can be guessed (too few different characters)", _HOW)
-    return Token(words[0].encode())
+    return JobToken(words[0].encode())
 
 
-def read_token(path: Path, on_note: Callable[[str], None]) -> Token:
+def read_token(path: Path, on_note: Callable[[str], None]) -> JobToken:
     """Read the token from a file; a file that others may read or write is accepted with a warning."""
     try:
         with open_binary(path) as file:
@@ -72,7 +72,7 @@ def read_token(path: Path, on_note: Callable[[str], None]) -> Token:
     return token
 
 
-def draw_token(path: Path) -> Token:
+def draw_token(path: Path) -> JobToken:
     """Generate a token and write it to ``path``, readable by its owner only. The file is replaced atomically.
 
     The temporary file has mode 600 from the start, whatever the umask: there is no moment at which others can read it.
@@ -91,22 +91,22 @@ def draw_token(path: Path) -> Token:
     except OSError as error:
         fix = "Give a token of your own with --token-file, or make the folder writable."
         raise SetupError(f"the job token cannot be written to {path} ({error.strerror})", fix) from None
-    return Token(text.encode())
+    return JobToken(text.encode())
 
 
-def given_token(token_file: Path | None, from_shell: str, on_note: Callable[[str], None]) -> Token | None:
+def given_token(token_file: Path | None, from_shell: str, on_note: Callable[[str], None]) -> JobToken | None:
     """The token that the user gave, or None. ``from_shell``: ``core.environment.job_token()``."""
     if token_file is not None:
         return read_token(token_file, on_note)
     return parse_token(from_shell, "CLOSERANKS_TOKEN") if from_shell else None
 
 
-def lead_token(token_file: Path | None, from_shell: str, draw_at: Path, on_note: Callable[[str], None]) -> Token:
+def lead_token(token_file: Path | None, from_shell: str, draw_at: Path, on_note: Callable[[str], None]) -> JobToken:
     """The leader's token: the one given, or a new one that is written to ``draw_at``."""
     return given_token(token_file, from_shell, on_note) or draw_token(draw_at)
 
 
-def host_token(token_file: Path | None, from_shell: str, on_note: Callable[[str], None]) -> Token:
+def host_token(token_file: Path | None, from_shell: str, on_note: Callable[[str], None]) -> JobToken:
     """The token of a host that joins; one must have been given."""
     token = given_token(token_file, from_shell, on_note)
     if token is None:

@@ -27,7 +27,7 @@ class ProtocolError(CloseranksError):
         super().__init__(what, "Check that every host runs the same version of closeranks and belongs to this job.")
 
 
-class Check(Protocol):
+class FieldCodec(Protocol):
     def decode(self, name: str, value: Any) -> Any: ...
 
     def encode(self, value: Any) -> Any: ...
@@ -41,7 +41,7 @@ class _Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(_Plain):
+class IntCodec(_Plain):
     least: int = 0
     most: int = MOST
 
@@ -52,7 +52,7 @@ class Whole(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Number(_Plain):
+class FloatCodec(_Plain):
     """Seconds and the like: finite and not negative. An integer is accepted, as some JSON writers write 3.0 as 3."""
 
     least: float = 0.0
@@ -65,7 +65,7 @@ class Number(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Text(_Plain):
+class StrCodec(_Plain):
     most: int = 4096
     is_name: bool = False
     """A name is not empty and has printable characters only."""
@@ -78,14 +78,14 @@ class Text(_Plain):
         return value
 
 
-class Flag(_Plain):
+class BoolCodec(_Plain):
     def decode(self, name: str, value: Any) -> bool:
         if type(value) is not bool:
             raise ProtocolError(f"{name} must be true or false, not {shown(value)}")
         return value
 
 
-class Table(_Plain):
+class DictCodec(_Plain):
     """A dict of JSON values, of bounded depth and size; its reader interprets it."""
 
     def decode(self, name: str, value: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _look_through(name: str, root: Any) -> None:
     raise ProtocolError(f"{name} is nested deeper than {_MAX_DEPTH} levels")
 
 
-class Kind:
+class RequestCodec:
     """A request to the run, by its name."""
 
     def encode(self, value: Request) -> str:
@@ -132,7 +132,7 @@ class Kind:
         return REQUESTS[value]
 
 
-class Runs:
+class RunLengthCodec:
     """Numbers of workers per host, run-length encoded: 10,000 hosts of 8 workers are sent as ``[[8, 10000]]``."""
 
     def encode(self, value: tuple[int, ...]) -> list[list[int]]:

@@ -9,24 +9,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from closeranks.agent.membership.messages import Ask, Begin, Event, Letter, Note, Output
+from closeranks.agent.membership.messages import (
+    BeginGeneration,
+    Envelope,
+    HostNote,
+    WorkerEvent,
+    WorkerOutput,
+    WorkerRequest,
+)
 
 Why = Literal["done", "fault", "lost", "rejoined", "restarted", "ordered"]
-Change = Literal["joined", "leaving", "left", "lost"]
+HostChange = Literal["joined", "leaving", "left", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendMessage:
     """Send a message: to the host that the envelope names or, on a host, to the leader."""
 
-    letter: Letter
+    envelope: Envelope
 
 
 # --- effects of the leader
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class AvailableHost:
     """A host that could take workers now."""
 
     name: str
@@ -37,7 +44,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class EndCause:
     """Why a generation ended."""
 
     why: Why
@@ -47,64 +54,72 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class HostStatusChanged:
     """A host joined, is leaving, left or was lost."""
 
     host: str
-    change: Change
+    change: HostChange
     what: str = ""
     num_workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Formed:
+class GenerationFormed:
     """Every member has started its workers."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
+class GenerationBroken:
     """The generation is being fenced; ``cause`` is the first one."""
 
     generation: int
-    cause: Cause
+    cause: EndCause
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class GenerationSettled:
     """No worker of the generation is alive any more: the next generation may begin, on any of the available hosts."""
 
     generation: int
-    cause: Cause
+    cause: EndCause
     facts: Mapping[str, Mapping[str, Any]]
     """What each member reported when it was done or fenced; lost members have no entry."""
-    available: tuple[Host, ...]
+    available: tuple[AvailableHost, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RelayedMessage:
     """An event, output line or note that a member passed on."""
 
     host: str
-    body: Event | Output | Note
+    body: WorkerEvent | WorkerOutput | HostNote
 
 
 @dataclass(frozen=True, slots=True)
-class Deposed:
+class SteppedDown:
     """This leader's own lease has expired: it gives no more orders."""
 
     term: int
 
 
-LeadEffect = Send | Changed | Formed | Broke | Settled | Told | Deposed
+LeaderEffect = (
+    SendMessage
+    | HostStatusChanged
+    | GenerationFormed
+    | GenerationBroken
+    | GenerationSettled
+    | RelayedMessage
+    | SteppedDown
+)
 
 
 # --- effects of a host
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinAccepted:
     """The leader has accepted this host; ``plan`` describes the job."""
 
     term: int
@@ -112,28 +127,28 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartWorkers:
     """Fork the workers of a generation."""
 
-    begin: Begin
+    begin: BeginGeneration
 
 
 @dataclass(frozen=True, slots=True)
-class TakeStore:
+class ForwardStore:
     """Pass the store's address to the workers, for their rendezvous."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class TakeAsk:
+class ForwardRequest:
     """Pass a request on to the workers."""
 
-    ask: Ask
+    request: WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillWorkers:
     """Send SIGKILL to every worker at once; when they are dead, call ``Follower.fenced``."""
 
     generation: int
@@ -141,7 +156,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ParticipationEnded:
     """The job is over for this host, and none of its workers is alive. ``is_lost``: no leader is left. With ``is_lost``
     or ``rescues``, the snapshots in memory must be written to disk first."""
 
@@ -150,4 +165,6 @@ class End:
     rescues: bool = False
 
 
-FollowerEffect = Send | Joined | Start | TakeStore | TakeAsk | Kill | End
+FollowerEffect = (
+    SendMessage | JoinAccepted | StartWorkers | ForwardStore | ForwardRequest | KillWorkers | ParticipationEnded
+)

@@ -20,27 +20,36 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from closeranks.agent.membership.effects import End, FollowerEffect, Joined, Kill, Send, Start, TakeAsk, TakeStore
+from closeranks.agent.membership.effects import (
+    FollowerEffect,
+    ForwardRequest,
+    ForwardStore,
+    JoinAccepted,
+    KillWorkers,
+    ParticipationEnded,
+    SendMessage,
+    StartWorkers,
+)
 from closeranks.agent.membership.messages import (
-    Ask,
-    Beat,
-    BeatBack,
-    Begin,
-    Body,
-    Broken,
+    BeginGeneration,
     Dismiss,
-    Done,
-    Event,
+    Envelope,
     Fence,
     Fenced,
+    Heartbeat,
+    HeartbeatAck,
+    HostNote,
     Join,
     Leaving,
-    Letter,
-    Note,
-    Output,
+    MessageBody,
     RankProgress,
-    Store,
+    StoreAddress,
     Welcome,
+    WorkerEvent,
+    WorkerFailed,
+    WorkerOutput,
+    WorkerRequest,
+    WorkersDone,
 )
 
 Effects = list[FollowerEffect]
@@ -49,7 +58,7 @@ _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 8.0
 
 
-class Work(enum.StrEnum):
+class FollowerState(enum.StrEnum):
     IDLE = "idle"
     WORKING = "working"
     KILLING = "killing"
@@ -78,7 +87,7 @@ class Follower:
         self.session = 0
         self.is_joined = False
         self.is_over = False
-        self.work = Work.IDLE
+        self.state = FollowerState.IDLE
         self.generation = -1
         """The newest generation known here, whether it was started or not."""
         self.lease_until = -math.inf
@@ -92,16 +101,16 @@ class Follower:
         self._seq = 0
         self._sent: dict[int, float] = {}
         self._joined_at = now
-        self._unheard: dict[str, Body] = {}
+        self._unheard: dict[str, MessageBody] = {}
         self._fenced_facts: Mapping[str, Any] = {}
         self._store = ""
         self._num_asked = 0
         self._leaving: Leaving | None = None
-        self._end: End | None = None
+        self._end: ParticipationEnded | None = None
 
     # --- messages from the leader
 
-    def handle(self, letter: Letter, now: float) -> Effects:
+    def handle(self, letter: Envelope, now: float) -> Effects:
         """A message from a leader has arrived."""
         if self.is_over or (letter.host, letter.incarnation) != (self.host, self.incarnation):
             return []
@@ -114,27 +123,27 @@ class Follower:
             case Welcome() as welcome:
                 return self._on_welcome(letter.term, welcome, now)
             case Dismiss() as dismiss:
-                return self._finish(End(dismiss.reason, rescues=dismiss.rescues))
+                return self._finish(ParticipationEnded(dismiss.reason, rescues=dismiss.rescues))
             case body:
                 return self._on_order(body, now) if self.is_joined and now < self.lease_until else []
 
-    def _on_order(self, body: Body, now: float) -> Effects:
-        is_working = self.work == Work.WORKING
+    def _on_order(self, body: MessageBody, now: float) -> Effects:
+        is_working = self.state == FollowerState.WORKING
         match body:
-            case BeatBack():
+            case HeartbeatAck():
                 return self._on_beat_back(body, now)
-            case Begin():
+            case BeginGeneration():
                 return self._on_begin(body, now)
             case Fence():
                 return self._on_fence(body)
-            case Store(generation=number) if is_working and number == self.generation:
+            case StoreAddress(generation=number) if is_working and number == self.generation:
                 return self._on_store(body)
-            case Ask(generation=number) if is_working and number == self.generation:
+            case WorkerRequest(generation=number) if is_working and number == self.generation:
                 return self._on_ask(body)
             case _:
                 return []
 
-    def _is_stale(self, letter: Letter) -> bool:
+    def _is_stale(self, letter: Envelope) -> bool:
         return letter.term < self.term or letter.session != self.session
 
     def _on_welcome(self, term: int, welcome: Welcome, now: float) -> Effects:
@@ -144,9 +153,9 @@ class Follower:
         self.lease_until = self._joined_at + welcome.lease_s
         self._heard_at, self._beat_s, self._retry_s = now, welcome.beat_s, _FIRST_RETRY_S
         self._sent.clear()
-        return [Joined(self.term, welcome.plan), self._beat(now, ())]
+        return [JoinAccepted(self.term, welcome.plan), self._beat(now, ())]
 
-    def _on_beat_back(self, back: BeatBack, now: float) -> Effects:
+    def _on_beat_back(self, back: HeartbeatAck, now: float) -> Effects:
         """Heartbeats up to this one need no acknowledgement any more: one for an earlier heartbeat, arriving later,
         would renew the lease for less."""
         sent_at = self._sent.get(back.seq)
@@ -158,65 +167,65 @@ class Follower:
         self._heard_at, self._beat_s = now, back.beat_s
         return []
 
-    def _on_begin(self, begin: Begin, now: float) -> Effects:
+    def _on_begin(self, begin: BeginGeneration, now: float) -> Effects:
         """Confirmed with an immediate heartbeat, so that a large fleet with slow heartbeats forms a generation as fast
         as a small one."""
-        if begin.generation <= self.generation or self.work in (Work.WORKING, Work.KILLING):
+        if begin.generation <= self.generation or self.state in (FollowerState.WORKING, FollowerState.KILLING):
             return []
-        self.generation, self.work = begin.generation, Work.WORKING
+        self.generation, self.state = begin.generation, FollowerState.WORKING
         self._store, self._num_asked, self._fenced_facts = "", 0, {}
         self._unheard.clear()
-        return [Start(begin), self._beat(now, ())]
+        return [StartWorkers(begin), self._beat(now, ())]
 
     def _on_fence(self, fence: Fence) -> Effects:
-        if fence.generation < self.generation or self.work == Work.KILLING:
+        if fence.generation < self.generation or self.state == FollowerState.KILLING:
             return []
-        if fence.generation == self.generation and self.work == Work.WORKING:
+        if fence.generation == self.generation and self.state == FollowerState.WORKING:
             return [self._kill("the generation is over")]
         if fence.generation > self.generation:
-            self.generation, self._fenced_facts, self.work = fence.generation, {}, Work.IDLE
+            self.generation, self._fenced_facts, self.state = fence.generation, {}, FollowerState.IDLE
             self._unheard.clear()
         return [self._send(Fenced(self.generation, dict(self._fenced_facts)))]
 
-    def _on_store(self, store: Store) -> Effects:
-        self._unheard.pop(Store.kind, None)
+    def _on_store(self, store: StoreAddress) -> Effects:
+        self._unheard.pop(StoreAddress.kind, None)
         if self._store:
             return []
         self._store = store.address
-        return [TakeStore(store.address)]
+        return [ForwardStore(store.address)]
 
-    def _on_ask(self, ask: Ask) -> Effects:
+    def _on_ask(self, ask: WorkerRequest) -> Effects:
         """Requests are taken in order; one that overtook another is dropped, and the leader sends it again."""
         if ask.number != self._num_asked + 1:
             return []
         self._num_asked = ask.number
-        return [TakeAsk(ask)]
+        return [ForwardRequest(ask)]
 
     # --- what happens on this host
 
-    def stored(self, address: str) -> Effects:
+    def on_store_opened(self, address: str) -> Effects:
         """Rank 0 is on this host and has opened its store."""
-        if self.work != Work.WORKING or self._store:
+        if self.state != FollowerState.WORKING or self._store:
             return []
-        return self._tell(Store(self.generation, address))
+        return self._tell(StoreAddress(self.generation, address))
 
-    def broke(self, facts: Mapping[str, Any]) -> Effects:
+    def on_worker_failed(self, facts: Mapping[str, Any]) -> Effects:
         """A worker failed; the leader will have the whole generation fenced."""
-        return self._tell(Broken(self.generation, dict(facts))) if self.work == Work.WORKING else []
+        return self._tell(WorkerFailed(self.generation, dict(facts))) if self.state == FollowerState.WORKING else []
 
-    def done(self, facts: Mapping[str, Any]) -> Effects:
+    def on_workers_done(self, facts: Mapping[str, Any]) -> Effects:
         """All workers have exited by themselves."""
-        if self.work != Work.WORKING:
+        if self.state != FollowerState.WORKING:
             return []
-        self.work, self._fenced_facts = Work.DONE, dict(facts)
+        self.state, self._fenced_facts = FollowerState.DONE, dict(facts)
         self._unheard.clear()
-        return self._tell(Done(self.generation, dict(facts)))
+        return self._tell(WorkersDone(self.generation, dict(facts)))
 
-    def fenced(self, facts: Mapping[str, Any], now: float) -> Effects:
+    def on_fenced(self, facts: Mapping[str, Any], now: float) -> Effects:
         """All workers are dead, as ``Kill`` ordered."""
-        if self.work != Work.KILLING:
+        if self.state != FollowerState.KILLING:
             return []
-        self.work, self._fenced_facts = Work.IDLE, dict(facts)
+        self.state, self._fenced_facts = FollowerState.IDLE, dict(facts)
         self._unheard.clear()
         if self._end is not None:
             return self._finish(self._end)
@@ -228,21 +237,21 @@ class Follower:
     def leave(self, reason: str) -> Effects:
         """This host was asked to leave the job: it stays until its workers have left the generation."""
         self._leaving = Leaving(reason)
-        return [self._send(self._leaving)] if self.is_joined else self._finish(End(reason))
+        return [self._send(self._leaving)] if self.is_joined else self._finish(ParticipationEnded(reason))
 
     def abandon(self, reason: str) -> Effects:
         """The caller has concluded that this job has no leader any more."""
-        return [] if self.is_over or self._end is not None else self._finish(End(reason, is_lost=True))
+        return [] if self.is_over or self._end is not None else self._finish(ParticipationEnded(reason, is_lost=True))
 
-    def relay(self, body: Event | Output | Note) -> Effects:
+    def relay(self, body: WorkerEvent | WorkerOutput | HostNote) -> Effects:
         return [self._send(body)] if self.is_joined else []
 
-    def opened(self, now: float) -> None:
+    def on_connected(self, now: float) -> None:
         """There is a connection to a leader: a host that has not joined need not wait for its next attempt."""
         if not self.is_joined:
             self._next_join, self._retry_s = now, _FIRST_RETRY_S
 
-    def closed(self, now: float) -> Effects:
+    def on_disconnected(self, now: float) -> Effects:
         """The connection to the leader has ended."""
         return self._cut("the connection to the lead was closed", now) if self.is_joined else []
 
@@ -258,15 +267,15 @@ class Follower:
                 return []
             again = [*self._unheard.values(), *([self._leaving] if self._leaving else [])]
             return [self._beat(now, progress), *(self._send(body) for body in again)]
-        if self.work == Work.KILLING:
+        if self.state == FollowerState.KILLING:
             return []
         if now >= self._heard_at + self._give_up_s:
-            return self._finish(End(f"no lead was found within {self._give_up_s:g} s", is_lost=True))
+            return self._finish(ParticipationEnded(f"no lead was found within {self._give_up_s:g} s", is_lost=True))
         return self._join(now) if now >= self._next_join else []
 
     def deadline(self, now: float) -> float | None:
         """When ``tick`` must be called at the latest; None: not before something else happens."""
-        if self.is_over or (self.work == Work.KILLING and not self.is_joined):
+        if self.is_over or (self.state == FollowerState.KILLING and not self.is_joined):
             return None
         if self.is_joined:
             return max(now, min(self._next_beat, self.lease_until))
@@ -279,11 +288,11 @@ class Follower:
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
         return [self._send(Join(self.num_workers, self.generation, self._facts))]
 
-    def _beat(self, now: float, progress: Sequence[RankProgress]) -> Send:
+    def _beat(self, now: float, progress: Sequence[RankProgress]) -> SendMessage:
         self._seq += 1
         self._sent[self._seq] = now
         self._next_beat = now + self._beat_s
-        return self._send(Beat(self._seq, self.generation, bool(self._store), self._num_asked, tuple(progress)))
+        return self._send(Heartbeat(self._seq, self.generation, bool(self._store), self._num_asked, tuple(progress)))
 
     # --- the end of a lease, of a generation, of the job
 
@@ -292,26 +301,26 @@ class Follower:
         self.is_joined, self._next_beat, self._next_join = False, math.inf, now
         self._unheard.clear()
         if self._leaving is not None:
-            return self._finish(End(self._leaving.reason))
-        return [self._kill(why)] if self.work == Work.WORKING else []
+            return self._finish(ParticipationEnded(self._leaving.reason))
+        return [self._kill(why)] if self.state == FollowerState.WORKING else []
 
-    def _finish(self, end: End) -> Effects:
+    def _finish(self, end: ParticipationEnded) -> Effects:
         """End once the workers are dead."""
         self._end = end
-        if self.work == Work.WORKING:
+        if self.state == FollowerState.WORKING:
             return [self._kill(end.reason)]
-        if self.work == Work.KILLING:
+        if self.state == FollowerState.KILLING:
             return []
         self.is_over = True
         return [end]
 
-    def _kill(self, why: str) -> Kill:
-        self.work = Work.KILLING
-        return Kill(self.generation, why)
+    def _kill(self, why: str) -> KillWorkers:
+        self.state = FollowerState.KILLING
+        return KillWorkers(self.generation, why)
 
-    def _tell(self, body: Body) -> Effects:
+    def _tell(self, body: MessageBody) -> Effects:
         self._unheard[body.kind] = body
         return [self._send(body)]
 
-    def _send(self, body: Body) -> Send:
-        return Send(Letter(self.term, self.host, self.incarnation, self.session, body))
+    def _send(self, body: MessageBody) -> SendMessage:
+        return SendMessage(Envelope(self.term, self.host, self.incarnation, self.session, body))

@@ -14,20 +14,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from closeranks.agent.membership.effects import Cause
-from closeranks.agent.membership.messages import Ask, Begin
-from closeranks.agent.membership.peers import Peer
+from closeranks.agent.membership.effects import EndCause
+from closeranks.agent.membership.messages import BeginGeneration, WorkerRequest
+from closeranks.agent.membership.peers import HostSession
 
 
-class Phase(enum.StrEnum):
+class GenerationPhase(enum.StrEnum):
     FORMING = "forming"
     RUNNING = "running"
     BREAKING = "breaking"
     SETTLED = "settled"
 
 
-class Standing(enum.IntEnum):
-    CALLED = 0
+class MemberState(enum.IntEnum):
+    ORDERED = 0
     """Ordered to start its workers."""
     WORKING = 1
     DONE = 2
@@ -37,58 +37,58 @@ class Standing(enum.IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class GenerationMember:
     """One host as a member of a generation."""
 
-    peer: Peer
-    begin: Begin
+    session: HostSession
+    begin: BeginGeneration
     told_at: float
     """When an order that it has not confirmed yet was last sent to it."""
-    standing: Standing = Standing.CALLED
+    state: MemberState = MemberState.ORDERED
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def is_open(self) -> bool:
+    def may_have_workers(self) -> bool:
         """Whether some of its workers may be alive."""
-        return self.standing < Standing.DONE
+        return self.state < MemberState.DONE
 
 
 class Generation:
     """The members of one generation, and their states."""
 
-    def __init__(self, number: int, seats: list[Seat]) -> None:
+    def __init__(self, number: int, seats: list[GenerationMember]) -> None:
         self.number = number
-        self.phase = Phase.FORMING
-        self.seats = {seat.peer.name: seat for seat in seats}
-        self.cause = Cause("done")
+        self.phase = GenerationPhase.FORMING
+        self.members = {seat.session.name: seat for seat in seats}
+        self.cause = EndCause("done")
         self.store = ""
-        self.asks: list[Ask] = []
-        self._num = dict.fromkeys(Standing, 0)
-        self._num[Standing.CALLED] = len(seats)
+        self.asks: list[WorkerRequest] = []
+        self._num = dict.fromkeys(MemberState, 0)
+        self._num[MemberState.ORDERED] = len(seats)
 
-    def seat_of(self, peer: Peer) -> Seat | None:
+    def member_of(self, peer: HostSession) -> GenerationMember | None:
         """None if the member is another session of that host."""
-        seat = self.seats.get(peer.name)
-        return seat if seat is not None and seat.peer is peer else None
+        seat = self.members.get(peer.name)
+        return seat if seat is not None and seat.session is peer else None
 
-    def move(self, seat: Seat, standing: Standing) -> None:
+    def move(self, seat: GenerationMember, standing: MemberState) -> None:
         """States only move forward: a late report of an earlier state changes nothing."""
-        if standing > seat.standing:
-            self._num[seat.standing] -= 1
+        if standing > seat.state:
+            self._num[seat.state] -= 1
             self._num[standing] += 1
-            seat.standing = standing
+            seat.state = standing
 
     @property
     def is_alive(self) -> bool:
-        return self.phase in (Phase.FORMING, Phase.RUNNING)
+        return self.phase in (GenerationPhase.FORMING, GenerationPhase.RUNNING)
 
     @property
     def has_started(self) -> bool:
-        return not self._num[Standing.CALLED]
+        return not self._num[MemberState.ORDERED]
 
     @property
     def is_empty(self) -> bool:
-        return not self._num[Standing.CALLED] and not self._num[Standing.WORKING]
+        return not self._num[MemberState.ORDERED] and not self._num[MemberState.WORKING]
 
-    def open_seats(self) -> list[Seat]:
-        return [seat for seat in self.seats.values() if seat.is_open]
+    def live_members(self) -> list[GenerationMember]:
+        return [seat for seat in self.members.values() if seat.may_have_workers]

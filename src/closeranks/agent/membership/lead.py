@@ -20,49 +20,49 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from closeranks.agent.membership.effects import (
-    Broke,
-    Cause,
-    Change,
-    Changed,
-    Deposed,
-    Formed,
-    Host,
-    LeadEffect,
-    Send,
-    Settled,
-    Told,
+    AvailableHost,
+    EndCause,
+    GenerationBroken,
+    GenerationFormed,
+    GenerationSettled,
+    HostChange,
+    HostStatusChanged,
+    LeaderEffect,
+    RelayedMessage,
+    SendMessage,
+    SteppedDown,
     Why,
 )
-from closeranks.agent.membership.generation import Generation, Phase, Seat, Standing
+from closeranks.agent.membership.generation import Generation, GenerationMember, GenerationPhase, MemberState
 from closeranks.agent.membership.messages import (
-    Ask,
-    Beat,
-    BeatBack,
-    Begin,
-    Body,
-    Broken,
+    BeginGeneration,
     Dismiss,
-    Done,
-    Event,
+    Envelope,
     Fence,
     Fenced,
+    Heartbeat,
+    HeartbeatAck,
+    HostNote,
     Join,
     Leaving,
-    Letter,
-    Note,
-    Output,
-    Store,
+    MessageBody,
+    StoreAddress,
     Welcome,
+    WorkerEvent,
+    WorkerFailed,
+    WorkerOutput,
+    WorkerRequest,
+    WorkersDone,
 )
-from closeranks.agent.membership.pace import ORPHAN_S, Pace, pace_for
-from closeranks.agent.membership.peers import Peer, Peers
+from closeranks.agent.membership.pace import ORPHAN_S, LeaseTiming, lease_timing_for
+from closeranks.agent.membership.peers import HostSession, HostSessions
 from closeranks.core.errors import CloseranksError
 from closeranks.core.requests import Request
 
-Effects = list[LeadEffect]
+Effects = list[LeaderEffect]
 
 
-class Lead:
+class Leader:
     """The leader of one term. In every call, ``now`` is its host's monotonic clock."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Lead:
         term: int,
         *,
         plan: Mapping[str, Any] | None = None,
-        pace: Callable[[int], Pace] = pace_for,
+        pace: Callable[[int], LeaseTiming] = lease_timing_for,
         until: float = math.inf,
         quiet_until: float = -math.inf,
         generation: int = -1,
@@ -85,46 +85,46 @@ class Lead:
         self._plan = dict(plan or {})
         self._pace = pace
         self._newest = generation
-        self._peers = Peers()
+        self._peers = HostSessions()
         self._is_over = False
         self._farewell: Dismiss | None = None
 
     # --- state
 
     @property
-    def phase(self) -> Phase:
-        return self.generation.phase if self.generation else Phase.SETTLED
+    def phase(self) -> GenerationPhase:
+        return self.generation.phase if self.generation else GenerationPhase.SETTLED
 
     @property
-    def available(self) -> tuple[Host, ...]:
+    def available(self) -> tuple[AvailableHost, ...]:
         """The hosts that could take workers, in the order in which they joined."""
         return tuple(
-            Host(peer.name, peer.num_workers, peer.incarnation, peer.facts)
-            for peer in self._peers.here()
+            AvailableHost(peer.name, peer.num_workers, peer.incarnation, peer.facts)
+            for peer in self._peers.present()
             if self._is_available(peer)
         )
 
-    def _is_available(self, peer: Peer) -> bool:
-        return peer.is_heard and not peer.is_leaving
+    def _is_available(self, peer: HostSession) -> bool:
+        return peer.is_confirmed and not peer.is_leaving
 
-    def peer(self, name: str) -> Peer | None:
+    def session_of(self, name: str) -> HostSession | None:
         """The host's newest session, with the progress it last reported."""
         return self._peers.get(name)
 
     def may_begin(self, now: float) -> bool:
-        return not self._is_silent(now) and self.phase == Phase.SETTLED and now >= self.quiet_until
+        return not self._is_silent(now) and self.phase == GenerationPhase.SETTLED and now >= self.quiet_until
 
     def deadline(self, now: float) -> float | None:
         """When ``tick`` must be called at the latest."""
         if self._is_over:
             return None
-        alarm = self._peers.next_alarm()
+        alarm = self._peers.next_expiry()
         due = self.until if alarm is None else min(alarm, self.until)
         return None if math.isinf(due) else max(due, now)
 
     # --- inputs
 
-    def handle(self, letter: Letter, now: float) -> Effects:
+    def handle(self, letter: Envelope, now: float) -> Effects:
         """A message from a host has arrived."""
         if self._is_silent(now) or letter.term > self.term:
             return []
@@ -137,24 +137,24 @@ class Lead:
         if self._farewell is not None:
             return [self._send(peer, self._farewell)]
         match body:
-            case Beat():
+            case Heartbeat():
                 return [] if peer.is_lost else self._on_beat(peer, body, now)
-            case Broken() | Fenced() | Done() | Store():
+            case WorkerFailed() | Fenced() | WorkersDone() | StoreAddress():
                 seat = self._seat(peer)
                 if seat is None or self.generation is None or body.generation != self.generation.number:
                     return []
                 return self._on_news(self.generation, seat, body, now)
             case Leaving():
                 return self._on_leaving(peer, body)
-            case Event() | Output():
+            case WorkerEvent() | WorkerOutput():
                 is_current = self.generation is not None and body.generation == self.generation.number
-                return [Told(peer.name, body)] if is_current and not peer.is_lost else []
-            case Note():
-                return [Told(peer.name, body)]
+                return [RelayedMessage(peer.name, body)] if is_current and not peer.is_lost else []
+            case HostNote():
+                return [RelayedMessage(peer.name, body)]
             case _:
                 return []
 
-    def closed(self, host: str, incarnation: int, now: float) -> Effects:
+    def on_disconnected(self, host: str, incarnation: int, now: float) -> Effects:
         """The host, or its kernel, has closed the connection. Not for a connection that went silent or that was closed
         by this side: those hosts are lost when their lease expires."""
         if self._is_silent(now):
@@ -172,9 +172,9 @@ class Lead:
             return []
         if now >= self.until:
             self._is_over = True
-            return [Deposed(self.term)]
+            return [SteppedDown(self.term)]
         effects: Effects = []
-        for peer in self._peers.due(now):
+        for peer in self._peers.expired(now):
             effects += self._lose(peer, "it was not heard in time", now, dead_at=now)
         return effects + self._settle_if_empty(now)
 
@@ -197,22 +197,22 @@ class Lead:
         for number, (name, _) in enumerate(members):
             peer = self._peers.get(name)
             assert peer is not None
-            seats.append(Seat(peer, Begin(self._newest, number, per_host, dict(payload)), now))
+            seats.append(GenerationMember(peer, BeginGeneration(self._newest, number, per_host, dict(payload)), now))
         self.generation = Generation(self._newest, seats)
         return [self._send(seat.peer, seat.begin) for seat in seats]
 
-    def ask(self, request: Request, now: float) -> Effects:
+    def send_request(self, request: Request, now: float) -> Effects:
         """Pass a request on to every worker of the generation."""
         generation = self.generation
         if self._is_silent(now) or generation is None or not generation.is_alive:
             return []
-        ask = Ask(generation.number, len(generation.asks) + 1, request)
+        ask = WorkerRequest(generation.number, len(generation.asks) + 1, request)
         generation.asks.append(ask)
-        return [self._send(seat.peer, ask) for seat in generation.open_seats()]
+        return [self._send(seat.session, ask) for seat in generation.live_members()]
 
-    def break_up(self, what: str, now: float) -> Effects:
+    def fence(self, what: str, now: float) -> Effects:
         """Fence the generation: a hang was detected, or a deadline has passed."""
-        return [] if self._is_silent(now) else self._break(Cause("ordered", "", what), now)
+        return [] if self._is_silent(now) else self._break(EndCause("ordered", "", what), now)
 
     def dismiss(self, reason: str, now: float, *, rescues: bool = False) -> Effects:
         """The job is over: dismiss every host, and every host that sends a message from now on. ``rescues``: each one
@@ -220,18 +220,18 @@ class Lead:
         if self._is_silent(now):
             return []
         self._farewell = Dismiss(reason, rescues)
-        return [self._send(peer, self._farewell) for peer in self._peers.here()]
+        return [self._send(peer, self._farewell) for peer in self._peers.present()]
 
     # --- messages
 
-    def _on_join(self, letter: Letter, join: Join, now: float) -> Effects:
+    def _on_join(self, letter: Envelope, join: Join, now: float) -> Effects:
         known = self._peers.get(letter.host)
         identity = (letter.incarnation, letter.session)
         if known is not None and identity == known.identity:
             return [] if known.is_lost else [self._welcome(known, now)]
         if known is not None and identity < known.identity and not self._may_step_back(known, letter):
             return []
-        peer = Peer(letter.host, *identity, join.num_workers, now, join.facts)
+        peer = HostSession(letter.host, *identity, join.num_workers, now, join.facts)
         if self._farewell is not None:
             return [self._send(peer, self._farewell)]
         self._newest = max(self._newest, join.generation)
@@ -241,12 +241,12 @@ class Lead:
         return [*effects, welcome]
 
     @staticmethod
-    def _may_step_back(known: Peer, letter: Letter) -> bool:
+    def _may_step_back(known: HostSession, letter: Envelope) -> bool:
         """A host whose clock was set back starts with a lower incarnation; it must wait until its earlier one is
         lost."""
         return known.is_lost and letter.incarnation != known.incarnation
 
-    def _replace(self, known: Peer, letter: Letter, now: float) -> Effects:
+    def _replace(self, known: HostSession, letter: Envelope, now: float) -> Effects:
         """The host has joined again. In the same incarnation it has no workers left; those of an earlier incarnation,
         or of another host of that name, are dead when their lease expires or their connection closes."""
         if known.incarnation == letter.incarnation:
@@ -254,94 +254,102 @@ class Lead:
         effects = self._lose(known, "its agent has started anew", now, why="restarted")
         return [*effects, self._send(known, Dismiss(f"another agent has joined as {known.name}"))]
 
-    def _welcome(self, peer: Peer, now: float) -> Send:
+    def _welcome(self, peer: HostSession, now: float) -> SendMessage:
         pace = self._trust(peer, now)
         return self._send(peer, Welcome(pace.beat_s, pace.lease_s, self._plan))
 
-    def _trust(self, peer: Peer, now: float) -> Pace:
+    def _trust(self, peer: HostSession, now: float) -> LeaseTiming:
         """The host is about to be granted a lease of this length: do not count it as dead any earlier, whatever it was
         granted before."""
         pace = self._pace(self._peers.num_here)
-        peer.expires_at = max(peer.expires_at, now + pace.patience_s)
+        peer.expires_at = max(peer.expires_at, now + pace.dead_after_s)
         return pace
 
-    def _on_beat(self, peer: Peer, beat: Beat, now: float) -> Effects:
+    def _on_beat(self, peer: HostSession, beat: Heartbeat, now: float) -> Effects:
         pace = self._trust(peer, now)
         peer.progress = beat.progress
-        effects: Effects = [self._send(peer, BeatBack(beat.seq, pace.beat_s, pace.lease_s))]
-        if not peer.is_heard:
-            peer.is_heard = True
+        effects: Effects = [self._send(peer, HeartbeatAck(beat.seq, pace.beat_s, pace.lease_s))]
+        if not peer.is_confirmed:
+            peer.is_confirmed = True
             effects.append(self._changed(peer, "joined"))
         seat = self._seat(peer)
         if seat is not None and self.generation is not None:
             effects += self._reconcile(self.generation, seat, beat, now, pace)
         return effects
 
-    def _reconcile(self, generation: Generation, seat: Seat, beat: Beat, now: float, pace: Pace) -> Effects:
+    def _reconcile(
+        self, generation: Generation, seat: GenerationMember, beat: Heartbeat, now: float, pace: LeaseTiming
+    ) -> Effects:
         """Accept what the heartbeat confirms, and send again what it does not, once that had time to arrive."""
         effects: Effects = []
         if beat.generation == generation.number and generation.is_alive:
             effects += self._start_seen(generation, seat)
-        if seat.is_open and now >= seat.told_at + pace.beat_s:
+        if seat.may_have_workers and now >= seat.told_at + pace.beat_s:
             missing = self._missing(generation, seat, beat)
             if missing:
                 seat.told_at = now
-            effects += [self._send(seat.peer, body) for body in missing]
+            effects += [self._send(seat.session, body) for body in missing]
         return effects
 
     @staticmethod
-    def _missing(generation: Generation, seat: Seat, beat: Beat) -> list[Body]:
-        if generation.phase == Phase.BREAKING:
+    def _missing(generation: Generation, seat: GenerationMember, beat: Heartbeat) -> list[MessageBody]:
+        if generation.phase == GenerationPhase.BREAKING:
             return [Fence(generation.number)]
         if beat.generation != generation.number:
             return [seat.begin]
-        missing: list[Body] = list(generation.asks[beat.num_asked :])
+        missing: list[MessageBody] = list(generation.asks[beat.num_asked :])
         if generation.store and not beat.has_store:
-            missing.append(Store(generation.number, generation.store))
+            missing.append(StoreAddress(generation.number, generation.store))
         return missing
 
     @staticmethod
-    def _start_seen(generation: Generation, seat: Seat) -> Effects:
-        generation.move(seat, Standing.WORKING)
-        if generation.phase == Phase.FORMING and generation.has_started:
-            generation.phase = Phase.RUNNING
-            return [Formed(generation.number)]
+    def _start_seen(generation: Generation, seat: GenerationMember) -> Effects:
+        generation.move(seat, MemberState.WORKING)
+        if generation.phase == GenerationPhase.FORMING and generation.has_started:
+            generation.phase = GenerationPhase.RUNNING
+            return [GenerationFormed(generation.number)]
         return []
 
-    def _on_news(self, generation: Generation, seat: Seat, body: Broken | Fenced | Done | Store, now: float) -> Effects:
+    def _on_news(
+        self,
+        generation: Generation,
+        seat: GenerationMember,
+        body: WorkerFailed | Fenced | WorkersDone | StoreAddress,
+        now: float,
+    ) -> Effects:
         match body:
-            case Store():
+            case StoreAddress():
                 return self._on_store(generation, seat, body)
-            case Broken():
+            case WorkerFailed():
                 seat.facts = seat.facts or body.facts
-                return self._break(Cause("fault", seat.peer.name, "a worker failed", body.facts), now)
-            case Done():
+                return self._break(EndCause("fault", seat.session.name, "a worker failed", body.facts), now)
+            case WorkersDone():
                 return self._on_done(generation, seat, body, now)
             case Fenced():
-                seat.facts = body.facts if seat.is_open else seat.facts
-                generation.move(seat, Standing.OUT)
-                effects = self._break(Cause("fault", seat.peer.name, "it was fenced", body.facts), now)
+                seat.facts = body.facts if seat.may_have_workers else seat.facts
+                generation.move(seat, MemberState.OUT)
+                effects = self._break(EndCause("fault", seat.session.name, "it was fenced", body.facts), now)
                 return effects + self._settle_if_empty(now)
 
-    def _on_store(self, generation: Generation, seat: Seat, store: Store) -> Effects:
+    def _on_store(self, generation: Generation, seat: GenerationMember, store: StoreAddress) -> Effects:
         """The first address counts; it is sent back to its sender too, as an acknowledgement."""
         if not generation.is_alive:
             return []
         effects = self._start_seen(generation, seat)
         if generation.store:
-            return [*effects, self._send(seat.peer, Store(generation.number, generation.store))]
+            return [*effects, self._send(seat.session, StoreAddress(generation.number, generation.store))]
         generation.store = store.address
-        return [*effects, *(self._send(other.peer, store) for other in generation.open_seats())]
+        return [*effects, *(self._send(other.session, store) for other in generation.live_members())]
 
-    def _on_done(self, generation: Generation, seat: Seat, done: Done, now: float) -> Effects:
-        if not seat.is_open:
+    def _on_done(self, generation: Generation, seat: GenerationMember, done: WorkersDone, now: float) -> Effects:
+        if not seat.may_have_workers:
             return []
         seat.facts = done.facts
         effects = self._start_seen(generation, seat) if generation.is_alive else []
-        generation.move(seat, Standing.DONE)
+        generation.move(seat, MemberState.DONE)
         return effects + self._settle_if_empty(now)
 
-    def _on_leaving(self, peer: Peer, leaving: Leaving) -> Effects:
+    def _on_leaving(self, peer: HostSession, leaving: Leaving) -> Effects:
         """The host stays a member until the generation is over: the restart policy asks for a regroup, which loses no
         step."""
         if peer.is_lost or peer.is_leaving:
@@ -350,46 +358,48 @@ class Lead:
         effects: Effects = [self._changed(peer, "leaving", leaving.reason)]
         return effects if self._is_seated(peer) else effects + self._let_go(peer)
 
-    def _let_go(self, peer: Peer) -> Effects:
-        self._peers.lose(peer)
+    def _let_go(self, peer: HostSession) -> Effects:
+        self._peers.mark_lost(peer)
         return [self._send(peer, Dismiss("it has left as it was asked to")), self._changed(peer, "left")]
 
     # --- the end of a generation
 
-    def _lose(self, peer: Peer, what: str, now: float, *, dead_at: float = math.inf, why: Why = "lost") -> Effects:
+    def _lose(
+        self, peer: HostSession, what: str, now: float, *, dead_at: float = math.inf, why: Why = "lost"
+    ) -> Effects:
         effects: Effects = [] if peer.is_lost else [self._changed(peer, "lost", what)]
-        self._peers.lose(peer, dead_at)
+        self._peers.mark_lost(peer, dead_at)
         seat = self._seat(peer)
-        if seat is not None and seat.is_open and self.generation is not None:
+        if seat is not None and seat.may_have_workers and self.generation is not None:
             if dead_at <= now:
-                self.generation.move(seat, Standing.OUT)
-            effects += self._break(Cause(why, peer.name, what), now)
+                self.generation.move(seat, MemberState.OUT)
+            effects += self._break(EndCause(why, peer.name, what), now)
         return effects
 
-    def _break(self, cause: Cause, now: float) -> Effects:
+    def _break(self, cause: EndCause, now: float) -> Effects:
         """The first cause counts. Every member that may have workers is ordered to fence, and again after its
         heartbeats until it has confirmed."""
         generation = self.generation
         if generation is None or not generation.is_alive:
             return []
-        generation.phase, generation.cause = Phase.BREAKING, cause
-        effects: Effects = [Broke(generation.number, cause)]
-        for seat in generation.open_seats():
+        generation.phase, generation.cause = GenerationPhase.BREAKING, cause
+        effects: Effects = [GenerationBroken(generation.number, cause)]
+        for seat in generation.live_members():
             seat.told_at = now
-            effects.append(self._send(seat.peer, Fence(generation.number)))
+            effects.append(self._send(seat.session, Fence(generation.number)))
         return effects + self._settle_if_empty(now)
 
     def _settle_if_empty(self, now: float) -> Effects:
         generation = self.generation
-        if generation is None or generation.phase == Phase.SETTLED or not self._may_settle(generation):
+        if generation is None or generation.phase == GenerationPhase.SETTLED or not self._may_settle(generation):
             return []
-        generation.phase = Phase.SETTLED
+        generation.phase = GenerationPhase.SETTLED
         effects: Effects = []
-        for peer in [seat.peer for seat in generation.seats.values()]:
+        for peer in [seat.session for seat in generation.members.values()]:
             if peer.is_leaving and not peer.is_lost:
                 effects += self._let_go(peer)
-        facts = {name: seat.facts for name, seat in generation.seats.items() if seat.facts}
-        return [*effects, Settled(generation.number, generation.cause, facts, self.available)]
+        facts = {name: seat.facts for name, seat in generation.members.items() if seat.facts}
+        return [*effects, GenerationSettled(generation.number, generation.cause, facts, self.available)]
 
     @staticmethod
     def _may_settle(generation: Generation) -> bool:
@@ -400,27 +410,27 @@ class Lead:
     def _is_silent(self, now: float) -> bool:
         return self._is_over or now >= self.until
 
-    def _peer_of(self, letter: Letter) -> Peer | None:
+    def _peer_of(self, letter: Envelope) -> HostSession | None:
         identity = (letter.incarnation, letter.session)
         return next((peer for peer in self._sessions(letter.host) if peer.identity == identity), None)
 
-    def _sessions(self, name: str) -> list[Peer]:
+    def _sessions(self, name: str) -> list[HostSession]:
         """The host's newest session, and an older one that is a member of this generation and may still have
         workers."""
         newest = self._peers.get(name)
-        seat = self.generation.seats.get(name) if self.generation else None
+        seat = self.generation.members.get(name) if self.generation else None
         sessions = [newest] if newest is not None else []
-        return sessions if seat is None or seat.peer is newest else [*sessions, seat.peer]
+        return sessions if seat is None or seat.session is newest else [*sessions, seat.session]
 
-    def _seat(self, peer: Peer) -> Seat | None:
-        return self.generation.seat_of(peer) if self.generation else None
+    def _seat(self, peer: HostSession) -> GenerationMember | None:
+        return self.generation.member_of(peer) if self.generation else None
 
-    def _is_seated(self, peer: Peer) -> bool:
-        return self.phase != Phase.SETTLED and self._seat(peer) is not None
+    def _is_seated(self, peer: HostSession) -> bool:
+        return self.phase != GenerationPhase.SETTLED and self._seat(peer) is not None
 
-    def _send(self, peer: Peer, body: Body) -> Send:
-        return Send(peer.letter(self.term, body))
+    def _send(self, peer: HostSession, body: MessageBody) -> SendMessage:
+        return SendMessage(peer.envelope(self.term, body))
 
     @staticmethod
-    def _changed(peer: Peer, change: Change, what: str = "") -> Changed:
-        return Changed(peer.name, change, what, peer.num_workers)
+    def _changed(peer: HostSession, change: HostChange, what: str = "") -> HostStatusChanged:
+        return HostStatusChanged(peer.name, change, what, peer.num_workers)

@@ -14,8 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, get_type_hints
 
-from closeranks.agent.membership.checks import Check, Flag, Kind, Number, ProtocolError, Runs, Table, Text, Whole
-from closeranks.agent.progress import Phase as _Phase
+from closeranks.agent.membership.checks import (
+    BoolCodec,
+    DictCodec,
+    FieldCodec,
+    FloatCodec,
+    IntCodec,
+    ProtocolError,
+    RequestCodec,
+    RunLengthCodec,
+    StrCodec,
+)
+from closeranks.agent.progress import WorkerPhase as _Phase
 from closeranks.core.requests import Request
 
 Fields = dict[str, Any]
@@ -23,26 +33,26 @@ Fields = dict[str, Any]
 _MAX_WORKERS_PER_HOST = 4096
 _LONGEST_LINE = 1 << 20
 
-Count = Annotated[int, Whole()]
-Ordinal = Annotated[int, Whole(1)]
-CountOrNone = Annotated[int, Whole(-1)]
+Count = Annotated[int, IntCodec()]
+Ordinal = Annotated[int, IntCodec(1)]
+CountOrNone = Annotated[int, IntCodec(-1)]
 """-1: none yet."""
-Room = Annotated[int, Whole(1, _MAX_WORKERS_PER_HOST)]
-Phase = Annotated[int, Whole(0, len(_Phase) - 1)]
-Seconds = Annotated[float, Number()]
-Pause = Annotated[float, Number(0.001, 3600.0)]
-YesNo = Annotated[bool, Flag()]
-Words = Annotated[str, Text()]
-Line = Annotated[str, Text(_LONGEST_LINE)]
-Address = Annotated[str, Text(512, is_name=True)]
-Facts = Annotated[dict[str, Any], Table()]
-PerHost = Annotated[tuple[int, ...], Runs()]
-Asked = Annotated[Request, Kind()]
+NumWorkers = Annotated[int, IntCodec(1, _MAX_WORKERS_PER_HOST)]
+PhaseNumber = Annotated[int, IntCodec(0, len(_Phase) - 1)]
+Seconds = Annotated[float, FloatCodec()]
+Pause = Annotated[float, FloatCodec(0.001, 3600.0)]
+YesNo = Annotated[bool, BoolCodec()]
+Words = Annotated[str, StrCodec()]
+Line = Annotated[str, StrCodec(_LONGEST_LINE)]
+AddressText = Annotated[str, StrCodec(512, is_name=True)]
+Facts = Annotated[dict[str, Any], DictCodec()]
+PerHost = Annotated[tuple[int, ...], RunLengthCodec()]
+Asked = Annotated[Request, RequestCodec()]
 
-_CHECKS: dict[type, tuple[tuple[str, Check], ...]] = {}
+_CHECKS: dict[type, tuple[tuple[str, FieldCodec], ...]] = {}
 
 
-def _checks(kind: type) -> tuple[tuple[str, Check], ...]:
+def _checks(kind: type) -> tuple[tuple[str, FieldCodec], ...]:
     """Names and codecs of the fields of a dataclass, in order."""
     if kind not in _CHECKS:
         hints = get_type_hints(kind, include_extras=True)
@@ -56,17 +66,17 @@ class RankProgress:
 
     rank: Count
     step: CountOrNone
-    phase: Phase
+    phase: PhaseNumber
     age_s: Seconds
     """How long ago it entered the phase."""
-    tick: Count = 0
-    kept: CountOrNone = -1
-    own_sum_s: Seconds = 0.0
-    num_own: Count = 0
-    lane: Count = 0
+    micro_batches_done: Count = 0
+    snapshot_step: CountOrNone = -1
+    compute_sum_s: Seconds = 0.0
+    num_timed: Count = 0
+    pipeline_rank: Count = 0
 
 
-class Rows:
+class ProgressCodec:
     """The progress of a host's workers, each row a list without names, because it is sent with every heartbeat."""
 
     def encode(self, value: tuple[RankProgress, ...]) -> list[list[Any]]:
@@ -84,11 +94,11 @@ class Rows:
         )
 
 
-Progress = Annotated[tuple[RankProgress, ...], Rows()]
+ProgressRows = Annotated[tuple[RankProgress, ...], ProgressCodec()]
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class MessageBody:
     """Base class of all bodies; ``kind`` is the name on the wire."""
 
     kind: ClassVar[str] = ""
@@ -98,11 +108,11 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Join(Body):
+class Join(MessageBody):
     """The host asks to join; none of its workers is alive. Every attempt is a session of its own."""
 
     kind: ClassVar[str] = "join"
-    num_workers: Room
+    num_workers: NumWorkers
     """Its capacity."""
     generation: CountOrNone = -1
     """The newest generation it knows of, under any leader; the next one is newer."""
@@ -111,7 +121,7 @@ class Join(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Beat(Body):
+class Heartbeat(MessageBody):
     """The host is alive; with the progress of its workers and which of the leader's orders it has received."""
 
     kind: ClassVar[str] = "beat"
@@ -119,11 +129,11 @@ class Beat(Body):
     generation: CountOrNone = -1
     has_store: YesNo = False
     num_asked: Count = 0
-    progress: Progress = ()
+    progress: ProgressRows = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Broken(Body):
+class WorkerFailed(MessageBody):
     """A worker of the host failed."""
 
     kind: ClassVar[str] = "broken"
@@ -132,7 +142,7 @@ class Broken(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Fenced(Body):
+class Fenced(MessageBody):
     """No worker of that generation is alive on the host, and none will be started."""
 
     kind: ClassVar[str] = "fenced"
@@ -141,7 +151,7 @@ class Fenced(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Body):
+class WorkersDone(MessageBody):
     """All workers of that generation on the host have exited by themselves."""
 
     kind: ClassVar[str] = "done"
@@ -150,7 +160,7 @@ class Done(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving(Body):
+class Leaving(MessageBody):
     """The host was asked to leave (a preemption): remove its workers at the next step."""
 
     kind: ClassVar[str] = "leaving"
@@ -158,7 +168,7 @@ class Leaving(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Event(Body):
+class WorkerEvent(MessageBody):
     """An event that a worker sent to its agent, passed on."""
 
     kind: ClassVar[str] = "event"
@@ -168,7 +178,7 @@ class Event(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Output(Body):
+class WorkerOutput(MessageBody):
     """A line that a worker printed."""
 
     kind: ClassVar[str] = "output"
@@ -178,7 +188,7 @@ class Output(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Note(Body):
+class HostNote(MessageBody):
     """A sentence about that host for the user."""
 
     kind: ClassVar[str] = "note"
@@ -189,20 +199,20 @@ class Note(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Store(Body):
+class StoreAddress(MessageBody):
     """Address of the generation's store: from the host of rank 0 to the leader, and from there to every member, the
     host of rank 0 included."""
 
     kind: ClassVar[str] = "store"
     generation: Count
-    address: Address
+    address: AddressText
 
 
 # --- leader to host
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome(Body):
+class Welcome(MessageBody):
     """The host is accepted; with its heartbeat interval and lease. The lease runs from when the join was sent."""
 
     kind: ClassVar[str] = "welcome"
@@ -212,7 +222,7 @@ class Welcome(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class BeatBack(Body):
+class HeartbeatAck(MessageBody):
     """Acknowledges a heartbeat: the host's lease runs for ``lease_s`` from when the host sent that heartbeat."""
 
     kind: ClassVar[str] = "beat_back"
@@ -222,7 +232,7 @@ class BeatBack(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Begin(Body):
+class BeginGeneration(MessageBody):
     """Orders the host to start its workers of this generation."""
 
     kind: ClassVar[str] = "begin"
@@ -254,7 +264,7 @@ class Begin(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Body):
+class WorkerRequest(MessageBody):
     """A request for the host's workers; each reads it at its next step. ``number`` counts the requests of a generation,
     from 1."""
 
@@ -265,7 +275,7 @@ class Ask(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Fence(Body):
+class Fence(MessageBody):
     """Orders the host to kill its workers of that generation, start no more of them, and then answer ``Fenced``."""
 
     kind: ClassVar[str] = "fence"
@@ -273,7 +283,7 @@ class Fence(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss(Body):
+class Dismiss(MessageBody):
     """The host is no longer needed, or not accepted: it kills its workers and ends."""
 
     kind: ClassVar[str] = "dismiss"
@@ -282,19 +292,30 @@ class Dismiss(Body):
     """The job failed with state that is only in memory: the host writes its snapshots to disk."""
 
 
-_TO_LEAD = (Join, Beat, Store, Broken, Fenced, Done, Leaving, Event, Output, Note)
-_TO_HOST = (Welcome, BeatBack, Begin, Ask, Fence, Dismiss)
-_KINDS: dict[str, type[Body]] = {kind.kind: kind for kind in (*_TO_LEAD, *_TO_HOST)}
-_HEAD: tuple[tuple[str, Check], ...] = (
-    ("term", Whole()),
-    ("host", Text(255, is_name=True)),
-    ("incarnation", Whole()),
-    ("session", Whole()),
+_TO_LEAD = (
+    Join,
+    Heartbeat,
+    StoreAddress,
+    WorkerFailed,
+    Fenced,
+    WorkersDone,
+    Leaving,
+    WorkerEvent,
+    WorkerOutput,
+    HostNote,
+)
+_TO_HOST = (Welcome, HeartbeatAck, BeginGeneration, WorkerRequest, Fence, Dismiss)
+_KINDS: dict[str, type[MessageBody]] = {kind.kind: kind for kind in (*_TO_LEAD, *_TO_HOST)}
+_HEAD: tuple[tuple[str, FieldCodec], ...] = (
+    ("term", IntCodec()),
+    ("host", StrCodec(255, is_name=True)),
+    ("incarnation", IntCodec()),
+    ("session", IntCodec()),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class Envelope:
     """A body with its header, which names the host (not the leader) in both directions."""
 
     term: int
@@ -304,7 +325,7 @@ class Letter:
     """One start of that host's agent; a later start has a larger number (its time serves)."""
     session: int
     """One join within that incarnation."""
-    body: Body
+    body: MessageBody
 
     def to_fields(self) -> Fields:
         """Plain JSON values; ``kind`` and the header first."""
@@ -316,7 +337,7 @@ class Letter:
         return told
 
     @classmethod
-    def from_fields(cls, told: Any) -> Letter:
+    def from_fields(cls, told: Any) -> Envelope:
         """Raises ``ProtocolError``."""
         if type(told) is not dict:
             raise ProtocolError("a message must be a table")
@@ -327,12 +348,12 @@ class Letter:
         _same_names(kind.kind, told, checks)
         head = {name: check.decode(f"{kind.kind}.{name}", told[name]) for name, check in _HEAD}
         body = kind(**{name: check.decode(f"{kind.kind}.{name}", told[name]) for name, check in checks})
-        if isinstance(body, Begin) and body.number >= len(body.per_host):
+        if isinstance(body, BeginGeneration) and body.number >= len(body.per_host):
             raise ProtocolError(f"begin.number is {body.number} among {len(body.per_host)} hosts")
         return cls(**head, body=body)
 
 
-def _same_names(kind: str, told: Fields, checks: tuple[tuple[str, Check], ...]) -> None:
+def _same_names(kind: str, told: Fields, checks: tuple[tuple[str, FieldCodec], ...]) -> None:
     wanted = {"kind", *(name for name, _ in _HEAD), *(name for name, _ in checks)}
     if missing := sorted(wanted - told.keys()):
         raise ProtocolError(f"{kind} lacks {', '.join(missing)}")

@@ -26,7 +26,7 @@ _BEAT_S, _LEASE_S = 0.25, 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class LeaseTiming:
     """Heartbeat and lease times of a fleet, which the leader sends to each host with every acknowledgement."""
 
     beat_s: float
@@ -34,19 +34,19 @@ class Pace:
     margin_s: float
 
     @property
-    def patience_s(self) -> float:
+    def dead_after_s(self) -> float:
         """After this long without a heartbeat the leader counts a host's workers as dead."""
         return self.lease_s + self.margin_s
 
 
-def pace_for(num_hosts: int) -> Pace:
+def lease_timing_for(num_hosts: int) -> LeaseTiming:
     """The same times for every host, slower in a large fleet: 10,000 hosts send a heartbeat every 5 s and hold leases
     of 20 s."""
     slowed_s = max(_BEAT_S, num_hosts / MAX_BEATS_PER_S)
     held_s = max(_LEASE_S, BEATS_PER_LEASE * slowed_s)
-    return Pace(slowed_s, held_s, margin_for(held_s))
+    return LeaseTiming(slowed_s, held_s, lease_margin_s(held_s))
 
 
-def margin_for(lease_s: float) -> float:
+def lease_margin_s(lease_s: float) -> float:
     """Covers a slow clock of the follower, a fast one of the leader, and the time that killing takes."""
     return lease_s * 2 * DRIFT / (1 - DRIFT) + KILL_S * (1 + DRIFT)

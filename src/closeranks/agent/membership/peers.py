@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from closeranks.agent.membership.messages import Body, Letter, RankProgress
+from closeranks.agent.membership.messages import Envelope, MessageBody, RankProgress
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class HostSession:
     """One session of one host, as the leader knows it."""
 
     name: str
@@ -25,7 +25,7 @@ class Peer:
     num_workers: int
     expires_at: float
     facts: Mapping[str, Any] = field(default_factory=dict)
-    is_heard: bool = False
+    is_confirmed: bool = False
     """The host has answered the welcome, so messages pass in both directions: it may become a member."""
     is_leaving: bool = False
     is_lost: bool = False
@@ -42,30 +42,30 @@ class Peer:
         """When none of its workers is alive any more, if no further heartbeat arrives."""
         return min(self.gone_at, self.expires_at)
 
-    def letter(self, term: int, body: Body) -> Letter:
-        return Letter(term, self.name, self.incarnation, self.session, body)
+    def envelope(self, term: int, body: MessageBody) -> Envelope:
+        return Envelope(term, self.name, self.incarnation, self.session, body)
 
 
-class Peers:
+class HostSessions:
     """The newest session of every host, with an expiry time for each. Every operation costs O(log hosts) at most."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Peer] = {}
-        self._alarms: list[tuple[float, int, Peer]] = []
+        self._by_name: dict[str, HostSession] = {}
+        self._alarms: list[tuple[float, int, HostSession]] = []
         self._num_alarms = 0
         self.num_here = 0
 
-    def get(self, name: str) -> Peer | None:
+    def get(self, name: str) -> HostSession | None:
         return self._by_name.get(name)
 
-    def add(self, peer: Peer) -> None:
+    def add(self, peer: HostSession) -> None:
         """Replaces the host's earlier session, which must be lost by now."""
         self._by_name.pop(peer.name, None)
         self._by_name[peer.name] = peer
         self.num_here += 1
         self._alarm(peer)
 
-    def lose(self, peer: Peer, dead_at: float = math.inf) -> None:
+    def mark_lost(self, peer: HostSession, dead_at: float = math.inf) -> None:
         """Mark the session as lost. Its workers may live until its lease expires, or until ``dead_at`` if that is
         earlier."""
         if not peer.is_lost:
@@ -75,11 +75,11 @@ class Peers:
             peer.gone_at = dead_at
             self._alarm(peer)
 
-    def here(self) -> Iterator[Peer]:
+    def present(self) -> Iterator[HostSession]:
         """The sessions that are not lost, in the order in which they joined."""
         return (peer for peer in self._by_name.values() if not peer.is_lost)
 
-    def due(self, now: float) -> list[Peer]:
+    def expired(self, now: float) -> list[HostSession]:
         """The sessions whose workers are dead by now. A timer that heartbeats have postponed is set again, once per
         lease."""
         dead = []
@@ -91,9 +91,9 @@ class Peers:
                 self._alarm(peer)
         return dead
 
-    def next_alarm(self) -> float | None:
+    def next_expiry(self) -> float | None:
         return self._alarms[0][0] if self._alarms else None
 
-    def _alarm(self, peer: Peer) -> None:
+    def _alarm(self, peer: HostSession) -> None:
         self._num_alarms += 1
         heapq.heappush(self._alarms, (peer.dead_at, self._num_alarms, peer))

@@ -14,13 +14,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from closeranks.agent.membership.pace import margin_for
+from closeranks.agent.membership.pace import lease_margin_s
 
 Verb = Literal["read", "take", "keep", "leave"]
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class LeaseRecord:
     """The contents of the cell."""
 
     term: int = 0
@@ -30,7 +30,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RegisterRequest:
     """One operation, in the form sent to a register in another process."""
 
     number: int
@@ -41,20 +41,20 @@ class Request:
     """The candidate that sends it: unique for every start of its process."""
 
 
-class Register(Protocol):
+class LeaseRegister(Protocol):
     """Each operation is atomic and returns the contents of the cell after it."""
 
-    def read(self, now: float) -> Holding: ...
+    def read(self, now: float) -> LeaseRecord: ...
 
-    def take(self, seen_term: int, holder: str, now: float) -> Holding:
+    def acquire(self, seen_term: int, holder: str, now: float) -> LeaseRecord:
         """Acquire the next term, if nobody holds the cell and ``seen_term`` is still the last one."""
         ...
 
-    def keep(self, term: int, holder: str, now: float) -> Holding:
+    def renew(self, term: int, holder: str, now: float) -> LeaseRecord:
         """Renew the lease, if it is still held."""
         ...
 
-    def leave(self, term: int, holder: str, now: float) -> Holding: ...
+    def release(self, term: int, holder: str, now: float) -> LeaseRecord: ...
 
 
 class EmbeddedRegister:
@@ -62,48 +62,48 @@ class EmbeddedRegister:
 
     def __init__(self, lease_s: float = math.inf) -> None:
         self.lease_s = lease_s
-        self._held = Holding()
+        self._held = LeaseRecord()
         self._expires_at = -math.inf
 
-    def read(self, now: float) -> Holding:
+    def read(self, now: float) -> LeaseRecord:
         if self._held.holder and now >= self._expires_at:
-            self._held = Holding(self._held.term)
+            self._held = LeaseRecord(self._held.term)
         return self._held
 
-    def take(self, seen_term: int, holder: str, now: float) -> Holding:
-        if self.read(now) == Holding(seen_term):
-            self._held, self._expires_at = Holding(seen_term + 1, holder), now + self.lease_s
+    def acquire(self, seen_term: int, holder: str, now: float) -> LeaseRecord:
+        if self.read(now) == LeaseRecord(seen_term):
+            self._held, self._expires_at = LeaseRecord(seen_term + 1, holder), now + self.lease_s
         return self._held
 
-    def keep(self, term: int, holder: str, now: float) -> Holding:
-        if self.read(now) == Holding(term, holder):
+    def renew(self, term: int, holder: str, now: float) -> LeaseRecord:
+        if self.read(now) == LeaseRecord(term, holder):
             self._expires_at = now + self.lease_s
         return self._held
 
-    def leave(self, term: int, holder: str, now: float) -> Holding:
-        if self.read(now) == Holding(term, holder):
-            self._held = Holding(term)
+    def release(self, term: int, holder: str, now: float) -> LeaseRecord:
+        if self.read(now) == LeaseRecord(term, holder):
+            self._held = LeaseRecord(term)
         return self._held
 
 
-def serve(register: Register, request: Request, now: float) -> Holding:
+def apply_request(register: LeaseRegister, request: RegisterRequest, now: float) -> LeaseRecord:
     """Apply a request to the register."""
     match request.verb:
         case "read":
             return register.read(now)
         case "take":
-            return register.take(request.term, request.holder, now)
+            return register.acquire(request.term, request.holder, now)
         case "keep":
-            return register.keep(request.term, request.holder, now)
+            return register.renew(request.term, request.holder, now)
         case "leave":
-            return register.leave(request.term, request.holder, now)
+            return register.release(request.term, request.holder, now)
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class SendRegisterRequest:
     """Send this request to the register; an answer may never come."""
 
-    request: Request
+    request: RegisterRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +128,14 @@ class Resigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LeaderSeen:
     """Another candidate holds the cell, or nobody if ``holder`` is empty."""
 
     term: int
     holder: str
 
 
-CandidateEffect = Put | Elected | Renewed | Resigned | Seen
+CandidateEffect = SendRegisterRequest | Elected | Renewed | Resigned | LeaderSeen
 Effects = list[CandidateEffect]
 
 
@@ -149,13 +149,13 @@ class Candidate:
         """The term it leads; 0 while it does not lead."""
         self.until = -math.inf
         self._lease_s = lease_s
-        self._margin_s = 0.0 if math.isinf(lease_s) else margin_for(lease_s)
+        self._margin_s = 0.0 if math.isinf(lease_s) else lease_margin_s(lease_s)
         self._poll_s = poll_s
-        self._seen = Holding()
+        self._seen = LeaseRecord()
         self._past = 0
         self._next_at = now
         self._number = 0
-        self._pending: Request | None = None
+        self._pending: RegisterRequest | None = None
         self._asked_at = now
 
     def tick(self, now: float) -> Effects:
@@ -166,7 +166,7 @@ class Candidate:
             return [*effects, self._put("keep", self.term, now)]
         return [*effects, self._put("read", self._seen.term, now)]
 
-    def answer(self, number: int, holding: Holding, now: float) -> Effects:
+    def on_answer(self, number: int, holding: LeaseRecord, now: float) -> Effects:
         """The register has answered; an answer to any request but the last is ignored."""
         effects = self._resign_if_late(now)
         pending = self._pending
@@ -180,9 +180,9 @@ class Candidate:
             effects.append(self._resign(now))
         if not holding.holder and pending.verb == "read":
             return [*effects, self._put("take", holding.term, now)]
-        return effects if holding == last else [*effects, Seen(holding.term, holding.holder)]
+        return effects if holding == last else [*effects, LeaderSeen(holding.term, holding.holder)]
 
-    def leave(self, now: float) -> Effects:
+    def resign(self, now: float) -> Effects:
         """Release the lease, so that the next candidate need not wait for it to expire."""
         if not self.term:
             return []
@@ -193,7 +193,7 @@ class Candidate:
         due = min(self._next_at, self.until) if self.term else self._next_at
         return None if math.isinf(due) else max(now, due)
 
-    def _on_mine(self, holding: Holding, request: Request, now: float) -> Effects:
+    def _on_mine(self, holding: LeaseRecord, request: RegisterRequest, now: float) -> Effects:
         """The lease runs from when the request that acquired or renewed it was sent. A read shows only that an earlier
         request succeeded, not when it was applied, so the lease is renewed first."""
         if holding.term <= self._past:
@@ -219,8 +219,8 @@ class Candidate:
         self._next_at = now + self._poll_s
         return Resigned(term)
 
-    def _put(self, verb: Verb, term: int, now: float) -> Put:
+    def _put(self, verb: Verb, term: int, now: float) -> SendRegisterRequest:
         self._number += 1
-        self._pending = Request(self._number, verb, term, self.holder)
+        self._pending = RegisterRequest(self._number, verb, term, self.holder)
         self._asked_at, self._next_at = now, now + self._poll_s
-        return Put(self._pending)
+        return SendRegisterRequest(self._pending)

@@ -23,7 +23,7 @@ from typing import IO
 
 import typer
 
-from closeranks.agent.stops import is_ignored_hangup
+from closeranks.agent.stops import is_sighup_ignored
 from closeranks.cli.compare.config import Network
 from closeranks.cli.compare.network import Host, Hosts, address_of, children_of
 from closeranks.cli.compare.place import Place
@@ -75,7 +75,7 @@ def _stopped_in_order() -> Iterator[None]:
     def stop(signum: int, frame: object) -> None:
         raise _Terminated(signum)
 
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if not is_ignored_hangup(number)]
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if not is_sighup_ignored(number)]
     before = {number: signal.signal(number, stop) for number in heard}
     again = "Everything is stopped; the same command goes on with the runs that are missing."
     try:
