@@ -26,9 +26,9 @@ from soak_plan import Plan, Planned, Window
 from closeranks.agent.view import JobView
 from closeranks.cli import launching
 from closeranks.core.errors import Drained
-from closeranks.elastic.faults.blows import BLOWS, Blow
+from closeranks.elastic.faults.blows import FAULT_ACTIONS, FaultAction
 from closeranks.elastic.faults.disk import SmallDisk
-from closeranks.elastic.faults.fault import Fault
+from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.look import step_of
 from closeranks.telemetry.folder import RunFolder
 
@@ -53,8 +53,8 @@ class Orders:
 @dataclass(slots=True)
 class _Underway:
     planned: Planned
-    fault: Fault
-    blow: Blow
+    fault: InjectedFault
+    blow: FaultAction
     generation: int
     step: int
     is_told: bool = False
@@ -103,7 +103,7 @@ class Striker:
     def _next_at(self, now: float, now_s: float) -> float | None:
         if self._is_over:
             return None
-        if any(one.blow.is_hasty for one in self._underway):
+        if any(one.blow.is_urgent for one in self._underway):
             return now
         coming = [self._plan.ends_s, *(planned.at_s for planned in self._due)]
         waits = [_POLL_S] if self._underway else []
@@ -113,14 +113,14 @@ class Striker:
 
     def _begin(self, planned: Planned, look: JobView) -> None:
         """Who is not there now, or has nothing yet that could be struck, is tried again."""
-        fault = Fault(planned.kind, 1, planned.rank, planned.other)
+        fault = InjectedFault(planned.kind, 1, planned.rank, planned.other)
         step = step_of(look, fault)
         if fault.kind in _LASTS:
             if step is None:
                 return
             fault = replace(fault, step=step, steps=_LASTS[fault.kind])
         try:
-            blow = BLOWS[planned.kind](fault, look, self._disk)
+            blow = FAULT_ACTIONS[planned.kind](fault, look, self._disk)
         except OSError:
             return
         self._due.remove(planned)
@@ -130,18 +130,18 @@ class Striker:
 
     def _go_on(self, one: _Underway, look: JobView) -> None:
         try:
-            is_over = one.blow.turn(look)
+            is_over = one.blow.tick(look)
         except OSError:  # the victim went away in the middle of it
             is_over = True
-        if one.blow.struck_at is not None and not one.is_told:
+        if one.blow.injected_at is not None and not one.is_told:
             one.is_told = True
-            told = {**asdict(one.planned), "at": one.blow.struck_at, "generation": one.generation, "step": one.step}
+            told = {**asdict(one.planned), "at": one.blow.injected_at, "generation": one.generation, "step": one.step}
             self._write({**told, "state": look.state, "note": one.blow.note})
         if is_over:
             try:
-                one.blow.end()
+                one.blow.undo()
             except OSError:
-                one.blow.is_hasty = False  # tried again at the next turn, and by ``close``
+                one.blow.is_urgent = False  # tried again at the next turn, and by ``close``
                 return
             self._underway.remove(one)
             if not one.is_told:  # the victim was gone before the blow could fall
@@ -156,7 +156,7 @@ class Striker:
             if self._disk is not None:
                 stack.callback(self._disk.close)
             for one in self._underway:
-                stack.callback(one.blow.end)
+                stack.callback(one.blow.undo)
 
 
 def write_orders(orders: Orders, path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic_runs import children, command_of, descendants, zygotes
 
-from closeranks.elastic.faults.cgroups import CPU, FREEZER, MEMORY, Lacking, find_home
+from closeranks.elastic.faults.cgroups import CPU, FREEZER, MEMORY, CgroupUnavailable, find_cgroup_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = "/dev/shm/"
@@ -109,6 +109,6 @@ def left_over(agent: int, samples: Sequence[Sample]) -> list[str]:
 def _groups(agent: int) -> list[Path]:
     found = []
     for need in (CPU, MEMORY, FREEZER):
-        with suppress(Lacking):
-            found += list(find_home(need).path.glob(f"closeranks-{agent}-*"))
+        with suppress(CgroupUnavailable):
+            found += list(find_cgroup_parent(need).path.glob(f"closeranks-{agent}-*"))
     return found

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from closeranks.agent.progress import SharedProgress, WorkerPhase, WorkerProgress, create_progress_fd
 from closeranks.agent.stragglers import SPAN_S, ComputeTime, Straggler, StragglerDetector, expected_times
-from closeranks.elastic.faults.cgroups import CPU, Group, Lacking, find_home
+from closeranks.elastic.faults.cgroups import CPU, CgroupUnavailable, ControlGroup, find_cgroup_parent
 
 from .nest import Nest, Order, open_nest
 
@@ -125,11 +125,11 @@ def nest() -> Iterator[Nest]:
 
 
 @pytest.fixture
-def control_group() -> Iterator[Group]:
+def control_group() -> Iterator[ControlGroup]:
     """Without a quota at first; it goes when its processes have."""
     try:
-        group = Group(find_home(CPU))
-    except Lacking as reason:
+        group = ControlGroup(find_cgroup_parent(CPU))
+    except CgroupUnavailable as reason:
         pytest.skip(str(reason))
     yield group
     group.remove(10.0)
@@ -139,7 +139,7 @@ def _ran_s(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-def _throttle(pid: int, group: Group) -> None:
+def _throttle(pid: int, group: ControlGroup) -> None:
     """To a third of what the process took of a processor: on an idle machine a third of one, else less."""
     before_s, started_at = _ran_s(pid), time.monotonic()
     time.sleep(1.5)
@@ -150,7 +150,7 @@ def _throttle(pid: int, group: Group) -> None:
 @pytest.mark.world
 @pytest.mark.parametrize("is_inside", [False, True], ids=["apart", "collectives inside"])
 def test_a_rank_at_a_third_of_its_processor_is_named_and_nobody_else(
-    nest: Nest, tmp_path: Path, control_group: Group, is_inside: bool
+    nest: Nest, tmp_path: Path, control_group: ControlGroup, is_inside: bool
 ) -> None:
     fds = [create_progress_fd() for _ in range(3)]
     words = [SharedProgress(fd) for fd in fds]

@@ -22,7 +22,7 @@ from closeranks.agent.limits import FaultLimits
 from closeranks.agent.loop import EventLoop
 from closeranks.agent.nursery import ZygoteClient
 from closeranks.agent.zygote import import_error
-from closeranks.elastic.faults.cgroups import Group, Need, find_home
+from closeranks.elastic.faults.cgroups import CgroupControl, ControlGroup, find_cgroup_parent
 from tests.agent.crews import statuses, worlds_here
 
 from .conftest import Host
@@ -197,10 +197,10 @@ class TestSpare:
 
     def test_where_nobody_can_be_forked_the_reason_is_told_and_nobody_waits(self, host: Host) -> None:
         with standing(host) as (plan, nursery, loop, listener):
-            group = Group(find_home(Need("pids", "pids", "pids.max", "pids.max")))
+            group = ControlGroup(find_cgroup_parent(CgroupControl("pids", "pids", "pids.max", "pids.max")))
             try:
                 group.write("pids.max", "1")
-                group.take(nursery.pid)
+                group.add(nursery.pid)
                 with WorkerGroup(plan, worlds_here(2, 0), nursery, loop, listener) as crew:
                     turn_until(loop, lambda: nursery.error is not None)
                     assert "a worker could not be forked (Resource temporarily unavailable)" in str(nursery.error)

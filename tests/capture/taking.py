@@ -17,7 +17,7 @@ from closeranks.checkpoint.manifest import Chunk
 from closeranks.checkpoint.saver import Saver
 from closeranks.checkpoint.sources import chunks_of
 from closeranks.core.errors import CheckpointError
-from closeranks.elastic.keeper import Berths, Joined, Keeper
+from closeranks.elastic.keeper import SnapshotDestinations, SnapshotResult, SnapshotWriter
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def stored(found: Captured) -> dict[str, bytes]:
 class Kept:
     """A keeper, and the capture that fills its slots."""
 
-    def __init__(self, berths: Berths) -> None:
-        self.capture, self.keeper = Capture(), Keeper(berths)
+    def __init__(self, berths: SnapshotDestinations) -> None:
+        self.capture, self.keeper = Capture(), SnapshotWriter(berths)
 
     def begin(self, about: About, tensors: Sequence[StateTensor], tree: bytes) -> None:
         self.capture.begin(tensors, self.keeper.snapshot(about, tree))
@@ -89,9 +89,9 @@ class Kept:
     def is_done(self) -> bool:
         return self.keeper.is_done
 
-    def join(self) -> Joined | None:
+    def join(self) -> SnapshotResult | None:
         self.capture.land()
-        return self.keeper.join()
+        return self.keeper.wait()
 
     def close(self) -> None:
         self.capture.close()

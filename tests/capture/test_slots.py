@@ -35,8 +35,8 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.core import faults
 from closeranks.core.pieces import Piece
 from closeranks.elastic import keeper as keeping
-from closeranks.elastic.keeper import Berths
-from closeranks.elastic.recalling import DamagedCopy, Recalled
+from closeranks.elastic.keeper import SnapshotDestinations
+from closeranks.elastic.recalling import DamagedSnapshot, SnapshotReader
 from tests.capture.changes import changed
 from tests.capture.taking import Kept
 from tests.elastic.boxes import make_boxes, shared_memory
@@ -63,7 +63,7 @@ def holdings(value: float) -> list[StateTensor]:
 
 
 def keep(boxes: tuple[str, ...], step: int, turns: int = 1, beside: tuple[str, str] | None = None) -> Kept:
-    kept = Kept(Berths((boxes[0], boxes[1]), beside))
+    kept = Kept(SnapshotDestinations((boxes[0], boxes[1]), beside))
     for number in range(turns):
         kept.begin(
             replace(ABOUT, step=step + number), holdings(float(step + number)), json.dumps({"at": step}).encode()
@@ -75,7 +75,7 @@ def keep(boxes: tuple[str, ...], step: int, turns: int = 1, beside: tuple[str, s
 
 
 def recalled(path: str) -> dict[str, torch.Tensor]:
-    found = Recalled([Sealed(path)])
+    found = SnapshotReader([Sealed(path)])
     return {held.key: found.read(held.section, held.key, held.piece) for held in holdings(0.0)}
 
 
@@ -124,7 +124,7 @@ def is_noticed(path: str) -> bool:
         return True
     try:
         recalled(path)
-    except DamagedCopy:
+    except DamagedSnapshot:
         return changed(path) != []
     return False
 
@@ -156,7 +156,7 @@ def test_a_damaged_tensor_is_named(place: Path) -> None:
     keep(box, 7).close()
     (entry,) = [e for e in Sealed(box[0]).index.entries if e.key == "flat"]
     flip(box[0], DATA_AT + entry.offset + 3, 0)
-    with pytest.raises(DamagedCopy, match="p0-s1-t0 at step 7 is damaged: the bytes of optimizer/flat changed"):
+    with pytest.raises(DamagedSnapshot, match="p0-s1-t0 at step 7 is damaged: the bytes of optimizer/flat changed"):
         recalled(box[0])
 
 
@@ -339,7 +339,7 @@ def test_a_copy_that_has_landed_is_of_its_step_whatever_comes_before_its_seal(
     (box,) = make_boxes(place, 1)
     may_seal = threading.Event()
     monkeypatch.setattr(slotting, "point", lambda label: may_seal.wait(20.0))
-    kept, held = Kept(Berths((box[0], box[1]))), holdings(7.0)
+    kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings(7.0)
     kept.begin(ABOUT, held, b"{}")
     kept.land()
     assert not kept.is_done

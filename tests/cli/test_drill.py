@@ -11,8 +11,8 @@ from closeranks.cli.drills.courses import Course, read_course, same_losses, same
 from closeranks.cli.drills.showing import page, print_summary, write_down
 from closeranks.cli.drills.verdicts import Row, Summary, is_resized, judge
 from closeranks.core.events import Event, RankLost, RanksClosed, SaveFailed, SlowRank
-from closeranks.elastic.faults.fault import Fault
-from closeranks.elastic.faults.inject import Strike
+from closeranks.elastic.faults.fault import InjectedFault
+from closeranks.elastic.faults.inject import Injection
 from closeranks.telemetry.faults import Told
 from tests.cli.calling import call
 from tests.cli.commands import closeranks
@@ -80,14 +80,14 @@ def told(*lines: tuple[float, Event]) -> list[Told]:
 
 
 def test_a_fault_is_timed_from_the_strike_over_its_notice_to_the_first_good_step() -> None:
-    kill = Strike(Fault("kill", 3, 1), 100.0, 0, 3, "SIGKILL")
+    kill = Injection(InjectedFault("kill", 3, 1), 100.0, 0, 3, "SIGKILL")
     lines = told((100.2, RankLost(0, 1, step=3, kind="killed")), (101.0, RanksClosed(1, 3, 0.9, 1, 4)))
     (row,) = judge([kill], [], QUIET, Course(LOSSES, told=lines), has_finished=True)
     assert row == Row("kill(rank=1, step=3)", pytest.approx(0.1), 0.9, 1, survived=True, equal=True, note="SIGKILL")
 
 
 def test_each_fault_is_matched_with_its_own_generation() -> None:
-    strikes = [Strike(Fault("kill", 3), 100.0, 0, 3), Strike(Fault("stop", 7, 1), 110.0, 1, 7)]
+    strikes = [Injection(InjectedFault("kill", 3), 100.0, 0, 3), Injection(InjectedFault("stop", 7, 1), 110.0, 1, 7)]
     lines = told(
         (100.1, RankLost(0)), (101.0, RanksClosed(1, 3, 0.9)), (116.0, RankLost(1)), (117.0, RanksClosed(2, 7, 1.5, 1))
     )
@@ -97,7 +97,7 @@ def test_each_fault_is_matched_with_its_own_generation() -> None:
 
 
 def test_who_never_came_back_was_not_survived() -> None:
-    unseen = Strike(Fault("stop", 3, 1), 100.0, 0, 3, "SIGSTOP")
+    unseen = Injection(InjectedFault("stop", 3, 1), 100.0, 0, 3, "SIGSTOP")
     (row,) = judge([unseen], [], QUIET, QUIET, has_finished=True)
     assert not row.survived
     assert row.note == "SIGSTOP; it was never noticed"
@@ -113,22 +113,25 @@ def test_who_never_came_back_was_not_survived() -> None:
 @pytest.mark.parametrize(("ended_at", "survived"), [(100.5, True), (102.0, False)])
 def test_who_is_asked_to_leave_in_the_last_second_need_not_be_seen_to(ended_at: float, survived: bool) -> None:
     losses = dict.fromkeys(range(1, 4), 1.0)
-    strike = Strike(Fault("term", 3, 1), 100.0, 0, 3, "SIGTERM")
+    strike = Injection(InjectedFault("term", 3, 1), 100.0, 0, 3, "SIGTERM")
     (row,) = judge([strike], [], Course(losses, last_step=3), Course(losses, ended_at=ended_at), has_finished=True)
     assert row.survived == survived
     assert ("was over before" in row.note) == survived
 
 
 def test_what_did_not_strike_was_not_survived() -> None:
-    failed = Strike(Fault("exception", 2), 100.0, 0, 2, error="rank 0 has no connection to another")
-    rows = judge([failed], [Fault("kill", 10)], QUIET, QUIET, has_finished=True)
+    failed = Injection(InjectedFault("exception", 2), 100.0, 0, 2, error="rank 0 has no connection to another")
+    rows = judge([failed], [InjectedFault("kill", 10)], QUIET, QUIET, has_finished=True)
     assert [row.survived for row in rows] == [False, False]
     assert rows[0].note == "it could not strike: rank 0 has no connection to another"
     assert rows[1].note.startswith("it did not strike: the run was over")
 
 
 def test_what_ends_nothing_is_survived_by_going_on() -> None:
-    strikes = [Strike(Fault("slow", 2, 1), 100.0, 0, 2), Strike(Fault("diskfull", 6), 110.0, 0, 6)]
+    strikes = [
+        Injection(InjectedFault("slow", 2, 1), 100.0, 0, 2),
+        Injection(InjectedFault("diskfull", 6), 110.0, 0, 6),
+    ]
     lines = told((90.0, SaveFailed(1)), (95.0, SlowRank(1)), (103.0, SlowRank(0)), (104.0, SlowRank(1)))
     rows = judge(strikes, [], QUIET, Course(LOSSES, told=[*lines, Told(112.5, SaveFailed(6))]), has_finished=True)
     assert [(row.detected_s, row.num_redone, row.survived) for row in rows] == [(4.0, 0, True), (2.5, 0, True)]
@@ -138,7 +141,9 @@ def test_what_ends_nothing_is_survived_by_going_on() -> None:
 
 
 def test_the_fault_after_which_losses_differ_is_the_one_that_is_blamed() -> None:
-    strikes = [Strike(Fault("kill", step), 100.0 + step, number, step) for number, step in enumerate((2, 5, 8))]
+    strikes = [
+        Injection(InjectedFault("kill", step), 100.0 + step, number, step) for number, step in enumerate((2, 5, 8))
+    ]
     lines = told(*((100.5 + step, RankLost(number)) for number, step in enumerate((2, 5, 8))))
     lines += told(*((101.0 + step, RanksClosed(number + 1)) for number, step in enumerate((2, 5, 8))))
     odd = Course({**LOSSES, 6: 1.0 / 6 + 1e-16}, told=lines)

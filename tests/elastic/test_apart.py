@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.requests import DRAIN
-from closeranks.elastic.apart import ApartVote
+from closeranks.elastic.apart import LocalSgdVote
 from closeranks.elastic.vote import Ballot
 from closeranks.facts.layout import Layout
 from closeranks.parallel.group import Group
@@ -32,7 +32,7 @@ def two_rounds() -> list[dict[str, Any]]:
     groups = open_groups(Group(rank, 4), Layout(data=4), torch.device("cpu"), 30.0, num_homes=2)
     home = groups.home
     assert (home.number, home.world.size, home.across.size) == (rank // 2, 2, 2)
-    vote = ApartVote(home.world, groups.world, ("hits",), clip=0.0, num_homes=2, speaks=home.world.rank == 0)
+    vote = LocalSgdVote(home.world, groups.world, ("hits",), clip=0.0, num_homes=2, speaks=home.world.rank == 0)
     told: list[dict[str, Any]] = []
     verdicts = []
     for step, is_boundary in enumerate((False, True, True)):
@@ -72,7 +72,7 @@ def with_idle_replica() -> list[Any]:
     rank = dist.get_rank()
     groups = open_groups(Group(rank, 2), Layout(data=2), torch.device("cpu"), 30.0, num_homes=2)
     home = groups.home
-    vote = ApartVote(home.world, groups.world, (), clip=0.0, num_homes=2, speaks=True)
+    vote = LocalSgdVote(home.world, groups.world, (), clip=0.0, num_homes=2, speaks=True)
     nothing = (number(0.0), number(0.0), number(0.0))
     something = (number(3.0), number(2.0), number(16.0))
     verdicts = [

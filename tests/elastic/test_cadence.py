@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_cost
+from closeranks.elastic.cadence import should_remeasure, snapshot_cost_s, steps_between
 
 
 def test_cheap_copies_are_taken_every_step() -> None:
@@ -39,10 +39,10 @@ def test_what_a_device_sends_for_longer_than_a_step_counts_though_nobody_waited(
 
 
 def test_processor_time_counts_where_no_core_is_to_spare() -> None:
-    assert true_cost(0.001, 0.02, num_cores=8, num_busy=4) == 0.001
-    assert true_cost(0.001, 0.02, num_cores=7, num_busy=4) == 0.021
+    assert snapshot_cost_s(0.001, 0.02, num_cores=8, num_busy=4) == 0.001
+    assert snapshot_cost_s(0.001, 0.02, num_cores=7, num_busy=4) == 0.021
 
 
 def test_ranks_look_early_and_then_now_and_then() -> None:
-    assert [n for n in range(301) if is_time_to_decide(n)] == [3, 6, 25, 100, 200, 300]
-    assert [n for n in range(301) if is_time_to_decide(n, has_decided=True)] == [25, 100, 200, 300]
+    assert [n for n in range(301) if should_remeasure(n)] == [3, 6, 25, 100, 200, 300]
+    assert [n for n in range(301) if should_remeasure(n, has_decided=True)] == [25, 100, 200, 300]

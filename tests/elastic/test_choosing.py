@@ -11,36 +11,42 @@ from closeranks.capture.slots import About
 from closeranks.elastic.choosing import (
     OWN_FILES,
     PEER_FILES,
-    Choice,
-    Copy,
-    Place,
-    choose,
+    RestorePlan,
+    SnapshotCopy,
+    SnapshotLocation,
     complete_states,
-    free_file,
     is_in_place,
-    seats_of,
+    plan_restore,
+    rank_placements,
+    slot_to_overwrite,
 )
-from closeranks.elastic.images import partners
+from closeranks.elastic.images import backup_ranks
 
 LAYOUT = "same"
 
 
-def written(hosts: list[int], images: list[str], steps: list[tuple[int, ...]], generation: int = 0) -> list[Copy]:
+def written(
+    hosts: list[int], images: list[str], steps: list[tuple[int, ...]], generation: int = 0
+) -> list[SnapshotCopy]:
     """What a generation leaves behind: of each rank the steps in its two slots; peers have the same."""
-    seats, kept_by = seats_of(hosts, images), partners(hosts, images)
+    seats, kept_by = rank_placements(hosts, images), backup_ranks(hosts, images)
     copies = []
     for rank, seat in enumerate(seats):
         for step in steps[rank]:
             about = About(generation, step, seat.image, len(set(images)), LAYOUT, rank)
-            copies.append(Copy(Place(seat.host, seat.box, OWN_FILES[step % 2]), about))
+            copies.append(SnapshotCopy(SnapshotLocation(seat.host, seat.local_index, OWN_FILES[step % 2]), about))
             keeper = kept_by[rank]
             if keeper is not None:
-                copies.append(Copy(Place(seats[keeper].host, seats[keeper].box, PEER_FILES[step % 2]), about))
+                copies.append(
+                    SnapshotCopy(
+                        SnapshotLocation(seats[keeper].host, seats[keeper].local_index, PEER_FILES[step % 2]), about
+                    )
+                )
     return copies
 
 
-def chosen(copies: list[Copy], hosts: list[int], images: list[str]) -> Choice | None:
-    return choose(copies, seats_of(hosts, images), LAYOUT)
+def chosen(copies: list[SnapshotCopy], hosts: list[int], images: list[str]) -> RestorePlan | None:
+    return plan_restore(copies, rank_placements(hosts, images), LAYOUT)
 
 
 SHARDS = ["a", "b", "c", "d"]
@@ -79,7 +85,7 @@ def test_copies_of_another_session_are_left_alone() -> None:
 
 def test_a_lost_host_comes_back_from_its_peers() -> None:
     hosts = [0, 0, 1, 1]
-    copies = [c for c in written(hosts, SHARDS, [(7, 8)] * 4) if c.place.host == 0]
+    copies = [c for c in written(hosts, SHARDS, [(7, 8)] * 4) if c.location.host == 0]
     choice = chosen(copies, [0, 0, 2, 2], SHARDS)
     assert choice is not None
     assert choice.step == 8
@@ -90,7 +96,7 @@ def test_a_lost_host_comes_back_from_its_peers() -> None:
 
 
 def test_a_fresh_host_of_replicas_is_sent_one_copy() -> None:
-    copies = [c for c in written([0, 0, 1, 1], ["a"] * 4, [(7, 8)] * 4) if c.place.host == 0]
+    copies = [c for c in written([0, 0, 1, 1], ["a"] * 4, [(7, 8)] * 4) if c.location.host == 0]
     choice = chosen(copies, [0, 0, 2, 2], ["a"] * 4)
     assert choice is not None
     assert len(choice.fetches) == 1
@@ -99,35 +105,35 @@ def test_a_fresh_host_of_replicas_is_sent_one_copy() -> None:
 def test_a_rank_reads_its_own_box_first() -> None:
     choice = chosen(written([0] * 3, ["a"] * 3, [(4,)] * 3), [0] * 3, ["a"] * 3)
     assert choice is not None
-    assert [reads["a"].place.box for reads in choice.reads] == [0, 1, 2]
+    assert [reads["a"].location.local_index for reads in choice.reads] == [0, 1, 2]
 
 
 def test_after_a_resize_every_rank_reads_every_image() -> None:
     copies = written([0] * 4, SHARDS, [(7, 8)] * 4)
-    choice = choose(copies, seats_of([0, 0], ["a", "b"]), "another")
+    choice = plan_restore(copies, rank_placements([0, 0], ["a", "b"]), "another")
     assert choice is not None
     assert not choice.is_same_layout
     assert [sorted(reads) for reads in choice.reads] == [SHARDS, SHARDS]
 
 
 def test_nothing_is_copied_anew_where_all_is_in_place() -> None:
-    hosts, kept_by = [0] * 4, partners([0] * 4, SHARDS)
+    hosts, kept_by = [0] * 4, backup_ranks([0] * 4, SHARDS)
     copies = written(hosts, SHARDS, [(7, 8)] * 4)
     choice = chosen(copies, hosts, SHARDS)
     assert choice is not None
-    assert is_in_place(choice, copies, seats_of(hosts, SHARDS), kept_by)
+    assert is_in_place(choice, copies, rank_placements(hosts, SHARDS), kept_by)
     for lost in (c for c in copies if c.about.step == 8):
-        assert not is_in_place(choice, [c for c in copies if c != lost], seats_of(hosts, SHARDS), kept_by)
+        assert not is_in_place(choice, [c for c in copies if c != lost], rank_placements(hosts, SHARDS), kept_by)
 
 
 def test_what_the_run_goes_on_from_is_not_written_over() -> None:
     hosts = [0] * 4
     copies = written(hosts, SHARDS, [(7, 8)] * 4)
-    seat = seats_of(hosts, SHARDS)[1]
-    assert free_file(copies, (0, 8, 0), seat, OWN_FILES) == OWN_FILES[1]
-    assert free_file(copies, (0, 7, 0), seat, OWN_FILES) == OWN_FILES[0]
-    assert free_file(copies, (0, 8, 0), seat, PEER_FILES) == PEER_FILES[1]
-    assert free_file(copies, None, seat, OWN_FILES) == OWN_FILES[0]
+    seat = rank_placements(hosts, SHARDS)[1]
+    assert slot_to_overwrite(copies, (0, 8, 0), seat, OWN_FILES) == OWN_FILES[1]
+    assert slot_to_overwrite(copies, (0, 7, 0), seat, OWN_FILES) == OWN_FILES[0]
+    assert slot_to_overwrite(copies, (0, 8, 0), seat, PEER_FILES) == PEER_FILES[1]
+    assert slot_to_overwrite(copies, None, seat, OWN_FILES) == OWN_FILES[0]
 
 
 worlds = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=8).map(
@@ -143,7 +149,7 @@ def test_laws_over_random_losses(world: tuple[list[int], list[str]], data: st.Da
     copies = written(hosts, images, steps)
     copies = [c for c in copies if data.draw(st.integers(0, 9)) > 1]
     gone = data.draw(st.sampled_from([None, 0, 1, 2]))
-    copies = [c for c in copies if c.place.host != gone]
+    copies = [c for c in copies if c.location.host != gone]
     now = [3 if host == gone else host for host in hosts]
     choice = chosen(copies, now, images)
     whole = [step for step in (8, 7) if {c.about.image for c in copies if c.about.step == step} == set(images)]
@@ -157,12 +163,12 @@ def test_laws_over_random_losses(world: tuple[list[int], list[str]], data: st.Da
         (copy,) = reads.values()
         assert copy in copies
         assert (copy.about.image, copy.about.step) == (images[rank], whole[0])
-        is_here = any(c.place.host == now[rank] and c.about == copy.about for c in copies)
+        is_here = any(c.location.host == now[rank] and c.about == copy.about for c in copies)
         fetched = [f for f in choice.fetches if f.host == now[rank] and f.copy.about.image == images[rank]]
-        assert (copy.place.host == now[rank]) or not is_here
-        assert len(fetched) == (copy.place.host != now[rank])
+        assert (copy.location.host == now[rank]) or not is_here
+        assert len(fetched) == (copy.location.host != now[rank])
     for fetch in choice.fetches:
-        assert now[fetch.target] == fetch.host != fetch.copy.place.host == now[fetch.source]
+        assert now[fetch.target] == fetch.host != fetch.copy.location.host == now[fetch.source]
 
 
 @given(worlds)
@@ -179,9 +185,9 @@ def test_any_one_kill_of_workers_leaves_a_whole_state(world: tuple[list[int], li
 @given(worlds)
 def test_the_loss_of_any_one_host_leaves_a_whole_state(world: tuple[list[int], list[str]]) -> None:
     hosts, images = world
-    kept_by = partners(hosts, images)
+    kept_by = backup_ranks(hosts, images)
     for gone in set(hosts):
-        copies = [c for c in written(hosts, images, [(7,)] * len(hosts)) if c.place.host != gone]
+        copies = [c for c in written(hosts, images, [(7,)] * len(hosts)) if c.location.host != gone]
         only_here = {images[r] for r, h in enumerate(hosts) if h == gone} - {
             images[r] for r, h in enumerate(hosts) if h != gone
         }

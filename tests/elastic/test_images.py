@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.elastic.images import can_spare_a_host, images_of, layout_digest, partners
+from closeranks.elastic.images import backup_ranks, images_of, layout_digest, survives_host_loss
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
 
@@ -31,26 +31,26 @@ def test_layouts_are_told_apart() -> None:
 
 
 def test_replicas_need_no_peer() -> None:
-    assert partners([0, 0, 0], ["a", "a", "a"]) == (None, None, None)
-    assert partners([0, 1], ["a", "a"]) == (None, None)
-    assert partners([0, 0, 1, 1], ["a", "b", "a", "b"]) == (None,) * 4
+    assert backup_ranks([0, 0, 0], ["a", "a", "a"]) == (None, None, None)
+    assert backup_ranks([0, 1], ["a", "a"]) == (None, None)
+    assert backup_ranks([0, 0, 1, 1], ["a", "b", "a", "b"]) == (None,) * 4
 
 
 def test_a_rank_alone_has_nobody() -> None:
-    assert partners([0], ["a"]) == (None,)
+    assert backup_ranks([0], ["a"]) == (None,)
 
 
 def test_shards_go_to_another_host() -> None:
-    assert partners([0, 0, 1, 1], ["a", "b", "c", "d"]) == (2, 3, 0, 1)
-    assert partners([0, 0, 0], ["a", "b", "c"]) == (1, 2, 0)
+    assert backup_ranks([0, 0, 1, 1], ["a", "b", "c", "d"]) == (2, 3, 0, 1)
+    assert backup_ranks([0, 0, 0], ["a", "b", "c"]) == (1, 2, 0)
 
 
 def test_replicas_on_one_of_two_hosts_send_one_copy_away() -> None:
-    assert partners([0, 0, 1, 1], ["a", "a", "b", "b"]) == (2, None, 0, None)
+    assert backup_ranks([0, 0, 1, 1], ["a", "a", "b", "b"]) == (2, None, 0, None)
 
 
 def test_a_host_larger_than_all_others_keeps_some_for_itself() -> None:
-    found = partners([0, 0, 0, 1], ["a", "b", "c", "d"])
+    found = backup_ranks([0, 0, 0, 1], ["a", "b", "c", "d"])
     assert sorted(keeper for keeper in found if keeper is not None) == [0, 1, 2, 3]
     assert sum(keeper == 3 for keeper in found[:3]) == 1
     assert found[3] in (0, 1, 2)
@@ -58,7 +58,7 @@ def test_a_host_larger_than_all_others_keeps_some_for_itself() -> None:
 
 def test_of_a_host_larger_than_all_others_some_images_would_go_with_it() -> None:
     def spares(hosts: list[int], images: list[str]) -> bool:
-        return can_spare_a_host(hosts, images, partners(hosts, images))
+        return survives_host_loss(hosts, images, backup_ranks(hosts, images))
 
     assert spares([0, 0, 1, 1], ["a", "b", "c", "d"])
     assert spares([0, 0, 0, 1], ["a", "a", "a", "a"])
@@ -69,8 +69,8 @@ def test_of_a_host_larger_than_all_others_some_images_would_go_with_it() -> None
 @given(worlds)
 def test_laws_of_partners(world: tuple[list[int], list[str]]) -> None:
     hosts, images = world
-    found = partners(hosts, images)
-    assert found == partners(hosts, images)
+    found = backup_ranks(hosts, images)
+    assert found == backup_ranks(hosts, images)
     counts = Counter(keeper for keeper in found if keeper is not None)
     assert all(count == 1 for count in counts.values())
     assert all(keeper != rank for rank, keeper in enumerate(found))
@@ -84,7 +84,7 @@ def test_laws_of_partners(world: tuple[list[int], list[str]]) -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12))
 def test_shards_leave_their_host_as_often_as_can_be(hosts: list[int]) -> None:
-    found = partners(hosts, [f"i{rank}" for rank in range(len(hosts))])
+    found = backup_ranks(hosts, [f"i{rank}" for rank in range(len(hosts))])
     assert None not in found
     num_away = sum(hosts[rank] != hosts[keeper] for rank, keeper in enumerate(found) if keeper is not None)
     largest = max(Counter(hosts).values())

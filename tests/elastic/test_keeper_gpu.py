@@ -15,8 +15,8 @@ from closeranks.capture.pinning import Pinned
 from closeranks.capture.slots import DATA_AT, About, Sealed
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.pieces import Piece
-from closeranks.elastic.keeper import Berths
-from closeranks.elastic.recalling import DamagedCopy, Recalled
+from closeranks.elastic.keeper import SnapshotDestinations
+from closeranks.elastic.recalling import DamagedSnapshot, SnapshotReader
 from tests.capture.changes import changed
 from tests.capture.taking import Kept
 from tests.elastic.boxes import make_boxes, shared_memory
@@ -51,7 +51,7 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
     if not is_pinned:
         monkeypatch.setattr(Pinned, "pin", lambda pinned, is_enough: False)
     one, other = make_boxes(place, 2)
-    kept = Kept(Berths((one[0], one[1]), (other[2], other[3])))
+    kept = Kept(SnapshotDestinations((one[0], one[1]), (other[2], other[3])))
     held = holdings()
     busy = torch.randn(4096, 4096, device="cuda")
     for step in range(3):
@@ -69,7 +69,7 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
             item.tensor.sub_(0.25)  # the optimizer
         for path in (one[step % 2], other[2 + step % 2]):
             assert changed(path) == []
-            recalled = Recalled([Sealed(path)])
+            recalled = SnapshotReader([Sealed(path)])
             for item, was in zip(held, expected, strict=True):
                 fresh = torch.zeros_like(item.tensor)
                 recalled.read_into(item.section, item.key, item.piece, fresh)
@@ -81,7 +81,7 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
 
 def test_training_goes_on_as_soon_as_a_copy_has_landed(place: Path) -> None:
     (box,) = make_boxes(place, 1)
-    kept, held = Kept(Berths((box[0], box[1]))), holdings()
+    kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings()
     for step in range(4):
         expected = [item.tensor.clone() for item in held]
         kept.begin(replace(ABOUT, step=step), held, b"{}")
@@ -92,7 +92,7 @@ def test_training_goes_on_as_soon_as_a_copy_has_landed(place: Path) -> None:
         assert joined is not None
         assert joined.is_sealed
         assert joined.stall_s <= joined.late_s
-        with Recalled([Sealed(box[step % 2])], 8) as recalled:
+        with SnapshotReader([Sealed(box[step % 2])], 8) as recalled:
             found = [torch.zeros_like(item.tensor) for item in held]
             for item, fresh in zip(held, found, strict=True):
                 recalled.read_into(item.section, item.key, item.piece, fresh)
@@ -103,7 +103,7 @@ def test_training_goes_on_as_soon_as_a_copy_has_landed(place: Path) -> None:
 
 def test_damage_is_told_when_all_threads_are_done(place: Path) -> None:
     (box,) = make_boxes(place, 1)
-    kept, held = Kept(Berths((box[0], box[1]))), holdings()
+    kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings()
     kept.begin(ABOUT, held, b"{}")
     kept.join()
     kept.close()
@@ -112,13 +112,13 @@ def test_damage_is_told_when_all_threads_are_done(place: Path) -> None:
         file.seek(DATA_AT + entry.offset + 3)
         file.write(b"\x07\x09")
     fresh = torch.zeros_like(held[0].tensor)
-    with pytest.raises(DamagedCopy, match="model/t0 changed"), Recalled([Sealed(box[0])]) as recalled:
+    with pytest.raises(DamagedSnapshot, match="model/t0 changed"), SnapshotReader([Sealed(box[0])]) as recalled:
         recalled.read_into("model", "t0", held[0].piece, fresh)
 
 
 def test_a_slot_is_pinned_once_and_given_back(place: Path) -> None:
     (box,) = make_boxes(place, 1)
-    kept, held = Kept(Berths((box[0], box[1]))), holdings()
+    kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings()
     kept.keeper.make_ready(kept.capture, held)
     kept.capture._pinner.drain()
     pins = dict(kept.capture._pins)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.requests import DRAIN, REGROUP, REQUESTS, SAVE
-from closeranks.elastic.vote import Ballot, Outcome, Vote, settle, settle_on_device
+from closeranks.elastic.vote import Ballot, StepOutcome, Vote, settle, settle_on_device
 from closeranks.parallel.group import Group
 from closeranks.testing import run_world
 
@@ -18,7 +18,7 @@ def number(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def cast(loss: float, weight: float, norm_squared: float, *, clip: float = 1.0, scale: float = 1.0) -> Outcome:
+def cast(loss: float, weight: float, norm_squared: float, *, clip: float = 1.0, scale: float = 1.0) -> StepOutcome:
     vote = Vote(Group(0, 1), ("hits",), clip=clip)
     ballot = Ballot(number(loss), number(weight), number(norm_squared), {"hits": number(3.0)})
     return vote.cast(ballot, torch.tensor(scale)).read()
@@ -67,7 +67,7 @@ def test_a_step_without_samples_is_not_taken() -> None:
     assert not cast(0.0, 0.0, 0.0).taken
 
 
-def one_rank_is_bad() -> tuple[Outcome, float]:
+def one_rank_is_bad() -> tuple[StepOutcome, float]:
     rank, size = dist.get_rank(), dist.get_world_size()
     vote = Vote(Group(rank, size), (), clip=0.0)
     loss = math.nan if rank == 1 else 2.0
@@ -85,7 +85,7 @@ def test_all_ranks_skip_together_and_hear_of_the_drain() -> None:
         assert factor == 1.0
 
 
-def each_rank_asks_for_something() -> Outcome:
+def each_rank_asks_for_something() -> StepOutcome:
     rank, size = dist.get_rank(), dist.get_world_size()
     vote = Vote(Group(rank, size), ("hits",), clip=0.0)
     metrics = {"hits": number(5.0)}
@@ -114,7 +114,7 @@ def test_each_request_has_a_place_of_its_own(kind: str) -> None:
     assert outcome.metrics == {"hits": 5.0}
 
 
-def all_ranks_are_good() -> Outcome:
+def all_ranks_are_good() -> StepOutcome:
     rank, size = dist.get_rank(), dist.get_world_size()
     vote = Vote(Group(rank, size), (), clip=0.0)
     return vote.cast(Ballot(number(rank + 1.0), number(2.0), number(12.0), {}), torch.tensor(1.0)).read()

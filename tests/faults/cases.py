@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from closeranks.elastic.faults.cgroups import FREEZER, Lacking, Need, find_home
+from closeranks.elastic.faults.cgroups import FREEZER, CgroupControl, CgroupUnavailable, find_cgroup_parent
 from tests.cli.commands import IMPORTABLE
 from tests.faults.strikes import Jump, Newborn, Special, Touch
 
 
-def lacking_control(need: Need) -> str:
+def lacking_control(need: CgroupControl) -> str:
     """Why there is no such control group here; empty where there is."""
     try:
-        find_home(need)
-    except Lacking as reason:
+        find_cgroup_parent(need)
+    except CgroupUnavailable as reason:
         return str(reason)
     return ""
 

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
-from closeranks.elastic.faults.means import lacking
+from closeranks.elastic.faults.means import unavailable_kinds
 from tests.faults.cases import CASES, FAKETIME, Case, false_clock
 from tests.faults.harness import Ran, assert_clean, assert_same, assert_struck, go, wait_for_step
 from tests.faults.jobs import SHAPES
@@ -111,7 +111,7 @@ def drill_agent(folder: Path, shape: str) -> Row:
 
 
 def possible(case: Case) -> bool:
-    return not lacking(case.needs) and (case.env is not false_clock or bool(FAKETIME))
+    return not unavailable_kinds(case.needs) and (case.env is not false_clock or bool(FAKETIME))
 
 
 def drill_all(folder: Path, shapes: Sequence[str], only: str) -> list[Row]:

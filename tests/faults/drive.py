@@ -43,7 +43,7 @@ def drive(path: Path, num_workers: int, faults: str, specials: str, settings: li
 
 
 def _write_down(path: Path, injector: Injector, strikes: Strikes) -> None:
-    struck = [{**asdict(strike), "fault": str(strike.fault)} for strike in injector.strikes]
+    struck = [{**asdict(strike), "fault": str(strike.fault)} for strike in injector.injections]
     struck += [asdict(strike) for strike in strikes.done]
     struck.sort(key=lambda strike: float(strike["at"]))
     missed = [*map(str, injector.missed), *map(str, strikes.pending)]

@@ -21,7 +21,7 @@ from closeranks.checkpoint.catalogue import Found
 from closeranks.cli.ckpt.places import pick
 from closeranks.cli.drills.courses import Course, read_course, state_difference
 from closeranks.core.events import Event, RankLost, RanksClosed
-from closeranks.elastic.faults.disk import cannot_mount
+from closeranks.elastic.faults.disk import mount_problem
 from closeranks.telemetry.samples import SampleLog, read_samples
 from closeranks.telemetry.status import read_status
 from tests.cli.commands import IMPORTABLE
@@ -138,7 +138,7 @@ def _apart(folder: Path) -> list[str]:
     """Give a command a /dev/shm of its own, so that what is left there is known to be its own; for root alone."""
     shm = folder / "shm"
     shm.mkdir(exist_ok=True)
-    if cannot_mount():
+    if mount_problem():
         return []
     return ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(shm)]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from closeranks.agent.view import JobView, WorkerView
-from closeranks.elastic.faults.processes import Victim
+from closeranks.elastic.faults.processes import TargetProcess
 
 POLL_S = 0.005
 _UNFIT = ("START", "END")
@@ -50,7 +50,7 @@ class Newborn:
         if view.generation != self.generation or worker is None or worker.pid is None:
             return False
         try:
-            with Victim(worker.pid) as victim:
+            with TargetProcess(worker.pid) as victim:
                 victim.signal(signal.SIGKILL)
         except ProcessLookupError:
             return False
@@ -70,7 +70,7 @@ class Late:
         if view.generation != self.generation or worker is None or worker.pid is None:
             return False
         try:
-            with Victim(worker.pid) as victim:
+            with TargetProcess(worker.pid) as victim:
                 if time.time() - psutil.Process(worker.pid).create_time() < self.after_s:
                     return False
                 victim.signal(signal.SIGKILL)

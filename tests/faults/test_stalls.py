@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import Restored, SaveFailed, SlowRank
-from closeranks.elastic.faults.means import lacking
+from closeranks.elastic.faults.means import unavailable_kinds
 from closeranks.telemetry.recorder import read_events
 from tests.faults.cases import IMPATIENT, IS_FREEZING, SLOW, order
 from tests.faults.conftest import Calm
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.world, pytest.mark.timeout(300)]
 
 
 def needs(*kinds: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(bool(lacking(kinds)), reason="; ".join(lacking(kinds).values()))
+    return pytest.mark.skipif(bool(unavailable_kinds(kinds)), reason="; ".join(unavailable_kinds(kinds).values()))
 
 
 def _notes(ran: Ran) -> list[str]:

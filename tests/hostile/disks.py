@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 
-from closeranks.elastic.faults.disk import SmallDisk, cannot_mount
+from closeranks.elastic.faults.disk import SmallDisk, mount_problem
 from tests.hostile.cases import STEPS, kind, one_of, step
 from tests.hostile.checks import Problem, check_code, check_words, difference, last_states, read_state
 from tests.hostile.lab import Lab, Run
@@ -19,7 +19,7 @@ LAST = STEPS - 4
 _PARTS = ("", "checkpoints", "metrics", "logs")
 
 
-@kind("disks", needs=cannot_mount, first=step(1, 15), last=step(16, LAST), faults=one_of("", "kill"), log=one_of(0, 1))
+@kind("disks", needs=mount_problem, first=step(1, 15), last=step(16, LAST), faults=one_of("", "kill"), log=one_of(0, 1))
 def full_disk(run: Run, first: int, last: int, faults: str, log: int) -> Generator[None]:
     """Full from one step to another, with a worker killed meanwhile or not; samples logged there or not."""
     disk = _small(run)
@@ -36,7 +36,7 @@ def full_disk(run: Run, first: int, last: int, faults: str, log: int) -> Generat
 
 @kind(
     "disks",
-    needs=cannot_mount,
+    needs=mount_problem,
     combines=False,
     first=step(1, LAST),
     report=one_of("true", "false"),
@@ -71,7 +71,7 @@ def _check_state_elsewhere(run: Run) -> None:
 
 @kind(
     "disks",
-    needs=lambda: cannot_mount() or ("" if shutil.which("chattr") else "chattr is not installed"),
+    needs=lambda: mount_problem() or ("" if shutil.which("chattr") else "chattr is not installed"),
     part=one_of(*_PARTS),
     first=step(1, 12),
     last=step(13, LAST),
@@ -119,7 +119,7 @@ def _spoil(target: Path, how: str) -> None:
         target.write_text("in the way")
 
 
-@kind("disks", is_live=False, needs=cannot_mount, how=one_of("full", "read-only", "missing", "a file", "not a folder"))
+@kind("disks", is_live=False, needs=mount_problem, how=one_of("full", "read-only", "missing", "a file", "not a folder"))
 def folder_that_cannot_be_written_at_the_start(lab: Lab, how: str) -> None:
     """Refused in one sentence, before anything is trained."""
     place = lab.folder / "place"

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from closeranks.elastic.faults.disk import SmallDisk, cannot_mount
+from closeranks.elastic.faults.disk import SmallDisk, mount_problem
 from tests.cli.commands import IMPORTABLE
 from tests.faults.machine import Machine
 from tests.faults.strikes import Special, encode
@@ -67,7 +67,7 @@ class Lab:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if cannot_mount():
+        if mount_problem():
             return None
         disk = SmallDisk(self.disk, "256m")
         disk.open()

@@ -18,7 +18,7 @@ from closeranks.core import faults
 from closeranks.core.environment import detect_world, set_world
 from closeranks.core.events import Event, StepDone
 from closeranks.core.requests import DRAIN, REGROUP, Request
-from closeranks.elastic.shelf import Shelf
+from closeranks.elastic.shelf import SnapshotPaths
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
 from closeranks.run.loop import drive
@@ -124,7 +124,7 @@ def live(case: Case) -> dict[str, Any]:
             name, _, passing = label.partition(":")
             faults._DEATH = (name, int(passing or 1))
     overseer = Asking(case)
-    settle_in(overseer=overseer, shelf=Shelf(case.boxes(host), local))
+    settle_in(overseer=overseer, shelf=SnapshotPaths(case.boxes(host), local))
     session = buffered(case, world.rank) if case.is_buffered else told(case, world.rank)
     result = drive(session)
     return {

@@ -20,8 +20,8 @@ from closeranks.capture.slots import inspect
 from closeranks.core.environment import set_world
 from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapshotting, StepDone, Warned
 from closeranks.core.world import World
-from closeranks.elastic.keeper import Joined, Keeper
-from closeranks.elastic.shelf import Shelf
+from closeranks.elastic.keeper import SnapshotResult, SnapshotWriter
+from closeranks.elastic.shelf import SnapshotPaths
 from closeranks.facts.memory import copies_bytes
 from closeranks.run.overseer import settle_in
 from tests.capture.changes import changed
@@ -39,25 +39,25 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
-def shelf(place: Path) -> Iterator[Shelf]:
-    found = Shelf(make_boxes(place, 1), 0)
+def shelf(place: Path) -> Iterator[SnapshotPaths]:
+    found = SnapshotPaths(make_boxes(place, 1), 0)
     settle_in(shelf=found)
     yield found
     settle_in()
 
 
-def steps_of(shelf: Shelf) -> list[int | None]:
-    return [found.about.step if found.about else None for found in map(inspect, shelf.boxes[0])]
+def steps_of(shelf: SnapshotPaths) -> list[int | None]:
+    return [found.about.step if found.about else None for found in map(inspect, shelf.paths[0])]
 
 
 # In one process
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_run_leaves_its_last_two_steps_in_its_box(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_run_leaves_its_last_two_steps_in_its_box(tmp_path: Path, shelf: SnapshotPaths) -> None:
     small.train(tmp_path, elastic={"snapshot_every": 1}, **NO_SAVES)
     assert steps_of(shelf) == [4, 3, None, None]
-    assert all(changed(path) == [] for path in shelf.boxes[0][:2])
+    assert all(changed(path) == [] for path in shelf.paths[0][:2])
 
 
 @pytest.mark.usefixtures("alone")
@@ -69,7 +69,7 @@ def test_without_boxes_nothing_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_copies_are_taken_every_so_many_steps(tmp_path: Path, shelf: Shelf) -> None:
+def test_copies_are_taken_every_so_many_steps(tmp_path: Path, shelf: SnapshotPaths) -> None:
     small.train(tmp_path, train={"steps": 8}, elastic={"snapshot_every": 3}, **NO_SAVES)
     assert steps_of(shelf) == [6, 3, None, None]
     (said,) = small.of_kind(tmp_path, Snapshotting)
@@ -78,7 +78,7 @@ def test_copies_are_taken_every_so_many_steps(tmp_path: Path, shelf: Shelf) -> N
 
 
 @pytest.mark.usefixtures("alone")
-def test_auto_takes_fewer_copies_of_short_steps(tmp_path: Path, shelf: Shelf) -> None:
+def test_auto_takes_fewer_copies_of_short_steps(tmp_path: Path, shelf: SnapshotPaths) -> None:
     """A step of a tiny model takes a millisecond; its copy must not take a fiftieth of that."""
     small.train(tmp_path, train={"steps": 12}, elastic={"snapshot_cost": 1e-4}, **NO_SAVES)
     (said,) = small.of_kind(tmp_path, Snapshotting)
@@ -88,7 +88,7 @@ def test_auto_takes_fewer_copies_of_short_steps(tmp_path: Path, shelf: Shelf) ->
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_later_generation_goes_on_and_repeats_nothing(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_later_generation_goes_on_and_repeats_nothing(tmp_path: Path, shelf: SnapshotPaths) -> None:
     small.train(tmp_path, elastic={"snapshot_every": 1}, **NO_SAVES)
     settle_in(shelf=shelf)  # a new process
     set_world(World(launcher="testing", generation=1))
@@ -103,7 +103,7 @@ def test_a_later_generation_goes_on_and_repeats_nothing(tmp_path: Path, shelf: S
 
 @pytest.mark.usefixtures("alone")
 def test_a_later_generation_keeps_the_pace_of_the_one_before_until_it_knows_better(
-    tmp_path: Path, shelf: Shelf
+    tmp_path: Path, shelf: SnapshotPaths
 ) -> None:
     """No copy is joined in its first three steps, after which ranks look at what copies cost."""
     small.train(tmp_path, elastic={"snapshot_every": 3}, **NO_SAVES)
@@ -117,38 +117,38 @@ def test_a_later_generation_keeps_the_pace_of_the_one_before_until_it_knows_bett
 
 @pytest.mark.usefixtures("alone")
 def test_copies_that_make_a_slot_ready_are_no_measure(
-    tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shelf: SnapshotPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that takes over finds its state in place: its first two copies are its first into either slot, and
     pinning memory for a device takes many times as long as a copy."""
     small.train(tmp_path, elastic={"snapshot_every": 1}, **NO_SAVES)
     settle_in(shelf=shelf)
     set_world(World(launcher="testing", generation=1))
-    join, steps = Keeper.join, list[int]()
+    join, steps = SnapshotWriter.wait, list[int]()
 
-    def slow_at_first(keeper: Keeper) -> Joined | None:
+    def slow_at_first(keeper: SnapshotWriter) -> SnapshotResult | None:
         joined = join(keeper)
         if joined is None:
             return None
         steps.append(joined.step)
         return replace(joined, stall_s=100.0, late_s=100.0) if len(steps) <= 2 else joined
 
-    monkeypatch.setattr(Keeper, "join", slow_at_first)
+    monkeypatch.setattr(SnapshotWriter, "join", slow_at_first)
     small.train(tmp_path, train={"steps": 12}, checkpoint={"save": False, "resume": "auto"})
     assert steps[:5] == [5, 6, 7, 8, 9]
     assert all(said.cost_s < 50 for said in small.of_kind(tmp_path, Snapshotting))
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_script_with_two_sessions_finds_each_ones_own(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_script_with_two_sessions_finds_each_ones_own(tmp_path: Path, shelf: SnapshotPaths) -> None:
     small.train(tmp_path / "one", **NO_SAVES)
     small.train(tmp_path / "two", train={"steps": 3}, **NO_SAVES)
-    runs = {found.about.run for found in map(inspect, shelf.boxes[0]) if found.about}
+    runs = {found.about.run for found in map(inspect, shelf.paths[0]) if found.about}
     assert runs == {1}  # the second writes where the first did
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_evaluation_that_was_cut_short_is_made_again(tmp_path: Path, shelf: Shelf) -> None:
+def test_an_evaluation_that_was_cut_short_is_made_again(tmp_path: Path, shelf: SnapshotPaths) -> None:
     """The copy of a step is taken after its evaluation."""
 
     class Dying(small.Hook):
@@ -165,7 +165,7 @@ def test_an_evaluation_that_was_cut_short_is_made_again(tmp_path: Path, shelf: S
 
 @pytest.mark.usefixtures("alone")
 def test_want_of_memory_is_a_warning(tmp_path: Path, place: Path) -> None:
-    settle_in(shelf=Shelf((("/dev/full",) * 4,), 0))
+    settle_in(shelf=SnapshotPaths((("/dev/full",) * 4,), 0))
     result = small.train(tmp_path, **NO_SAVES)
     settle_in()
     assert result.steps == 4
@@ -174,7 +174,9 @@ def test_want_of_memory_is_a_warning(tmp_path: Path, place: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_training_goes_on_while_a_copy_is_sealed(tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_copy_is_sealed(
+    tmp_path: Path, shelf: SnapshotPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The copy of step 3 is held up until step 5 is over; that of step 6 does not begin before it is sealed."""
     steps_seen: list[list[int | None]] = []
     is_over = threading.Event()
@@ -309,7 +311,7 @@ def test_a_kill_while_a_save_is_being_written_redoes_no_more_than_one_step(place
 
 
 @pytest.mark.usefixtures("alone")
-def test_copies_and_a_save_take_the_memory_that_the_formula_says(tmp_path: Path, shelf: Shelf) -> None:
+def test_copies_and_a_save_take_the_memory_that_the_formula_says(tmp_path: Path, shelf: SnapshotPaths) -> None:
     """Two whole copies and one of what is saved, which is all of it on one rank; each with its header and index, and
     in slices of two MiB."""
     with small.open_session(

@@ -15,7 +15,7 @@ from closeranks.core.environment import set_world
 from closeranks.core.errors import ConfigError
 from closeranks.core.events import NoiseSeen, Restored, RunStarted, StepDone, Warned
 from closeranks.core.world import World
-from closeranks.elastic.shelf import Shelf
+from closeranks.elastic.shelf import SnapshotPaths
 from closeranks.optim.noise import DECAY
 from closeranks.run.job import load_job
 from closeranks.run.overseer import settle_in
@@ -147,7 +147,7 @@ def test_a_later_generation_goes_on_bit_for_bit(tmp_path: Path) -> None:
     through = alone(tmp_path / "through", optim=flat)
     kept = {"optim": flat, "elastic": {"snapshot_every": 1}, "checkpoint": {"save": False}}
     with shared_memory() as place:
-        shelf = Shelf(make_boxes(place, 1), 0)
+        shelf = SnapshotPaths(make_boxes(place, 1), 0)
         settle_in(shelf=shelf)
         alone(tmp_path / "run", train={"steps": 3}, **kept)
         settle_in(shelf=shelf)

@@ -6,7 +6,7 @@ nobody else holds a peer keeps two as well (``elastic.images.partners``).
 
 from __future__ import annotations
 
-from closeranks.elastic.images import images_of, partners
+from closeranks.elastic.images import backup_ranks, images_of
 from closeranks.facts.memory import copies_bytes
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import Cost
@@ -44,7 +44,7 @@ def rank_copies(job: Job, cost: Cost, per_host: int) -> list[int]:
         most = 0 if all(len(places) > 1 for places in on_hosts.values()) else max(held)
         return [copies_bytes(size, most) for size in own]
     of_peer = [0] * num_ranks
-    for writer, keeper in enumerate(partners(hosts, images)):
+    for writer, keeper in enumerate(backup_ranks(hosts, images)):
         if keeper is not None:
             of_peer[keeper] = own[writer]
     return [copies_bytes(mine, kept) for mine, kept in zip(own, of_peer, strict=True)]

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import Group
-from closeranks.elastic.vote import NONFINITE, NUM_DERIVED, WEIGHT, Ballot, Outcome, Verdict, Vote, sizes_of
+from closeranks.elastic.vote import NONFINITE, NUM_DERIVED, WEIGHT, Ballot, StepOutcome, Verdict, Vote, sizes_of
 
 
-class ApartVerdict(Verdict):
+class LocalSgdVerdict(Verdict):
     """A replica's own verdict on a step; the result over all replicas is known once the synchronization interval is
     closed."""
 
@@ -31,7 +31,7 @@ class ApartVerdict(Verdict):
         self.row = torch.cat([sums, _of_idle(sums, settled)])
         self._told: Verdict | None = None
 
-    def close(self, row: Tensor, num_homes: int) -> None:
+    def close_round(self, row: Tensor, num_homes: int) -> None:
         """``row``: summed over the replicas. A step counts as taken if every replica with usable samples took it; its
         gradient norm is the mean over those replicas, its loss scale the mean over all."""
         sums, settled, num_busy = row[: -NUM_DERIVED - 1], row[-NUM_DERIVED - 1 : -1], row[-1]
@@ -41,7 +41,7 @@ class ApartVerdict(Verdict):
         self.is_closed = True
         self._told = Verdict(sums, torch.stack(told), self._names, self._sizes)
 
-    def read(self) -> Outcome:
+    def read(self) -> StepOutcome:
         assert self._told is not None, "a step is read when its round is closed"
         return self._told.read()
 
@@ -54,7 +54,7 @@ def _of_idle(sums: Tensor, settled: Tensor) -> Tensor:
     return torch.cat([torch.where(is_busy, settled, agrees), is_busy.to(settled.dtype).view(1)])
 
 
-class ApartVote(Vote):
+class LocalSgdVote(Vote):
     """``home``: the ranks of this replica; ``world``: all ranks; ``num_homes``: the number of replicas under Local SGD
     or DiLoCo. ``speaks`` is true on one rank of each replica, which contributes the replica's rows."""
 
@@ -63,11 +63,11 @@ class ApartVote(Vote):
     ) -> None:
         super().__init__(home, metrics, clip=clip)
         self._world, self._num_homes, self._speaks = world, num_homes, speaks
-        self._round: list[ApartVerdict] = []
+        self._round: list[LocalSgdVerdict] = []
 
     def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_boundary: bool = True) -> Verdict:
         sums, settled = self._settled(ballot, loss_scale)
-        verdict = ApartVerdict(sums, settled, self._metrics, sizes_of(ballot))
+        verdict = LocalSgdVerdict(sums, settled, self._metrics, sizes_of(ballot))
         self._round.append(verdict)
         if is_boundary:
             self._close()
@@ -79,4 +79,4 @@ class ApartVote(Vote):
         rows = torch.stack([verdict.row for verdict in closing])
         told = self._world.sum(rows if self._speaks else torch.zeros_like(rows))
         for verdict, row in zip(closing, told, strict=True):
-            verdict.close(row, self._num_homes)
+            verdict.close_round(row, self._num_homes)

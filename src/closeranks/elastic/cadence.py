@@ -11,7 +11,7 @@ _FIRST, _AGAIN, _EVERY = (3, 6), 25, 100
 _MOST = 1000
 
 
-def is_time_to_decide(num_steps: int, *, has_decided: bool = False) -> bool:
+def should_remeasure(num_steps: int, *, has_decided: bool = False) -> bool:
     """Whether ranks evaluate the cost of snapshots after this many steps of their own: early, as soon as enough
     snapshots were taken (fewer by the first time if a generation found its state in place), again when steps without a
     snapshot have been measured, and then at regular intervals."""
@@ -32,7 +32,7 @@ def steps_between(stall_s: float, late_s: float, step_s: float, share: float, se
     return min(max(2, math.ceil(max(stall_s, send_s - step_s) / (share * step_s))), _MOST)
 
 
-def true_cost(stall_s: float, busy_s: float, num_cores: int, num_busy: int) -> float:
+def snapshot_cost_s(stall_s: float, busy_s: float, num_cores: int, num_busy: int) -> float:
     """What a snapshot costs training: the time training was blocked and, if there is no spare core for the copying
     thread of every worker, also its CPU time, which other threads would have used."""
     return stall_s if num_cores >= 2 * num_busy else stall_s + busy_s

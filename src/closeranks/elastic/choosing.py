@@ -17,16 +17,16 @@ OWN_FILES = (0, 1)
 PEER_FILES = (2, 3)
 """The slots of a worker's snapshot memory: two for its own image, two for the image of a peer."""
 
-State = tuple[int, int, int]
+StateKey = tuple[int, int, int]
 """``About.key``: run, step, generation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SnapshotLocation:
     """Location of a slot: host, index of the worker on that host, and number of the slot."""
 
     host: int
-    box: int
+    local_index: int
     file: int
 
     @property
@@ -35,25 +35,25 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    place: Place
+class SnapshotCopy:
+    location: SnapshotLocation
     about: About
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankPlacement:
     """Where a rank of the new generation runs, and which image it will hold."""
 
     host: int
-    box: int
+    local_index: int
     image: str
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class SnapshotFetch:
     """A copy that another host needs: ``source`` reads and sends it, ``target`` receives it for its whole host."""
 
-    copy: Copy
+    copy: SnapshotCopy
     source: int
     target: int
     host: int
@@ -61,12 +61,12 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    state: State
-    reads: tuple[Mapping[str, Copy], ...]
+class RestorePlan:
+    state: StateKey
+    reads: tuple[Mapping[str, SnapshotCopy], ...]
     """For each rank: the copy to read each image it needs from, its own image first. A copy that is not on the rank's
     host is among the fetches."""
-    fetches: tuple[Fetch, ...]
+    fetches: tuple[SnapshotFetch, ...]
     is_same_layout: bool
 
     @property
@@ -76,14 +76,14 @@ class Choice:
     def source_of(self, rank: int, host: int) -> str:
         """Where this rank reads from: ``memory`` if all copies were written by workers of its own host, else
         ``peer``."""
-        is_near = all(copy.place.host == host and copy.place.is_own for copy in self.reads[rank].values())
+        is_near = all(copy.location.host == host and copy.location.is_own for copy in self.reads[rank].values())
         return "memory" if is_near else "peer"
 
 
-def complete_states(copies: Iterable[Copy], run: int) -> list[State]:
+def complete_states(copies: Iterable[SnapshotCopy], run: int) -> list[StateKey]:
     """States of which every image is held, newest first."""
-    held: dict[State, set[str]] = {}
-    wanted: dict[State, int] = {}
+    held: dict[StateKey, set[str]] = {}
+    wanted: dict[StateKey, int] = {}
     for copy in copies:
         if copy.about.run == run:
             held.setdefault(copy.about.key, set()).add(copy.about.image)
@@ -91,34 +91,40 @@ def complete_states(copies: Iterable[Copy], run: int) -> list[State]:
     return sorted((state for state, images in held.items() if len(images) == wanted[state]), reverse=True)
 
 
-def choose(copies: Sequence[Copy], seats: Sequence[Seat], layout: str, run: int = 0) -> Choice | None:
+def plan_restore(
+    copies: Sequence[SnapshotCopy], seats: Sequence[RankPlacement], layout: str, run: int = 0
+) -> RestorePlan | None:
     """None if no state is complete."""
     states = complete_states(copies, run)
     if not states:
         return None
-    found = sorted((c for c in copies if c.about.key == states[0]), key=lambda c: (c.place.host, c.place.box))
-    found.sort(key=lambda copy: not copy.place.is_own)  # a worker's own copy before a peer's
+    found = sorted(
+        (c for c in copies if c.about.key == states[0]), key=lambda c: (c.location.host, c.location.local_index)
+    )
+    found.sort(key=lambda copy: not copy.location.is_own)  # a worker's own copy before a peer's
     is_same = all(copy.about.layout == layout for copy in found)
     names = sorted({copy.about.image for copy in found})
     is_same = is_same and {seat.image for seat in seats} == set(names)
     reads = tuple(_reads(rank, seat, [seat.image] if is_same else names, found) for rank, seat in enumerate(seats))
-    return Choice(states[0], reads, tuple(_fetches(reads, seats)), is_same)
+    return RestorePlan(states[0], reads, tuple(_fetches(reads, seats)), is_same)
 
 
-def _reads(rank: int, seat: Seat, names: Iterable[str], found: Sequence[Copy]) -> dict[str, Copy]:
+def _reads(
+    rank: int, seat: RankPlacement, names: Iterable[str], found: Sequence[SnapshotCopy]
+) -> dict[str, SnapshotCopy]:
     """The nearest copy of each image: in this worker's own slots, then written by the same rank, then any on this host,
     then any."""
 
-    def distance(copy: Copy) -> tuple[bool, bool, bool, bool]:
-        place = copy.place
+    def distance(copy: SnapshotCopy) -> tuple[bool, bool, bool, bool]:
+        place = copy.location
         is_here = place.host == seat.host
-        is_mine = is_here and place.box == seat.box and place.is_own
+        is_mine = is_here and place.local_index == seat.local_index and place.is_own
         return not is_here, not is_mine, copy.about.rank != rank, not place.is_own
 
     return {name: min((copy for copy in found if copy.about.image == name), key=distance) for name in names}
 
 
-def _fetches(reads: Sequence[Mapping[str, Copy]], seats: Sequence[Seat]) -> Iterable[Fetch]:
+def _fetches(reads: Sequence[Mapping[str, SnapshotCopy]], seats: Sequence[RankPlacement]) -> Iterable[SnapshotFetch]:
     """One fetch for each host and image that it lacks, balanced over the ranks of both hosts."""
     by_host: dict[int, list[int]] = {}
     for rank, seat in enumerate(seats):
@@ -128,38 +134,48 @@ def _fetches(reads: Sequence[Mapping[str, Copy]], seats: Sequence[Seat]) -> Iter
     for rank, wanted in enumerate(reads):
         host = seats[rank].host
         for name, copy in wanted.items():
-            if copy.place.host == host or (host, name) in known:
+            if copy.location.host == host or (host, name) in known:
                 continue
             known.add((host, name))
             needing = [other for other in by_host[host] if name in reads[other]]
-            source = min(by_host[copy.place.host], key=lambda other: (num_jobs[other], other))
+            source = min(by_host[copy.location.host], key=lambda other: (num_jobs[other], other))
             target = min(needing, key=lambda other: (num_jobs[other], other))
             num_jobs[source] += 1
             num_jobs[target] += 1
-            yield Fetch(copy, source, target, host)
+            yield SnapshotFetch(copy, source, target, host)
 
 
-def is_in_place(choice: Choice, copies: Sequence[Copy], seats: Sequence[Seat], kept_by: Sequence[int | None]) -> bool:
+def is_in_place(
+    choice: RestorePlan, copies: Sequence[SnapshotCopy], seats: Sequence[RankPlacement], kept_by: Sequence[int | None]
+) -> bool:
     """Whether every rank and every peer already holds the chosen state in the slots where it would be written, so that
     no snapshot is needed before the first step."""
-    held = {(c.place.host, c.place.box, c.place.is_own, c.about.image) for c in copies if c.about.key == choice.state}
+    held = {
+        (c.location.host, c.location.local_index, c.location.is_own, c.about.image)
+        for c in copies
+        if c.about.key == choice.state
+    }
     for rank, seat in enumerate(seats):
-        if (seat.host, seat.box, True, seat.image) not in held:
+        if (seat.host, seat.local_index, True, seat.image) not in held:
             return False
         number = kept_by[rank]
-        if number is not None and (seats[number].host, seats[number].box, False, seat.image) not in held:
+        if number is not None and (seats[number].host, seats[number].local_index, False, seat.image) not in held:
             return False
     return choice.is_same_layout
 
 
-def free_file(copies: Iterable[Copy], state: State | None, seat: Seat, files: tuple[int, int]) -> int:
+def slot_to_overwrite(
+    copies: Iterable[SnapshotCopy], state: StateKey | None, seat: RankPlacement, files: tuple[int, int]
+) -> int:
     """Which of a pair of slots to write first: the one that does not hold the state the run resumes from."""
     taken = {
-        c.place.file for c in copies if c.about.key == state and (c.place.host, c.place.box) == (seat.host, seat.box)
+        c.location.file
+        for c in copies
+        if c.about.key == state and (c.location.host, c.location.local_index) == (seat.host, seat.local_index)
     }
     return files[1] if files[0] in taken else files[0]
 
 
-def seats_of(hosts: Sequence[int], images: Sequence[str]) -> tuple[Seat, ...]:
+def rank_placements(hosts: Sequence[int], images: Sequence[str]) -> tuple[RankPlacement, ...]:
     """Workers of a host are numbered in rank order."""
-    return tuple(Seat(host, hosts[:rank].count(host), images[rank]) for rank, host in enumerate(hosts))
+    return tuple(RankPlacement(host, hosts[:rank].count(host), images[rank]) for rank, host in enumerate(hosts))

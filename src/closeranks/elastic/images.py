@@ -30,7 +30,7 @@ def layout_digest(layout: Layout) -> str:
     return blake2b(str(layout).encode(), digest_size=8).hexdigest()
 
 
-def partners(hosts: Sequence[int], images: Sequence[str]) -> tuple[int | None, ...]:
+def backup_ranks(hosts: Sequence[int], images: Sequence[str]) -> tuple[int | None, ...]:
     """The rank that keeps a copy of each rank's image; None if a replica suffices or no rank is free.
 
     An image needs no copy if it has replicas on several hosts or, in a job on a single host, a replica at all. For an
@@ -54,7 +54,7 @@ def partners(hosts: Sequence[int], images: Sequence[str]) -> tuple[int | None, .
     return tuple(found.get(rank) for rank in range(len(hosts)))
 
 
-def can_spare_a_host(hosts: Sequence[int], images: Sequence[str], kept_by: Sequence[int | None]) -> bool:
+def survives_host_loss(hosts: Sequence[int], images: Sequence[str], kept_by: Sequence[int | None]) -> bool:
     """Whether every image is still held after the loss of any one of several hosts."""
     held: dict[str, set[int]] = {}
     for rank, image in enumerate(images):

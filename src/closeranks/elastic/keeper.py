@@ -31,7 +31,7 @@ from closeranks.capture.slots import About, Slot, encode_entries, encode_index
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.background import Background
 from closeranks.core.faults import declare, point
-from closeranks.elastic.shipping import receive, send
+from closeranks.elastic.shipping import receive_slot, send_slot
 
 BEFORE_DATA = declare("slot.before_data", "the slot is invalid, and nothing of the new state is in it yet")
 IN_DATA = declare("slot.in_data", "half of the tensors are copied")
@@ -41,24 +41,24 @@ _TREE_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Berths:
+class SnapshotDestinations:
     """Where a rank's snapshots go. Pairs are the paths of two slots; the first is written first."""
 
     own: tuple[str, str]
-    beside: tuple[str, str] | None = None
+    same_host_slots: tuple[str, str] | None = None
     """The slots of a peer on this host, which this rank writes itself."""
-    away: int | None = None
+    remote_peer: int | None = None
     """The rank on another host that keeps a copy of this rank's image."""
-    guest_of: int | None = None
+    remote_source: int | None = None
     """The rank on another host whose copy is kept here."""
-    guest: tuple[str, str] | None = None
+    remote_source_slots: tuple[str, str] | None = None
     """The slots for that copy."""
     group: dist.ProcessGroup | None = None
     """Used only for slot transfers between hosts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class SnapshotResult:
     """The result of a snapshot, as far as this rank knows."""
 
     step: int
@@ -74,11 +74,11 @@ class Joined:
     problem: str = ""
 
 
-class Keeper:
+class SnapshotWriter:
     """Call sequence, on the training thread: ``snapshot`` returns the target of a capture that is started at once;
     ``join`` before the vote of the step that is snapshotted next; ``close`` after the capture is closed."""
 
-    def __init__(self, berths: Berths) -> None:
+    def __init__(self, berths: SnapshotDestinations) -> None:
         self._berths = berths
         self._background = Background("exchange")
         self._turn = self._guest_turn = 0
@@ -98,11 +98,11 @@ class Keeper:
         """A capture target for the whole state; an empty list if there is no memory for it. No snapshot may be in
         progress."""
         assert self._newest is None, "join comes first"
-        pairs = [pair for pair in (self._berths.own, self._berths.beside) if pair is not None]
+        pairs = [pair for pair in (self._berths.own, self._berths.same_host_slots) if pair is not None]
         self._newest = Snapshot(self, about, tree, [self._slot(pair[self._turn]) for pair in pairs])
         if self.has_room:
             return [self._newest]
-        self.settle(self._newest)
+        self.on_copied(self._newest)
         return []
 
     def make_ready(self, capture: Capture, tensors: Sequence[StateTensor]) -> None:
@@ -115,7 +115,7 @@ class Keeper:
         """Whether ``join`` has a result to return and would not block."""
         return self._newest is not None and self._newest.is_done.is_set()
 
-    def join(self) -> Joined | None:
+    def wait(self) -> SnapshotResult | None:
         """Wait until every copy that this rank writes or receives is sealed or has failed for good: from then on the
         next snapshot may start on any rank. Raises the error of a broken one; None if none was in progress."""
         newest, self._newest = self._newest, None
@@ -126,9 +126,9 @@ class Keeper:
             raise newest.error
         copied, step = newest.copied, newest.about.step
         if copied is None:
-            return Joined(step, newest.is_sealed, 0.0, 0.0, 0.0, problem=newest.problem)
+            return SnapshotResult(step, newest.is_sealed, 0.0, 0.0, 0.0, problem=newest.problem)
         stall_s, late_s = copied.begun_s + copied.stall_s, copied.begun_s + newest.late_s
-        return Joined(step, newest.is_sealed, stall_s, late_s, copied.busy_s, copied.send_s, newest.problem)
+        return SnapshotResult(step, newest.is_sealed, stall_s, late_s, copied.busy_s, copied.send_s, newest.problem)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """A failing rank does not wait long for a peer that will never answer; a slot abandoned here is marked as
@@ -158,12 +158,12 @@ class Keeper:
         own = self._berths.own
         return self._slot(own[self._turn]), self._slot(own[1 - self._turn])
 
-    def settle(self, snapshot: Snapshot) -> None:
+    def on_copied(self, snapshot: Snapshot) -> None:
         """Called by the copying thread when the copy on this host is sealed or has failed."""
         if snapshot.is_sealed:
             self._turn = 1 - self._turn
         if self._berths.group is None:
-            snapshot.be_done()
+            snapshot.mark_done()
         else:
             self._background.do(lambda: self._exchange(snapshot))
 
@@ -172,10 +172,14 @@ class Keeper:
         berths = self._berths
         try:
             sealed = snapshot.slots[0].bytes if snapshot.is_sealed else None
-            works = [] if berths.away is None else send(sealed, berths.away, berths.group)
-            if berths.guest_of is not None:
-                guest = None if berths.guest is None else self._slot(berths.guest[self._guest_turn])
-                received = receive(guest, berths.guest_of, berths.group)
+            works = [] if berths.remote_peer is None else send_slot(sealed, berths.remote_peer, berths.group)
+            if berths.remote_source is not None:
+                guest = (
+                    None
+                    if berths.remote_source_slots is None
+                    else self._slot(berths.remote_source_slots[self._guest_turn])
+                )
+                received = receive_slot(guest, berths.remote_source, berths.group)
                 self._guest_turn = 1 - self._guest_turn if received.is_sealed else self._guest_turn
                 snapshot.problem = snapshot.problem or received.problem
             for work in works:
@@ -183,7 +187,7 @@ class Keeper:
         except BaseException as error:  # raised by the next join
             snapshot.error = error
         finally:
-            snapshot.be_done()
+            snapshot.mark_done()
 
     def _slot(self, path: str) -> Slot:
         if path not in self._slots:
@@ -194,7 +198,7 @@ class Keeper:
 class Snapshot:
     """One snapshot of the whole state, as a target of a capture."""
 
-    def __init__(self, keeper: Keeper, about: About, tree: bytes, slots: Sequence[Slot]) -> None:
+    def __init__(self, keeper: SnapshotWriter, about: About, tree: bytes, slots: Sequence[Slot]) -> None:
         self._keeper, self.about, self._tree, self.slots = keeper, about, tree, slots
         self.copied: Copied | None = None
         self.is_sealed = False
@@ -219,7 +223,7 @@ class Snapshot:
         point(BEFORE_DATA)
         return [entry.offset for entry in plan.entries]
 
-    def halfway(self) -> None:
+    def on_half_copied(self) -> None:
         point(IN_DATA)
 
     def finish(self, plan: Plan, crcs: Sequence[int], copied: Copied) -> None:
@@ -228,18 +232,18 @@ class Snapshot:
         for slot in self.slots:
             slot.seal(self.about, plan.num_bytes, index)
         self.is_sealed = True
-        self._keeper.settle(self)
+        self._keeper.on_copied(self)
 
     def fail(self, problem: str, error: BaseException | None) -> None:
         self.problem, self.error = problem, error
-        self._keeper.settle(self)
+        self._keeper.on_copied(self)
 
-    def upcoming(self, plan: Plan) -> Sequence[Slot]:
+    def next_slots(self, plan: Plan) -> Sequence[Slot]:
         slots = self._keeper.own_slots()
         for slot in slots:
             self._keeper.reserve(slot, plan, 0)
         return slots
 
-    def be_done(self) -> None:
+    def mark_done(self) -> None:
         self.late_s = self.copied.lateness() if self.copied is not None else 0.0
         self.is_done.set()

@@ -50,7 +50,7 @@ class _Stretch:
     def copy(self, place: Octets) -> None:
         one = self.stored
         if copy_and_digest(one.slot.data(one.entry), [place]) != one.crc:
-            raise DamagedCopy(one.slot, one.entry)
+            raise DamagedSnapshot(one.slot, one.entry)
 
     def land(self, target: Tensor) -> None:
         """Copy to a device through pinned memory from torch's caching allocator: far less than pinning the slot."""
@@ -60,7 +60,7 @@ class _Stretch:
             place = octets(pinned)
             one.slot.read(one.entry, place)
             if crc32c(place.data) != one.crc:
-                raise DamagedCopy(one.slot, one.entry)
+                raise DamagedSnapshot(one.slot, one.entry)
             target[self.first : self.last].copy_(pinned, non_blocking=True)
 
 
@@ -78,7 +78,7 @@ def _stretches(stored: Sequence[_Stored], piece: Piece) -> list[_Stretch] | None
     return found if at == last else None
 
 
-class DamagedCopy(SlotError):
+class DamagedSnapshot(SlotError):
     """Bytes of a snapshot changed in memory."""
 
     def __init__(self, slot: Sealed, entry: Entry) -> None:
@@ -87,7 +87,7 @@ class DamagedCopy(SlotError):
 
 
 @dataclass
-class Recalled:
+class SnapshotReader:
     """The images of one state that a rank needs, the preferred one first. Implements ``run.state.Saved``.
 
     Inside a ``with`` block, tensors on a device are filled asynchronously by ``num_threads`` threads. When the block is
@@ -180,7 +180,7 @@ class Recalled:
     def _check(self, one: _Stored) -> None:
         """Check the digest, once per entry."""
         if id(one) not in self._checked and crc32c(one.slot.data(one.entry).data) != one.crc:
-            raise DamagedCopy(one.slot, one.entry)
+            raise DamagedSnapshot(one.slot, one.entry)
         self._checked.add(id(one))
 
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class SnapshotPaths:
     """The snapshot memory of this host: four paths for each worker, and the index of this rank's own. Empty: no
     snapshots are kept."""
 
-    boxes: tuple[tuple[str, ...], ...] = ()
-    own: int = 0
+    paths: tuple[tuple[str, ...], ...] = ()
+    own_index: int = 0
     run: int = 0
     """The number of the session in its process: snapshots of another session are not used."""
 
     def __bool__(self) -> bool:
-        return bool(self.boxes)
+        return bool(self.paths)

@@ -23,7 +23,7 @@ _NO_HEADER = bytes(HEADER_BYTES)
 Works = list[dist.Work]
 
 
-def send(slot: Octets | None, to: int, group: dist.ProcessGroup | None = None) -> Works:
+def send_slot(slot: Octets | None, to: int, group: dist.ProcessGroup | None = None) -> Works:
     """Start to send a sealed slot, given as its whole file, or a header that says there is none. The slot must not
     change until the returned works are done."""
     header = np.frombuffer(bytearray(_NO_HEADER), np.uint8) if slot is None else slot[:HEADER_BYTES]
@@ -34,20 +34,20 @@ def send(slot: Octets | None, to: int, group: dist.ProcessGroup | None = None) -
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedSlot:
     is_sealed: bool
     problem: str = ""
     """What went wrong; empty if the sender had no slot."""
 
 
-def receive(slot: Slot | None, of: int, group: dist.ProcessGroup | None = None) -> Received:
+def receive_slot(slot: Slot | None, of: int, group: dist.ProcessGroup | None = None) -> ReceivedSlot:
     """Receive what ``send`` sends, and seal it. Without a slot, or without memory for it, the data is received and
     discarded: the sender must not wait forever."""
     head = np.empty(HEADER_BYTES, np.uint8)
     _recv(head, of, group)
     decoded = decode_header(head.tobytes())
     if isinstance(decoded, str):
-        return Received(False, "" if decoded == "empty" else f"what rank {of} sent is {decoded}")
+        return ReceivedSlot(False, "" if decoded == "empty" else f"what rank {of} sent is {decoded}")
     about, lengths = decoded
     problem = ""
     try:
@@ -58,7 +58,7 @@ def receive(slot: Slot | None, of: int, group: dist.ProcessGroup | None = None) 
         slot, problem = None, f"there is no memory for the copy of rank {of}: {error.strerror}"
     if slot is None:
         _drain(lengths.index_at + lengths.num_index - DATA_AT, of, group)
-        return Received(False, problem)
+        return ReceivedSlot(False, problem)
     slot.touch(lengths.num_data)
     for piece in _pieces(slot.bytes, head):
         _recv(piece, of, group)
@@ -66,7 +66,7 @@ def receive(slot: Slot | None, of: int, group: dist.ProcessGroup | None = None) 
     problem = digests_problem(slot.bytes, lengths, index)
     if not problem:
         slot.seal(about, lengths.num_data, index)
-    return Received(not problem, problem and f"what rank {of} sent {problem}")
+    return ReceivedSlot(not problem, problem and f"what rank {of} sent {problem}")
 
 
 def _pieces(slot: Octets, header: Octets) -> list[Octets]:

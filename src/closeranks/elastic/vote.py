@@ -50,7 +50,7 @@ class Ballot:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """The verdict as the host reads it."""
 
     loss: float
@@ -89,7 +89,7 @@ class Verdict:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> Outcome:
+    def read(self) -> StepOutcome:
         """Sync point on CUDA: returns once the device has finished this step's vote."""
         if self._event is not None:
             self._event.synchronize()
@@ -98,7 +98,7 @@ class Verdict:
         loss, weight, asked, rest = sums[0], sums[WEIGHT], sums[_NUM_BAD + 1 : _NUM_FIXED], sums[_NUM_FIXED:]
         metrics, numbers = rest[: len(self._names)], iter(rest[len(self._names) :])
         is_empty, weight = weight == 0, weight or 1.0
-        return Outcome(
+        return StepOutcome(
             loss=loss / weight,
             weight=weight,
             is_empty=is_empty,

@@ -26,11 +26,11 @@ from closeranks.agent.progress import WorkerPhase
 from closeranks.capture.capture import Capture
 from closeranks.capture.slots import About
 from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode
-from closeranks.elastic.cadence import is_time_to_decide, steps_between, true_cost
-from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, Seat, free_file, seats_of
-from closeranks.elastic.images import can_spare_a_host, layout_digest
-from closeranks.elastic.keeper import Berths, Joined, Keeper, Snapshot
-from closeranks.elastic.shelf import Shelf
+from closeranks.elastic.cadence import should_remeasure, snapshot_cost_s, steps_between
+from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, RankPlacement, rank_placements, slot_to_overwrite
+from closeranks.elastic.images import layout_digest, survives_host_loss
+from closeranks.elastic.keeper import Snapshot, SnapshotDestinations, SnapshotResult, SnapshotWriter
+from closeranks.elastic.shelf import SnapshotPaths
 from closeranks.elastic.vote import Ballot
 from closeranks.run.component import Component
 from closeranks.run.context import Context
@@ -68,7 +68,7 @@ class Keeping(Component):
         self._taken = taken
         self._images = images(context, state)
         self._kept_by = kept_by(context, state, self._images)
-        self._keeper = Keeper(self._berths(taken.shelf)) if taken.shelf else None
+        self._keeper = SnapshotWriter(self._berths(taken.shelf)) if taken.shelf else None
         every = context.job.elastic.snapshot_every
         self._is_auto = every == "auto"
         self._every = max(1, every) if isinstance(every, int) else int(taken.origin.tree.get("every", 1))
@@ -144,7 +144,7 @@ class Keeping(Component):
         """Collective, when a generation ends by agreement: the next one finds exactly this step in memory, whichever
         host leaves, or else in a checkpoint."""
         self._context.pace.enter(WorkerPhase.SNAPSHOT)
-        is_safe = self.seal(step) and can_spare_a_host(self._context.hosts, self._images, self._kept_by)
+        is_safe = self.seal(step) and survives_host_loss(self._context.hosts, self._images, self._kept_by)
         if not is_safe and self._context.job.checkpoint.save:
             save()
         self._overseer.has_regrouped = True
@@ -153,7 +153,7 @@ class Keeping(Component):
         if self._keeper is not None:
             self._keeper.close()
 
-    def _snapshot(self, keeper: Keeper, step: int) -> list[Snapshot]:
+    def _snapshot(self, keeper: SnapshotWriter, step: int) -> list[Snapshot]:
         world = self._context.world
         about = About(
             generation=world.generation,
@@ -172,13 +172,13 @@ class Keeping(Component):
         self._begun = step
         return keeper.snapshot(about, json.dumps(tree).encode())
 
-    def _join(self, keeper: Keeper) -> None:
+    def _join(self, keeper: SnapshotWriter) -> None:
         self._capture.land()
-        joined = keeper.join()
+        joined = keeper.wait()
         if joined is not None:
             self._hear(joined)
 
-    def _hear(self, joined: Joined) -> None:
+    def _hear(self, joined: SnapshotResult) -> None:
         if joined.is_sealed:
             self._sealed = joined.step
             self._overseer.kept(joined.step)
@@ -189,7 +189,7 @@ class Keeping(Component):
         num_threads = 1 if self._context.device.type == "cuda" else torch.get_num_threads()
         num_busy = self._context.world.local_size * num_threads
         for seconds, costs in ((joined.stall_s, self._stalls), (joined.late_s, self._lates)):
-            costs.append(true_cost(seconds, joined.busy_s, _num_cores(), num_busy))
+            costs.append(snapshot_cost_s(seconds, joined.busy_s, _num_cores(), num_busy))
         self._sends.append(joined.send_s)
         self._lost_s += joined.late_s if self._every == 1 else joined.stall_s
         if joined.problem and not self._is_warned:
@@ -200,9 +200,9 @@ class Keeping(Component):
     def _is_time(self, step: int) -> bool:
         """Counted in boundaries, as ranks can agree only there."""
         num_rounds = self._boundaries.number(step) - self._boundaries.number(self._first)
-        return self._boundaries.is_boundary(step) and is_time_to_decide(num_rounds, has_decided=self._has_decided)
+        return self._boundaries.is_boundary(step) and should_remeasure(num_rounds, has_decided=self._has_decided)
 
-    def _decide(self, keeper: Keeper, step: int) -> None:
+    def _decide(self, keeper: SnapshotWriter, step: int) -> None:
         """Collective. The first step and the first snapshots, which include allocation, are left out of the figures if
         there are others. A generation that has taken no others yet keeps the interval it started with."""
         if self._num_heard <= (_NUM_FIRST if self._is_auto else 0):  # same on all ranks: all that were begun are joined
@@ -235,26 +235,28 @@ class Keeping(Component):
             return "peer on another host" if all(one != other for one, other in pairs) else "peer"
         return "replica" if len(set(self._images)) < len(self._images) else "none"
 
-    def _berths(self, shelf: Shelf) -> Berths:
+    def _berths(self, shelf: SnapshotPaths) -> SnapshotDestinations:
         hosts, rank = self._context.hosts, self._context.world.rank
-        seats = seats_of(hosts, self._images)
+        seats = rank_placements(hosts, self._images)
         keeper = self._kept_by[rank]
         beside = seats[keeper] if keeper is not None and hosts[keeper] == hosts[rank] else None
         apart = [(w, k) for w, k in enumerate(self._kept_by) if k is not None and hosts[w] != hosts[k]]
         guest_of = next((writer for writer, other in apart if other == rank), None)
-        return Berths(
-            own=self._pair(shelf, shelf.own, seats[rank], OWN_FILES),
-            beside=None if beside is None else self._pair(shelf, beside.box, beside, PEER_FILES),
-            away=None if beside is not None else keeper,
-            guest_of=guest_of,
-            guest=None if guest_of is None else self._pair(shelf, shelf.own, seats[rank], PEER_FILES),
+        return SnapshotDestinations(
+            own=self._pair(shelf, shelf.own_index, seats[rank], OWN_FILES),
+            same_host_slots=None if beside is None else self._pair(shelf, beside.local_index, beside, PEER_FILES),
+            remote_peer=None if beside is not None else keeper,
+            remote_source=guest_of,
+            remote_source_slots=None
+            if guest_of is None
+            else self._pair(shelf, shelf.own_index, seats[rank], PEER_FILES),
             group=self._open_group() if apart else None,
         )
 
-    def _pair(self, shelf: Shelf, box: int, seat: Seat, files: tuple[int, int]) -> tuple[str, str]:
-        first = free_file(self._taken.copies, self._taken.state, seat, files)
+    def _pair(self, shelf: SnapshotPaths, box: int, seat: RankPlacement, files: tuple[int, int]) -> tuple[str, str]:
+        first = slot_to_overwrite(self._taken.copies, self._taken.state, seat, files)
         second = files[0] if first == files[1] else files[1]
-        return shelf.boxes[box][first], shelf.boxes[box][second]
+        return shelf.paths[box][first], shelf.paths[box][second]
 
     def _open_group(self) -> dist.ProcessGroup:
         """Collective. A group of its own, so that snapshots cannot be confused with the messages of training."""

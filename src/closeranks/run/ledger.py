@@ -17,7 +17,7 @@ from typing import Any
 from closeranks.core.errors import DataError
 from closeranks.core.events import StepDone
 from closeranks.core.requests import Request
-from closeranks.elastic.vote import Outcome, Verdict
+from closeranks.elastic.vote import StepOutcome, Verdict
 from closeranks.run.engine import Engine
 from closeranks.telemetry.device import peak_memory_bytes
 
@@ -100,7 +100,7 @@ class Ledger:
         for entry in self._pending:
             entry.spent = entry.spent and replace(entry.spent, seconds=mean_s)
 
-    def _account(self, index: int, outcome: Outcome, spent: _Spent) -> StepDone:
+    def _account(self, index: int, outcome: StepOutcome, spent: _Spent) -> StepDone:
         schedule, model = self._engine.context.schedule, self._engine.model
         position = schedule.position(index + 1)
         figures = dict(spent.figures)
@@ -122,7 +122,7 @@ class Ledger:
             **figures,
         )
 
-    def _watch(self, index: int, outcome: Outcome) -> None:
+    def _watch(self, index: int, outcome: StepOutcome) -> None:
         """Raise after too many non-finite steps. An fp16 overflow is no such step: a smaller loss scale resolves it."""
         job, model = self._engine.context.job, self._engine.model
         loss_scale = outcome.loss_scale * model.loss_divisor

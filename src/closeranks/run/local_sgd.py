@@ -23,7 +23,7 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.events import Event
 from closeranks.core.protocols import Reducer, Remembered
-from closeranks.elastic.apart import ApartVote
+from closeranks.elastic.apart import LocalSgdVote
 from closeranks.elastic.vote import Verdict, Vote
 from closeranks.parallel.apply import is_sharded
 from closeranks.parallel.group import Group
@@ -66,7 +66,7 @@ class LocalSgd(Component):
         compress = job.sync.compress
         self._has_owners = context.layout.data > 1 and compress.name not in ("none", "powersgd")
         self.row = Row(home.number, home.count)
-        self.vote: Vote = ApartVote(
+        self.vote: Vote = LocalSgdVote(
             home.world,
             context.groups.world,
             model.spec.metrics,

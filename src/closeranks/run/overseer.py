@@ -18,7 +18,7 @@ from closeranks.agent.link import WorkerLink
 from closeranks.agent.stops import is_sighup_ignored
 from closeranks.core.events import Event, decode
 from closeranks.core.requests import DRAIN, SAVE, Pending, Request
-from closeranks.elastic.shelf import Shelf
+from closeranks.elastic.shelf import SnapshotPaths
 
 
 class Overseer(Protocol):
@@ -118,7 +118,7 @@ class _Place:
 
     link: WorkerLink | None = None
     overseer: Overseer | None = None
-    shelf: Shelf = Shelf()
+    shelf: SnapshotPaths = SnapshotPaths()
     folder: Path | None = None
     """The launcher's folder, with its logs; the first session that names no folder writes there too."""
 
@@ -128,17 +128,17 @@ def settle_in(
     link: WorkerLink | None = None,
     overseer: Overseer | None = None,
     folder: Path | None = None,
-    shelf: Shelf | None = None,
+    shelf: SnapshotPaths | None = None,
 ) -> None:
     """Called once by the worker's entry point. ``shelf``: paths of the snapshot memory, if no link provides them."""
     _Place.link, _Place.folder = link, folder
     _Place.overseer = overseer or link
     if shelf is None and link is not None:
-        shelf = Shelf(tuple(tuple(box) for box in link.snapshot_paths), link.world.local_rank)
-    _Place.shelf = shelf or Shelf()
+        shelf = SnapshotPaths(tuple(tuple(box) for box in link.snapshot_paths), link.world.local_rank)
+    _Place.shelf = shelf or SnapshotPaths()
 
 
-def take_shelf() -> Shelf:
+def take_shelf() -> SnapshotPaths:
     """The snapshot memory for the next session of this process; empty if there is none."""
     shelf, _Place.shelf = _Place.shelf, replace(_Place.shelf, run=_Place.shelf.run + 1)
     return shelf

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from closeranks.capture.slots import Sealed, SlotError
 from closeranks.core.errors import CheckpointError
-from closeranks.elastic.recalling import Recalled
+from closeranks.elastic.recalling import SnapshotReader
 from closeranks.parallel.group import Group
 from closeranks.run.rescued_files import Rescued, find_rescued
 from closeranks.run.saved_tree import sound_tree
@@ -32,7 +32,7 @@ def share_rescued(group: Group, run: Path) -> Rescued | None:
 class Read:
     """The outcome on one rank."""
 
-    recalled: Recalled | None = None
+    recalled: SnapshotReader | None = None
     problem: str = ""
     refusal: tuple[str, str] | None = None
     """Why the state does not fit the job, and what to do."""
@@ -41,7 +41,7 @@ class Read:
 def read_rescued(state: State, rescued: Rescued, *, may_be_done: bool) -> Read:
     """Restore the run from it. Never raises for a bad state: ranks may see different parts of it and agree first."""
     try:
-        with Recalled([Sealed(file) for file in rescued.files]) as recalled:
+        with SnapshotReader([Sealed(file) for file in rescued.files]) as recalled:
             try:
                 sound_tree(recalled.tree, rescued.folder)
             except CheckpointError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from closeranks.agent.rescue import FOLDER
 from closeranks.capture.slots import inspect
-from closeranks.elastic.choosing import Copy, Place, complete_states
+from closeranks.elastic.choosing import SnapshotCopy, SnapshotLocation, complete_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,16 @@ class Rescued:
 def find_rescued(run: Path) -> Rescued | None:
     files = sorted(str(path) for path in (run / FOLDER).glob("[!.]*/box-*"))
     copies = [
-        Copy(Place(0, number, 0), about)
+        SnapshotCopy(SnapshotLocation(0, number, 0), about)
         for number, file in enumerate(files)
         if (about := inspect(file).about) is not None
     ]
     states = complete_states(copies, run=0)
     if not states:
         return None
-    found = {copy.about.image: files[copy.place.box] for copy in reversed(copies) if copy.about.key == states[0]}
+    found = {
+        copy.about.image: files[copy.location.local_index] for copy in reversed(copies) if copy.about.key == states[0]
+    }
     return Rescued(states[0][1], str(run / FOLDER), tuple(found[image] for image in sorted(found)))
 
 

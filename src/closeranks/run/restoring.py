@@ -33,19 +33,19 @@ from closeranks.core.regular_file import read_text
 from closeranks.elastic.choosing import (
     OWN_FILES,
     PEER_FILES,
-    Choice,
-    Copy,
-    Place,
-    Seat,
-    State,
-    choose,
+    RankPlacement,
+    RestorePlan,
+    SnapshotCopy,
+    SnapshotLocation,
+    StateKey,
     is_in_place,
-    seats_of,
+    plan_restore,
+    rank_placements,
 )
-from closeranks.elastic.images import images_of, layout_digest, partners
-from closeranks.elastic.recalling import DamagedCopy, Recalled
-from closeranks.elastic.shelf import Shelf
-from closeranks.elastic.shipping import receive, send
+from closeranks.elastic.images import backup_ranks, images_of, layout_digest
+from closeranks.elastic.recalling import DamagedSnapshot, SnapshotReader
+from closeranks.elastic.shelf import SnapshotPaths
+from closeranks.elastic.shipping import receive_slot, send_slot
 from closeranks.elastic.vote import Ballot
 from closeranks.run.component import Component, Unique
 from closeranks.run.context import Context
@@ -74,12 +74,12 @@ class TakenOver:
     """Where a generation starts, and what it found in memory."""
 
     origin: Origin
-    shelf: Shelf
+    shelf: SnapshotPaths
     folder: Path
     event: Restored | None = None
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[SnapshotCopy, ...] = ()
     """All copies found in the snapshot memory of all hosts."""
-    state: State | None = None
+    state: StateKey | None = None
     """The one that the generation starts from; its copies must be kept until the first new snapshot is sealed."""
     is_in_place: bool = False
     """Whether every rank and every peer has that state in the slot where it would be written."""
@@ -97,7 +97,7 @@ class TakenOver:
             yield Warned(text)
 
 
-def take_over(engine: Engine, state: RunState, folder: Path, shelf: Shelf) -> TakenOver:
+def take_over(engine: Engine, state: RunState, folder: Path, shelf: SnapshotPaths) -> TakenOver:
     """Collective."""
     context = engine.context
     if not shelf:
@@ -160,7 +160,7 @@ def kept_by(context: Context, state: RunState, images: Sequence[str]) -> tuple[i
     is_spared = len(set(hosts)) > 1 and state.unique is not Unique.NOTHING
     if wish == "off" or (wish == "auto" and is_spared):
         return (None,) * len(hosts)
-    return partners(hosts, images)
+    return backup_ranks(hosts, images)
 
 
 def _from_disk(context: Context, state: RunState, folder: Path, memory: _Memory) -> tuple[Origin, str]:
@@ -189,40 +189,42 @@ class _Memory:
 
     context: Context
     run_state: RunState
-    shelf: Shelf
-    seats: tuple[Seat, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    shelf: SnapshotPaths
+    seats: tuple[RankPlacement, ...] = ()
+    copies: tuple[SnapshotCopy, ...] = ()
     notes: list[str] = field(default_factory=list)
-    bad: set[Place] = field(default_factory=set)
+    bad: set[SnapshotLocation] = field(default_factory=set)
     is_spoilt: bool = False
     """Whether any rank's model may hold parts of a state that proved damaged."""
     has_lost: bool = False
     """Whether there ever was more than the first snapshot, which is sealed before the vote of the first step."""
 
     def __post_init__(self) -> None:
-        self.seats = seats_of(self.context.hosts, images(self.context, self.run_state))
+        self.seats = rank_placements(self.context.hosts, images(self.context, self.run_state))
         host = self.seats[self.context.world.rank].host
-        is_speaker = self.seats[self.context.world.rank].box == 0  # all ranks of a host see the same
+        is_speaker = self.seats[self.context.world.rank].local_index == 0  # all ranks of a host see the same
         told = _told(self.shelf, host) if is_speaker else [[], [], False]
         heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(told))]
-        self.copies = tuple(Copy(Place(*place), About(**about)) for rows, *_ in heard for place, about in rows)
+        self.copies = tuple(
+            SnapshotCopy(SnapshotLocation(*place), About(**about)) for rows, *_ in heard for place, about in rows
+        )
         self.notes += [note for _, notes, _ in heard for note in notes]
         self.has_lost = bool(self.notes) or any(is_used for *_, is_used in heard)
 
     def void(self) -> None:
         """Invalidate the copies that proved bad, so that no later generation uses them; one rank of each host does."""
         seat = self.seats[self.context.world.rank]
-        for place in self.bad if seat.box == 0 else ():
+        for place in self.bad if seat.local_index == 0 else ():
             if place.host == seat.host:
-                void(self.shelf.boxes[place.box][place.file])
+                void(self.shelf.paths[place.local_index][place.file])
 
-    def sound(self) -> list[Copy]:
-        return [copy for copy in self.copies if copy.place not in self.bad]
+    def sound(self) -> list[SnapshotCopy]:
+        return [copy for copy in self.copies if copy.location not in self.bad]
 
-    def recall(self) -> tuple[Choice | None, Mapping[str, Any]]:
+    def recall(self) -> tuple[RestorePlan | None, Mapping[str, Any]]:
         """Try to read the newest complete state; drop the copies that prove bad and repeat until one is read."""
         layout = layout_digest(self.context.layout)
-        while (choice := choose(self.sound(), self.seats, layout, self.shelf.run)) is not None:
+        while (choice := plan_restore(self.sound(), self.seats, layout, self.shelf.run)) is not None:
             point(AGREED)
             with ExitStack() as opened:
                 attempt = _Attempt(self.context, self.run_state, self.shelf, self.seats, choice, opened)
@@ -230,7 +232,7 @@ class _Memory:
                 point(AFTER_VERIFY)
                 # After this exchange all ranks have finished reading: fetched copies may be freed.
                 heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(problems))]
-            blamed = {Place(*place): what for problems in heard for *place, what in problems}
+            blamed = {SnapshotLocation(*place): what for problems in heard for *place, what in problems}
             if not blamed:
                 return choice, tree
             self.bad |= blamed.keys()
@@ -239,11 +241,11 @@ class _Memory:
         return None, {}
 
 
-def _told(shelf: Shelf, host: int) -> list[Any]:
+def _told(shelf: SnapshotPaths, host: int) -> list[Any]:
     """What the snapshot memory of this host holds, notes about slots that cannot be used, and whether any pair of slots
     was ever written twice: a run killed during its very first snapshot has lost nothing."""
     rows, notes, is_used = [], [], False
-    for box, paths in enumerate(shelf.boxes):
+    for box, paths in enumerate(shelf.paths):
         for file, path in enumerate(paths):
             looked = inspect(path)
             is_used = is_used or (file in (OWN_FILES[1], PEER_FILES[1]) and looked.reason != "empty")
@@ -264,9 +266,9 @@ class _Attempt:
 
     context: Context
     run_state: RunState
-    shelf: Shelf
-    seats: Sequence[Seat]
-    choice: Choice
+    shelf: SnapshotPaths
+    seats: Sequence[RankPlacement]
+    choice: RestorePlan
     opened: ExitStack
 
     @property
@@ -283,17 +285,17 @@ class _Attempt:
         try:
             sealed = [Sealed(paths.get(name) or self._path(copy)) for name, copy in wanted.items()]
             num_threads = num_digesters(self.context.world.local_size)
-            with Recalled(sealed, num_threads) as recalled:
+            with SnapshotReader(sealed, num_threads) as recalled:
                 self.run_state.restore(recalled)
-        except DamagedCopy as error:
+        except DamagedSnapshot as error:
             blamed = [c for n, c in wanted.items() if (paths.get(n) or self._path(c)) == error.slot.path]
             return {}, [_problem(copy, str(error)) for copy in blamed]
         except (SlotError, OSError) as error:  # no particular copy: the whole state cannot be used
             return {}, [_problem(copy, f"the copy of {copy.about.image}: {error}") for copy in wanted.values()]
         return recalled.tree, []
 
-    def _path(self, copy: Copy) -> str:
-        return self.shelf.boxes[copy.place.box][copy.place.file]
+    def _path(self, copy: SnapshotCopy) -> str:
+        return self.shelf.paths[copy.location.local_index][copy.location.file]
 
     def _fetch(self) -> tuple[dict[str, str], list[Problem]]:
         """Fetch the copies that this host lacks, one after the other in the same order on all ranks. Returns their
@@ -307,7 +309,7 @@ class _Attempt:
                 problems += self._give(fetch.copy, fetch.target)
             elif fetch.target == self.rank:
                 slot, path = self._scratch()
-                received = receive(slot, fetch.source)
+                received = receive_slot(slot, fetch.source)
                 point(FETCHING)
                 if received.is_sealed:
                     got[fetch.copy.about.image] = path
@@ -320,13 +322,13 @@ class _Attempt:
             paths |= theirs if self.seats[rank].host == host else {}
         return paths, problems
 
-    def _give(self, copy: Copy, to: int) -> list[Problem]:
+    def _give(self, copy: SnapshotCopy, to: int) -> list[Problem]:
         try:
             slot: Sealed | None = Sealed(self._path(copy))
             problems: list[Problem] = []
         except (SlotError, OSError) as error:
             slot, problems = None, [_problem(copy, str(error))]
-        for work in send(None if slot is None else slot.bytes, to):
+        for work in send_slot(None if slot is None else slot.bytes, to):
             work.wait()
         return problems
 
@@ -340,8 +342,8 @@ class _Attempt:
         return slot, path
 
 
-def _problem(copy: Copy, what: str) -> Problem:
-    return [copy.place.host, copy.place.box, copy.place.file, what]
+def _problem(copy: SnapshotCopy, what: str) -> Problem:
+    return [copy.location.host, copy.location.local_index, copy.location.file, what]
 
 
 def _note_beginning(context: Context, folder: Path) -> None:

@@ -32,8 +32,8 @@ from closeranks.core.protocols import Batch
 from closeranks.core.world import World
 from closeranks.data.order import Ints
 from closeranks.data.sources.open import open_source
-from closeranks.elastic.keeper import Berths, Keeper
-from closeranks.elastic.recalling import Recalled
+from closeranks.elastic.keeper import SnapshotDestinations, SnapshotWriter
+from closeranks.elastic.recalling import SnapshotReader
 from closeranks.models.build import spec_for
 from closeranks.run import heirloom
 from closeranks.run.build import Ingredients, build
@@ -196,13 +196,13 @@ def _keep_and_recall(state: State) -> None:
     sessions of a process."""
     with ExitStack() as opened:
         paths = [_memory(opened), _memory(opened)]
-        capture, keeper = Capture(), Keeper(Berths(own=(paths[0], paths[1])))
+        capture, keeper = Capture(), SnapshotWriter(SnapshotDestinations(own=(paths[0], paths[1])))
         opened.callback(keeper.close)
         opened.callback(capture.close)
         about, tree = About(0, 1, "stand-in", 1), json.dumps(state.document(1)).encode()
         capture.begin(state.tensors(), keeper.snapshot(about, tree))
-        keeper.join()
-        state.restore(Recalled([Sealed(paths[0])]))
+        keeper.wait()
+        state.restore(SnapshotReader([Sealed(paths[0])]))
 
 
 def _memory(opened: ExitStack) -> str:

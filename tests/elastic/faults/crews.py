@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.elastic.faults.cgroups import Lacking, Need, find_home
-from closeranks.elastic.faults.disk import cannot_mount
-from closeranks.elastic.faults.processes import Victim
+from closeranks.elastic.faults.cgroups import CgroupControl, CgroupUnavailable, find_cgroup_parent
+from closeranks.elastic.faults.disk import mount_problem
+from closeranks.elastic.faults.processes import TargetProcess
 
 TREE = """
 import json, os, signal, socket, sys, time
@@ -165,21 +165,21 @@ def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    with Victim(pid) as one:
+    with TargetProcess(pid) as one:
         return not one.is_dead
 
 
-def has(need: Need) -> pytest.MarkDecorator:
+def has(need: CgroupControl) -> pytest.MarkDecorator:
     """Skips where this machine has no such control, and says why."""
     reason = ""
     try:
-        find_home(need)
-    except Lacking as lack:
+        find_cgroup_parent(need)
+    except CgroupUnavailable as lack:
         reason = str(lack)
     return pytest.mark.skipif(bool(reason), reason=reason)
 
 
-can_mount = pytest.mark.skipif(bool(cannot_mount()), reason=cannot_mount() or "root")
+can_mount = pytest.mark.skipif(bool(mount_problem()), reason=mount_problem() or "root")
 
 
 def groups_left() -> list[Path]:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from closeranks.capture.slots import About, Entry, Sealed, Slot, encode_entries, encode_index, inspect
-from closeranks.elastic.faults.boxes import Headers, flip_bit, newest_sealed
-from closeranks.elastic.faults.fault import Fault
+from closeranks.elastic.faults.boxes import SlotHeaders, flip_bit, newest_sealed
+from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injector
 from tests.capture.changes import changed
 from tests.elastic.faults.crews import Seen, Shown, until
@@ -74,7 +74,7 @@ def test_where_nothing_is_sealed_nothing_is_flipped(box: list[str]) -> None:
 
 def test_headers_tell_what_is_being_written(box: list[str]) -> None:
     write(box[0], 1)
-    headers = Headers(box)
+    headers = SlotHeaders(box)
     assert headers.are_torn() == (False, False)
     slot = Slot(box[0])
     slot.reserve(NUM_BYTES, 4096)
@@ -115,34 +115,34 @@ def copying(box: list[str], num_bytes: int = NUM_BYTES) -> Iterator[subprocess.P
 
 @pytest.mark.world
 def test_torn_kills_between_the_invalid_and_the_sealed_header(box: list[str]) -> None:
-    with copying(box) as process, Injector([Fault("torn", 1, 0)]) as injector:
+    with copying(box) as process, Injector([InjectedFault("torn", 1, 0)]) as injector:
         shown = Shown([Seen(0, process.pid)], boxes=[box])
 
         def has_struck() -> bool:
             shown.now = time.monotonic()
             injector(shown)
-            return bool(injector.strikes)
+            return bool(injector.injections)
 
         until(has_struck)
         assert process.wait(60) == -signal.SIGKILL
     states = [inspect(path).reason for path in box]
-    assert injector.strikes[0].note == "SIGKILL while it copied, which left the copy torn"
+    assert injector.injections[0].note == "SIGKILL while it copied, which left the copy torn"
     assert sorted(states) == ["", "torn: it was being written"], "the other copy is whole"
 
 
 @pytest.mark.world
 def test_bitflip_strikes_the_newest_copy_and_kills(box: list[str]) -> None:
-    with copying(box, 1 << 16) as process, Injector([Fault("bitflip", 1, 0)]) as injector:
+    with copying(box, 1 << 16) as process, Injector([InjectedFault("bitflip", 1, 0)]) as injector:
         injector(Shown([Seen(0, process.pid)], boxes=[box]))
         assert process.wait(60) == -signal.SIGKILL
     sound = [path for path in box if not inspect(path).reason]
     newest = max(sound, key=lambda path: Sealed(path).about.step)
     assert [bool(changed(path)) for path in sound] == [path == newest for path in sound]
-    assert f"of the copy of step {Sealed(newest).about.step}" in injector.strikes[0].note
+    assert f"of the copy of step {Sealed(newest).about.step}" in injector.injections[0].note
 
 
 def test_a_worker_without_boxes_cannot_be_struck_there() -> None:
     pid = os.getpid()
-    with Injector([Fault("torn", 1, 0)]) as injector:
+    with Injector([InjectedFault("torn", 1, 0)]) as injector:
         injector(Shown([Seen(0, pid)]))
-        assert "keeps no copies" in injector.strikes[0].error
+        assert "keeps no copies" in injector.injections[0].error

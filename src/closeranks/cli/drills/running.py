@@ -20,11 +20,11 @@ from closeranks.cli.drills.showing import print_summary, write_down
 from closeranks.cli.drills.verdicts import Summary, is_resized, judge
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, SetupError, UserError
-from closeranks.elastic.faults.campaign import campaign
-from closeranks.elastic.faults.fault import KINDS, Fault, check_faults
-from closeranks.elastic.faults.grammar import Asked, parse_faults
+from closeranks.elastic.faults.campaign import draw_campaign
+from closeranks.elastic.faults.fault import KINDS, InjectedFault, check_faults
+from closeranks.elastic.faults.grammar import ParsedFaults, parse_faults
 from closeranks.elastic.faults.inject import Injector
-from closeranks.elastic.faults.means import lacking
+from closeranks.elastic.faults.means import unavailable_kinds
 from closeranks.run.folder import choose_folder, unused
 from closeranks.run.job import Job, check_workers, load_job
 from closeranks.telemetry.folder import RunFolder
@@ -43,7 +43,7 @@ class Orders:
     path: Path
     overrides: tuple[str, ...]
     num_workers: int
-    asked: Asked
+    asked: ParsedFaults
     count: int
     """Faults of the campaign; 0: one of each kind."""
     seed: int
@@ -51,11 +51,11 @@ class Orders:
     command: str = ""
 
 
-def all_kinds(num_workers: int) -> tuple[Asked, dict[str, str]]:
+def all_kinds(num_workers: int) -> tuple[ParsedFaults, dict[str, str]]:
     """Every kind that is possible here, and why the others are not."""
     kinds = [name for name, kind in KINDS.items() if kind.num_ranks <= num_workers]
-    without = lacking(kinds)
-    return Asked(kinds=tuple(name for name in kinds if name not in without)), without
+    without = unavailable_kinds(kinds)
+    return ParsedFaults(kinds=tuple(name for name in kinds if name not in without)), without
 
 
 def drill(orders: Orders) -> bool:
@@ -107,17 +107,17 @@ def _prepare(orders: Orders) -> tuple[Job, int]:
     else:
         check_faults(orders.asked.faults, num_workers)
     kinds = (*orders.asked.kinds, *(fault.kind for fault in orders.asked.faults))
-    for kind, reason in lacking(kinds).items():
+    for kind, reason in unavailable_kinds(kinds).items():
         raise SetupError(f"the fault {kind} is not possible here: {reason}", "Leave it out of --faults.")
     return job, num_workers
 
 
-def _faults(orders: Orders, num_steps: int, num_workers: int) -> list[Fault]:
+def _faults(orders: Orders, num_steps: int, num_workers: int) -> list[InjectedFault]:
     """Those that were spelled out, and the campaign's."""
     asked = orders.asked
     faults = list(asked.faults)
     if asked.kinds:
-        faults += campaign(asked.kinds, orders.count or len(asked.kinds), orders.seed, num_steps, num_workers)
+        faults += draw_campaign(asked.kinds, orders.count or len(asked.kinds), orders.seed, num_steps, num_workers)
     check_faults(faults, num_workers, num_steps)
     return sorted(faults, key=lambda fault: fault.step)
 
@@ -153,7 +153,7 @@ def _train(path: Path, settings: Sequence[str], num_workers: int, injector: Inje
     except Interrupted:
         raise
     except Drained as error:
-        if not any(strike.fault.kind == "term" for strike in injector.strikes):
+        if not any(strike.fault.kind == "term" for strike in injector.injections):
             raise
         return str(error)
     except CloseranksError as error:
@@ -169,7 +169,7 @@ def _compare(
     state = state_difference(folder / "undisturbed", folder / "disturbed", tolerance) if not failure else ""
     return Summary(
         rows=tuple(
-            judge(injector.strikes, injector.missed, quiet, struck, has_finished=not failure, tolerance=tolerance)
+            judge(injector.injections, injector.missed, quiet, struck, has_finished=not failure, tolerance=tolerance)
         ),
         num_steps=quiet.last_step,
         losses=not failure and same_losses(quiet, struck, min(quiet.losses, default=1), quiet.last_step, tolerance),
@@ -193,7 +193,7 @@ def train_with(
     checkpoints = RunFolder(choose_folder(job, path.stem)).checkpoints
     with Injector(asked.faults, checkpoints) as injector:
         launching.train(path, overrides, num_workers, on_turn=injector, party=party)
-    for strike in injector.strikes:
+    for strike in injector.injections:
         if strike.error:
             typer.echo(f"{strike.fault} could not strike: {strike.error}", err=True)
     for fault in injector.missed:

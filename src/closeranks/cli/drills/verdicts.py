@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from closeranks.cli.drills.courses import Course, same_losses
 from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
-from closeranks.elastic.faults.fault import Fault
-from closeranks.elastic.faults.inject import Strike
+from closeranks.elastic.faults.fault import InjectedFault
+from closeranks.elastic.faults.inject import Injection
 from closeranks.telemetry.faults import Told
 
 _LEAVING_S = 1.0
@@ -75,8 +75,8 @@ class Summary:
 
 
 def judge(
-    strikes: Sequence[Strike],
-    missed: Sequence[Fault],
+    strikes: Sequence[Injection],
+    missed: Sequence[InjectedFault],
     quiet: Course,
     struck: Course,
     *,
@@ -94,7 +94,7 @@ def judge(
     return [*rows, *(Row(str(fault), note=_MISSED) for fault in missed)]
 
 
-def _row(strike: Strike, struck: Course, is_equal: bool, has_finished: bool) -> Row:
+def _row(strike: Injection, struck: Course, is_equal: bool, has_finished: bool) -> Row:
     name, told = str(strike.fault), struck.told
     if strike.error:
         return Row(name, equal=is_equal, note=f"it could not strike: {strike.error}")
@@ -128,7 +128,7 @@ def _row(strike: Strike, struck: Course, is_equal: bool, has_finished: bool) -> 
     )
 
 
-def _noticed_at(strike: Strike, told: Sequence[Told]) -> float | None:
+def _noticed_at(strike: Injection, told: Sequence[Told]) -> float | None:
     """When a fault that ends nothing was first spoken of."""
 
     def is_of_it(line: Told) -> bool:

@@ -13,147 +13,157 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from closeranks.elastic.faults.boxes import Headers, flip_bit, newest_sealed
-from closeranks.elastic.faults.cgroups import CPU, FREEZER, MEMORY, Group, Lacking, Need, find_home
+from closeranks.elastic.faults.boxes import SlotHeaders, flip_bit, newest_sealed
+from closeranks.elastic.faults.cgroups import (
+    CPU,
+    FREEZER,
+    MEMORY,
+    CgroupControl,
+    CgroupUnavailable,
+    ControlGroup,
+    find_cgroup_parent,
+)
 from closeranks.elastic.faults.disk import SmallDisk
-from closeranks.elastic.faults.fault import Fault
-from closeranks.elastic.faults.look import Look, Worker, step_of, worker_of
-from closeranks.elastic.faults.processes import Victim, await_state, going_first
+from closeranks.elastic.faults.fault import InjectedFault
+from closeranks.elastic.faults.look import ObservedRun, ObservedWorker, step_of, worker_of
+from closeranks.elastic.faults.processes import TargetProcess, await_state, highest_priority
 
 _MOMENT_S = 0.1
 
 
-class Blow:
+class FaultAction:
     """One fault in progress. ``turn`` is called at every poll until it returns True (over), then ``end``."""
 
-    is_hasty = False
+    is_urgent = False
     """Whether ``turn`` should be called again without a pause."""
 
     def __init__(self, note: str = "", *, has_struck: bool = True) -> None:
         self.note = note
-        self.struck_at = time.time() if has_struck else None
+        self.injected_at = time.time() if has_struck else None
 
-    def turn(self, look: Look) -> bool:
-        return self.struck_at is not None
+    def tick(self, look: ObservedRun) -> bool:
+        return self.injected_at is not None
 
-    def end(self) -> None: ...
+    def undo(self) -> None: ...
 
 
-def _victim(look: Look, rank: int) -> Worker:
+def _victim(look: ObservedRun, rank: int) -> ObservedWorker:
     worker = worker_of(look, rank)
     if worker is None or worker.pid is None:
         raise ProcessLookupError(f"rank {rank} is not here")
     return worker
 
 
-def _send(look: Look, ranks: tuple[int, ...], number: signal.Signals) -> Blow:
+def _send(look: ObservedRun, ranks: tuple[int, ...], number: signal.Signals) -> FaultAction:
     """Signal all of them at once: no signal is sent before all processes are known to exist."""
-    victims = [Victim(_victim(look, rank).pid or 0) for rank in ranks]
+    victims = [TargetProcess(_victim(look, rank).pid or 0) for rank in ranks]
     try:
         for victim in victims:
             victim.signal(number)
     finally:
         for victim in victims:
             victim.close()
-    return Blow(number.name)
+    return FaultAction(number.name)
 
 
-def _cut(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
-    with Victim(_victim(look, fault.rank).pid or 0) as victim:
+def _cut(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> FaultAction:
+    with TargetProcess(_victim(look, fault.rank).pid or 0) as victim:
         num_cut = victim.cut_connections()
     if not num_cut:
         raise OSError(f"rank {fault.rank} has no connection to another")
-    return Blow(f"{num_cut} connections shut down")
+    return FaultAction(f"{num_cut} connections shut down")
 
 
-def _kill_zygote(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
+def _kill_zygote(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> FaultAction:
     if look.zygote is None:
         raise ProcessLookupError("there is no zygote now")
-    with Victim(look.zygote) as zygote:
+    with TargetProcess(look.zygote) as zygote:
         zygote.signal(signal.SIGKILL)
-    return Blow("SIGKILL to the zygote")
+    return FaultAction("SIGKILL to the zygote")
 
 
-class _Grouped(Blow):
+class _Grouped(FaultAction):
     """Puts a worker into a control group of its own until it is dead. The limits are set before it is moved there."""
 
-    def __init__(self, fault: Fault, look: Look, need: Need, note: str, *, has_struck: bool = True) -> None:
+    def __init__(
+        self, fault: InjectedFault, look: ObservedRun, need: CgroupControl, note: str, *, has_struck: bool = True
+    ) -> None:
         super().__init__(note, has_struck=has_struck)
-        home = find_home(need)
-        self._victim = Victim(_victim(look, fault.rank).pid or 0)
-        self._group = Group(home)
+        home = find_cgroup_parent(need)
+        self._victim = TargetProcess(_victim(look, fault.rank).pid or 0)
+        self._group = ControlGroup(home)
         try:
             self.prepare(fault)
-            self._group.take(self._victim.pid)
+            self._group.add(self._victim.pid)
         except OSError:
-            self.end()
+            self.undo()
             raise
 
-    def prepare(self, fault: Fault) -> None:
+    def prepare(self, fault: InjectedFault) -> None:
         raise NotImplementedError
 
-    def turn(self, look: Look) -> bool:
+    def tick(self, look: ObservedRun) -> bool:
         return self._victim.is_dead
 
-    def end(self) -> None:
+    def undo(self) -> None:
         self._victim.close()
         self._group.remove()
 
 
 class _Freeze(_Grouped):
-    def __init__(self, fault: Fault, look: Look) -> None:
+    def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
         super().__init__(fault, look, FREEZER, "frozen")
 
-    def prepare(self, fault: Fault) -> None:
+    def prepare(self, fault: InjectedFault) -> None:
         self._group.freeze(True)
 
 
-def _hang(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
+def _hang(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> FaultAction:
     try:
         return _Freeze(fault, look)
-    except Lacking:
+    except CgroupUnavailable:
         return _send(look, (fault.rank,), signal.SIGSTOP)
 
 
 class _Slow(_Grouped):
-    def __init__(self, fault: Fault, look: Look) -> None:
+    def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
         self._fault = fault
         super().__init__(fault, look, CPU, f"{fault.share:.0%} of a processor")
 
-    def prepare(self, fault: Fault) -> None:
+    def prepare(self, fault: InjectedFault) -> None:
         self._group.limit_cpu(fault.share)
 
-    def turn(self, look: Look) -> bool:
+    def tick(self, look: ObservedRun) -> bool:
         step = step_of(look, self._fault)
-        return super().turn(look) or (step is not None and step > self._fault.last_step)
+        return super().tick(look) or (step is not None and step > self._fault.last_step)
 
 
 class _Starve(_Grouped):
     """Allows the worker no further memory: the kernel's OOM killer ends it at the next page it allocates."""
 
-    def __init__(self, fault: Fault, look: Look) -> None:
+    def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
         super().__init__(fault, look, MEMORY, "no page more", has_struck=False)
 
-    def prepare(self, fault: Fault) -> None:
+    def prepare(self, fault: InjectedFault) -> None:
         self._group.limit_memory(0)
 
-    def turn(self, look: Look) -> bool:
-        is_over = super().turn(look)  # checked before the count: it may die between the two
+    def tick(self, look: ObservedRun) -> bool:
+        is_over = super().tick(look)  # checked before the count: it may die between the two
         if self.struck_at is None and self._group.num_oom_kills:
             self.struck_at, self.note = time.time(), "killed by the kernel for want of memory"
         return is_over
 
 
-def _own_boxes(look: Look, worker: Worker) -> tuple[str, ...]:
-    if worker.local_rank >= len(look.boxes):
+def _own_boxes(look: ObservedRun, worker: ObservedWorker) -> tuple[str, ...]:
+    if worker.local_rank >= len(look.snapshot_paths):
         raise OSError(f"rank {worker.rank} keeps no copies in memory")
-    return tuple(look.boxes[worker.local_rank][:2])
+    return tuple(look.snapshot_paths[worker.local_rank][:2])
 
 
-def _flip(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
+def _flip(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> FaultAction:
     """The worker is stopped meanwhile, so that the newest snapshot stays the newest."""
     worker = _victim(look, fault.rank)
-    with Victim(worker.pid or 0) as victim:
+    with TargetProcess(worker.pid or 0) as victim:
         victim.signal(signal.SIGSTOP)
         try:
             slot = newest_sealed(_own_boxes(look, worker))
@@ -164,29 +174,29 @@ def _flip(fault: Fault, look: Look, disk: SmallDisk | None) -> Blow:
             victim.signal(signal.SIGCONT)
             raise
         victim.signal(signal.SIGKILL)
-    return Blow(f"bit {bit} of the copy of step {slot.step}, then SIGKILL")
+    return FaultAction(f"bit {bit} of the copy of step {slot.step}, then SIGKILL")
 
 
-class _Tear(Blow):
+class _Tear(FaultAction):
     """Polls the worker's slots without a pause: writing a snapshot takes a millisecond or less in a small run."""
 
     is_hasty = True
 
-    def __init__(self, fault: Fault, look: Look) -> None:
+    def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
         super().__init__(has_struck=False)
         worker = _victim(look, fault.rank)
         self._generation = look.generation
-        self._headers = Headers(_own_boxes(look, worker))
+        self._headers = SlotHeaders(_own_boxes(look, worker))
         try:
-            self._victim = Victim(worker.pid or 0)
+            self._victim = TargetProcess(worker.pid or 0)
         except OSError:
             self._headers.close()
             raise
 
-    def turn(self, look: Look) -> bool:
+    def tick(self, look: ObservedRun) -> bool:
         """Polls for ``_MOMENT_S`` at a time, so that the agent's loop runs in between."""
         deadline = time.monotonic() + _MOMENT_S
-        with going_first():
+        with highest_priority():
             while self.struck_at is None and time.monotonic() < deadline:
                 if self._headers.is_writing(self._generation):
                     self._strike()
@@ -200,13 +210,13 @@ class _Tear(Blow):
         left = ", which left the copy torn" if any(self._headers.are_torn()) else "; the copy was faster"
         self.note = f"SIGKILL while it copied{left}"
 
-    def end(self) -> None:
+    def undo(self) -> None:
         self._headers.close()
         self._victim.close()
 
 
-class _FullDisk(Blow):
-    def __init__(self, fault: Fault, disk: SmallDisk | None) -> None:
+class _FullDisk(FaultAction):
+    def __init__(self, fault: InjectedFault, disk: SmallDisk | None) -> None:
         if disk is None:
             raise OSError("no file system was put under the checkpoints before the run")
         super().__init__("no block left for checkpoints")
@@ -214,7 +224,7 @@ class _FullDisk(Blow):
         self._disk: SmallDisk | None = disk
         disk.fill()
 
-    def turn(self, look: Look) -> bool:
+    def tick(self, look: ObservedRun) -> bool:
         """Space that a failed save frees is filled again, as it would be on a disk that others fill."""
         step = step_of(look, self._fault)
         if self._disk is not None:
@@ -222,17 +232,17 @@ class _FullDisk(Blow):
                 self._disk.fill()
         return step is not None and step > self._fault.last_step
 
-    def end(self) -> None:
+    def undo(self) -> None:
         disk, self._disk = self._disk, None
         if disk is not None:
             disk.free()
 
 
-def _to_workers(number: signal.Signals) -> Callable[[Fault, Look, SmallDisk | None], Blow]:
+def _to_workers(number: signal.Signals) -> Callable[[InjectedFault, ObservedRun, SmallDisk | None], FaultAction]:
     return lambda fault, look, disk: _send(look, fault.victims, number)
 
 
-BLOWS: dict[str, Callable[[Fault, Look, SmallDisk | None], Blow]] = {
+FAULT_ACTIONS: dict[str, Callable[[InjectedFault, ObservedRun, SmallDisk | None], FaultAction]] = {
     "kill": _to_workers(signal.SIGKILL),
     "kill2": _to_workers(signal.SIGKILL),
     "exception": _cut,

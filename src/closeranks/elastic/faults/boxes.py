@@ -17,7 +17,7 @@ _VALID = encode_header(About(0, 0, "", 1), 0, b"")[:8]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class DamageTarget:
     """A sealed snapshot of a rank's state, and where its tensors lie."""
 
     path: str
@@ -26,7 +26,7 @@ class Copy:
     """Where tensors lie in the file: first byte, and how many."""
 
 
-def newest_sealed(paths: Sequence[str]) -> Copy | None:
+def newest_sealed(paths: Sequence[str]) -> DamageTarget | None:
     """The snapshot that a restart would use; None if there is none."""
     found: list[Sealed] = []
     for path in paths:
@@ -38,10 +38,10 @@ def newest_sealed(paths: Sequence[str]) -> Copy | None:
         return None
     newest = max(found, key=lambda sealed: sealed.about.key)
     entries = [entry for entry in newest.index.entries if entry.num_bytes]
-    return Copy(newest.path, newest.about.step, tuple((DATA_AT + one.offset, one.num_bytes) for one in entries))
+    return DamageTarget(newest.path, newest.about.step, tuple((DATA_AT + one.offset, one.num_bytes) for one in entries))
 
 
-def flip_bit(copy: Copy, rng: random.Random) -> int:
+def flip_bit(copy: DamageTarget, rng: random.Random) -> int:
     """Flip one bit of one tensor; returns the bit's number in the file."""
     first, num_bytes = rng.choice(copy.spans)
     place, bit = first + rng.randrange(num_bytes), rng.randrange(8)
@@ -54,7 +54,7 @@ def flip_bit(copy: Copy, rng: random.Random) -> int:
     return place * 8 + bit
 
 
-class Headers:
+class SlotHeaders:
     """The headers of some slots, for polling: reading them takes a few microseconds."""
 
     def __init__(self, paths: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 
 from closeranks.core.errors import UserError
-from closeranks.elastic.faults.fault import KINDS, STEPS, Fault
+from closeranks.elastic.faults.fault import KINDS, STEPS, InjectedFault
 
 _LONGEST = 40
 """Duration in steps of a lasting fault in a long run."""
@@ -19,7 +19,7 @@ _PLACES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 """How far into a step; later, another rank may already have finished it."""
 
 
-def campaign(kinds: Sequence[str], count: int, seed: int, num_steps: int, num_ranks: int) -> list[Fault]:
+def draw_campaign(kinds: Sequence[str], count: int, seed: int, num_steps: int, num_ranks: int) -> list[InjectedFault]:
     """``count`` faults in the order of their steps."""
     names = list(dict.fromkeys(kinds))
     _check(names, count, num_steps, num_ranks)
@@ -91,14 +91,14 @@ def _fits(kind: str, step: int, num_steps: int) -> bool:
     return KINDS[kind].first_step <= step <= _latest(kind, num_steps)
 
 
-def _fault(kind: str, step: int, num_steps: int, num_ranks: int, rng: random.Random) -> Fault:
+def _fault(kind: str, step: int, num_steps: int, num_ranks: int, rng: random.Random) -> InjectedFault:
     about, rank = KINDS[kind], rng.randrange(num_ranks)
     other = rng.choice([one for one in range(num_ranks) if one != rank]) if "other" in about.takes else 0
     at = rng.choice(_PLACES) if step < num_steps else 0.0  # the last step may be shorter than the one before it
     step = min(max(step, about.first_step), _latest(kind, num_steps))
     rank = rank if "rank" in about.takes else 0
     if about.ends_generation:
-        return Fault(kind, step, rank, other, at=at)
+        return InjectedFault(kind, step, rank, other, at=at)
     # A save takes as long as many short steps, and a worker that is slow for only a second is not reported as slow.
     steps = max(1, min(max(STEPS, min(num_steps // 3, _LONGEST)), num_steps - step))
-    return Fault(kind, step, rank, steps=steps, at=at)
+    return InjectedFault(kind, step, rank, steps=steps, at=at)

@@ -21,7 +21,7 @@ _REMOVE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class CgroupControl:
     """A control, identified by the file that sets it under each version."""
 
     what: str
@@ -31,14 +31,14 @@ class Need:
     file_v2: str
 
 
-FREEZER = Need("freezer", "", "", "cgroup.freeze")
+FREEZER = CgroupControl("freezer", "", "", "cgroup.freeze")
 """Version 2 only: a process frozen by version 1 cannot be killed until it is thawed, so that fencing would fail."""
-CPU = Need("cpu", "cpu", "cpu.cfs_quota_us", "cpu.max")
-MEMORY = Need("memory", "memory", "memory.limit_in_bytes", "memory.max")
+CPU = CgroupControl("cpu", "cpu", "cpu.cfs_quota_us", "cpu.max")
+MEMORY = CgroupControl("memory", "memory", "memory.limit_in_bytes", "memory.max")
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class CgroupParent:
     """A group below which ours can be created."""
 
     path: Path
@@ -49,7 +49,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchy:
+class CgroupHierarchy:
     mount: Path
     version: int
     origin: str
@@ -57,11 +57,11 @@ class Hierarchy:
     """This process's group in it."""
 
 
-class Lacking(OSError):
+class CgroupUnavailable(OSError):
     """The control is not available here; the message says why."""
 
 
-def find_home(need: Need) -> Home:
+def find_cgroup_parent(need: CgroupControl) -> CgroupParent:
     """Where groups with this control can be created; raises ``Lacking``."""
     reason = f"no control groups with the {need.what} control are mounted here"
     for hierarchy in hierarchies(need):
@@ -75,22 +75,22 @@ def find_home(need: Need) -> Home:
             has_file = (trial / file).exists()
             trial.rmdir()
             if has_file:
-                return Home(path, hierarchy.version, hierarchy.origin, hierarchy.mount)
-    raise Lacking(reason)
+                return CgroupParent(path, hierarchy.version, hierarchy.origin, hierarchy.mount)
+    raise CgroupUnavailable(reason)
 
 
-def hierarchies(need: Need) -> Iterator[Hierarchy]:
+def hierarchies(need: CgroupControl) -> Iterator[CgroupHierarchy]:
     """Hierarchies that may have the control, version 2 first."""
     own = _groups_of("self")
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     for _, mount, kind, *_ in mounts:
         if kind == "cgroup2" and "0::" in own:
-            yield Hierarchy(Path(mount), 2, "0::", own["0::"])
+            yield CgroupHierarchy(Path(mount), 2, "0::", own["0::"])
     for _, mount, kind, options, *_ in mounts:
         if kind == "cgroup" and need.controller and need.controller in options.split(","):
             for origin, path in own.items():
                 if need.controller in origin.split(":")[1].split(","):
-                    yield Hierarchy(Path(mount), 1, origin, path)
+                    yield CgroupHierarchy(Path(mount), 1, origin, path)
 
 
 def _groups_of(pid: int | str) -> dict[str, str]:
@@ -99,7 +99,7 @@ def _groups_of(pid: int | str) -> dict[str, str]:
     return {line[: -len(path)]: path for line in lines if (path := line.split(":", 2)[2])}
 
 
-def _upwards(hierarchy: Hierarchy) -> Iterator[Path]:
+def _upwards(hierarchy: CgroupHierarchy) -> Iterator[Path]:
     """This process's own group first, then those above it."""
     here = hierarchy.mount / hierarchy.own.lstrip("/")
     while True:
@@ -111,7 +111,7 @@ def _upwards(hierarchy: Hierarchy) -> Iterator[Path]:
 
 
 def _make(parent: Path) -> Path:
-    sweep(parent)
+    remove_stale_groups(parent)
     for number in range(1000):
         path = parent / f"{_PREFIX}{os.getpid()}-{number}"
         with suppress(FileExistsError):
@@ -120,7 +120,7 @@ def _make(parent: Path) -> Path:
     raise OSError(errno.ENOSPC, "too many groups")
 
 
-def sweep(parent: Path) -> None:
+def remove_stale_groups(parent: Path) -> None:
     """Remove groups left behind by processes of ours that were killed during an injection."""
     for path in parent.glob(f"{_PREFIX}*"):
         found = re.fullmatch(rf"{_PREFIX}(\d+)-\d+", path.name)
@@ -129,15 +129,15 @@ def sweep(parent: Path) -> None:
                 path.rmdir()
 
 
-class Group:
+class ControlGroup:
     """One group of ours. ``remove`` may be called more than once, and during any cleanup."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: CgroupParent) -> None:
         self._home = home
         self.path = _make(home.path)
         self._came_from: dict[int, Path] = {}
 
-    def take(self, pid: int) -> None:
+    def add(self, pid: int) -> None:
         """Move a process here, with all its threads."""
         group = _groups_of(pid).get(self._home.origin, "/")
         self._came_from[pid] = self._home.mount / group.lstrip("/")

@@ -26,7 +26,7 @@ _CAP_SYS_ADMIN = 21
 _TRIES = 50
 
 
-def cannot_mount() -> str:
+def mount_problem() -> str:
     """Why nothing can be mounted here; empty where it can."""
     status = Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))

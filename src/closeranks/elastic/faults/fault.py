@@ -14,7 +14,7 @@ from closeranks.core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     """One kind of fault; ``blows`` has its action."""
 
     name: str
@@ -39,23 +39,23 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("kill", "SIGKILL to one worker"),
-        Kind("kill2", "SIGKILL to two workers at once", ("rank", "other"), num_ranks=2),
-        Kind("exception", "its connections are cut, so that its next collective raises", num_ranks=2),
-        Kind("hang", "all its threads freeze (cgroup freezer, or SIGSTOP without one)"),
-        Kind("stop", "SIGSTOP to one worker"),
-        Kind(
+        FaultKind("kill", "SIGKILL to one worker"),
+        FaultKind("kill2", "SIGKILL to two workers at once", ("rank", "other"), num_ranks=2),
+        FaultKind("exception", "its connections are cut, so that its next collective raises", num_ranks=2),
+        FaultKind("hang", "all its threads freeze (cgroup freezer, or SIGSTOP without one)"),
+        FaultKind("stop", "SIGSTOP to one worker"),
+        FaultKind(
             "slow",
             "it gets a share of one processor for some steps",
             ("rank", "steps", "share"),
             ends_generation=False,
             unnoticed="it was not called slow",
         ),
-        Kind("oom", "no more memory for it: the kernel's out-of-memory killer ends it"),
-        Kind("bitflip", "one bit of its newest copy in memory is turned over, then SIGKILL"),
+        FaultKind("oom", "no more memory for it: the kernel's out-of-memory killer ends it"),
+        FaultKind("bitflip", "one bit of its newest copy in memory is turned over, then SIGKILL"),
         # Both slots must have been written once before a torn one can be distinguished from an empty one.
-        Kind("torn", "SIGKILL while it copies its state", first_step=3, may_miss=True),
-        Kind(
+        FaultKind("torn", "SIGKILL while it copies its state", first_step=3, may_miss=True),
+        FaultKind(
             "diskfull",
             "no room for checkpoints for some steps",
             ("steps",),
@@ -63,8 +63,8 @@ KINDS = {
             must_end=True,
             unnoticed="no save met it",
         ),
-        Kind("term", "SIGTERM to one worker, as a scheduler sends it"),
-        Kind("zygote", "SIGKILL to the process that workers are forked from", ()),
+        FaultKind("term", "SIGTERM to one worker, as a scheduler sends it"),
+        FaultKind("zygote", "SIGKILL to the process that workers are forked from", ()),
     )
 }
 
@@ -75,7 +75,7 @@ SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InjectedFault:
     """One fault to inject. Arguments that its kind does not take keep their defaults."""
 
     kind: str
@@ -98,7 +98,7 @@ class Fault:
         return f"{self.kind}({', '.join(f'{name}={value!r}' for name, value in spots)})"
 
     @property
-    def about(self) -> Kind:
+    def about(self) -> FaultKind:
         return KINDS[self.kind]
 
     @property
@@ -116,7 +116,7 @@ DEFAULTS = {"steps": STEPS, "share": SHARE}
 """Arguments that may be omitted, besides ``at``."""
 
 
-def check_faults(faults: Sequence[Fault], num_ranks: int, num_steps: int | None = None) -> None:
+def check_faults(faults: Sequence[InjectedFault], num_ranks: int, num_steps: int | None = None) -> None:
     """Reject faults that are not possible in this run. ``num_steps`` None: not known before the run has started."""
     for fault in faults:
         if fault.about.num_ranks > num_ranks:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from closeranks.core.errors import UserError
-from closeranks.elastic.faults.fault import DEFAULTS, KINDS, Fault, Kind
+from closeranks.elastic.faults.fault import DEFAULTS, KINDS, FaultKind, InjectedFault
 
 _FAULT = re.compile(r"\s*([^\s()=,;]+)\s*(?:\(([^()]*)\))?\s*")
 _GAP = re.compile(r"[\s,;]*")
@@ -23,18 +23,18 @@ _EXAMPLE = "Write it like kill(rank=1, step=3)."
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedFaults:
     """The parsed line of faults."""
 
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
     """Faults with their arguments."""
     kinds: tuple[str, ...] = ()
     """Bare kinds, for which a campaign chooses step and rank; each once."""
 
 
-def parse_faults(text: str) -> Asked:
+def parse_faults(text: str) -> ParsedFaults:
     """Everything the line asks for, in order; an empty line is an error."""
-    faults: list[Fault] = []
+    faults: list[InjectedFault] = []
     kinds: list[str] = []
     place = _after_gap(text, 0)
     while place < len(text):
@@ -49,7 +49,7 @@ def parse_faults(text: str) -> Asked:
         place = _after_gap(text, found.end())
     if not faults and not kinds:
         raise UserError("no fault is named", f"Kinds are {', '.join(KINDS)}. {_EXAMPLE}")
-    return Asked(tuple(faults), tuple(dict.fromkeys(kinds)))
+    return ParsedFaults(tuple(faults), tuple(dict.fromkeys(kinds)))
 
 
 def _after_gap(text: str, place: int) -> int:
@@ -62,7 +62,7 @@ def _words_ahead(text: str, found: re.Match[str]) -> Sequence[str]:
     return (text[found.end()],) if found[0][-1:].isspace() and found.end() < len(text) else ()
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str) -> FaultKind:
     if name in KINDS:
         return KINDS[name]
     near = get_close_matches(name, KINDS, n=1, cutoff=0.5)
@@ -70,7 +70,7 @@ def _kind(name: str) -> Kind:
     raise UserError(f"there is no fault `{name}`", f"{advice}Kinds are {', '.join(KINDS)}.")
 
 
-def _fault(kind: Kind, text: str, inside: str) -> Fault:
+def _fault(kind: FaultKind, text: str, inside: str) -> InjectedFault:
     names = ("step", *kind.takes, "at")
     given: dict[str, int | float] = {}
     for part in [part.strip() for part in inside.split(",") if part.strip()]:
@@ -84,7 +84,7 @@ def _fault(kind: Kind, text: str, inside: str) -> Fault:
         raise UserError(f"{text}: {missing[0]} is missing", f"Write {kind.name}({_all(names)}).")
     if "other" in given and given["other"] == given["rank"]:
         raise UserError(f"{text}: rank and other are the same worker", "Name two, or use kill.")
-    return Fault(kind.name, **given)  # type: ignore[arg-type]
+    return InjectedFault(kind.name, **given)  # type: ignore[arg-type]
 
 
 def _all(names: Sequence[str]) -> str:

@@ -16,20 +16,20 @@ from pathlib import Path
 from types import TracebackType
 
 from closeranks.core.errors import SetupError
-from closeranks.elastic.faults.blows import BLOWS, Blow
+from closeranks.elastic.faults.blows import FAULT_ACTIONS, FaultAction
 from closeranks.elastic.faults.disk import SmallDisk
-from closeranks.elastic.faults.fault import Fault
-from closeranks.elastic.faults.look import Look, Pace, is_due, paced, step_of
-from closeranks.elastic.faults.means import lacking
+from closeranks.elastic.faults.fault import InjectedFault
+from closeranks.elastic.faults.look import ObservedRun, StepTiming, is_due, step_of, update_timings
+from closeranks.elastic.faults.means import unavailable_kinds
 
 _POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class Injection:
     """The record of one injected fault."""
 
-    fault: Fault
+    fault: InjectedFault
     at: float
     """``time.time()``"""
     generation: int
@@ -42,8 +42,8 @@ class Strike:
 
 @dataclass(slots=True)
 class _Underway:
-    fault: Fault
-    blow: Blow
+    fault: InjectedFault
+    blow: FaultAction
     generation: int
     step: int
     is_told: bool = False
@@ -55,34 +55,34 @@ class Injector:
     ``checkpoints``: the folder that a ``diskfull`` fault fills.
     """
 
-    def __init__(self, faults: Sequence[Fault], checkpoints: Path | None = None) -> None:
+    def __init__(self, faults: Sequence[InjectedFault], checkpoints: Path | None = None) -> None:
         self._pending = list(faults)
         self._underway: list[_Underway] = []
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[int, StepTiming] = {}
         self._struck_generation = -1
-        self.strikes: list[Strike] = []
-        for kind, reason in lacking(fault.kind for fault in faults).items():
+        self.injections: list[Injection] = []
+        for kind, reason in unavailable_kinds(fault.kind for fault in faults).items():
             raise SetupError(f"the fault {kind} is not possible here: {reason}", "Leave it away, or run as root.")
         self._disk: SmallDisk | None = None
         self._is_open = False
         if checkpoints is not None and any(fault.kind == "diskfull" for fault in faults):
             self._disk = SmallDisk(checkpoints)
 
-    def __call__(self, look: Look) -> float | None:
+    def __call__(self, look: ObservedRun) -> float | None:
         """One poll; returns the latest time (``time.monotonic()``) for the next one, or None."""
         if not self._is_open:
             self._open(look)
-        self._paces = paced(self._paces, look)
+        self._paces = update_timings(self._paces, look)
         for one in list(self._underway):
             self._go_on(one, look)
         for fault in list(self._pending):
             if self._may(fault, look) and is_due(fault, look, self._paces):
                 self._begin(fault, look)
-        if any(one.blow.is_hasty for one in self._underway):
+        if any(one.blow.is_urgent for one in self._underway):
             return look.now
         return time.monotonic() + _POLL_S if self._pending or self._underway else None
 
-    def _open(self, look: Look) -> None:
+    def _open(self, look: ObservedRun) -> None:
         """The first poll comes before the first worker is started: set up what must exist before that."""
         self._is_open = True
         if self._disk is not None:
@@ -91,28 +91,28 @@ class Injector:
             except OSError as error:
                 self._give_up("diskfull", str(error), look)
 
-    def _give_up(self, kind: str, why: str, look: Look) -> None:
+    def _give_up(self, kind: str, why: str, look: ObservedRun) -> None:
         for fault in [fault for fault in self._pending if fault.kind == kind]:
             self._pending.remove(fault)
-            self.strikes.append(Strike(fault, time.time(), look.generation, 0, error=why))
+            self.injections.append(Injection(fault, time.time(), look.generation, 0, error=why))
 
     @property
-    def missed(self) -> tuple[Fault, ...]:
+    def missed(self) -> tuple[InjectedFault, ...]:
         """Faults that were not injected."""
         return (*self._pending, *(one.fault for one in self._underway if not one.is_told))
 
-    def _may(self, fault: Fault, look: Look) -> bool:
+    def _may(self, fault: InjectedFault, look: ObservedRun) -> bool:
         return not fault.about.ends_generation or look.generation > self._struck_generation
 
-    def _begin(self, fault: Fault, look: Look) -> None:
+    def _begin(self, fault: InjectedFault, look: ObservedRun) -> None:
         step = step_of(look, fault) or 0
         try:
-            blow = BLOWS[fault.kind](fault, look, self._disk)
+            blow = FAULT_ACTIONS[fault.kind](fault, look, self._disk)
         except ProcessLookupError:
             return  # it has just died of something else: the fault is injected into its successor
         except OSError as error:
             self._pending.remove(fault)
-            self.strikes.append(Strike(fault, time.time(), look.generation, step, error=str(error)))
+            self.injections.append(Injection(fault, time.time(), look.generation, step, error=str(error)))
             return
         self._pending.remove(fault)
         if fault.about.ends_generation:
@@ -121,23 +121,23 @@ class Injector:
         self._underway.append(one)
         self._go_on(one, look)
 
-    def _go_on(self, one: _Underway, look: Look) -> None:
+    def _go_on(self, one: _Underway, look: ObservedRun) -> None:
         try:
-            is_over = one.blow.turn(look)
+            is_over = one.blow.tick(look)
         except OSError as error:
             is_over, one.is_told = True, True
-            self.strikes.append(Strike(one.fault, time.time(), one.generation, one.step, error=str(error)))
-        if one.blow.struck_at is not None and not one.is_told:
+            self.injections.append(Injection(one.fault, time.time(), one.generation, one.step, error=str(error)))
+        if one.blow.injected_at is not None and not one.is_told:
             one.is_told = True
             step = step_of(look, one.fault) if look.generation == one.generation else one.step
-            struck = Strike(one.fault, one.blow.struck_at, one.generation, step or one.step, one.blow.note)
-            self.strikes.append(struck)
+            struck = Injection(one.fault, one.blow.injected_at, one.generation, step or one.step, one.blow.note)
+            self.injections.append(struck)
         if not is_over:
             return
         try:
-            one.blow.end()
+            one.blow.undo()
         except OSError:
-            one.blow.is_hasty = False  # ``close`` tries again, and says what is wrong
+            one.blow.is_urgent = False  # ``close`` tries again, and says what is wrong
             return
         self._underway.remove(one)
         if not one.is_told:  # the target was gone before the fault took effect
@@ -150,7 +150,7 @@ class Injector:
             if self._disk is not None:
                 stack.callback(self._disk.close)
             for one in self._underway:
-                stack.callback(one.blow.end)
+                stack.callback(one.blow.undo)
 
     def __enter__(self) -> Injector:
         return self

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from closeranks.elastic.faults.fault import Fault
+from closeranks.elastic.faults.fault import InjectedFault
 
 
-class Stand(Protocol):
+class ObservedProgress(Protocol):
     """The progress that a worker reported last."""
 
     @property
@@ -25,7 +25,7 @@ class Stand(Protocol):
     def phase(self) -> IntEnum: ...
 
 
-class Worker(Protocol):
+class ObservedWorker(Protocol):
     @property
     def rank(self) -> int: ...
 
@@ -36,10 +36,10 @@ class Worker(Protocol):
     def local_rank(self) -> int: ...
 
     @property
-    def progress(self) -> Stand: ...
+    def progress(self) -> ObservedProgress: ...
 
 
-class Look(Protocol):
+class ObservedRun(Protocol):
     """The state of a run on this host at one moment."""
 
     @property
@@ -52,17 +52,17 @@ class Look(Protocol):
     def generation(self) -> int: ...
 
     @property
-    def seen(self) -> Sequence[Worker]: ...
+    def local_workers(self) -> Sequence[ObservedWorker]: ...
 
     @property
-    def boxes(self) -> Sequence[Sequence[str]]: ...
+    def snapshot_paths(self) -> Sequence[Sequence[str]]: ...
 
     @property
     def zygote(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepTiming:
     """Since when a rank has been at its step, and how long its previous step took."""
 
     step: int
@@ -71,35 +71,35 @@ class Pace:
     generation: int = 0
 
 
-def paced(paces: dict[int, Pace], look: Look) -> dict[int, Pace]:
+def update_timings(paces: dict[int, StepTiming], look: ObservedRun) -> dict[int, StepTiming]:
     """The step timings of all ranks, updated with one more observation."""
     after = dict(paces)
-    for worker in look.seen:
+    for worker in look.local_workers:
         step, last = worker.progress.step, paces.get(worker.rank)
         if step is None or (last is not None and (step, look.generation) == (last.step, last.generation)):
             continue
         took_s = last.last_s if last is not None else 0.0
         if last is not None and (step, look.generation) == (last.step + 1, last.generation):
             took_s = look.now - last.since  # the time between two generations is not a step
-        after[worker.rank] = Pace(step, look.now, took_s, look.generation)
+        after[worker.rank] = StepTiming(step, look.now, took_s, look.generation)
     return after
 
 
-def worker_of(look: Look, rank: int) -> Worker | None:
-    return next((worker for worker in look.seen if worker.rank == rank and worker.pid is not None), None)
+def worker_of(look: ObservedRun, rank: int) -> ObservedWorker | None:
+    return next((worker for worker in look.local_workers if worker.rank == rank and worker.pid is not None), None)
 
 
-def step_of(look: Look, fault: Fault) -> int | None:
+def step_of(look: ObservedRun, fault: InjectedFault) -> int | None:
     """The step that the target is at, or the most advanced worker if the fault names no rank."""
-    ranks = fault.victims[:1] or tuple(worker.rank for worker in look.seen)
-    steps = [worker.progress.step for worker in look.seen if worker.rank in ranks]
+    ranks = fault.victims[:1] or tuple(worker.rank for worker in look.local_workers)
+    steps = [worker.progress.step for worker in look.local_workers if worker.rank in ranks]
     return max((step for step in steps if step is not None), default=None)
 
 
-def is_due(fault: Fault, look: Look, paces: dict[int, Pace]) -> bool:
+def is_due(fault: InjectedFault, look: ObservedRun, paces: dict[int, StepTiming]) -> bool:
     if look.state != "running" or any(worker_of(look, rank) is None for rank in fault.victims):
         return False
-    if any(worker.progress.phase.name in ("START", "END") for worker in look.seen):
+    if any(worker.progress.phase.name in ("START", "END") for worker in look.local_workers):
         return False
     step = step_of(look, fault)
     if step is None or step < fault.step:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from closeranks.elastic.faults.cgroups import CPU, MEMORY, Lacking, Need, find_home
-from closeranks.elastic.faults.disk import cannot_mount
-from closeranks.elastic.faults.processes import cannot_take_descriptors
+from closeranks.elastic.faults.cgroups import CPU, MEMORY, CgroupControl, CgroupUnavailable, find_cgroup_parent
+from closeranks.elastic.faults.disk import mount_problem
+from closeranks.elastic.faults.processes import pidfd_getfd_problem
 
 
-def lacking(kinds: Iterable[str]) -> dict[str, str]:
+def unavailable_kinds(kinds: Iterable[str]) -> dict[str, str]:
     """The kinds among these that are not possible here, each with the reason."""
     reasons = {kind: _ASK[kind]() for kind in dict.fromkeys(kinds) if kind in _ASK}
     return {kind: reason for kind, reason in reasons.items() if reason}
 
 
-def _without(need: Need) -> Callable[[], str]:
+def _without(need: CgroupControl) -> Callable[[], str]:
     def ask() -> str:
         try:
-            find_home(need)
-        except Lacking as lack:
+            find_cgroup_parent(need)
+        except CgroupUnavailable as lack:
             return str(lack)
         return ""
 
@@ -30,8 +30,8 @@ def _without(need: Need) -> Callable[[], str]:
 
 
 _ASK: dict[str, Callable[[], str]] = {
-    "exception": cannot_take_descriptors,
+    "exception": pidfd_getfd_problem,
     "slow": _without(CPU),
     "oom": _without(MEMORY),
-    "diskfull": cannot_mount,
+    "diskfull": mount_problem,
 }

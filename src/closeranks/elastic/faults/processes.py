@@ -23,7 +23,7 @@ _SYS_PIDFD_GETFD = 438
 _DEEPEST = 8
 
 
-class Victim:
+class TargetProcess:
     """A process that this one has started, itself or through its children; raises ``ProcessLookupError`` if not."""
 
     def __init__(self, pid: int) -> None:
@@ -67,7 +67,7 @@ class Victim:
         if pidfd >= 0:
             os.close(pidfd)
 
-    def __enter__(self) -> Victim:
+    def __enter__(self) -> TargetProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -88,9 +88,9 @@ def _shut_down(fd: int | None) -> int:
     return 1
 
 
-def cannot_take_descriptors() -> str:
+def pidfd_getfd_problem() -> str:
     """Why no descriptor of a child can be duplicated here; empty if it can."""
-    with Victim(os.getpid()) as own:
+    with TargetProcess(os.getpid()) as own:
         taken: int = _LIBC.syscall(_SYS_PIDFD_GETFD, own._pidfd, own._pidfd, 0)
     if taken < 0:
         return f"the kernel refuses pidfd_getfd ({os.strerror(ctypes.get_errno())})"
@@ -99,7 +99,7 @@ def cannot_take_descriptors() -> str:
 
 
 @contextmanager
-def going_first() -> Iterator[None]:
+def highest_priority() -> Iterator[None]:
     """Run this process at the highest scheduling priority, if permitted."""
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     try:
