@@ -72,7 +72,7 @@ class Ours:
         self._capture.begin(_items(state), self._saver.ask(step, tree, is_full=is_full))
 
     def before_update(self) -> None:
-        self._capture.land()
+        self._capture.wait_until_copied()
 
     def settle(self) -> None:
         self.reports = self._saver.wait(WAIT_S)

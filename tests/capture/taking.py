@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from closeranks.capture.capture import Capture, Copied
-from closeranks.capture.plan import Plan
-from closeranks.capture.slots import DATA_AT, About, Slot
+from closeranks.capture.capture import Capture, StateCopy
+from closeranks.capture.plan import CapturePlan
+from closeranks.capture.slots import DATA_AT, SlotHeader, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import Chunk
@@ -33,19 +33,19 @@ class Taking:
     """What a save takes of the state, into a slot of its own."""
 
     def __init__(self, outcomes: list[Captured]) -> None:
-        self.slots: Sequence[Slot] = (Slot(),)
+        self.slots: Sequence[SnapshotSlot] = (SnapshotSlot(),)
         self.outcomes = outcomes
 
-    def entries(self, plan: Plan) -> Sequence[int]:
+    def entries(self, plan: CapturePlan) -> Sequence[int]:
         return plan.saved
 
-    def open(self, plan: Plan) -> Sequence[int]:
+    def open(self, plan: CapturePlan) -> Sequence[int]:
         self.upcoming(plan)
         return plan.packed
 
     def halfway(self) -> None: ...
 
-    def finish(self, plan: Plan, crcs: Sequence[int], copied: Copied) -> None:
+    def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         try:
             self.outcomes.append(Captured(chunks_of(plan, crcs), self.slots[0].fd))
         except CheckpointError as error:
@@ -54,7 +54,7 @@ class Taking:
     def fail(self, problem: str, error: BaseException | None) -> None:
         self.outcomes.append(Captured(problem=problem))
 
-    def upcoming(self, plan: Plan) -> Sequence[Slot]:
+    def upcoming(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
         self.slots[0].reserve(plan.num_saved_bytes, 0)
         return self.slots
 
@@ -79,18 +79,18 @@ class Kept:
     def __init__(self, berths: SnapshotDestinations) -> None:
         self.capture, self.keeper = Capture(), SnapshotWriter(berths)
 
-    def begin(self, about: About, tensors: Sequence[StateTensor], tree: bytes) -> None:
+    def begin(self, about: SlotHeader, tensors: Sequence[StateTensor], tree: bytes) -> None:
         self.capture.begin(tensors, self.keeper.snapshot(about, tree))
 
     def land(self) -> None:
-        self.capture.land()
+        self.capture.wait_until_copied()
 
     @property
     def is_done(self) -> bool:
         return self.keeper.is_done
 
     def join(self) -> SnapshotResult | None:
-        self.capture.land()
+        self.capture.wait_until_copied()
         return self.keeper.wait()
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class TakingSaver(Saver):
         self.warm(self.capture, tensors)
 
     def land(self) -> float:
-        return self.capture.land()
+        return self.capture.wait_until_copied()
 
     def close(self) -> None:
         self.capture.close()

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from closeranks.capture import capture as room
 from closeranks.capture.capture import Capture
-from closeranks.capture.plan import Plan, Span, plan
+from closeranks.capture.plan import CapturePlan, TensorRange, plan_capture
 from closeranks.capture.shares import CHUNK_BYTES
-from closeranks.capture.slots import DATA_AT, Slot
+from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.sources import Straight
@@ -88,14 +88,14 @@ def test_every_kind_of_tensor_arrives_as_it_is(gate: Gate, is_steady: bool) -> N
     gate.open()
     tensors = kinds()
     capture.begin([item(key, tensor, is_steady=is_steady) for key, tensor in tensors.items()], [Taking(captured)])
-    capture.land()
+    capture.wait_until_copied()
     found = stored(outcome(captured, gate))
     assert found == {key: raw(tensor.detach()) for key, tensor in tensors.items()}
     capture.close()
 
 
 def test_elements_lie_aligned_in_every_slot() -> None:
-    planned = plan([item(key, tensor) for key, tensor in kinds().items()])
+    planned = plan_capture([item(key, tensor) for key, tensor in kinds().items()])
     for number, offset in zip(planned.saved, planned.packed, strict=True):
         entry = planned.entries[number]
         assert entry.offset % 64 == 0
@@ -108,7 +108,7 @@ def test_a_range_of_strided_memory_is_copied_without_the_rest() -> None:
     flat = tensor.contiguous().view(-1)
     for first in range(24):
         for last in range(first, 25):
-            assert torch.equal(Span(0, first, last).of(tensor), flat[first:last])
+            assert torch.equal(TensorRange(0, first, last).view_of(tensor), flat[first:last])
 
 
 def test_what_forward_may_change_is_copied_at_once_and_the_rest_before_join(gate: Gate) -> None:
@@ -120,7 +120,7 @@ def test_what_forward_may_change_is_copied_at_once_and_the_rest_before_join(gate
     steady.numpy().fill(1.0)
     unsteady.fill_(1.0)
     gate.open()
-    capture.land()
+    capture.wait_until_copied()
     found = stored(outcome(captured, gate))
     assert found == {"steady": raw(torch.ones(100)), "unsteady": raw(torch.zeros(100))}
     capture.close()
@@ -138,7 +138,7 @@ def trained(steps_before_join: int) -> tuple[bytes, bytes]:
         state.data.add_(1.0)
     gate.open()
     (state[:100] @ state[:100]).item()
-    capture.land()
+    capture.wait_until_copied()
     state.mul_(-3.0)
     gate.background.drain()
     found = captured.pop()
@@ -173,7 +173,7 @@ def test_memory_that_changes_between_digest_and_copy_is_found(gate: Gate, monkey
     capture, captured = Capture(background=gate.background), list[Captured]()
     gate.open()
     capture.begin([item("w", state)], [Taking(captured)])
-    capture.land()
+    capture.wait_until_copied()
     found = outcome(captured, gate)
     assert not found.problem
     with pytest.raises(AssertionError):
@@ -187,7 +187,7 @@ def changed_by(change: Callable[[], object], items: list[StateTensor], gate: Gat
     capture.begin(items, [Taking(captured)])
     change()
     gate.open()
-    capture.land()
+    capture.wait_until_copied()
     found = outcome(captured, gate)
     if not found.problem:
         stored(found)
@@ -221,7 +221,7 @@ def test_a_change_after_join_is_none(gate: Gate) -> None:
     gate.open()
     for _ in range(3):
         capture.begin([item("w", state)], [Taking(captured)])
-        capture.land()
+        capture.wait_until_copied()
         state.add_(1.0)
         assert not outcome(captured, gate).problem
     capture.close()
@@ -253,7 +253,7 @@ def test_a_parameter_that_gets_other_memory_is_saved_as_it_was(gate: Gate) -> No
     capture.begin([item("w", weight)], [Taking(captured)])
     weight.data = torch.ones(10)
     gate.open()
-    capture.land()
+    capture.wait_until_copied()
     assert stored(outcome(captured, gate)) == {"w": raw(torch.zeros(10))}
     capture.close()
 
@@ -269,7 +269,7 @@ def test_without_a_thread_there_is_nothing_to_wait_for(monkeypatch: pytest.Monke
         no_threads.setattr(threading.Thread, "start", refuse)
         capture.begin([item("w", torch.zeros(3))], [Taking(captured)])
     assert "can't start" in captured.pop().problem
-    assert capture.land() == 0.0
+    assert capture.wait_until_copied() == 0.0
     capture.begin([item("w", torch.zeros(3))], [Taking(captured)])  # there are threads again
     capture.join()
     assert not captured.pop().problem
@@ -284,7 +284,7 @@ def test_the_slot_is_kept_and_grows(gate: Gate) -> None:
         state = [item("w", torch.arange(size, dtype=torch.int32))]
         capture.make_ready(state, target)
         capture.begin(state, [target])
-        capture.land()
+        capture.wait_until_copied()
         found = outcome(captured, gate)
         assert stored(found) == {"w": raw(state[0].tensor)}
         assert all(chunk.num_bytes <= CHUNK_BYTES for chunk in found.chunks)
@@ -331,10 +331,10 @@ def check_a_target_without_memory_fails_alone(background: Background, device: st
 class Poor(Taking):
     """Wants the whole state, and has no memory for it."""
 
-    def entries(self, plan: Plan) -> Sequence[int]:
+    def entries(self, plan: CapturePlan) -> Sequence[int]:
         return range(len(plan.entries))
 
-    def open(self, plan: Plan) -> Sequence[int]:
+    def open(self, plan: CapturePlan) -> Sequence[int]:
         return no_memory()
 
 
@@ -371,7 +371,7 @@ def test_holders_capture_their_shares_and_together_all(gate: Gate) -> None:
         captured = list[Captured]()
         both = [item(key, value, holder=holder, num_holders=3) for key, value in (("w", tensor), ("b", small))]
         capture.begin(both, [Taking(captured)])
-        capture.land()
+        capture.wait_until_copied()
         parts.append(stored(outcome(captured, gate)))
     capture.close()
     assert {part["w"] for part in parts} == {raw(third) for third in tensor.chunk(3)}
@@ -379,13 +379,13 @@ def test_holders_capture_their_shares_and_together_all(gate: Gate) -> None:
 
 
 def test_a_copy_that_fails_reaches_nobody_but_the_report(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slot, "reserve", no_memory)
+    monkeypatch.setattr(SnapshotSlot, "reserve", no_memory)
     capture, captured = Capture(background=gate.background), list[Captured]()
     capture.begin([item("w", torch.zeros(3))], [Taking(captured)])
     gate.open()
-    assert capture.land() >= 0.0
+    assert capture.wait_until_copied() >= 0.0
     assert "No space left on device" in outcome(captured, gate).problem
-    assert capture.land() == 0.0
+    assert capture.wait_until_copied() == 0.0
     capture.close()
 
 
@@ -405,7 +405,7 @@ def test_landing_tells_how_long_it_took(gate: Gate) -> None:
     capture, captured = Capture(background=gate.background), list[Captured]()
     capture.begin([item("w", torch.zeros(3))], [Taking(captured)])
     threading.Timer(0.2, gate.open).start()
-    assert capture.land() >= 0.15
+    assert capture.wait_until_copied() >= 0.15
     assert not outcome(captured, gate).problem
     capture.close()
 
@@ -415,7 +415,7 @@ def test_straight_from_memory_the_digests_are_the_same(gate: Gate) -> None:
     capture, captured = Capture(background=gate.background), list[Captured]()
     gate.open()
     capture.begin(items, [Taking(captured)])
-    capture.land()
+    capture.wait_until_copied()
     straight = Straight(items)
     assert straight.chunks() == outcome(captured, gate).chunks
     assert [crc32c(straight(n)) for n in range(len(straight.chunks()))] == [c.crc32c for c in straight.chunks()]
@@ -446,7 +446,7 @@ def paces_beside_copies() -> list[float]:
         capture.begin(state, [Taking(captured)])
         task, pace, turns = capture._last, Pace(), 0
         assert task is not None
-        while not task.has_landed.is_set():
+        while not task.is_copied.is_set():
             for _ in range(100):
                 turns += 1
         shares.append(pace.share())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from closeranks.capture.capture import Capture
-from closeranks.capture.pinning import Pinned
+from closeranks.capture.pinning import PinnedMemory
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.sources import Straight
 from closeranks.core.background import Background
@@ -61,14 +61,14 @@ def test_every_kind_of_tensor_arrives_as_it_is(
 ) -> None:
     """Where CUDA refuses to pin shared memory, by way of memory that it has pinned itself."""
     if not pins:
-        monkeypatch.setattr(Pinned, "pin", lambda pinned, is_enough: False)
+        monkeypatch.setattr(PinnedMemory, "pin", lambda pinned, is_enough: False)
     capture, tensors, target = Capture(background=background), on_device(), Taking([])
     items = [item(key, tensor) for key, tensor in tensors.items()]
     capture.make_ready(items, target)
     found = captured_of(capture, target, items)
     assert stored(found) == {key: raw(tensor.detach().cpu()) for key, tensor in tensors.items()}
     capture._pinner.drain()
-    assert [pinned.is_whole for pinned in capture._pins.values()] == [pins]
+    assert [pinned.is_pinned for pinned in capture._pins.values()] == [pins]
     assert Straight(items).chunks() == found.chunks
     capture.close()
 
@@ -78,7 +78,7 @@ def test_the_slot_grows_and_stays_pinned(background: Background) -> None:
     for size in (1000, 30 << 20, 10):
         tensor = torch.randn(size, device="cuda")
         assert stored(captured_of(capture, target, [item("w", tensor)])) == {"w": raw(tensor.cpu())}
-        assert [pinned.is_whole for pinned in capture._pins.values()] == [True]
+        assert [pinned.is_pinned for pinned in capture._pins.values()] == [True]
     capture.close()
 
 
@@ -93,11 +93,11 @@ def test_a_copy_into_a_pinned_slot_does_not_wait_for_another_to_be_pinned(
     capture, target = made_ready(background, state)
     has_begun, gate = threading.Event(), threading.Event()
 
-    def pin(pinned: Pinned, is_enough: threading.Event) -> bool:
+    def pin(pinned: PinnedMemory, is_enough: threading.Event) -> bool:
         has_begun.set()
         return gate.wait()
 
-    monkeypatch.setattr(Pinned, "pin", pin)
+    monkeypatch.setattr(PinnedMemory, "pin", pin)
     capture.make_ready(state, Taking([]))
     has_begun.wait()
     assert stored(captured_of(capture, target, state)) == {"w": raw(torch.ones(1000))}
@@ -120,7 +120,7 @@ def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, byte
         matrix @ matrix
     capture.begin([item("w", state)], [target])
     if is_joined:
-        capture.land()
+        capture.wait_until_copied()
     state.data.neg_()
     gate.set()
     capture.join()
@@ -172,7 +172,7 @@ def test_a_change_after_landing_is_none(background: Background) -> None:
         for _ in range(5):
             matrix @ matrix
         capture.begin([item("w", state)], [target])
-        capture.land()
+        capture.wait_until_copied()
         state.neg_()
         capture.join()
         assert not target.outcomes.pop().problem
@@ -200,7 +200,7 @@ def test_a_saver_saves_from_a_device_both_ways(tmp_path: Path) -> None:
     whole = [StateTensor("model", "w", Piece.whole("w", (3000, 1000)), state)]
     saver.warm(capture, whole)
     capture.begin(whole, saver.ask(1, {}))
-    capture.land()
+    capture.wait_until_copied()
     state.zero_()
     saver.wait(WAIT_S)
     assert torch.equal(read(tmp_path, "step-00000001", "w"), before)
@@ -227,7 +227,7 @@ class Loop:
             for _ in range(6):
                 self._matrix @ self._matrix
             if capture is not None:
-                waited_s += capture.land()
+                waited_s += capture.wait_until_copied()
             for tensor in self.state:
                 tensor.mul_(1.0001)
         torch.cuda.synchronize()

@@ -7,16 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.capture import shares as room
-from closeranks.capture.shares import CHUNK_BYTES, WHOLE_BYTES, Holding, Share, shares
+from closeranks.capture.shares import CHUNK_BYTES, WHOLE_BYTES, ChunkRange, HeldPiece, own_chunk_ranges
 from closeranks.core.overlaps import plan, runs
 from closeranks.core.pieces import Piece
 
 MIB = 1 << 20
 
 
-def held(piece: Piece, item_bytes: int, num_holders: int) -> list[tuple[Share, ...]]:
+def held(piece: Piece, item_bytes: int, num_holders: int) -> list[tuple[ChunkRange, ...]]:
     """What each holder writes."""
-    return [shares(Holding("model", piece, item_bytes, holder, num_holders)) for holder in range(num_holders)]
+    return [
+        own_chunk_ranges(HeldPiece("model", piece, item_bytes, holder, num_holders)) for holder in range(num_holders)
+    ]
 
 
 @st.composite
@@ -59,7 +61,7 @@ def test_a_share_says_which_part_of_the_tensor_it_is(piece: Piece, item_bytes: i
 def test_small_pieces_stay_whole(piece: Piece, num_holders: int) -> None:
     if 0 < piece.numel < WHOLE_BYTES:
         written = [share for parts in held(piece, 1, num_holders) for share in parts]
-        assert written == [Share(0, piece.numel, piece)]
+        assert written == [ChunkRange(0, piece.numel, piece)]
 
 
 @pytest.mark.parametrize("num_holders", [2, 3, 8])
@@ -89,7 +91,7 @@ def test_an_empty_tensor_is_written_once_and_an_empty_piece_never() -> None:
     assert sorted(map(len, held(empty, 4, 3))) == [0, 0, 1]
     assert held(Piece.whole("w", (3,)).cut(0, 3, 4), 4, 2) == [(), ()]
     scalar = Piece.whole("step", ())
-    assert [share for parts in held(scalar, 4, 2) for share in parts] == [Share(0, 1, scalar)]
+    assert [share for parts in held(scalar, 4, 2) for share in parts] == [ChunkRange(0, 1, scalar)]
 
 
 def test_a_range_of_a_flat_piece_lies_in_the_same_box() -> None:
@@ -105,6 +107,6 @@ def test_a_range_of_a_flat_piece_lies_in_the_same_box() -> None:
 
 def test_who_comes_first_is_the_same_in_every_process() -> None:
     """A golden draw: ``hash`` of a text, which differs between processes, would not keep it."""
-    drawn = [room._first_holder(Holding("model", Piece.whole(name, (3,)), 4, 0, 1000)) for name in ("a", "b")]
-    assert drawn == [room._first_holder(Holding("model", Piece.whole(name, (3,)), 4, 7, 1000)) for name in ("a", "b")]
+    drawn = [room._first_holder(HeldPiece("model", Piece.whole(name, (3,)), 4, 0, 1000)) for name in ("a", "b")]
+    assert drawn == [room._first_holder(HeldPiece("model", Piece.whole(name, (3,)), 4, 7, 1000)) for name in ("a", "b")]
     assert drawn == [849, 314]

@@ -20,16 +20,16 @@ from closeranks.capture import slots as slotting
 from closeranks.capture.slots import (
     DATA_AT,
     HEADER_BYTES,
-    About,
-    Entry,
-    Sealed,
-    Slot,
+    SealedSlot,
+    SlotEntry,
     SlotError,
+    SlotHeader,
+    SnapshotSlot,
     decode_index,
     encode_entries,
     encode_index,
-    inspect,
-    void,
+    inspect_slot,
+    void_slot,
 )
 from closeranks.capture.tensors import StateTensor
 from closeranks.core import faults
@@ -41,7 +41,7 @@ from tests.capture.changes import changed
 from tests.capture.taking import Kept
 from tests.elastic.boxes import make_boxes, shared_memory
 
-ABOUT = About(generation=2, step=7, image="p0-s1-t0", num_images=4, layout="0123456789abcdef", rank=1, run=3)
+ABOUT = SlotHeader(generation=2, step=7, image="p0-s1-t0", num_images=4, layout="0123456789abcdef", rank=1, run=3)
 
 
 @pytest.fixture
@@ -75,17 +75,17 @@ def keep(boxes: tuple[str, ...], step: int, turns: int = 1, beside: tuple[str, s
 
 
 def recalled(path: str) -> dict[str, torch.Tensor]:
-    found = SnapshotReader([Sealed(path)])
+    found = SnapshotReader([SealedSlot(path)])
     return {held.key: found.read(held.section, held.key, held.piece) for held in holdings(0.0)}
 
 
 def test_what_was_kept_comes_back_bit_for_bit(place: Path) -> None:
     (box,) = make_boxes(place, 1)
     keep(box, 7).close()
-    assert inspect(box[0]).about == ABOUT
-    assert inspect(box[1]).reason == "empty"
+    assert inspect_slot(box[0]).header == ABOUT
+    assert inspect_slot(box[1]).reason == "empty"
     assert changed(box[0]) == []
-    assert Sealed(box[0]).index.tree == {"at": 7}
+    assert SealedSlot(box[0]).index.tree == {"at": 7}
     for held in holdings(7.0):
         assert torch.equal(
             recalled(box[0])[held.key].view(-1).view(torch.uint8), held.tensor.view(-1).view(torch.uint8)
@@ -95,14 +95,14 @@ def test_what_was_kept_comes_back_bit_for_bit(place: Path) -> None:
 def test_slots_take_turns_and_a_peer_gets_the_same(place: Path) -> None:
     one, other = make_boxes(place, 2)
     keep(one, 7, turns=3, beside=(other[2], other[3])).close()
-    steps = [about and about.step for about in (inspect(path).about for path in (*one, *other))]
+    steps = [about and about.step for about in (inspect_slot(path).header for path in (*one, *other))]
     assert steps == [9, 8, None, None, None, None, 9, 8]
     assert torch.equal(recalled(other[2])["weight"], recalled(one[0])["weight"])
 
 
 def test_an_index_is_what_it_was() -> None:
     rows = [("model", "a/b", (4, 6), (0, 2), (4, 2), None), ("other", "ü", (), (), (), (0, 1))]
-    entries = [Entry(*row, "float32", 64, 12) for row in rows]
+    entries = [SlotEntry(*row, "float32", 64, 12) for row in rows]
     index = decode_index(encode_index(encode_entries(entries), b'{"x": [1]}', [7, 2**32 - 1]))
     assert index.entries == tuple(entries)
     assert (index.tree, index.crcs) == ({"x": [1]}, (7, 2**32 - 1))
@@ -120,7 +120,7 @@ def flip(path: str, at: int, bit: int) -> None:
 
 
 def is_noticed(path: str) -> bool:
-    if inspect(path).about is None:
+    if inspect_slot(path).header is None:
         return True
     try:
         recalled(path)
@@ -131,7 +131,7 @@ def is_noticed(path: str) -> bool:
 
 def covered(path: str) -> list[range]:
     """Every byte that means anything."""
-    sealed = Sealed(path)
+    sealed = SealedSlot(path)
     entries = [range(DATA_AT + e.offset, DATA_AT + e.offset + e.num_bytes) for e in sealed.index.entries]
     at = sealed.lengths.index_at
     return [range(HEADER_BYTES), *entries, range(at, at + sealed.lengths.num_index)]
@@ -154,7 +154,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(place: Path) -> None:
 def test_a_damaged_tensor_is_named(place: Path) -> None:
     (box,) = make_boxes(place, 1)
     keep(box, 7).close()
-    (entry,) = [e for e in Sealed(box[0]).index.entries if e.key == "flat"]
+    (entry,) = [e for e in SealedSlot(box[0]).index.entries if e.key == "flat"]
     flip(box[0], DATA_AT + entry.offset + 3, 0)
     with pytest.raises(DamagedSnapshot, match="p0-s1-t0 at step 7 is damaged: the bytes of optimizer/flat changed"):
         recalled(box[0])
@@ -175,11 +175,11 @@ def test_files_that_hold_no_copy_say_why(place: Path) -> None:
     }
     for reason, content in cases.items():
         Path(box[1]).write_bytes(content)
-        looked = inspect(box[1])
-        assert looked.about is None
+        looked = inspect_slot(box[1])
+        assert looked.header is None
         assert looked.reason.startswith(reason.strip()), reason
     os.unlink(box[1])
-    assert inspect(box[1]).reason.startswith("damaged: it cannot be read")
+    assert inspect_slot(box[1]).reason.startswith("damaged: it cannot be read")
 
 
 # Kills
@@ -204,24 +204,24 @@ def test_a_kill_at_any_point_leaves_the_step_before(place: Path, label: str, tur
     """Three copies, of steps 7, 8 and 9; the process dies in the second or third."""
     (box,) = make_boxes(place, 1)
     assert killed_at(label, turn, box, None) == -signal.SIGKILL
-    looked = [inspect(path) for path in box[:2]]
-    steps = {found.about.step for found in looked if found.about}
+    looked = [inspect_slot(path) for path in box[:2]]
+    steps = {found.header.step for found in looked if found.header}
     newest = 6 + turn
     if label == "slot.after_header":
         assert steps == {newest - 1, newest}
     else:
         assert steps == {newest - 1}
-        (other,) = [found for found in looked if not found.about]
+        (other,) = [found for found in looked if not found.header]
         assert other.reason == ("torn: it was being written")
     for path in box[:2]:
-        assert inspect(path).about is None or changed(path) == []
+        assert inspect_slot(path).header is None or changed(path) == []
 
 
 @pytest.mark.parametrize("passing", range(1, 7))
 def test_a_kill_between_the_own_slot_and_the_peers_leaves_both_steps_before(place: Path, passing: int) -> None:
     one, other = make_boxes(place, 2)
     assert killed_at("slot.before_header", passing, one, (other[2], other[3])) == -signal.SIGKILL
-    sound = [{i.about.step for i in map(inspect, pair) if i.about} for pair in (one[:2], other[2:])]
+    sound = [{i.header.step for i in map(inspect_slot, pair) if i.header} for pair in (one[:2], other[2:])]
     before = 6 + (passing + 1) // 2 - 1
     if before > 6:
         assert before in sound[0]
@@ -254,7 +254,7 @@ def starved(boxes: tuple[str, ...]) -> int:
 def test_want_of_memory_is_told_once_and_leaves_the_copy_before(place: Path) -> None:
     (box,) = make_boxes(place, 1)
     assert starved(box) == 42
-    about = inspect(box[0]).about
+    about = inspect_slot(box[0]).header
     assert about is not None
     assert about.step == 7
 
@@ -270,8 +270,8 @@ def test_a_tensor_that_changes_too_early_leaves_the_slot_torn_and_is_copied_at_o
     joined = kept.join()
     assert joined is not None
     assert "'weight' changed" in joined.problem
-    assert inspect(box[1]).about is None
-    about = inspect(box[0]).about
+    assert inspect_slot(box[1]).header is None
+    about = inspect_slot(box[0]).header
     assert about is not None
     assert about.step == 7
     monkeypatch.undo()
@@ -287,24 +287,24 @@ def test_a_tensor_that_changes_too_early_leaves_the_slot_torn_and_is_copied_at_o
 
 def test_a_slot_grows_and_keeps_what_it_says(place: Path) -> None:
     (box,) = make_boxes(place, 1)
-    slot = Slot(box[0])
+    slot = SnapshotSlot(box[0])
     for num_data in (100, 5 << 20):
         slot.reserve(num_data, 64)
         slot.invalidate()
         slot.data(num_data)[:] = np.uint8(num_data % 251)
         slot.seal(ABOUT, num_data, encode_index(b"[]", b"{}", []))
-        assert inspect(box[0]).about == ABOUT
-        assert Sealed(box[0]).lengths.num_data == num_data
+        assert inspect_slot(box[0]).header == ABOUT
+        assert SealedSlot(box[0]).lengths.num_data == num_data
     slot.close()
 
 
 def test_what_is_void_is_no_copy_until_it_is_written_again(place: Path) -> None:
     (box,) = make_boxes(place, 1)
     keep(box, 7).close()
-    void(box[0])
-    assert inspect(box[0]).reason == "damaged: it was given up"
+    void_slot(box[0])
+    assert inspect_slot(box[0]).reason == "damaged: it was given up"
     keep(box, 8).close()
-    about = inspect(box[0]).about
+    about = inspect_slot(box[0]).header
     assert about is not None
     assert about.step == 8
 
@@ -313,17 +313,17 @@ def test_who_gives_up_leaves_a_copy_alone_and_marks_what_is_empty(place: Path) -
     (box,) = make_boxes(place, 1)
     keep(box, 7).close()
     for path in box[:2]:
-        slot = Slot(path)
-        slot.give_up()
+        slot = SnapshotSlot(path)
+        slot.mark_void()
         slot.close()
-    assert inspect(box[0]).about == ABOUT
-    assert inspect(box[1]).reason == "damaged: it was given up"
+    assert inspect_slot(box[0]).header == ABOUT
+    assert inspect_slot(box[1]).reason == "damaged: it was given up"
 
 
 def test_bytes_are_read_without_mapping_them(place: Path) -> None:
     (box,) = make_boxes(place, 1)
     keep(box, 7).close()
-    sealed = Sealed(box[0])
+    sealed = SealedSlot(box[0])
     for entry in sealed.index.entries:
         found = np.zeros(entry.num_bytes, np.uint8)
         sealed.read(entry, found)
@@ -343,7 +343,7 @@ def test_a_copy_that_has_landed_is_of_its_step_whatever_comes_before_its_seal(
     kept.begin(ABOUT, held, b"{}")
     kept.land()
     assert not kept.is_done
-    assert inspect(box[0]).reason.startswith("torn")
+    assert inspect_slot(box[0]).reason.startswith("torn")
     expected = held[0].tensor.clone()
     held[0].tensor.add_(1.0)  # the optimizer
     may_seal.set()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.capture.slots import About
+from closeranks.capture.slots import SlotHeader
 from closeranks.elastic.choosing import (
     OWN_FILES,
     PEER_FILES,
@@ -33,7 +33,7 @@ def written(
     copies = []
     for rank, seat in enumerate(seats):
         for step in steps[rank]:
-            about = About(generation, step, seat.image, len(set(images)), LAYOUT, rank)
+            about = SlotHeader(generation, step, seat.image, len(set(images)), LAYOUT, rank)
             copies.append(SnapshotCopy(SnapshotLocation(seat.host, seat.local_index, OWN_FILES[step % 2]), about))
             keeper = kept_by[rank]
             if keeper is not None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from closeranks.capture.devices import HALF_BYTES
-from closeranks.capture.pinning import Pinned
-from closeranks.capture.slots import DATA_AT, About, Sealed
+from closeranks.capture.pinning import PinnedMemory
+from closeranks.capture.slots import DATA_AT, SealedSlot, SlotHeader
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.pieces import Piece
 from closeranks.elastic.keeper import SnapshotDestinations
@@ -23,7 +23,7 @@ from tests.elastic.boxes import make_boxes, shared_memory
 
 pytestmark = pytest.mark.gpu
 
-ABOUT = About(generation=0, step=1, image="p0-s0-t0", num_images=1)
+ABOUT = SlotHeader(generation=0, step=1, image="p0-s0-t0", num_images=1)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def holdings() -> list[StateTensor]:
 def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Straight into slots, and through pinned memory where CUDA refuses them."""
     if not is_pinned:
-        monkeypatch.setattr(Pinned, "pin", lambda pinned, is_enough: False)
+        monkeypatch.setattr(PinnedMemory, "pin", lambda pinned, is_enough: False)
     one, other = make_boxes(place, 2)
     kept = Kept(SnapshotDestinations((one[0], one[1]), (other[2], other[3])))
     held = holdings()
@@ -69,13 +69,13 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
             item.tensor.sub_(0.25)  # the optimizer
         for path in (one[step % 2], other[2 + step % 2]):
             assert changed(path) == []
-            recalled = SnapshotReader([Sealed(path)])
+            recalled = SnapshotReader([SealedSlot(path)])
             for item, was in zip(held, expected, strict=True):
                 fresh = torch.zeros_like(item.tensor)
                 recalled.read_into(item.section, item.key, item.piece, fresh)
                 assert torch.equal(fresh, was), item.key
     kept.capture._pinner.drain()
-    assert [pinned.is_whole for pinned in kept.capture._pins.values()] == [is_pinned] * 2
+    assert [pinned.is_pinned for pinned in kept.capture._pins.values()] == [is_pinned] * 2
     kept.close()
 
 
@@ -92,7 +92,7 @@ def test_training_goes_on_as_soon_as_a_copy_has_landed(place: Path) -> None:
         assert joined is not None
         assert joined.is_sealed
         assert joined.stall_s <= joined.late_s
-        with SnapshotReader([Sealed(box[step % 2])], 8) as recalled:
+        with SnapshotReader([SealedSlot(box[step % 2])], 8) as recalled:
             found = [torch.zeros_like(item.tensor) for item in held]
             for item, fresh in zip(held, found, strict=True):
                 recalled.read_into(item.section, item.key, item.piece, fresh)
@@ -107,12 +107,12 @@ def test_damage_is_told_when_all_threads_are_done(place: Path) -> None:
     kept.begin(ABOUT, held, b"{}")
     kept.join()
     kept.close()
-    entry = Sealed(box[0]).index.entries[1]
+    entry = SealedSlot(box[0]).index.entries[1]
     with open(box[0], "r+b") as file:
         file.seek(DATA_AT + entry.offset + 3)
         file.write(b"\x07\x09")
     fresh = torch.zeros_like(held[0].tensor)
-    with pytest.raises(DamagedSnapshot, match="model/t0 changed"), SnapshotReader([Sealed(box[0])]) as recalled:
+    with pytest.raises(DamagedSnapshot, match="model/t0 changed"), SnapshotReader([SealedSlot(box[0])]) as recalled:
         recalled.read_into("model", "t0", held[0].piece, fresh)
 
 
@@ -122,12 +122,12 @@ def test_a_slot_is_pinned_once_and_given_back(place: Path) -> None:
     kept.keeper.make_ready(kept.capture, held)
     kept.capture._pinner.drain()
     pins = dict(kept.capture._pins)
-    assert [pinned.is_whole for pinned in pins.values()] == [True, True]
+    assert [pinned.is_pinned for pinned in pins.values()] == [True, True]
     for step in range(3):
         kept.begin(replace(ABOUT, step=step), held, b"{}")
         kept.join()
     assert kept.capture._pins == pins
     kept.close()
-    again = Pinned(next(iter(pins.values())).memory)  # CUDA refuses what is pinned already
+    again = PinnedMemory(next(iter(pins.values())).memory)  # CUDA refuses what is pinned already
     assert again.pin(threading.Event())
     again.release()

@@ -16,7 +16,7 @@ from torch import nn
 
 from closeranks import Hook, Session
 from closeranks.capture import slots
-from closeranks.capture.slots import inspect
+from closeranks.capture.slots import inspect_slot
 from closeranks.core.environment import set_world
 from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapshotting, StepDone, Warned
 from closeranks.core.world import World
@@ -47,7 +47,7 @@ def shelf(place: Path) -> Iterator[SnapshotPaths]:
 
 
 def steps_of(shelf: SnapshotPaths) -> list[int | None]:
-    return [found.about.step if found.about else None for found in map(inspect, shelf.paths[0])]
+    return [found.header.step if found.header else None for found in map(inspect_slot, shelf.paths[0])]
 
 
 # In one process
@@ -143,7 +143,7 @@ def test_copies_that_make_a_slot_ready_are_no_measure(
 def test_a_script_with_two_sessions_finds_each_ones_own(tmp_path: Path, shelf: SnapshotPaths) -> None:
     small.train(tmp_path / "one", **NO_SAVES)
     small.train(tmp_path / "two", train={"steps": 3}, **NO_SAVES)
-    runs = {found.about.run for found in map(inspect, shelf.paths[0]) if found.about}
+    runs = {found.header.run for found in map(inspect_slot, shelf.paths[0]) if found.header}
     assert runs == {1}  # the second writes where the first did
 
 
@@ -230,7 +230,7 @@ def test_a_generation_ends_by_agreement_and_the_next_repeats_no_step(place: Path
     told = run(case)
     assert [(one["reason"], one["steps"], one["has_regrouped"]) for one in told] == [("regrouped", 3, True)] * 2
     assert all(one["kept"][-1] == 3 for one in told)
-    assert [found.about.step for found in map(inspect, files(case, 0)) if found.about].count(3) == 4
+    assert [found.header.step for found in map(inspect_slot, files(case, 0)) if found.header].count(3) == 4
     assert events(case, RunEnded) == events(case, Saved) == []
     finished = replace(case, generation=1, regroup_at=0)
     run(finished)

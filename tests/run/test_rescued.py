@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.capture.slots import About, Slot, encode_entries, encode_index
+from closeranks.capture.slots import SlotHeader, SnapshotSlot, encode_entries, encode_index
 from closeranks.run.rescued_files import find_rescued, forget_rescued
 
 
-def write(run: Path, host: str, number: int, about: About) -> Path:
+def write(run: Path, host: str, number: int, about: SlotHeader) -> Path:
     path = run / "rescued" / host / f"box-{number:05d}-0"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-    slot = Slot(str(path))
+    slot = SnapshotSlot(str(path))
     index = encode_index(encode_entries([]), b"{}", [])
     slot.reserve(0, len(index))
     slot.seal(about, 0, index)
@@ -20,8 +20,8 @@ def write(run: Path, host: str, number: int, about: About) -> Path:
     return path
 
 
-def about(step: int, image: str, num_images: int = 2, generation: int = 0) -> About:
-    return About(generation, step, image, num_images)
+def about(step: int, image: str, num_images: int = 2, generation: int = 0) -> SlotHeader:
+    return SlotHeader(generation, step, image, num_images)
 
 
 def test_images_of_several_hosts_make_one_state(tmp_path: Path) -> None:

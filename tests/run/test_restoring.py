@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.capture.slots import DATA_AT, Sealed, inspect
+from closeranks.capture.slots import DATA_AT, SealedSlot, inspect_slot
 from closeranks.core import faults
 from closeranks.core.events import Restored, Resumed
 from closeranks.testing import WorldError
@@ -102,13 +102,13 @@ def test_a_fresh_host_of_replicas_comes_from_the_other(place: Path) -> None:
     shutil.rmtree(place / "run" / "host-1")
     run(replace(case, generation=1, hosts=(0, 0, 2, 2), deaths=()))
     assert events(case, Restored)[0].source == "peer"
-    assert all(inspect(path).reason == "empty" for path in files(case, 0) if "peer" in path)  # replicas suffice
+    assert all(inspect_slot(path).reason == "empty" for path in files(case, 0) if "peer" in path)  # replicas suffice
     assert_same(case, undisturbed(place, case))
 
 
 def flip(path: str) -> None:
     """One bit of a tensor in a slot."""
-    at = DATA_AT + Sealed(path).index.entries[2].offset + 1
+    at = DATA_AT + SealedSlot(path).index.entries[2].offset + 1
     with open(path, "r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -118,8 +118,8 @@ def flip(path: str) -> None:
 
 def flip_newest(case: Case, box: int, pair: str) -> None:
     """In the newer slot of a box."""
-    found = [path for path in files(case, 0) if f"box-{box}-{pair}" in path and inspect(path).about]
-    flip(max(found, key=lambda path: Sealed(path).about.step))
+    found = [path for path in files(case, 0) if f"box-{box}-{pair}" in path and inspect_slot(path).header]
+    flip(max(found, key=lambda path: SealedSlot(path).about.step))
 
 
 @pytest.mark.parametrize(("layout", "pairs", "step", "source"), [
@@ -243,7 +243,7 @@ def test_where_nothing_is_sound_any_more_a_fresh_model_begins(place: Path, every
     case = Case(place / "run", "data=2", steps=4, tables=checkpoint, deaths=((1, "step:3"),))
     run_and_die(case)
     for path in files(case, 0):
-        if inspect(path).about:
+        if inspect_slot(path).header:
             flip(path)
     spoil_checkpoints(case)
     with pytest.raises(WorldError, match="no state of this run is sound any more"):

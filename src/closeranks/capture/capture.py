@@ -29,11 +29,19 @@ import numpy as np
 from crc32c import crc32c
 from torch import Tensor
 
-from closeranks.capture.devices import Ferry, Landed, Ready
-from closeranks.capture.pinning import Pinned
-from closeranks.capture.plan import BLOCK_BYTES, NOTHING, Plan, Watch, copy_and_digest, plan, signature
+from closeranks.capture.devices import CopiedBytes, CopyEvents, DeviceToHostCopier
+from closeranks.capture.pinning import PinnedMemory
+from closeranks.capture.plan import (
+    BLOCK_BYTES,
+    EMPTY_PLAN,
+    CapturePlan,
+    VersionCounterCheck,
+    copy_and_digest,
+    plan_capture,
+    plan_signature,
+)
 from closeranks.capture.shares import CHUNK_BYTES
-from closeranks.capture.slots import DATA_AT, Octets, Slot
+from closeranks.capture.slots import DATA_AT, ByteArray, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.background import Background
 
@@ -41,27 +49,27 @@ _SLOW_BYTES_S = 5e8
 """Below this rate the copy mostly waits for the GIL between blocks: larger blocks wait less often."""
 
 
-class Target(Protocol):
+class CaptureTarget(Protocol):
     """Slots that a copy is written to, each with the same contents, and what to do with them afterwards.
 
     All methods but ``entries`` are called by the copying thread: ``open``, then ``finish``; ``fail`` instead of either,
     or after ``open``. If no copy could be started, ``fail`` is called by the training thread."""
 
-    slots: Sequence[Slot]
+    slots: Sequence[SnapshotSlot]
 
-    def entries(self, plan: Plan) -> Sequence[int]:
+    def entries(self, plan: CapturePlan) -> Sequence[int]:
         """Indices of the plan's entries that this target takes, in plan order or in packed order."""
         ...
 
-    def open(self, plan: Plan) -> Sequence[int]:
+    def open(self, plan: CapturePlan) -> Sequence[int]:
         """Reserve memory; returns the offset of each of ``entries`` in a slot's data. ``OSError`` if there is none."""
         ...
 
-    def halfway(self) -> None:
+    def on_half_copied(self) -> None:
         """Half of the bytes are copied."""
         ...
 
-    def finish(self, plan: Plan, crcs: Sequence[int], copied: Copied) -> None:
+    def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         """All bytes are copied; ``crcs``: CRC32C of each of ``entries``."""
         ...
 
@@ -69,25 +77,25 @@ class Target(Protocol):
         """The slots hold nothing usable. ``error``: the exception, if this was not an ordinary failure."""
         ...
 
-    def upcoming(self, plan: Plan) -> Sequence[Slot]:
+    def next_slots(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
         """Slots that will be copied into next, with their memory reserved; ``OSError`` if memory is short."""
         ...
 
 
 @dataclass
-class Copied:
+class StateCopy:
     """One copy of the state, in progress or done, and what it has cost so far."""
 
-    plan: Plan
-    targets: Sequence[Target]
+    plan: CapturePlan
+    targets: Sequence[CaptureTarget]
     numbers: Sequence[int]
     """Indices of the entries that at least one target takes."""
     sources: list[Tensor]
     """The tensor that each of those is copied from."""
-    ready: Ready
-    watch: Watch
-    ferry: Ferry
-    untold: list[Target] = field(init=False)
+    ready: CopyEvents
+    version_check: VersionCounterCheck
+    copier: DeviceToHostCopier
+    pending_targets: list[CaptureTarget] = field(init=False)
     """Targets for which neither ``finish`` nor ``fail`` was called yet."""
     begun_s: float = 0.0
     """Time that the training thread spent to start the copy."""
@@ -97,20 +105,20 @@ class Copied:
     """How long the device-to-host transfers took."""
     busy_s: float = 0.0
     """CPU time of the copying threads."""
-    has_landed: threading.Event = field(default_factory=threading.Event)
+    is_copied: threading.Event = field(default_factory=threading.Event)
     is_done: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.untold = list(self.targets)
+        self.pending_targets = list(self.targets)
 
     def keep_only(self, numbers: set[int]) -> None:
         """Drop all other entries: some targets failed, and the remaining ones take only these."""
         kept = [pair for pair in zip(self.numbers, self.sources, strict=True) if pair[0] in numbers]
         self.numbers, self.sources[:] = [number for number, _ in kept], [source for _, source in kept]
 
-    def lateness(self) -> float:
+    def stall_so_far_s(self) -> float:
         """How long training would have been blocked if it had waited until now."""
-        return self.ferry.lateness(self.ready)
+        return self.copier.stall_s(self.ready)
 
 
 class Capture:
@@ -120,11 +128,11 @@ class Capture:
         """``num_threads`` threads digest what comes from a device and copy it to the remaining slots."""
         self._background = background or Background("capture")
         self._crew = ThreadPoolExecutor(num_threads, "capture")  # starts threads only when they are needed
-        self._ferry = Ferry()
+        self._ferry = DeviceToHostCopier()
         self._pinner = Background("pin")  # takes seconds per slot: copies into a pinned slot must not wait for another
-        self._pins: dict[Slot, Pinned] = {}
+        self._pins: dict[SnapshotSlot, PinnedMemory] = {}
         self._is_closing = threading.Event()
-        self._plan, self._signature = NOTHING, signature(())
+        self._plan, self._signature = EMPTY_PLAN, plan_signature(())
         self._tensors: Sequence[StateTensor] | None = None
         self._views: list[Tensor] = []
         self._steady: list[StateTensor] = []
@@ -132,9 +140,9 @@ class Capture:
         """Tensors that are copied synchronously in ``begin``, by index."""
         self._restless: set[str] = set()
         """Tensors declared steady that were found to change: copied synchronously from then on."""
-        self._last: Copied | None = None
+        self._last: StateCopy | None = None
 
-    def begin(self, tensors: Sequence[StateTensor], targets: Sequence[Target]) -> None:
+    def begin(self, tensors: Sequence[StateTensor], targets: Sequence[CaptureTarget]) -> None:
         """Start to copy these tensors; returns before the steady ones are copied. Passing the same list object again
         means the same tensors in the same memory."""
         self.join()
@@ -143,7 +151,7 @@ class Capture:
         except Exception as error:  # a tensor does not match its piece, or no thread can be started
             self._fail(targets, _in_words(error), error)
 
-    def _begin(self, tensors: Sequence[StateTensor], targets: Sequence[Target]) -> None:
+    def _begin(self, tensors: Sequence[StateTensor], targets: Sequence[CaptureTarget]) -> None:
         began_at = time.perf_counter()
         planned = self._planned(tensors)
         numbers = sorted(set[int]().union(*(target.entries(planned) for target in targets)))
@@ -152,19 +160,21 @@ class Capture:
         sources = list[Tensor]()
         for at in numbers:
             span = planned.spans[at]
-            sources.append(span.of(clones[span.tensor]) if span.tensor in clones else self._views[at])
-        copied = Copied(planned, targets, numbers, sources, Ready(sources), Watch(self._steady), self._ferry)
+            sources.append(span.view_of(clones[span.tensor]) if span.tensor in clones else self._views[at])
+        copied = StateCopy(
+            planned, targets, numbers, sources, CopyEvents(sources), VersionCounterCheck(self._steady), self._ferry
+        )
         self._background.do(lambda: self._run(copied))
         self._last = copied  # only now: if the job could not be queued, land would wait forever
         copied.begun_s = time.perf_counter() - began_at
 
-    def land(self) -> float:
+    def wait_until_copied(self) -> float:
         """Wait until the last copy has landed: from then on the state may change. Returns the seconds waited."""
-        if self._last is None or self._last.has_landed.is_set():
+        if self._last is None or self._last.is_copied.is_set():
             return 0.0
         began_at = time.perf_counter()
-        self._last.ready.ask()
-        self._last.has_landed.wait()
+        self._last.ready.record_fences()
+        self._last.is_copied.wait()
         return time.perf_counter() - began_at
 
     @property
@@ -174,14 +184,14 @@ class Capture:
 
     def join(self) -> None:
         """Wait until no copy is in progress in this process."""
-        self.land()
+        self.wait_until_copied()
         if self._last is not None:
             self._last.is_done.wait()
 
-    def make_ready(self, tensors: Sequence[StateTensor], target: Target) -> None:
+    def make_ready(self, tensors: Sequence[StateTensor], target: CaptureTarget) -> None:
         """Do in the background what the first copy into a target would wait for: allocate and pin its slots."""
         planned = self._planned(tensors)
-        ready = Ready(self._views)
+        ready = CopyEvents(self._views)
         if ready.events:
             self._pinner.do(lambda: self._pin_upcoming(target, planned, ready))
         else:
@@ -191,17 +201,17 @@ class Capture:
         """How many bytes of these tensors this rank writes to a checkpoint."""
         return self._planned(tensors).num_saved_bytes
 
-    def _planned(self, tensors: Sequence[StateTensor]) -> Plan:
+    def _planned(self, tensors: Sequence[StateTensor]) -> CapturePlan:
         """The plan, recomputed only when the tensors change: with many tensors, planning would slow every step."""
         if tensors is self._tensors:
             return self._plan
-        now = signature(tensors)
+        now = plan_signature(tensors)
         if now != self._signature:
-            self._plan, self._signature = plan(tensors), now
+            self._plan, self._signature = plan_capture(tensors), now
         whole = [one.tensor.detach() for one in tensors]
         is_hasty = [not one.is_steady or one.key in self._restless or not one.tensor.is_contiguous() for one in tensors]
         spans = self._plan.spans
-        self._views = [whole[s.tensor] if is_hasty[s.tensor] else s.of(whole[s.tensor]) for s in spans]
+        self._views = [whole[s.tensor] if is_hasty[s.tensor] else s.view_of(whole[s.tensor]) for s in spans]
         self._steady = [one for one, hasty in zip(tensors, is_hasty, strict=True) if not hasty]
         self._hasty = {n: one for n, (one, hasty) in enumerate(zip(tensors, is_hasty, strict=True)) if hasty}
         self._tensors = tensors
@@ -221,30 +231,30 @@ class Capture:
 
     # The methods below run on the background thread; pinning runs on a thread of its own.
 
-    def _run(self, copied: Copied) -> None:
+    def _run(self, copied: StateCopy) -> None:
         began_s = time.thread_time()
         try:
-            with copied.ready.entered():
-                copied.ready.reach()
+            with copied.ready.device_guard():
+                copied.ready.synchronize()
                 self._copy(copied)
         except BaseException as error:  # training continues; each target decides what the failure means
-            self._fail(copied.untold, _in_words(error), error)
+            self._fail(copied.pending_targets, _in_words(error), error)
         finally:
             copied.sources.clear()
             copied.busy_s += time.thread_time() - began_s
-            copied.has_landed.set()
+            copied.is_copied.set()
             copied.is_done.set()
         if copied.ready.events and not self._is_closing.is_set():
             for target in copied.targets:
                 self._pinner.do(partial(self._pin_upcoming, target, copied.plan, copied.ready))
 
-    def _copy(self, copied: Copied) -> None:
-        places = dict[Target, dict[int, int]]()
+    def _copy(self, copied: StateCopy) -> None:
+        places = dict[CaptureTarget, dict[int, int]]()
         for target in copied.targets:
             try:
                 places[target] = dict(zip(target.entries(copied.plan), target.open(copied.plan), strict=True))
             except OSError as error:
-                copied.untold.remove(target)
+                copied.pending_targets.remove(target)
                 self._fail([target], f"there is no memory for copies of the state ({error.strerror})")
         if not places:
             return
@@ -254,64 +264,64 @@ class Capture:
         pinned = self._pinned(first.slots[0], copied.ready)
         began_at = time.perf_counter()
         digests = self._passing(copied, places) if pinned is None else self._straight(copied, places, first, pinned)
-        if changed := copied.watch.changed():
+        if changed := copied.version_check.changed():
             self._restless.update(changed)
             self._tensors = None
             list(digests)  # wait for the threads that still read the slots, which the next copy overwrites
-            copied.untold.clear()
+            copied.pending_targets.clear()
             self._fail(list(places), f"'{changed[0]}' changed while it was copied, and not by the optimizer")
             return
-        copied.stall_s = copied.lateness()
+        copied.stall_s = copied.stall_so_far_s()
         copied.send_s = time.perf_counter() - began_at if copied.ready.events else 0.0
         copied.sources.clear()
-        copied.has_landed.set()
+        copied.is_copied.set()
         crcs = dict(zip(copied.numbers, digests, strict=True))
         for target, where in places.items():
-            copied.untold.remove(target)
+            copied.pending_targets.remove(target)
             try:
                 target.finish(copied.plan, [crcs[number] for number in where], copied)
             except BaseException as error:  # fails this target only: the others have their copies
                 self._fail([target], _in_words(error), error)
 
-    def _fail(self, targets: Sequence[Target], problem: str, error: BaseException | None = None) -> None:
+    def _fail(self, targets: Sequence[CaptureTarget], problem: str, error: BaseException | None = None) -> None:
         for target in targets:
             target.fail(problem, error)
 
-    def _passing(self, copied: Copied, places: dict[Target, dict[int, int]]) -> Iterable[int]:
+    def _passing(self, copied: StateCopy, places: dict[CaptureTarget, dict[int, int]]) -> Iterable[int]:
         """Copy every entry with the CPU into every slot; returns the digests."""
         entries, numbers = copied.plan.entries, copied.numbers
         crcs = [0] * len(numbers)
         blocks = _Blocks()
 
-        def copy(one: Landed) -> None:
+        def copy(one: CopiedBytes) -> None:
             targets = list(_places(places, numbers[one.number], copied.plan))
             copy_one = copy_and_digest if copied.ready.events else blocks.copy
             crcs[one.number] = copy_one(one.data, targets)
 
         several = self._crew.map if copied.ready.events else map  # a device sends faster than one core can digest
         half = len(numbers) // 2
-        for batch in self._ferry.land(copied.sources, copied.ready):
+        for batch in self._ferry.copy_through_buffer(copied.sources, copied.ready):
             for target, where in places.items():
                 ends = [where[n] + entries[n].num_bytes for one in batch if (n := numbers[one.number]) in where]
                 for slot in target.slots:
-                    slot.touch(max(ends, default=0))
+                    slot.populate(max(ends, default=0))
             list(several(copy, batch))
             if batch[0].number <= half <= batch[-1].number:
                 _halfway(places)
         return crcs
 
     def _straight(
-        self, copied: Copied, places: dict[Target, dict[int, int]], first: Target, pinned: Pinned
+        self, copied: StateCopy, places: dict[CaptureTarget, dict[int, int]], first: CaptureTarget, pinned: PinnedMemory
     ) -> Iterable[int]:
         """Let the devices copy every entry into the first slot by DMA. Returns an iterator over the digests: reading it
         waits until each entry is digested and copied to the other slots."""
         numbers = copied.numbers
         for slot in (slot for target in places for slot in target.slots if slot is not first.slots[0]):
-            slot.touch_all(self._crew.map)
+            slot.populate_all(self._crew.map)
         ordered = {first: places[first], **places}
         pending: list[Future[int]] = []
         where = [(places[first][number], copied.plan.entries[number].num_bytes) for number in numbers]
-        for arrived in self._ferry.land_in(pinned, copied.sources, where):
+        for arrived in self._ferry.copy_into_slot(pinned, copied.sources, where):
             for at in arrived:
                 source, *onward = _places(ordered, numbers[at], copied.plan)
                 pending.append(self._crew.submit(self._digest, copied, source, onward))
@@ -319,13 +329,13 @@ class Capture:
                 _halfway(places)
         return (one.result() for one in pending)
 
-    def _digest(self, copied: Copied, source: Octets, targets: Sequence[Octets]) -> int:
+    def _digest(self, copied: StateCopy, source: ByteArray, targets: Sequence[ByteArray]) -> int:
         began_s = time.thread_time()
         crc = copy_and_digest(source, targets)
         copied.busy_s += time.thread_time() - began_s  # not atomic, so slightly inexact: it is only an estimate
         return crc
 
-    def _pinned(self, slot: Slot, ready: Ready) -> Pinned | None:
+    def _pinned(self, slot: SnapshotSlot, ready: CopyEvents) -> PinnedMemory | None:
         """The memory of a reserved slot if a device can copy into it directly, else None. The first call for a slot
         is slow."""
         if not ready.events:
@@ -335,21 +345,21 @@ class Capture:
             if known is None or known.memory is not slot.bytes:
                 if known is not None:
                     known.release()
-                known = self._pins[slot] = Pinned(slot.bytes)
-                slot.touch_all(self._crew.map)
-                with ready.entered():
+                known = self._pins[slot] = PinnedMemory(slot.bytes)
+                slot.populate_all(self._crew.map)
+                with ready.device_guard():
                     known.pin(self._is_closing)
-        return known if known.is_whole else None
+        return known if known.is_pinned else None
 
-    def _pin_upcoming(self, target: Target, plan: Plan, ready: Ready) -> None:
+    def _pin_upcoming(self, target: CaptureTarget, plan: CapturePlan, ready: CopyEvents) -> None:
         """Pin slots before they are needed, the next one first. Lack of memory is reported by the next copy."""
         with suppress(OSError):
-            for slot in target.upcoming(plan):
+            for slot in target.next_slots(plan):
                 if not self._is_closing.is_set():
                     self._pinned(slot, ready)
 
 
-def _places(places: dict[Target, dict[int, int]], number: int, plan: Plan) -> Iterator[Octets]:
+def _places(places: dict[CaptureTarget, dict[int, int]], number: int, plan: CapturePlan) -> Iterator[ByteArray]:
     """The memory for an entry in every slot that takes it."""
     for target, where in places.items():
         if number in where:
@@ -358,17 +368,17 @@ def _places(places: dict[Target, dict[int, int]], number: int, plan: Plan) -> It
                 yield slot.bytes[begin : begin + plan.entries[number].num_bytes]
 
 
-def _halfway(targets: Iterable[Target]) -> None:
+def _halfway(targets: Iterable[CaptureTarget]) -> None:
     for target in targets:
-        target.halfway()
+        target.on_half_copied()
 
 
-def _touch(target: Target, plan: Plan) -> None:
+def _touch(target: CaptureTarget, plan: CapturePlan) -> None:
     """Allocate the memory of slots at the lowest CPU priority. Lack of memory is reported by the first copy."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # affects this thread only
     with suppress(OSError):
-        for slot in target.upcoming(plan):
-            slot.touch_all(map)
+        for slot in target.next_slots(plan):
+            slot.populate_all(map)
 
 
 def _in_words(error: BaseException) -> str:
@@ -381,7 +391,7 @@ class _Blocks:
 
     num_bytes: int = BLOCK_BYTES
 
-    def copy(self, source: Octets, targets: Sequence[Octets]) -> int:
+    def copy(self, source: ByteArray, targets: Sequence[ByteArray]) -> int:
         """Copy and return the CRC32C of the source; each block is copied while it is still in the cache."""
         crc = start = 0
         while start < len(source):

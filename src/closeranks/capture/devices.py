@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from closeranks.capture.pinning import Pinned
-from closeranks.capture.plan import octets
-from closeranks.capture.slots import DATA_AT, Octets
+from closeranks.capture.pinning import PinnedMemory
+from closeranks.capture.plan import tensor_bytes
+from closeranks.capture.slots import DATA_AT, ByteArray
 
 HALF_BYTES = 64 << 20
 _FLIGHT_BYTES = 256 << 20
@@ -28,14 +28,14 @@ _FLIGHT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class CopiedBytes:
     """The bytes of source ``number`` in host memory; valid until the next batch is requested."""
 
     number: int
-    data: Octets
+    data: ByteArray
 
 
-class Ready:
+class CopyEvents:
     """CUDA events around a copy, per device: one when the state is complete, one when training wants to change it."""
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
@@ -47,12 +47,12 @@ class Ready:
             self.events[device] = torch.cuda.Event(blocking=True)
             self.events[device].record(torch.cuda.current_stream(device))
 
-    def reach(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the state is complete; not to be called on the training thread."""
         for event in self.events.values():
             event.synchronize()
 
-    def ask(self) -> None:
+    def record_fences(self) -> None:
         """Training is blocked on the copy from now on, or from when its devices finish the work queued so far."""
         if self.asked_at is None:
             for device in self.events:
@@ -60,13 +60,13 @@ class Ready:
                 self.fences[device].record(torch.cuda.current_stream(device))
             self.asked_at = time.perf_counter()
 
-    def entered(self) -> AbstractContextManager[object]:
+    def device_guard(self) -> AbstractContextManager[object]:
         """Selects the state's device: a new thread starts on device 0, where any CUDA call would allocate memory."""
         device = next(iter(self.events), None)
         return nullcontext() if device is None else torch.cuda.device(device)
 
 
-class Ferry:
+class DeviceToHostCopier:
     """Copies tensors to the host in order. Costs twice ``HALF_BYTES`` of pinned memory where it needs the staging
     buffer."""
 
@@ -74,7 +74,7 @@ class Ferry:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._halves: list[Tensor] = []
 
-    def lateness(self, ready: Ready) -> float:
+    def stall_s(self, ready: CopyEvents) -> float:
         """How long training has been blocked so far: 0 while a device still computes, since nothing is lost then."""
         if ready.asked_at is None:
             return 0.0
@@ -88,8 +88,8 @@ class Ferry:
             late_s.append(fence.elapsed_time(now) / 1000)
         return max(0.0, min(late_s))
 
-    def land_in(
-        self, pinned: Pinned, sources: Sequence[Tensor], places: Sequence[tuple[int, int]]
+    def copy_into_slot(
+        self, pinned: PinnedMemory, sources: Sequence[Tensor], places: Sequence[tuple[int, int]]
     ) -> Iterator[list[int]]:
         """Copy directly into a slot, after ``reach``; yields the indices of the sources that have arrived. All copies
         are queued before the first yield. ``places``: offset in the slot's data and length of each."""
@@ -107,25 +107,25 @@ class Ferry:
                 event.synchronize()
             yield numbers
 
-    def _send_in(self, pinned: Pinned, source: Tensor, offset: int, num_bytes: int) -> None:
+    def _send_in(self, pinned: PinnedMemory, source: Tensor, offset: int, num_bytes: int) -> None:
         begin = DATA_AT + offset
         if not source.is_cuda:
-            np.copyto(pinned.memory[begin : begin + num_bytes], octets(source))
+            np.copyto(pinned.memory[begin : begin + num_bytes], tensor_bytes(source))
             return
         with torch.cuda.stream(self._stream(source.device)):
             data = source.contiguous().view(-1).view(torch.uint8)
-            for start, stop in pinned.cuts(begin, begin + num_bytes):
+            for start, stop in pinned.copy_ranges(begin, begin + num_bytes):
                 place = torch.from_numpy(pinned.memory[start:stop])
                 place.copy_(data[start - begin : stop - begin], non_blocking=True)
 
-    def land(self, sources: Sequence[Tensor], ready: Ready) -> Iterator[list[Landed]]:
+    def copy_through_buffer(self, sources: Sequence[Tensor], ready: CopyEvents) -> Iterator[list[CopiedBytes]]:
         """Copy in batches, after ``reach``; no source on a device may have more than ``HALF_BYTES``."""
         if not ready.events:
-            yield from ([Landed(number, octets(source))] for number, source in enumerate(sources))
+            yield from ([CopiedBytes(number, tensor_bytes(source))] for number, source in enumerate(sources))
             return
         if not self._halves:
             self._halves = [torch.empty(HALF_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        before: tuple[list[Landed], list[torch.cuda.Event]] | None = None
+        before: tuple[list[CopiedBytes], list[torch.cuda.Event]] | None = None
         for turn, numbers in enumerate(_batches(sources)):
             sent = self._send_off(sources, numbers, self._halves[turn % 2])
             if before is not None:
@@ -136,19 +136,19 @@ class Ferry:
 
     def _send_off(
         self, sources: Sequence[Tensor], numbers: Sequence[int], half: Tensor
-    ) -> tuple[list[Landed], list[torch.cuda.Event]]:
+    ) -> tuple[list[CopiedBytes], list[torch.cuda.Event]]:
         landed, devices, at = [], set(), 0
         for number in numbers:
             source = sources[number]
             if not source.is_cuda:
-                landed.append(Landed(number, octets(source)))
+                landed.append(CopiedBytes(number, tensor_bytes(source)))
                 continue
             devices.add(source.device)
             num_bytes = source.numel() * source.element_size()
             target = half[at : at + num_bytes]
             with torch.cuda.stream(self._stream(source.device)):
                 target.copy_(source.contiguous().view(-1).view(torch.uint8), non_blocking=True)
-            landed.append(Landed(number, octets(target)))
+            landed.append(CopiedBytes(number, tensor_bytes(target)))
             at += -(-num_bytes // 16) * 16
         return landed, [self._marked(device) for device in devices]
 
@@ -163,7 +163,7 @@ class Ferry:
         return self._streams[device]
 
 
-def _arrived(landed: list[Landed], events: Sequence[torch.cuda.Event]) -> list[Landed]:
+def _arrived(landed: list[CopiedBytes], events: Sequence[torch.cuda.Event]) -> list[CopiedBytes]:
     for event in events:
         event.synchronize()
     return landed

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import torch
 
-from closeranks.capture.slots import Octets
+from closeranks.capture.slots import ByteArray
 
 _PIECE_BYTES = 64 << 20
 _PORTABLE = 1
@@ -27,12 +27,12 @@ _PAUSE_S = 0.001
 _log = logging.getLogger(__name__)
 
 
-class Pinned:
+class PinnedMemory:
     """Memory of one slot. Call sequence: ``pin``, then ``cuts`` if it succeeded; ``release`` before it is unmapped."""
 
-    def __init__(self, memory: Octets) -> None:
+    def __init__(self, memory: ByteArray) -> None:
         self.memory = memory
-        self.is_whole = False
+        self.is_pinned = False
         """Whether all of it is pinned."""
         self._pinned: list[int] = []
 
@@ -49,10 +49,10 @@ class Pinned:
                 return False
             self._pinned.append(address + start)
             time.sleep(_PAUSE_S)
-        self.is_whole = True
+        self.is_pinned = True
         return True
 
-    def cuts(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+    def copy_ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Bytes ``start`` to ``end``, split at the boundaries that a single device copy must not cross."""
         while start < end:
             stop = min(end, (start // _PIECE_BYTES + 1) * _PIECE_BYTES)
@@ -61,7 +61,7 @@ class Pinned:
 
     def release(self) -> None:
         """Unpin. No device copy may be in progress."""
-        self.is_whole = False
+        self.is_pinned = False
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
 

@@ -20,8 +20,8 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from closeranks.capture.shares import Holding, all_shares
-from closeranks.capture.slots import Entry, Octets
+from closeranks.capture.shares import HeldPiece, chunk_ranges
+from closeranks.capture.slots import ByteArray, SlotEntry
 from closeranks.capture.tensors import StateTensor
 
 _ALIGN_BYTES = 64
@@ -30,14 +30,14 @@ BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TensorRange:
     """Elements ``first`` to ``last`` of a tensor, in row-major order."""
 
     tensor: int
     first: int
     last: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def view_of(self, tensor: Tensor) -> Tensor:
         """A view if the tensor is contiguous, else a copy of little more than these elements."""
         source, first, last = tensor.detach(), self.first, self.last
         if not source.is_contiguous():
@@ -49,9 +49,9 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    entries: tuple[Entry, ...]
-    spans: tuple[Span, ...]
+class CapturePlan:
+    entries: tuple[SlotEntry, ...]
+    spans: tuple[TensorRange, ...]
     """The tensor range of each entry."""
     saved: tuple[int, ...]
     """Indices of the entries that this rank writes to checkpoints, in packed order."""
@@ -67,13 +67,13 @@ class Plan:
         return self.packed[-1] + self.entries[self.saved[-1]].num_bytes if self.saved else 0
 
 
-NOTHING = Plan((), (), (), ())
+EMPTY_PLAN = CapturePlan((), (), (), ())
 
 
-def plan(tensors: Sequence[StateTensor]) -> Plan:
+def plan_capture(tensors: Sequence[StateTensor]) -> CapturePlan:
     """``ValueError`` if a tensor does not have the shape of its piece."""
-    entries: list[Entry] = []
-    spans: list[Span] = []
+    entries: list[SlotEntry] = []
+    spans: list[TensorRange] = []
     saved: list[int] = []
     offset = 0
     for number, one in enumerate(tensors):
@@ -81,36 +81,36 @@ def plan(tensors: Sequence[StateTensor]) -> Plan:
         if tuple(tensor.shape) != one.piece.local_shape:
             raise ValueError(f"{one.section}/{one.key} is {tuple(tensor.shape)}, not {one.piece.local_shape}")
         dtype = str(tensor.dtype).removeprefix("torch.")
-        for share in all_shares(Holding(one.section, one.piece, item, one.holder, one.num_holders)):
+        for share in chunk_ranges(HeldPiece(one.section, one.piece, item, one.holder, one.num_holders)):
             piece, num_bytes = share.piece, (share.last - share.first) * item
             where = (piece.shape, piece.start, piece.size, piece.flat)
-            if one.is_ours and share.is_ours:
+            if one.is_saved_here and share.is_saved_here:
                 saved.append(len(entries))
-            entries.append(Entry(one.section, one.key, *where, dtype, offset, num_bytes))
-            spans.append(Span(number, share.first, share.last))
+            entries.append(SlotEntry(one.section, one.key, *where, dtype, offset, num_bytes))
+            spans.append(TensorRange(number, share.first, share.last))
             offset += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     saved.sort(key=lambda number: -tensors[spans[number].tensor].tensor.element_size())
     packed, offset = [], 0
     for number in saved:
         packed.append(offset)
         offset += entries[number].num_bytes
-    return Plan(tuple(entries), tuple(spans), tuple(saved), tuple(packed))
+    return CapturePlan(tuple(entries), tuple(spans), tuple(saved), tuple(packed))
 
 
-def signature(tensors: Iterable[StateTensor]) -> tuple[Any, ...]:
+def plan_signature(tensors: Iterable[StateTensor]) -> tuple[Any, ...]:
     """Everything a plan depends on; comparing two signatures costs far less than planning."""
     return tuple(
-        (one.section, one.piece, one.tensor.dtype, one.holder, one.num_holders, one.is_ours) for one in tensors
+        (one.section, one.piece, one.tensor.dtype, one.holder, one.num_holders, one.is_saved_here) for one in tensors
     )
 
 
-def octets(tensor: Tensor) -> Octets:
+def tensor_bytes(tensor: Tensor) -> ByteArray:
     """The memory of a CPU tensor as bytes; a copy of it if it is not contiguous."""
-    array: Octets = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    array: ByteArray = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return array
 
 
-def copy_and_digest(source: Octets, targets: Sequence[Octets]) -> int:
+def copy_and_digest(source: ByteArray, targets: Sequence[ByteArray]) -> int:
     """Copy the source to every target block by block and return its CRC32C; runs without the GIL."""
     if not targets:
         return int(crc32c(source.data))
@@ -123,13 +123,13 @@ def copy_and_digest(source: Octets, targets: Sequence[Octets]) -> int:
     return int(crc)
 
 
-def num_digesters(num_ranks: int) -> int:
+def num_digest_threads(num_ranks: int) -> int:
     """How many threads each of ``num_ranks`` ranks on this host uses to digest what is copied from or to a device: one
     core keeps up with a fifth of the device's link."""
     return min(max(2, 3 * len(os.sched_getaffinity(0)) // (4 * num_ranks)), 12)
 
 
-class Watch:
+class VersionCounterCheck:
     """Detects in-place changes of tensors by torch's version counters. A view shares the counter of its base, so a
     change anywhere in the base counts. Writes that bypass torch, or go through ``.data``, are not detected."""
 

@@ -23,7 +23,7 @@ WHOLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldPiece:
     """A piece as one of its holders sees it."""
 
     section: str
@@ -39,40 +39,40 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ChunkRange:
     """Elements ``first`` to ``last`` of a held piece's own memory, to be written as one chunk."""
 
     first: int
     last: int
     piece: Piece
     """The same elements as a piece of the whole tensor."""
-    is_ours: bool = True
+    is_saved_here: bool = True
     """Whether this holder writes it."""
 
 
-def all_shares(holding: Holding) -> Iterator[Share]:
+def chunk_ranges(holding: HeldPiece) -> Iterator[ChunkRange]:
     """All ranges of the piece in memory order; for an empty piece, one empty range."""
     numel, first_holder = holding.piece.numel, _first_holder(holding)
     if numel == 0:
         # A tensor without elements is still written, so that its name is recorded; an empty piece of a non-empty tensor
         # is not.
         is_named = prod(holding.piece.shape) == 0
-        yield Share(0, 0, holding.piece, is_ours=is_named and holding.holder == first_holder)
+        yield ChunkRange(0, 0, holding.piece, is_saved_here=is_named and holding.holder == first_holder)
         return
     num_parts = max(1, min(holding.num_holders, holding.num_bytes // WHOLE_BYTES))
     for part in range(num_parts):
         first, last = (numel * number // num_parts for number in (part, part + 1))
         is_ours = (part + first_holder) % holding.num_holders == holding.holder
         for start, stop in _cuts(first, last, max(1, CHUNK_BYTES // holding.item_bytes)):
-            yield Share(start, stop, _part_of(holding.piece, start, stop), is_ours)
+            yield ChunkRange(start, stop, _part_of(holding.piece, start, stop), is_ours)
 
 
-def shares(holding: Holding) -> tuple[Share, ...]:
+def own_chunk_ranges(holding: HeldPiece) -> tuple[ChunkRange, ...]:
     """The ranges that this holder writes, in memory order."""
-    return tuple(share for share in all_shares(holding) if share.is_ours)
+    return tuple(share for share in chunk_ranges(holding) if share.is_saved_here)
 
 
-def _first_holder(holding: Holding) -> int:
+def _first_holder(holding: HeldPiece) -> int:
     """Chosen by a hash of the piece's identity; Python's ``hash`` would differ between processes."""
     piece = holding.piece
     identity = repr((holding.section, piece.name, piece.shape, piece.start, piece.size, piece.flat))

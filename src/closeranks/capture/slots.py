@@ -37,7 +37,7 @@ from closeranks.core.descriptors import unshare_memory
 from closeranks.core.faults import declare, point
 from closeranks.core.regular_file import open_descriptor
 
-Octets = np.ndarray[Any, np.dtype[np.uint8]]
+ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 HEADER_BYTES, DATA_AT = 256, 4096
 _MAGIC, _WRITING, _VOID, _NOTHING = b"CLRANKS1", b"CLRANKS~", b"CLRANKS!", bytes(8)
@@ -59,7 +59,7 @@ AFTER_HEADER = declare("slot.after_header", "the slot is sealed, and nobody know
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class SlotHeader:
     """What a slot holds. Images form one consistent state only if their slots have the same ``run``, ``generation``
     and ``step``."""
 
@@ -82,7 +82,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SlotEntry:
     """Where the bytes of one tensor range lie in a slot."""
 
     section: str
@@ -99,22 +99,22 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
-    entries: tuple[Entry, ...]
+class SlotIndex:
+    entries: tuple[SlotEntry, ...]
     tree: dict[str, Any]
     crcs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class SlotInspection:
     """Result of inspecting a slot: what it holds, or why it is not usable."""
 
-    about: About | None
+    header: SlotHeader | None
     reason: str = ""
     """``empty``, ``torn: ...``, ``foreign: ...``, ``truncated: ...`` or ``damaged: ...``."""
 
 
-def encode_entries(entries: Sequence[Entry]) -> bytes:
+def encode_entries(entries: Sequence[SlotEntry]) -> bytes:
     """The part of the index that stays the same from step to step."""
     rows = [[e.section, e.key, e.shape, e.start, e.size, e.flat, e.dtype, e.offset, e.num_bytes] for e in entries]
     return json.dumps(rows, separators=(",", ":")).encode()
@@ -124,19 +124,19 @@ def encode_index(entries: bytes, tree: bytes, crcs: Sequence[int]) -> bytes:
     return _LENGTHS.pack(len(entries), len(tree)) + entries + tree + np.asarray(crcs, "<u4").tobytes()
 
 
-def decode_index(data: bytes) -> Index:
+def decode_index(data: bytes) -> SlotIndex:
     first, second = _LENGTHS.unpack_from(data)
     begin = _LENGTHS.size
     rows, tree = json.loads(data[begin : begin + first]), json.loads(data[begin + first : begin + first + second])
     entries = tuple(
-        Entry(s, k, tuple(shape), tuple(start), tuple(size), tuple(flat) if flat else None, dtype, offset, num)
+        SlotEntry(s, k, tuple(shape), tuple(start), tuple(size), tuple(flat) if flat else None, dtype, offset, num)
         for s, k, shape, start, size, flat, dtype, offset, num in rows
     )
     crcs = np.frombuffer(data, "<u4", offset=begin + first + second)
-    return Index(entries, tree, tuple(crcs.tolist()))
+    return SlotIndex(entries, tree, tuple(crcs.tolist()))
 
 
-class Slot:
+class SnapshotSlot:
     """One file, open for writing. Call sequence: ``reserve``, ``invalidate``, fill ``data``, ``seal``."""
 
     def __init__(self, path: str | None = None) -> None:
@@ -146,7 +146,7 @@ class Slot:
         else:
             self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory: mmap.mmap | None = None
-        self.bytes: Octets = np.empty(0, np.uint8)
+        self.bytes: ByteArray = np.empty(0, np.uint8)
         """The whole file. A slice of it keeps the mapping alive."""
         self.lock = threading.Lock()
         """Held while memory is reserved or pinned."""
@@ -167,15 +167,15 @@ class Slot:
                 self.bytes = np.frombuffer(self._memory, np.uint8)
                 self._num_touched = 0
 
-    def data(self, num_data: int) -> Octets:
+    def data(self, num_data: int) -> ByteArray:
         return self.bytes[DATA_AT : DATA_AT + num_data]
 
-    def touch(self, end: int) -> None:
+    def populate(self, end: int) -> None:
         """Map the pages up to byte ``end`` of the data in bulk: with one page fault each, a first copy would take four
         times as long. Runs without the GIL; a kernel without ``MADV_POPULATE_WRITE`` falls back to the page faults."""
         self._num_touched = _populate(self.bytes, self._num_touched, DATA_AT + end, _POPULATE_WRITE)
 
-    def touch_all(self, several: Callable[[Callable[[int], int], Iterable[int]], Iterable[int]]) -> None:
+    def populate_all(self, several: Callable[[Callable[[int], int], Iterable[int]], Iterable[int]]) -> None:
         """The same for the whole slot, with several threads (``Executor.map``): one core limits how fast the kernel
         clears pages."""
 
@@ -189,7 +189,7 @@ class Slot:
         if len(self.bytes):
             self._writable()[:8] = _WRITING
 
-    def seal(self, about: About, num_data: int, index: bytes) -> None:
+    def seal(self, about: SlotHeader, num_data: int, index: bytes) -> None:
         """Write index and header; the data must be complete. The slot is valid from the last statement on."""
         point(AFTER_DATA)
         memory, at = self._writable(), _index_at(num_data)
@@ -200,7 +200,7 @@ class Slot:
         memory[:8] = _MAGIC
         point(AFTER_HEADER)
 
-    def give_up(self) -> None:
+    def mark_void(self) -> None:
         """If nothing was ever written to the slot, mark it as abandoned (best effort), so that it is not taken for one
         that was never needed."""
         with suppress(OSError):
@@ -216,7 +216,7 @@ class Slot:
         return self._memory
 
 
-def encode_header(about: About, num_data: int, index: bytes) -> bytes:
+def encode_header(about: SlotHeader, num_data: int, index: bytes) -> bytes:
     """A complete, valid header."""
     body = _BODY.pack(
         about.run,
@@ -237,7 +237,7 @@ def encode_header(about: About, num_data: int, index: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class SlotExtents:
     """Offsets and lengths of the parts of a sealed slot."""
 
     num_data: int
@@ -246,7 +246,7 @@ class Lengths:
     index_crc: int
 
 
-def decode_header(header: bytes) -> tuple[About, Lengths] | str:
+def decode_header(header: bytes) -> tuple[SlotHeader, SlotExtents] | str:
     """The decoded header, or a text that says what is wrong with it."""
     magic = bytes(header[:8])
     if magic == _WRITING:
@@ -264,10 +264,10 @@ def decode_header(header: bytes) -> tuple[About, Lengths] | str:
         header, 8
     )
     name, spread = (text.rstrip(b"\0").decode(errors="replace") for text in (image, layout))
-    return About(generation, step, name, num_images, spread, rank, run), Lengths(num_data, at, num_index, crc)
+    return SlotHeader(generation, step, name, num_images, spread, rank, run), SlotExtents(num_data, at, num_index, crc)
 
 
-class Sealed:
+class SealedSlot:
     """A slot open for reading, with a valid header and index; raises ``SlotError`` with the reason if it has none."""
 
     def __init__(self, path: str) -> None:
@@ -287,15 +287,15 @@ class Sealed:
             self._memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
         finally:
             os.close(fd)
-        self.bytes: Octets = np.frombuffer(self._memory, np.uint8)
+        self.bytes: ByteArray = np.frombuffer(self._memory, np.uint8)
         self._index_bytes = self._memory[self.lengths.index_at : end]
         if crc32c(self._index_bytes) != self.lengths.index_crc:
             raise SlotError("damaged: its index is not as it was written")
-        self._index: Index | None = None
+        self._index: SlotIndex | None = None
         self._num_touched = 0
 
     @property
-    def index(self) -> Index:
+    def index(self) -> SlotIndex:
         if self._index is None:
             try:
                 self._index = decode_index(self._index_bytes)
@@ -304,14 +304,14 @@ class Sealed:
                 raise SlotError("damaged: the parts of its index do not fit together") from error
         return self._index
 
-    def data(self, entry: Entry) -> Octets:
+    def data(self, entry: SlotEntry) -> ByteArray:
         """The bytes of an entry, not checked against their digest."""
         begin = DATA_AT + entry.offset
         if begin >= self._num_touched - _SLICE_BYTES:
             self._num_touched = _populate(self.bytes, self._num_touched, begin + entry.num_bytes, _POPULATE_READ)
         return self.bytes[begin : begin + entry.num_bytes]
 
-    def read(self, entry: Entry, place: Octets) -> None:
+    def read(self, entry: SlotEntry, place: ByteArray) -> None:
         """Read the same bytes into existing memory. Maps no pages: for large data that several threads read once, this
         takes a third of the time."""
         fd, at = open_descriptor(self.path), 0
@@ -325,7 +325,7 @@ class Sealed:
             os.close(fd)
 
 
-def void(path: str) -> None:
+def void_slot(path: str) -> None:
     """Mark a slot as void, so that it is never taken for a copy again."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -334,7 +334,7 @@ def void(path: str) -> None:
         os.close(fd)
 
 
-def _check_index(index: Index, num_data: int) -> None:
+def _check_index(index: SlotIndex, num_data: int) -> None:
     """Check types, bounds and numbers of dims: the file may come from anywhere."""
     if len(index.crcs) != len(index.entries) or type(index.tree) is not dict:
         raise ValueError
@@ -355,17 +355,17 @@ class SlotError(Exception):
     """A file holds no usable copy, or bytes that do not match their digest; the message says which."""
 
 
-def inspect(path: str) -> Looked:
+def inspect_slot(path: str) -> SlotInspection:
     """Whether a file holds a copy, judging by header and index. Reads no tensor data."""
     try:
-        return Looked(Sealed(path).about)
+        return SlotInspection(SealedSlot(path).about)
     except SlotError as error:
-        return Looked(None, str(error))
+        return SlotInspection(None, str(error))
     except OSError as error:
-        return Looked(None, f"damaged: it cannot be read ({error.strerror})")
+        return SlotInspection(None, f"damaged: it cannot be read ({error.strerror})")
 
 
-def digests_problem(file: Octets, lengths: Lengths, index: bytes) -> str:
+def received_problem(file: ByteArray, lengths: SlotExtents, index: bytes) -> str:
     """What is wrong with an index or the data it describes, checked before sealing; empty if all is right."""
     if crc32c(index) != lengths.index_crc:
         return "arrived with another index"
@@ -377,7 +377,7 @@ def digests_problem(file: Octets, lengths: Lengths, index: bytes) -> str:
     return ""
 
 
-def flipped(sealed: Sealed, entry: Entry) -> str:
+def damage_message(sealed: SealedSlot, entry: SlotEntry) -> str:
     """The message for a copy whose bytes changed in memory."""
     about = sealed.about
     return (
@@ -385,7 +385,7 @@ def flipped(sealed: Sealed, entry: Entry) -> str:
     )
 
 
-def _populate(memory: Octets, start: int, end: int, how: int) -> int:
+def _populate(memory: ByteArray, start: int, end: int, how: int) -> int:
     """Map pages slice by slice, without the GIL; returns the offset up to which they are mapped."""
     while start < min(end, len(memory)):
         size = min(_SLICE_BYTES, len(memory) - start)

@@ -27,7 +27,7 @@ class StateTensor:
     holder: int = 0
     """Index of this rank among the ranks that hold this same piece."""
     num_holders: int = 1
-    is_ours: bool = True
+    is_saved_here: bool = True
     """False if another rank, not among those holders, saves it."""
     per_replica: bool = False
     """Whether replicas that are not synchronized in every step hold different values of it."""

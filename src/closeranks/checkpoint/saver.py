@@ -20,9 +20,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from closeranks.capture.capture import Capture, Copied
-from closeranks.capture.plan import Plan
-from closeranks.capture.slots import DATA_AT, Slot
+from closeranks.capture.capture import Capture, StateCopy
+from closeranks.capture.plan import CapturePlan
+from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint import writing
 from closeranks.checkpoint.config import CheckpointConfig
@@ -67,7 +67,7 @@ class Saver:
         self._background = Background("checkpoint")
         self._messenger = Background("checkpoint-word")
         """Publishes failures to storage, which may block: the copy of the state must not wait for that."""
-        self._slot = Slot()
+        self._slot = SnapshotSlot()
         self._courier = Courier(settings)
         self._courier_lock = threading.Lock()
         self._noted: SimpleQueue[Report] = SimpleQueue()
@@ -284,20 +284,20 @@ class Saver:
 class SaveTarget:
     """One save, as a target of a capture: what this rank writes, packed. ``order`` None: warm-up, nothing is saved."""
 
-    def __init__(self, saver: Saver, order: Order | None, slot: Slot) -> None:
+    def __init__(self, saver: Saver, order: Order | None, slot: SnapshotSlot) -> None:
         self._saver, self._order = saver, order
-        self.slots: Sequence[Slot] = (slot,)
+        self.slots: Sequence[SnapshotSlot] = (slot,)
 
-    def entries(self, plan: Plan) -> Sequence[int]:
+    def entries(self, plan: CapturePlan) -> Sequence[int]:
         return plan.saved
 
-    def open(self, plan: Plan) -> Sequence[int]:
+    def open(self, plan: CapturePlan) -> Sequence[int]:
         self.upcoming(plan)
         return plan.packed
 
     def halfway(self) -> None: ...
 
-    def finish(self, plan: Plan, crcs: Sequence[int], copied: Copied) -> None:
+    def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         assert self._order is not None
         point(COPIED)
         try:
@@ -311,7 +311,7 @@ class SaveTarget:
         assert self._order is not None
         self._saver.give_up(self._order, problem)
 
-    def upcoming(self, plan: Plan) -> Sequence[Slot]:
+    def upcoming(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
         self.slots[0].reserve(plan.num_saved_bytes, 0)
         return self.slots
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from closeranks.capture.plan import Plan, octets, plan
+from closeranks.capture.plan import CapturePlan, plan_capture, tensor_bytes
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c, item_bytes
 from closeranks.checkpoint.manifest import Chunk
@@ -14,7 +14,7 @@ from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
 
-def chunks_of(plan: Plan, crcs: Sequence[int]) -> tuple[Chunk, ...]:
+def chunks_of(plan: CapturePlan, crcs: Sequence[int]) -> tuple[Chunk, ...]:
     """``crcs``: of the saved entries, in order. Raises ``CheckpointError`` for a dtype that cannot be saved."""
     chunks = []
     for number, crc in zip(plan.saved, crcs, strict=True):
@@ -34,7 +34,7 @@ class Straight:
 
     def __init__(self, tensors: Sequence[StateTensor]) -> None:
         self._tensors = tensors
-        self._plan = plan(tensors)
+        self._plan = plan_capture(tensors)
 
     def chunks(self) -> tuple[Chunk, ...]:
         """All chunks with their digests: reads everything once."""
@@ -43,7 +43,7 @@ class Straight:
     def __call__(self, number: int) -> memoryview:
         """The bytes of a chunk."""
         span = self._plan.spans[self._plan.saved[number]]
-        source = span.of(self._tensors[span.tensor].tensor).view(torch.uint8)
+        source = span.view_of(self._tensors[span.tensor].tensor).view(torch.uint8)
         if source.is_cuda:  # a fresh buffer per chunk is cheap: torch caches pinned memory
             source = torch.empty_like(source, device="cpu", pin_memory=True).copy_(source)
-        return octets(source).data
+        return tensor_bytes(source).data

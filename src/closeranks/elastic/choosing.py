@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from closeranks.capture.slots import About
+from closeranks.capture.slots import SlotHeader
 
 OWN_FILES = (0, 1)
 PEER_FILES = (2, 3)
@@ -37,7 +37,7 @@ class SnapshotLocation:
 @dataclass(frozen=True, slots=True)
 class SnapshotCopy:
     location: SnapshotLocation
-    about: About
+    about: SlotHeader
 
 
 @dataclass(frozen=True, slots=True)

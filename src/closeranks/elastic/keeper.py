@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from closeranks.capture.capture import Capture, Copied
-from closeranks.capture.plan import NOTHING, Plan
-from closeranks.capture.slots import About, Slot, encode_entries, encode_index
+from closeranks.capture.capture import Capture, StateCopy
+from closeranks.capture.plan import EMPTY_PLAN, CapturePlan
+from closeranks.capture.slots import SlotHeader, SnapshotSlot, encode_entries, encode_index
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.background import Background
 from closeranks.core.faults import declare, point
@@ -83,8 +83,8 @@ class SnapshotWriter:
         self._background = Background("exchange")
         self._turn = self._guest_turn = 0
         """Index of the slot of a pair that is written next."""
-        self._slots: dict[str, Slot] = {}
-        self._encoded: tuple[Plan, bytes] = (NOTHING, b"[]")
+        self._slots: dict[str, SnapshotSlot] = {}
+        self._encoded: tuple[CapturePlan, bytes] = (EMPTY_PLAN, b"[]")
         self._newest: Snapshot | None = None
         self.has_room = True
         """False once memory was short: no snapshots are taken from then on, and other hosts are told."""
@@ -94,7 +94,7 @@ class SnapshotWriter:
         """Memory of all slots that this rank writes or receives into."""
         return sum(len(slot.bytes) for slot in self._slots.values())
 
-    def snapshot(self, about: About, tree: bytes) -> list[Snapshot]:
+    def snapshot(self, about: SlotHeader, tree: bytes) -> list[Snapshot]:
         """A capture target for the whole state; an empty list if there is no memory for it. No snapshot may be in
         progress."""
         assert self._newest is None, "join comes first"
@@ -108,7 +108,7 @@ class SnapshotWriter:
     def make_ready(self, capture: Capture, tensors: Sequence[StateTensor]) -> None:
         """Allocate and pin the slots in the background before the first snapshot, if the state is on a device."""
         if any(one.tensor.is_cuda for one in tensors):
-            capture.make_ready(tensors, Snapshot(self, About(0, 0, "", 0), b"", []))
+            capture.make_ready(tensors, Snapshot(self, SlotHeader(0, 0, "", 0), b"", []))
 
     @property
     def is_done(self) -> bool:
@@ -138,22 +138,22 @@ class SnapshotWriter:
         for slot in self._slots.values() if is_idle else ():
             slot.close()
 
-    def reserve(self, slot: Slot, plan: Plan, num_tree: int) -> None:
+    def reserve(self, slot: SnapshotSlot, plan: CapturePlan, num_tree: int) -> None:
         """``OSError`` if there is no memory; a slot that was never written is then marked as void."""
         try:
             num_index = len(self.encoded(plan)) + max(num_tree, _TREE_BYTES) + 4 * len(plan.entries) + 64
             slot.reserve(plan.num_bytes, num_index)
         except OSError:
-            slot.give_up()
+            slot.mark_void()
             raise
 
-    def encoded(self, plan: Plan) -> bytes:
+    def encoded(self, plan: CapturePlan) -> bytes:
         """The plan's entries as encoded in every slot's index."""
         if self._encoded[0] is not plan:
             self._encoded = (plan, encode_entries(plan.entries))
         return self._encoded[1]
 
-    def own_slots(self) -> tuple[Slot, Slot]:
+    def own_slots(self) -> tuple[SnapshotSlot, SnapshotSlot]:
         """The next one first."""
         own = self._berths.own
         return self._slot(own[self._turn]), self._slot(own[1 - self._turn])
@@ -189,28 +189,28 @@ class SnapshotWriter:
         finally:
             snapshot.mark_done()
 
-    def _slot(self, path: str) -> Slot:
+    def _slot(self, path: str) -> SnapshotSlot:
         if path not in self._slots:
-            self._slots[path] = Slot(path)
+            self._slots[path] = SnapshotSlot(path)
         return self._slots[path]
 
 
 class Snapshot:
     """One snapshot of the whole state, as a target of a capture."""
 
-    def __init__(self, keeper: SnapshotWriter, about: About, tree: bytes, slots: Sequence[Slot]) -> None:
+    def __init__(self, keeper: SnapshotWriter, about: SlotHeader, tree: bytes, slots: Sequence[SnapshotSlot]) -> None:
         self._keeper, self.about, self._tree, self.slots = keeper, about, tree, slots
-        self.copied: Copied | None = None
+        self.copied: StateCopy | None = None
         self.is_sealed = False
         self.problem = ""
         self.late_s = 0.0
         self.error: BaseException | None = None
         self.is_done = threading.Event()
 
-    def entries(self, plan: Plan) -> Sequence[int]:
+    def entries(self, plan: CapturePlan) -> Sequence[int]:
         return range(len(plan.entries))
 
-    def open(self, plan: Plan) -> Sequence[int]:
+    def open(self, plan: CapturePlan) -> Sequence[int]:
         """Memory for all slots is reserved before the first of them is invalidated."""
         try:
             for slot in self.slots:
@@ -226,7 +226,7 @@ class Snapshot:
     def on_half_copied(self) -> None:
         point(IN_DATA)
 
-    def finish(self, plan: Plan, crcs: Sequence[int], copied: Copied) -> None:
+    def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         self.copied = copied
         index = encode_index(self._keeper.encoded(plan), self._tree, crcs)
         for slot in self.slots:
@@ -238,12 +238,12 @@ class Snapshot:
         self.problem, self.error = problem, error
         self._keeper.on_copied(self)
 
-    def next_slots(self, plan: Plan) -> Sequence[Slot]:
+    def next_slots(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
         slots = self._keeper.own_slots()
         for slot in slots:
             self._keeper.reserve(slot, plan, 0)
         return slots
 
     def mark_done(self) -> None:
-        self.late_s = self.copied.lateness() if self.copied is not None else 0.0
+        self.late_s = self.copied.stall_so_far_s() if self.copied is not None else 0.0
         self.is_done.set()

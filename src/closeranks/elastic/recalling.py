@@ -18,16 +18,16 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from closeranks.capture.plan import copy_and_digest, octets
-from closeranks.capture.slots import Entry, Octets, Sealed, SlotError, flipped
+from closeranks.capture.plan import copy_and_digest, tensor_bytes
+from closeranks.capture.slots import ByteArray, SealedSlot, SlotEntry, SlotError, damage_message
 from closeranks.core.overlaps import Box, Run, plan
 from closeranks.core.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    slot: Sealed
-    entry: Entry
+    slot: SealedSlot
+    entry: SlotEntry
     crc: int
     piece: Piece
 
@@ -47,7 +47,7 @@ class _Stretch:
     first: int
     last: int
 
-    def copy(self, place: Octets) -> None:
+    def copy(self, place: ByteArray) -> None:
         one = self.stored
         if copy_and_digest(one.slot.data(one.entry), [place]) != one.crc:
             raise DamagedSnapshot(one.slot, one.entry)
@@ -57,7 +57,7 @@ class _Stretch:
         one = self.stored
         with torch.cuda.device(target.device), torch.no_grad():
             pinned = torch.empty(self.last - self.first, dtype=target.dtype, pin_memory=True)
-            place = octets(pinned)
+            place = tensor_bytes(pinned)
             one.slot.read(one.entry, place)
             if crc32c(place.data) != one.crc:
                 raise DamagedSnapshot(one.slot, one.entry)
@@ -81,8 +81,8 @@ def _stretches(stored: Sequence[_Stored], piece: Piece) -> list[_Stretch] | None
 class DamagedSnapshot(SlotError):
     """Bytes of a snapshot changed in memory."""
 
-    def __init__(self, slot: Sealed, entry: Entry) -> None:
-        super().__init__(flipped(slot, entry))
+    def __init__(self, slot: SealedSlot, entry: SlotEntry) -> None:
+        super().__init__(damage_message(slot, entry))
         self.slot = slot
 
 
@@ -94,7 +94,7 @@ class SnapshotReader:
     left, all of them are filled and checked, or ``DamagedCopy`` is raised, and no thread writes to them any more.
     """
 
-    slots: Sequence[Sealed]
+    slots: Sequence[SealedSlot]
     num_threads: int = 4
     _crew: ThreadPoolExecutor | None = None
     _pending: list[Future[None]] = field(default_factory=list)
@@ -162,7 +162,7 @@ class SnapshotReader:
         """On the CPU one pass copies and digests; for a device several threads do, one entry at a time each."""
         for one in stretches:
             if not target.is_cuda:
-                one.copy(octets(target[one.first : one.last]))
+                one.copy(tensor_bytes(target[one.first : one.last]))
             elif self._crew is None:
                 one.land(target)
             else:

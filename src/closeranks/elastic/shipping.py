@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.capture.slots import DATA_AT, HEADER_BYTES, Octets, Slot, decode_header, digests_problem
+from closeranks.capture.slots import DATA_AT, HEADER_BYTES, ByteArray, SnapshotSlot, decode_header, received_problem
 
 _PIECE_BYTES = 64 << 20
 _NO_HEADER = bytes(HEADER_BYTES)
@@ -23,7 +23,7 @@ _NO_HEADER = bytes(HEADER_BYTES)
 Works = list[dist.Work]
 
 
-def send_slot(slot: Octets | None, to: int, group: dist.ProcessGroup | None = None) -> Works:
+def send_slot(slot: ByteArray | None, to: int, group: dist.ProcessGroup | None = None) -> Works:
     """Start to send a sealed slot, given as its whole file, or a header that says there is none. The slot must not
     change until the returned works are done."""
     header = np.frombuffer(bytearray(_NO_HEADER), np.uint8) if slot is None else slot[:HEADER_BYTES]
@@ -40,7 +40,7 @@ class ReceivedSlot:
     """What went wrong; empty if the sender had no slot."""
 
 
-def receive_slot(slot: Slot | None, of: int, group: dist.ProcessGroup | None = None) -> ReceivedSlot:
+def receive_slot(slot: SnapshotSlot | None, of: int, group: dist.ProcessGroup | None = None) -> ReceivedSlot:
     """Receive what ``send`` sends, and seal it. Without a slot, or without memory for it, the data is received and
     discarded: the sender must not wait forever."""
     head = np.empty(HEADER_BYTES, np.uint8)
@@ -59,17 +59,17 @@ def receive_slot(slot: Slot | None, of: int, group: dist.ProcessGroup | None = N
     if slot is None:
         _drain(lengths.index_at + lengths.num_index - DATA_AT, of, group)
         return ReceivedSlot(False, problem)
-    slot.touch(lengths.num_data)
+    slot.populate(lengths.num_data)
     for piece in _pieces(slot.bytes, head):
         _recv(piece, of, group)
     index = slot.bytes[lengths.index_at : lengths.index_at + lengths.num_index].tobytes()
-    problem = digests_problem(slot.bytes, lengths, index)
+    problem = received_problem(slot.bytes, lengths, index)
     if not problem:
         slot.seal(about, lengths.num_data, index)
     return ReceivedSlot(not problem, problem and f"what rank {of} sent {problem}")
 
 
-def _pieces(slot: Octets, header: Octets) -> list[Octets]:
+def _pieces(slot: ByteArray, header: ByteArray) -> list[ByteArray]:
     decoded = decode_header(header.tobytes())
     assert not isinstance(decoded, str), "only sealed slots travel"
     end = decoded[1].index_at + decoded[1].num_index
@@ -82,15 +82,15 @@ def _drain(num_bytes: int, of: int, group: dist.ProcessGroup | None) -> None:
         _recv(scratch[: min(_PIECE_BYTES, num_bytes - start)], of, group)
 
 
-def _isend(piece: Octets, to: int, group: dist.ProcessGroup | None) -> dist.Work:
+def _isend(piece: ByteArray, to: int, group: dist.ProcessGroup | None) -> dist.Work:
     work = dist.isend(_tensor(piece), to, group=group)
     assert work is not None, "the sender is in the group"
     return work
 
 
-def _recv(piece: Octets, of: int, group: dist.ProcessGroup | None) -> None:
+def _recv(piece: ByteArray, of: int, group: dist.ProcessGroup | None) -> None:
     dist.recv(_tensor(piece), of, group=group)
 
 
-def _tensor(piece: Octets) -> Tensor:
+def _tensor(piece: ByteArray) -> Tensor:
     return torch.from_numpy(piece)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from closeranks.capture.capture import Capture, Target
-from closeranks.capture.plan import num_digesters
+from closeranks.capture.capture import Capture, CaptureTarget
+from closeranks.capture.plan import num_digest_threads
 from closeranks.core.events import Event
 from closeranks.run.component import Component
 from closeranks.run.context import Context
@@ -23,7 +23,7 @@ class Copies(Component):
         self, context: Context, state: State, taken: TakenOver, emit: Callable[[Event], None], overseer: Overseer
     ) -> None:
         self._state = state
-        self._capture = Capture(num_digesters(context.world.local_size))
+        self._capture = Capture(num_digest_threads(context.world.local_size))
         self.saving = Saving(context, state, self._capture, taken.folder, emit, taken.origin)
         self.keeping = Keeping(context, state, self._capture, taken, emit, overseer, self.saving.rhythm_state)
 
@@ -33,12 +33,12 @@ class Copies(Component):
 
     def take(self, step: int) -> None:
         """Called after a commit, once nothing else changes the state before the next step."""
-        targets: list[Target] = [*self.saving.proceed(step), *self.keeping.after(step)]
+        targets: list[CaptureTarget] = [*self.saving.proceed(step), *self.keeping.after(step)]
         if targets:
             self._capture.begin(self._state.tensors(), targets)
 
     def before_evaluation(self) -> None:
-        self._capture.land()
+        self._capture.wait_until_copied()
 
     def close(self) -> None:
         """Closes all of them, even if one raises."""

@@ -47,4 +47,4 @@ class Gradients(Component):
 
 
 def unsent(one: Remembered) -> StateTensor:
-    return StateTensor(SYNC, one.piece.name, one.piece, one.tensor, is_ours=one.is_ours)
+    return StateTensor(SYNC, one.piece.name, one.piece, one.tensor, is_saved_here=one.is_ours)

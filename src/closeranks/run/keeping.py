@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from closeranks.agent.progress import WorkerPhase
 from closeranks.capture.capture import Capture
-from closeranks.capture.slots import About
+from closeranks.capture.slots import SlotHeader
 from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode
 from closeranks.elastic.cadence import should_remeasure, snapshot_cost_s, steps_between
 from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, RankPlacement, rank_placements, slot_to_overwrite
@@ -125,7 +125,7 @@ class Keeping(Component):
         sealed or has failed: once all ranks have voted, the slot of the one before that is free."""
         if self._keeper is None:
             return
-        self._capture.land()
+        self._capture.wait_until_copied()
         step = self._done + 1
         if self.is_due(step) or self._is_time(step) or self._keeper.is_done:
             self._join(self._keeper)
@@ -155,7 +155,7 @@ class Keeping(Component):
 
     def _snapshot(self, keeper: SnapshotWriter, step: int) -> list[Snapshot]:
         world = self._context.world
-        about = About(
+        about = SlotHeader(
             generation=world.generation,
             step=step,
             image=self._images[world.rank],
@@ -173,7 +173,7 @@ class Keeping(Component):
         return keeper.snapshot(about, json.dumps(tree).encode())
 
     def _join(self, keeper: SnapshotWriter) -> None:
-        self._capture.land()
+        self._capture.wait_until_copied()
         joined = keeper.wait()
         if joined is not None:
             self._hear(joined)

@@ -81,7 +81,7 @@ class LossScaling(Component):
         for key, tensor in self.loss_scale.state().items():
             piece = Piece.whole(f"{_SCALE}{key}", ())
             yield StateTensor(
-                OTHER, piece.name, piece, tensor, is_steady=False, is_ours=self._is_ours, per_replica=True
+                OTHER, piece.name, piece, tensor, is_steady=False, is_saved_here=self._is_ours, per_replica=True
             )
 
     def restore(self, saved: Saved) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from closeranks.capture.slots import Sealed, SlotError
+from closeranks.capture.slots import SealedSlot, SlotError
 from closeranks.checkpoint.catalogue import FOLDER, find
 from closeranks.core.errors import CheckpointError
 from closeranks.run.job import Job
@@ -41,7 +41,7 @@ def look_back(job: Job, folder: Path) -> Past:
     rescued = find_rescued(folder if is_auto else Path(place))
     if rescued is not None and rescued.step > (newest.step if newest else -1):
         with suppress(SlotError, OSError):  # reported when the state is restored
-            tree = Sealed(rescued.files[0]).index.tree
+            tree = SealedSlot(rescued.files[0]).index.tree
     return past_of(tree, job.train.global_batch)
 
 

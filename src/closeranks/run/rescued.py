@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from closeranks.capture.slots import Sealed, SlotError
+from closeranks.capture.slots import SealedSlot, SlotError
 from closeranks.core.errors import CheckpointError
 from closeranks.elastic.recalling import SnapshotReader
 from closeranks.parallel.group import Group
@@ -41,7 +41,7 @@ class Read:
 def read_rescued(state: State, rescued: Rescued, *, may_be_done: bool) -> Read:
     """Restore the run from it. Never raises for a bad state: ranks may see different parts of it and agree first."""
     try:
-        with SnapshotReader([Sealed(file) for file in rescued.files]) as recalled:
+        with SnapshotReader([SealedSlot(file) for file in rescued.files]) as recalled:
             try:
                 sound_tree(recalled.tree, rescued.folder)
             except CheckpointError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from closeranks.agent.rescue import FOLDER
-from closeranks.capture.slots import inspect
+from closeranks.capture.slots import inspect_slot
 from closeranks.elastic.choosing import SnapshotCopy, SnapshotLocation, complete_states
 
 
@@ -30,7 +30,7 @@ def find_rescued(run: Path) -> Rescued | None:
     copies = [
         SnapshotCopy(SnapshotLocation(0, number, 0), about)
         for number, file in enumerate(files)
-        if (about := inspect(file).about) is not None
+        if (about := inspect_slot(file).header) is not None
     ]
     states = complete_states(copies, run=0)
     if not states:

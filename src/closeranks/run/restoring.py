@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from closeranks.capture.plan import num_digesters
-from closeranks.capture.slots import About, Sealed, Slot, SlotError, inspect, void
+from closeranks.capture.plan import num_digest_threads
+from closeranks.capture.slots import SealedSlot, SlotError, SlotHeader, SnapshotSlot, inspect_slot, void_slot
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Event, Restored, Resumed, StepDone, Warned, decode
 from closeranks.core.faults import declare, point
@@ -206,7 +206,7 @@ class _Memory:
         told = _told(self.shelf, host) if is_speaker else [[], [], False]
         heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(told))]
         self.copies = tuple(
-            SnapshotCopy(SnapshotLocation(*place), About(**about)) for rows, *_ in heard for place, about in rows
+            SnapshotCopy(SnapshotLocation(*place), SlotHeader(**about)) for rows, *_ in heard for place, about in rows
         )
         self.notes += [note for _, notes, _ in heard for note in notes]
         self.has_lost = bool(self.notes) or any(is_used for *_, is_used in heard)
@@ -216,7 +216,7 @@ class _Memory:
         seat = self.seats[self.context.world.rank]
         for place in self.bad if seat.local_index == 0 else ():
             if place.host == seat.host:
-                void(self.shelf.paths[place.local_index][place.file])
+                void_slot(self.shelf.paths[place.local_index][place.file])
 
     def sound(self) -> list[SnapshotCopy]:
         return [copy for copy in self.copies if copy.location not in self.bad]
@@ -247,10 +247,10 @@ def _told(shelf: SnapshotPaths, host: int) -> list[Any]:
     rows, notes, is_used = [], [], False
     for box, paths in enumerate(shelf.paths):
         for file, path in enumerate(paths):
-            looked = inspect(path)
+            looked = inspect_slot(path)
             is_used = is_used or (file in (OWN_FILES[1], PEER_FILES[1]) and looked.reason != "empty")
-            if looked.about is not None:
-                rows.append([[host, box, file], asdict(looked.about)])
+            if looked.header is not None:
+                rows.append([[host, box, file], asdict(looked.header)])
             elif not looked.reason.startswith(_USUAL):
                 notes.append(f"a copy in box {box} of host {host} was passed over: {looked.reason}")
     return [rows, notes, is_used]
@@ -283,8 +283,8 @@ class _Attempt:
         wanted = self.choice.reads[self.rank]
         point(BEFORE_VERIFY)
         try:
-            sealed = [Sealed(paths.get(name) or self._path(copy)) for name, copy in wanted.items()]
-            num_threads = num_digesters(self.context.world.local_size)
+            sealed = [SealedSlot(paths.get(name) or self._path(copy)) for name, copy in wanted.items()]
+            num_threads = num_digest_threads(self.context.world.local_size)
             with SnapshotReader(sealed, num_threads) as recalled:
                 self.run_state.restore(recalled)
         except DamagedSnapshot as error:
@@ -324,7 +324,7 @@ class _Attempt:
 
     def _give(self, copy: SnapshotCopy, to: int) -> list[Problem]:
         try:
-            slot: Sealed | None = Sealed(self._path(copy))
+            slot: SealedSlot | None = SealedSlot(self._path(copy))
             problems: list[Problem] = []
         except (SlotError, OSError) as error:
             slot, problems = None, [_problem(copy, str(error))]
@@ -332,12 +332,12 @@ class _Attempt:
             work.wait()
         return problems
 
-    def _scratch(self) -> tuple[Slot, str]:
+    def _scratch(self) -> tuple[SnapshotSlot, str]:
         """Memory that lasts until all ranks of this host have read it."""
         fd = os.memfd_create("closeranks-fetched", os.MFD_CLOEXEC)
         self.opened.callback(os.close, fd)
         path = f"/proc/{os.getpid()}/fd/{fd}"
-        slot = Slot(path)
+        slot = SnapshotSlot(path)
         self.opened.callback(slot.close)
         return slot, path
 

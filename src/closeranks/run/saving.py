@@ -276,7 +276,7 @@ class Saving(Component):
 
     def _finish_copy(self) -> None:
         """Wait until the state may change."""
-        self._capture.land()
+        self._capture.wait_until_copied()
         if self._saved_step in self._stalls and not self._stalls[self._saved_step]:
             self._stalls[self._saved_step] = self._capture.stall_s
 

@@ -129,7 +129,7 @@ class State:
                 named = as_row(one, self._row) if self._row is not None and one.per_replica else one
                 # Two stages of a rank may each hold a tied parameter: the same values, saved once.
                 known = found.get((named.section, named.piece))
-                if known is None or (named.is_ours and not known.is_ours):
+                if known is None or (named.is_saved_here and not known.is_saved_here):
                     found[named.section, named.piece] = named
         return list(found.values())
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from closeranks.capture.capture import Capture
-from closeranks.capture.slots import About, Sealed
+from closeranks.capture.slots import SealedSlot, SlotHeader
 from closeranks.core.linux import num_threads
 from closeranks.core.protocols import Batch
 from closeranks.core.world import World
@@ -199,10 +199,10 @@ def _keep_and_recall(state: State) -> None:
         capture, keeper = Capture(), SnapshotWriter(SnapshotDestinations(own=(paths[0], paths[1])))
         opened.callback(keeper.close)
         opened.callback(capture.close)
-        about, tree = About(0, 1, "stand-in", 1), json.dumps(state.document(1)).encode()
+        about, tree = SlotHeader(0, 1, "stand-in", 1), json.dumps(state.document(1)).encode()
         capture.begin(state.tensors(), keeper.snapshot(about, tree))
         keeper.wait()
-        state.restore(SnapshotReader([Sealed(paths[0])]))
+        state.restore(SnapshotReader([SealedSlot(paths[0])]))
 
 
 def _memory(opened: ExitStack) -> str:

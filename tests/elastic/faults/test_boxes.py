@@ -15,7 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from closeranks.capture.slots import About, Entry, Sealed, Slot, encode_entries, encode_index, inspect
+from closeranks.capture.slots import (
+    SealedSlot,
+    SlotEntry,
+    SlotHeader,
+    SnapshotSlot,
+    encode_entries,
+    encode_index,
+    inspect_slot,
+)
 from closeranks.elastic.faults.boxes import SlotHeaders, flip_bit, newest_sealed
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injector
@@ -31,15 +39,15 @@ def write(path: str, step: int, num_bytes: int = NUM_BYTES) -> None:
 
     half = num_bytes // 2 - 64
     entries = [
-        Entry("model", name, (half,), (0,), (half,), None, "uint8", at, half)
+        SlotEntry("model", name, (half,), (0,), (half,), None, "uint8", at, half)
         for name, at in (("a", 0), ("b", half + 64))
     ]
-    slot = Slot(path)
+    slot = SnapshotSlot(path)
     slot.reserve(num_bytes, 4096)
     slot.invalidate()
     slot.data(num_bytes)[:] = np.random.default_rng(step).integers(0, 256, num_bytes, dtype=np.uint8)
     crcs = [crc32c(slot.data(num_bytes)[one.offset : one.offset + one.num_bytes]) for one in entries]
-    slot.seal(About(0, step, "image", 1), num_bytes, encode_index(encode_entries(entries), b"{}", crcs))
+    slot.seal(SlotHeader(0, step, "image", 1), num_bytes, encode_index(encode_entries(entries), b"{}", crcs))
     slot.close()
 
 
@@ -64,7 +72,7 @@ def test_a_flip_changes_one_bit_of_the_newest_copy_and_is_noticed(box: list[str]
     assert after[1] == before[1]
     assert [place for place, (a, b) in enumerate(zip(before[0], after[0], strict=True)) if a != b] == [bit // 8]
     assert before[0][bit // 8] ^ after[0][bit // 8] == 1 << bit % 8
-    assert inspect(box[0]).about is not None, "header and index are whole"
+    assert inspect_slot(box[0]).header is not None, "header and index are whole"
     assert changed(box[0])
 
 
@@ -76,7 +84,7 @@ def test_headers_tell_what_is_being_written(box: list[str]) -> None:
     write(box[0], 1)
     headers = SlotHeaders(box)
     assert headers.are_torn() == (False, False)
-    slot = Slot(box[0])
+    slot = SnapshotSlot(box[0])
     slot.reserve(NUM_BYTES, 4096)
     slot.invalidate()
     assert headers.are_torn() == (True, False)
@@ -125,7 +133,7 @@ def test_torn_kills_between_the_invalid_and_the_sealed_header(box: list[str]) ->
 
         until(has_struck)
         assert process.wait(60) == -signal.SIGKILL
-    states = [inspect(path).reason for path in box]
+    states = [inspect_slot(path).reason for path in box]
     assert injector.injections[0].note == "SIGKILL while it copied, which left the copy torn"
     assert sorted(states) == ["", "torn: it was being written"], "the other copy is whole"
 
@@ -135,10 +143,10 @@ def test_bitflip_strikes_the_newest_copy_and_kills(box: list[str]) -> None:
     with copying(box, 1 << 16) as process, Injector([InjectedFault("bitflip", 1, 0)]) as injector:
         injector(Shown([Seen(0, process.pid)], boxes=[box]))
         assert process.wait(60) == -signal.SIGKILL
-    sound = [path for path in box if not inspect(path).reason]
-    newest = max(sound, key=lambda path: Sealed(path).about.step)
+    sound = [path for path in box if not inspect_slot(path).reason]
+    newest = max(sound, key=lambda path: SealedSlot(path).about.step)
     assert [bool(changed(path)) for path in sound] == [path == newest for path in sound]
-    assert f"of the copy of step {Sealed(newest).about.step}" in injector.injections[0].note
+    assert f"of the copy of step {SealedSlot(newest).about.step}" in injector.injections[0].note
 
 
 def test_a_worker_without_boxes_cannot_be_struck_there() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from closeranks.capture.shares import Holding, shares
+from closeranks.capture.shares import HeldPiece, own_chunk_ranges
 from closeranks.checkpoint.datafile import SaveError, read_back, write
 from closeranks.checkpoint.digests import crc32c, item_bytes
 from closeranks.checkpoint.manifest import Chunk, DataFile, Entry, Part, data_name
@@ -102,7 +102,7 @@ def _ranges(cuts: Sequence[Cut]) -> list[_Range]:
     return [
         _Range(number, share.first, share.last, share.piece)
         for number in order
-        for share in shares(Holding(cuts[number].section, cuts[number].piece, cuts[number].item_bytes))
+        for share in own_chunk_ranges(HeldPiece(cuts[number].section, cuts[number].piece, cuts[number].item_bytes))
     ]
 
 

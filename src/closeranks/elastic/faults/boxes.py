@@ -10,9 +10,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from closeranks.capture.slots import DATA_AT, HEADER_BYTES, About, Sealed, SlotError, decode_header, encode_header
+from closeranks.capture.slots import (
+    DATA_AT,
+    HEADER_BYTES,
+    SealedSlot,
+    SlotError,
+    SlotHeader,
+    decode_header,
+    encode_header,
+)
 
-_VALID = encode_header(About(0, 0, "", 1), 0, b"")[:8]
+_VALID = encode_header(SlotHeader(0, 0, "", 1), 0, b"")[:8]
 """How a sealed header begins."""
 
 
@@ -28,10 +36,10 @@ class DamageTarget:
 
 def newest_sealed(paths: Sequence[str]) -> DamageTarget | None:
     """The snapshot that a restart would use; None if there is none."""
-    found: list[Sealed] = []
+    found: list[SealedSlot] = []
     for path in paths:
         try:
-            found.append(Sealed(path))
+            found.append(SealedSlot(path))
         except SlotError:
             continue
     if not found:
