@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from closeranks.capture.capture import Capture
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.checkpoint.order import Report, Settings
+from closeranks.checkpoint.order import SaveReport, SaveSettings
 from closeranks.checkpoint.reader import CheckpointReader
-from closeranks.checkpoint.saver import Saver
+from closeranks.checkpoint.saver import CheckpointSaver
 from closeranks.core.pieces import Piece
 from closeranks.storage.open import open_storage
 
@@ -59,17 +59,17 @@ class Ours:
     def __init__(self, folder: Path, state: State) -> None:
         config = CheckpointConfig(keep_last=2)
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        settings = Settings.from_config(config, str(folder))
+        settings = SaveSettings.from_config(config, str(folder))
         self._folder, self._name = folder, ""
-        self._saver = Saver(rank, num_ranks, "benchmark", 1, "data=2", settings, config)
+        self._saver = CheckpointSaver(rank, num_ranks, "benchmark", 1, "data=2", settings, config)
         self._capture = Capture()
-        self._saver.warm(self._capture, _items(state))
-        self.reports: list[Report] = []
+        self._saver.warm_up(self._capture, _items(state))
+        self.reports: list[SaveReport] = []
 
     def ask(self, step: int, state: State, *, is_full: bool | None = None) -> None:
         self._name = f"step-{step:08d}"
         tree = {"step": step} if dist.get_rank() == 0 else None
-        self._capture.begin(_items(state), self._saver.ask(step, tree, is_full=is_full))
+        self._capture.begin(_items(state), self._saver.begin_save(step, tree, is_full=is_full))
 
     def before_update(self) -> None:
         self._capture.wait_until_copied()

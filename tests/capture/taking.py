@@ -14,8 +14,8 @@ from closeranks.capture.slots import DATA_AT, SlotHeader, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import Chunk
-from closeranks.checkpoint.saver import Saver
-from closeranks.checkpoint.sources import chunks_of
+from closeranks.checkpoint.saver import CheckpointSaver
+from closeranks.checkpoint.sources import chunks_of_plan
 from closeranks.core.errors import CheckpointError
 from closeranks.elastic.keeper import SnapshotDestinations, SnapshotResult, SnapshotWriter
 
@@ -47,7 +47,7 @@ class Taking:
 
     def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         try:
-            self.outcomes.append(Captured(chunks_of(plan, crcs), self.slots[0].fd))
+            self.outcomes.append(Captured(chunks_of_plan(plan, crcs), self.slots[0].fd))
         except CheckpointError as error:
             self.fail(error.what, None)
 
@@ -98,7 +98,7 @@ class Kept:
         self.keeper.close()
 
 
-class TakingSaver(Saver):
+class TakingSaver(CheckpointSaver):
     """A saver with a capture of its own."""
 
     def __init__(self, *args: Any) -> None:
@@ -106,11 +106,11 @@ class TakingSaver(Saver):
         self.capture = Capture()
 
     def take(self, step: int, tensors: Sequence[StateTensor], *args: Any, **options: Any) -> None:
-        if targets := self.ask(step, *args, **options):
+        if targets := self.begin_save(step, *args, **options):
             self.capture.begin(tensors, targets)
 
     def make_ready(self, tensors: Sequence[StateTensor]) -> None:
-        self.warm(self.capture, tensors)
+        self.warm_up(self.capture, tensors)
 
     def land(self) -> float:
         return self.capture.wait_until_copied()

@@ -21,7 +21,7 @@ from closeranks.capture.shares import CHUNK_BYTES
 from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c
-from closeranks.checkpoint.sources import Straight
+from closeranks.checkpoint.sources import TensorChunkSource
 from closeranks.core.background import Background
 from closeranks.core.pieces import Piece
 from tests.capture.taking import Captured, Taking, stored
@@ -416,7 +416,7 @@ def test_straight_from_memory_the_digests_are_the_same(gate: Gate) -> None:
     gate.open()
     capture.begin(items, [Taking(captured)])
     capture.wait_until_copied()
-    straight = Straight(items)
+    straight = TensorChunkSource(items)
     assert straight.chunks() == outcome(captured, gate).chunks
     assert [crc32c(straight(n)) for n in range(len(straight.chunks()))] == [c.crc32c for c in straight.chunks()]
     capture.close()

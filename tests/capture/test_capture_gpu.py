@@ -14,7 +14,7 @@ import torch
 from closeranks.capture.capture import Capture
 from closeranks.capture.pinning import PinnedMemory
 from closeranks.capture.tensors import StateTensor
-from closeranks.checkpoint.sources import Straight
+from closeranks.checkpoint.sources import TensorChunkSource
 from closeranks.core.background import Background
 from closeranks.core.pieces import Piece
 from tests.capture.taking import Captured, Taking, stored
@@ -69,7 +69,7 @@ def test_every_kind_of_tensor_arrives_as_it_is(
     assert stored(found) == {key: raw(tensor.detach().cpu()) for key, tensor in tensors.items()}
     capture._pinner.drain()
     assert [pinned.is_pinned for pinned in capture._pins.values()] == [pins]
-    assert Straight(items).chunks() == found.chunks
+    assert TensorChunkSource(items).chunks() == found.chunks
     capture.close()
 
 
@@ -198,8 +198,8 @@ def test_a_saver_saves_from_a_device_both_ways(tmp_path: Path) -> None:
     before = state.cpu()
     saver, capture = make(tmp_path), Capture()
     whole = [StateTensor("model", "w", Piece.whole("w", (3000, 1000)), state)]
-    saver.warm(capture, whole)
-    capture.begin(whole, saver.ask(1, {}))
+    saver.warm_up(capture, whole)
+    capture.begin(whole, saver.begin_save(1, {}))
     capture.wait_until_copied()
     state.zero_()
     saver.wait(WAIT_S)

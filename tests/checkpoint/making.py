@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from closeranks.checkpoint.datafile import outline
-from closeranks.checkpoint.digests import blake3_hex, crc32c, item_bytes, spread_digest
+from closeranks.checkpoint.datafile import plan_data_file
+from closeranks.checkpoint.digests import blake3_hex, crc32c, item_bytes, layout_independent_digest
 from closeranks.checkpoint.manifest import (
     LATEST,
     MANIFEST,
+    CheckpointManifest,
     Chunk,
+    ChunkLocation,
     DataFile,
-    Entry,
-    Latest,
-    Manifest,
+    LatestPointer,
+    as_reference,
     data_name,
     encode_latest,
     encode_manifest,
     folder_name,
-    moved,
 )
 from closeranks.core.pieces import Piece
 from closeranks.storage.local import LocalStorage
@@ -99,17 +99,17 @@ def write(
     *,
     cut: Cut = by_rows,
     num_ranks: int = 2,
-    base: Manifest | None = None,
+    base: CheckpointManifest | None = None,
     part: int = 1,
     tree: Mapping[str, Any] | None = None,
     metric: float | None = None,
     is_latest: bool = True,
-) -> Manifest:
+) -> CheckpointManifest:
     """A committed checkpoint; what its ``base`` holds already is referred to."""
     storage, name = LocalStorage(root), folder_name(step, part)
-    known = {} if base is None else {_identity(entry): moved(entry, base.name) for entry in base.entries}
+    known = {} if base is None else {_identity(entry): as_reference(entry, base.name) for entry in base.entries}
     files: list[DataFile] = []
-    entries: list[Entry] = []
+    entries: list[ChunkLocation] = []
     for rank in range(num_ranks):
         chunks = [
             (chunk, data)
@@ -118,21 +118,21 @@ def write(
         ]
         fresh = []
         for chunk, data in chunks:
-            share = spread_digest(data, chunk.dtype, chunk.piece)
-            entry = Entry(chunk, data_name(rank, num_ranks), 0, blake3_hex(data), share)
+            share = layout_independent_digest(data, chunk.dtype, chunk.piece)
+            entry = ChunkLocation(chunk, data_name(rank, num_ranks), 0, blake3_hex(data), share)
             if chunk.num_bytes and _identity(entry) in known:
                 entries.append(known[_identity(entry)])
             else:
                 fresh.append((entry, data))
         if fresh:
-            plan = outline([entry.chunk for entry, _ in fresh])
+            plan = plan_data_file([entry.chunk for entry, _ in fresh])
             sink = storage.create(f"{name}/{data_name(rank, num_ranks)}", plan.num_bytes)
             for data in (plan.header, *(data for _, data in fresh)):
                 sink.write(data)
             sink.close()
             entries += [replace(entry, offset=at) for (entry, _), at in zip(fresh, plan.offsets, strict=True)]
             files.append(DataFile(data_name(rank, num_ranks), plan.num_bytes, len(plan.header), crc32c(plan.header)))
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         name=name,
         step=step,
         save=f"5eed-{step}",
@@ -149,12 +149,12 @@ def write(
     return manifest
 
 
-def publish(root: Path, manifest: Manifest, *, is_latest: bool = True) -> None:
+def publish(root: Path, manifest: CheckpointManifest, *, is_latest: bool = True) -> None:
     data = encode_manifest(manifest)
     storage = LocalStorage(root)
     storage.publish(f"{manifest.name}/{MANIFEST}", data, replace=True)
     if is_latest:
-        storage.publish(LATEST, encode_latest(Latest(manifest.name, blake3_hex(data))), replace=True)
+        storage.publish(LATEST, encode_latest(LatestPointer(manifest.name, blake3_hex(data))), replace=True)
 
 
 def _chunks(section: str, key: str, whole: Whole, pieces: Sequence[Piece]) -> list[tuple[Chunk, bytes]]:
@@ -165,5 +165,5 @@ def _chunks(section: str, key: str, whole: Whole, pieces: Sequence[Piece]) -> li
     ]
 
 
-def _identity(entry: Entry) -> tuple[Chunk, str]:
+def _identity(entry: ChunkLocation) -> tuple[Chunk, str]:
     return entry.chunk, entry.blake3

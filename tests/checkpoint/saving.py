@@ -10,8 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from closeranks.checkpoint.digests import crc32c
-from closeranks.checkpoint.manifest import MANIFEST, Chunk, Manifest, decode_latest, decode_manifest, folder_name
-from closeranks.checkpoint.order import Order, Report, Settings
+from closeranks.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    Chunk,
+    decode_latest,
+    decode_manifest,
+    folder_name,
+)
+from closeranks.checkpoint.order import SaveReport, SaveSettings, SaveTask
 from closeranks.core.pieces import Piece
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import Storage
@@ -20,9 +27,9 @@ State = Mapping[str, np.ndarray]
 """Tensors of section ``model``, one-dimensional float32; a name that begins with ``frozen`` never changes."""
 
 
-def settings(place: object, **changes: object) -> Settings:
+def settings(place: object, **changes: object) -> SaveSettings:
     fixed: dict[str, object] = {"remote": "", "keep_last": 3, "keep_every": 0, "keep_best": 0, "read_back": True}
-    return Settings(**{"place": str(place), **fixed, "timeout_s": 20.0, "nice": 0, **changes})  # type: ignore[arg-type]
+    return SaveSettings(**{"place": str(place), **fixed, "timeout_s": 20.0, "nice": 0, **changes})  # type: ignore[arg-type]
 
 
 def state(step: int, num_elements: int = 5000) -> dict[str, np.ndarray]:
@@ -44,31 +51,31 @@ def share(values: State, rank: int, num_ranks: int) -> list[tuple[Chunk, bytes]]
     return found
 
 
-def order(step: int, rank: int = 0, num_ranks: int = 1, **changes: object) -> tuple[Order, bytes]:
+def order(step: int, rank: int = 0, num_ranks: int = 1, **changes: object) -> tuple[SaveTask, bytes]:
     """And the buffer it is about."""
     values = changes.pop("values", None) or state(step)
     parts = share(values, rank, num_ranks)  # type: ignore[arg-type]
     fixed: dict[str, object] = {"save": f"token-{step}", "folder": folder_name(step), "is_full": False}
     fixed |= {"to_remote": True, "metric": None, "tree": {"progress": {"step": step}} if rank == 0 else None}
     fixed |= {"chunks": tuple(chunk for chunk, _ in parts), "layout": f"data={num_ranks}"}
-    made = Order(**{**fixed, "step": step, "rank": rank, "num_ranks": num_ranks, **changes})  # type: ignore[arg-type]
+    made = SaveTask(**{**fixed, "step": step, "rank": rank, "num_ranks": num_ranks, **changes})  # type: ignore[arg-type]
     return made, b"".join(data for _, data in parts)
 
 
-def source(made: Order, buffer: bytes | bytearray) -> Callable[[int], memoryview]:
+def source(made: SaveTask, buffer: bytes | bytearray) -> Callable[[int], memoryview]:
     view = memoryview(buffer).toreadonly()
     return lambda number: view[made.offsets[number] :][: made.chunks[number].num_bytes]
 
 
-def save(made: tuple[Order, bytes], where: Settings) -> list[Report]:
+def save(made: tuple[SaveTask, bytes], where: SaveSettings) -> list[SaveReport]:
     from closeranks.checkpoint import writing
 
-    reports: list[Report] = []
-    writing.save(made[0], source(*made), where, reports.append, lambda: False)
+    reports: list[SaveReport] = []
+    writing.save_to_all_tiers(made[0], source(*made), where, reports.append, lambda: False)
     return reports
 
 
-def kinds(reports: list[Report], tier: str = "primary") -> list[str]:
+def kinds(reports: list[SaveReport], tier: str = "primary") -> list[str]:
     return [report.kind for report in reports if report.tier == tier]
 
 
@@ -101,7 +108,7 @@ def committed_names(storage: Storage) -> list[str]:
     return [name[:-1] for name in storage.names() if name.endswith("/") and MANIFEST in storage.names(name[:-1])]
 
 
-def latest_manifest(storage: Storage) -> Manifest:
+def latest_manifest(storage: Storage) -> CheckpointManifest:
     name = decode_latest(storage.read("latest"), "latest").name
     return decode_manifest(storage.read(f"{name}/{MANIFEST}"), name)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from closeranks.checkpoint.catalogue import find
+from closeranks.checkpoint.catalogue import find_checkpoints
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.core.errors import CheckpointError
 from tests.checkpoint import making
@@ -22,7 +22,7 @@ NUM_FLIPS = 2_000
 
 def load(root: Path) -> tuple[int, Any] | None:
     """The step and everything of the checkpoint a resumed run would take; None: all were refused."""
-    for found in find(str(root)).candidates():
+    for found in find_checkpoints(str(root)).candidates():
         try:
             reader = CheckpointReader(found.storage, found.name)
             reader.check_files()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.catalogue import Catalogue, find
-from closeranks.checkpoint.manifest import LATEST, MANIFEST, Latest, encode_latest
+from closeranks.checkpoint.catalogue import Catalogue, find_checkpoints
+from closeranks.checkpoint.manifest import LATEST, MANIFEST, LatestPointer, encode_latest
 from closeranks.core.errors import CheckpointError
 from tests.checkpoint import making
 from tests.checkpoint.making import Whole, a_state, filled
@@ -29,10 +29,10 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_latest_comes_first_then_newest_to_oldest(root: Path) -> None:
-    assert names(find(str(root))) == ["60", "40", "20"]
+    assert names(find_checkpoints(str(root))) == ["60", "40", "20"]
     (root / LATEST).unlink()
     making.write(root, 40, a_state(40))
-    catalogue = find(str(root))
+    catalogue = find_checkpoints(str(root))
     assert names(catalogue) == ["40", "60", "20"]
     assert catalogue.latest is not None
     assert catalogue.latest.name == "step-00000040"
@@ -42,9 +42,9 @@ def test_latest_comes_first_then_newest_to_oldest(root: Path) -> None:
 
 def test_a_later_part_of_the_run_is_newer_than_a_later_step(root: Path) -> None:
     making.write(root, 30, a_state(), part=2, is_latest=False)
-    assert [found.name for found in find(str(root))][:2] == ["step-00000030-2", "step-00000060"]
+    assert [found.name for found in find_checkpoints(str(root))][:2] == ["step-00000030-2", "step-00000060"]
     making.write(root, 40, a_state(), part=2)
-    assert names(find(str(root))) == ["40-2", "30-2", "60", "40", "20"]
+    assert names(find_checkpoints(str(root))) == ["40-2", "30-2", "60", "40", "20"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_later_part_of_the_run_is_newer_than_a_later_step(root: Path) -> None:
         (None, "latest is missing"),
         (b"", "latest is damaged"),
         (b"step-00000040", "latest is damaged"),
-        (encode_latest(Latest("step-00000080", "ab" * 32)), "names step-00000080, which is not there"),
+        (encode_latest(LatestPointer("step-00000080", "ab" * 32)), "names step-00000080, which is not there"),
     ],
 )
 def test_a_lost_or_damaged_latest_costs_nothing(root: Path, data: bytes | None, words: str) -> None:
@@ -61,36 +61,36 @@ def test_a_lost_or_damaged_latest_costs_nothing(root: Path, data: bytes | None, 
         (root / LATEST).unlink()
     else:
         (root / LATEST).write_bytes(data)
-    catalogue = find(str(root))
+    catalogue = find_checkpoints(str(root))
     assert names(catalogue) == ["60", "40", "20"]
     assert words in said(catalogue)
     assert catalogue.latest is None
 
 
 def test_a_manifest_that_latest_was_not_written_for_is_tried_last(root: Path) -> None:
-    (root / LATEST).write_bytes(encode_latest(Latest("step-00000060", "ab" * 32)))
-    catalogue = find(str(root))
+    (root / LATEST).write_bytes(encode_latest(LatestPointer("step-00000060", "ab" * 32)))
+    catalogue = find_checkpoints(str(root))
     assert names(catalogue) == ["40", "20", "60"]
     assert "latest names step-00000060: its manifest.json is not the one" in said(catalogue)
-    assert catalogue.found[0].state == "suspect"
+    assert catalogue.found[0].status == "suspect"
 
 
 def test_an_unfinished_one_is_listed_and_never_tried(root: Path) -> None:
     (root / "step-00000080").mkdir()
     (root / "step-00000080" / "data-00000-of-00002.safetensors").write_bytes(b"half")
-    catalogue = find(str(root))
+    catalogue = find_checkpoints(str(root))
     assert names(catalogue) == ["60", "40", "20"]
     newest = catalogue.found[0]
-    assert (newest.step, newest.state, newest.manifest) == (80, "unfinished", None)
+    assert (newest.step, newest.status, newest.manifest) == (80, "unfinished", None)
     assert "it has no manifest.json" in newest.problem
 
 
 def test_a_damaged_manifest_is_tried_in_its_turn_so_that_somebody_says_so(root: Path) -> None:
     path = root / "step-00000060" / MANIFEST
     path.write_bytes(path.read_bytes()[:-1])
-    catalogue = find(str(root))
+    catalogue = find_checkpoints(str(root))
     assert names(catalogue) == ["60", "40", "20"]
-    assert catalogue.found[0].state == "damaged"
+    assert catalogue.found[0].status == "damaged"
     assert "does not match its digest" in catalogue.found[0].problem
     assert catalogue.latest is None
     assert "latest names step-00000060: " in said(catalogue)
@@ -100,8 +100,8 @@ def test_a_folder_whose_manifest_went_but_whose_files_are_needed(tmp_path: Path)
     base = making.write(tmp_path, 20, a_state())
     making.write(tmp_path, 40, {**a_state(), ("model", "mask"): Whole("bool", filled((9,), "bool", 77))}, base=base)
     (tmp_path / "step-00000020" / MANIFEST).unlink()
-    catalogue = find(str(tmp_path))
-    assert [found.state for found in catalogue] == ["certified", "serving"]
+    catalogue = find_checkpoints(str(tmp_path))
+    assert [found.status for found in catalogue] == ["certified", "serving"]
     assert "step-00000040 still needs its files" in catalogue.found[1].problem
 
 
@@ -110,35 +110,35 @@ def test_places_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     making.write(root, 20, a_state())
     making.write(root, 40, a_state())
     for place in (tmp_path / "run", root, f"file://{tmp_path}/run", f"{root}/"):
-        assert names(find(str(place))) == ["40", "20"]
+        assert names(find_checkpoints(str(place))) == ["40", "20"]
     for place in (root / "step-00000020", f"{root}/step-00000020/", f"file://{root}/step-00000020"):
-        catalogue = find(str(place))
+        catalogue = find_checkpoints(str(place))
         assert [(found.name, found.storage.url) for found in catalogue] == [("step-00000020", str(root))]
         assert catalogue.problems == ()
     monkeypatch.chdir(root / "step-00000040")
-    assert names(find(".")) == ["40"]
+    assert names(find_checkpoints(".")) == ["40"]
     monkeypatch.chdir(tmp_path)
-    assert names(find("run")) == ["40", "20"]
+    assert names(find_checkpoints("run")) == ["40", "20"]
 
 
 def test_one_checkpoint_that_is_no_longer_whole(tmp_path: Path) -> None:
     making.write(tmp_path, 20, a_state())
     (tmp_path / "step-00000020" / MANIFEST).unlink()
-    catalogue = find(str(tmp_path / "step-00000020"))
-    assert [found.state for found in catalogue] == ["unfinished"]
+    catalogue = find_checkpoints(str(tmp_path / "step-00000020"))
+    assert [found.status for found in catalogue] == ["unfinished"]
     assert catalogue.candidates() == ()
 
 
 def test_a_copy_under_a_name_of_its_own(tmp_path: Path) -> None:
     making.write(tmp_path, 20, a_state())
     (tmp_path / "step-00000020").rename(tmp_path / "best")
-    found = find(str(tmp_path / "best")).found[0]
-    assert (found.name, found.step, found.state) == ("best", 20, "certified")
+    found = find_checkpoints(str(tmp_path / "best")).found[0]
+    assert (found.name, found.step, found.status) == ("best", 20, "certified")
 
 
 def test_nothing_there(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nonesuch"):
-        catalogue = find(str(place))
+        catalogue = find_checkpoints(str(place))
         assert catalogue.found == ()
         assert catalogue.candidates() == ()
 
@@ -149,7 +149,7 @@ def test_a_second_place_counts_too(tmp_path: Path) -> None:
     making.write(near, 40, a_state())
     making.write(far, 40, a_state())
     making.write(far, 60, a_state())
-    catalogue = find(str(near), [str(far)])
+    catalogue = find_checkpoints(str(near), [str(far)])
     order = [(Path(found.storage.url).name, found.step) for found in catalogue.candidates()]
     assert order == [("far", 60), ("near", 40), ("far", 40), ("near", 20)]
 
@@ -157,7 +157,7 @@ def test_a_second_place_counts_too(tmp_path: Path) -> None:
 def test_strangers_are_left_alone_and_mentioned(root: Path) -> None:
     (root / "notes.txt").write_text("mine")
     (root / "step-40").mkdir()
-    catalogue = find(str(root))
+    catalogue = find_checkpoints(str(root))
     assert names(catalogue) == ["60", "40", "20"]
     assert "notes.txt and 1 more are not of this program" in said(catalogue)
     assert not any(odd.is_damage for odd in catalogue.problems)
@@ -166,7 +166,7 @@ def test_strangers_are_left_alone_and_mentioned(root: Path) -> None:
 def test_a_place_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(CheckpointError, match="cannot be looked at"):
-        find(str(tmp_path / "loop"))
+        find_checkpoints(str(tmp_path / "loop"))
 
 
 def test_a_place_that_cannot_be_seen_does_not_hide_another(
@@ -176,8 +176,8 @@ def test_a_place_that_cannot_be_seen_does_not_hide_another(
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     away = elsewhere / "away"
     away.symlink_to(away)
-    catalogue = find(str(root), [str(away)])
+    catalogue = find_checkpoints(str(root), [str(away)])
     assert names(catalogue) == ["60", "40", "20"]
     assert "cannot be looked at" in said(catalogue)
     with pytest.raises(CheckpointError, match="cannot be looked at"):
-        find(str(elsewhere / "empty"), [str(away)])
+        find_checkpoints(str(elsewhere / "empty"), [str(away)])

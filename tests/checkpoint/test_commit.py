@@ -11,31 +11,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint import commit as commits
-from closeranks.checkpoint.commit import commit, gather, problem
+from closeranks.checkpoint.commit import commit, coverage_problem, gather_parts
 from closeranks.checkpoint.datafile import SaveError
 from closeranks.checkpoint.manifest import (
     MANIFEST,
     Chunk,
+    ChunkLocation,
     DataFile,
-    Entry,
-    Part,
+    RankPart,
     decode_manifest,
     encode_part,
     part_name,
 )
-from closeranks.checkpoint.order import Order
+from closeranks.checkpoint.order import SaveTask
 from closeranks.core.pieces import Piece
 from tests.checkpoint import saving
 from tests.checkpoint.memory_storage import Killed, MemoryStorage
 
 
-def entry(piece: Piece, dtype: str = "float32", num_bytes: int | None = None, file: str = "data") -> Entry:
+def entry(piece: Piece, dtype: str = "float32", num_bytes: int | None = None, file: str = "data") -> ChunkLocation:
     size = piece.numel * 4 if num_bytes is None else num_bytes
-    return Entry(Chunk("model", piece.name, dtype, piece, size, 0), file, 0, "", 0)
+    return ChunkLocation(Chunk("model", piece.name, dtype, piece, size, 0), file, 0, "", 0)
 
 
-def part(rank: int, entries: Sequence[Entry], save: str = "token-1", files: tuple[DataFile, ...] = ()) -> Part:
-    return Part(rank, 2, save, files, tuple(entries))
+def part(
+    rank: int, entries: Sequence[ChunkLocation], save: str = "token-1", files: tuple[DataFile, ...] = ()
+) -> RankPart:
+    return RankPart(rank, 2, save, files, tuple(entries))
 
 
 WHOLE = Piece.whole("w", (6, 5))
@@ -57,7 +59,7 @@ def test_any_cut_is_whole_and_no_piece_may_miss_or_come_twice(data: st.DataObjec
     half = data.draw(st.integers(0, len(pieces)))
 
     def verdict(chosen: list[Piece]) -> str:
-        return problem([part(0, map(entry, chosen[:half])), part(1, map(entry, chosen[half:]))])  # type: ignore[arg-type]
+        return coverage_problem([part(0, map(entry, chosen[:half])), part(1, map(entry, chosen[half:]))])  # type: ignore[arg-type]
 
     assert verdict(pieces) == ""
     gone = data.draw(st.integers(0, len(pieces) - 1))
@@ -70,24 +72,24 @@ def test_any_cut_is_whole_and_no_piece_may_miss_or_come_twice(data: st.DataObjec
 
 def test_types_shapes_and_sizes_must_agree() -> None:
     top, bottom = WHOLE.cut(0, 0, 2), WHOLE.cut(0, 1, 2)
-    assert problem([part(0, [entry(top)]), part(1, [entry(bottom, "bfloat16")])]) == (
+    assert coverage_problem([part(0, [entry(top)]), part(1, [entry(bottom, "bfloat16")])]) == (
         "model/w was saved in two types or shapes"
     )
     other = Piece.whole("w", (3, 10)).cut(0, 0, 1)
-    assert "two types or shapes" in problem([part(0, [entry(top), entry(other)])])
-    assert "sizes do not fit" in problem([part(0, [entry(top), entry(bottom, num_bytes=7)])])
+    assert "two types or shapes" in coverage_problem([part(0, [entry(top), entry(other)])])
+    assert "sizes do not fit" in coverage_problem([part(0, [entry(top), entry(bottom, num_bytes=7)])])
 
 
 def test_empty_tensors_and_scalars_are_tensors() -> None:
-    assert problem([part(0, [entry(Piece.whole("none", (0, 3)))])]) == ""
-    assert problem([part(0, [entry(Piece.whole("one", ()))])]) == ""
+    assert coverage_problem([part(0, [entry(Piece.whole("none", (0, 3)))])]) == ""
+    assert coverage_problem([part(0, [entry(Piece.whole("one", ()))])]) == ""
 
 
-def order(step: int = 1, num_ranks: int = 2) -> Order:
+def order(step: int = 1, num_ranks: int = 2) -> SaveTask:
     return saving.order(step, 0, num_ranks)[0]
 
 
-def whole_parts(storage: MemoryStorage, save: str = "token-1") -> list[Part]:
+def whole_parts(storage: MemoryStorage, save: str = "token-1") -> list[RankPart]:
     """Both halves with the files they name."""
     parts = []
     for rank in (0, 1):
@@ -98,7 +100,7 @@ def whole_parts(storage: MemoryStorage, save: str = "token-1") -> list[Part]:
     return parts
 
 
-def publish(storage: MemoryStorage, one: Part) -> None:
+def publish(storage: MemoryStorage, one: RankPart) -> None:
     storage.publish(f"step-00000001/{part_name(one.rank, 2)}", encode_part(one), replace=True)
 
 
@@ -115,7 +117,7 @@ def test_parts_of_another_save_are_not_waited_with(monkeypatch: pytest.MonkeyPat
             publish(storage, second)
 
     monkeypatch.setattr(commits.time, "sleep", sleep)
-    assert gather(storage, order(), first, 20.0, lambda: None) == (first, second)
+    assert gather_parts(storage, order(), first, 20.0, lambda: None) == (first, second)
     assert pauses[0] == 0.01
     assert pauses == sorted(pauses)
     assert max(pauses) == 0.25
@@ -125,13 +127,13 @@ def test_waiting_ends_with_its_time_or_when_it_is_told() -> None:
     storage = MemoryStorage()
     first, _ = whole_parts(storage)
     with pytest.raises(SaveError, match=r"no word from rank 1 in 0\.02 s, so step-00000001 stays unfinished"):
-        gather(storage, order(), first, 0.02, lambda: None)
+        gather_parts(storage, order(), first, 0.02, lambda: None)
 
     def give_up() -> None:
         raise SaveError("superseded")
 
     with pytest.raises(SaveError, match="superseded"):
-        gather(storage, order(), first, 60.0, give_up)
+        gather_parts(storage, order(), first, 60.0, give_up)
 
 
 def test_a_failure_of_another_save_is_no_failure_of_this_one() -> None:
@@ -141,10 +143,10 @@ def test_a_failure_of_another_save_is_no_failure_of_this_one() -> None:
     failed = saving.order(1, 1, 2)[0]
     path = f"step-00000001/{commits.failure_name(1, 2)}"
     storage.publish(path, commits.encode_failure(replace(failed, save="token-0"), "long ago"), replace=True)
-    assert gather(storage, order(), first, 1.0, lambda: None) == (first, second)
+    assert gather_parts(storage, order(), first, 1.0, lambda: None) == (first, second)
     storage.publish(path, commits.encode_failure(failed, "no room"), replace=True)
     with pytest.raises(SaveError, match="rank 1 could not save: no room"):
-        gather(storage, order(), first, 1.0, lambda: None)
+        gather_parts(storage, order(), first, 1.0, lambda: None)
 
 
 def test_committing_again_changes_nothing_and_another_save_is_refused() -> None:

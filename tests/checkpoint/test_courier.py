@@ -17,23 +17,23 @@ from pathlib import Path
 import pytest
 
 from closeranks.checkpoint import wire
-from closeranks.checkpoint.courier import Courier, Flight
-from closeranks.checkpoint.order import Report, Settings, encode_report
+from closeranks.checkpoint.courier import PendingSave, WriterClient
+from closeranks.checkpoint.order import SaveReport, SaveSettings, encode_report
 from tests.checkpoint.saving import assert_loads, kinds, memfd, order, settings
 
 pytestmark = pytest.mark.world
 
 
 @contextmanager
-def courier(where: Settings, **options: float) -> Iterator[Courier]:
-    made = Courier(where, **options)
+def courier(where: SaveSettings, **options: float) -> Iterator[WriterClient]:
+    made = WriterClient(where, **options)
     try:
         yield made
     finally:
         made.close()
 
 
-def send(to: Courier, step: int, rank: int = 0, num_ranks: int = 1, **changes: object) -> list[Report]:
+def send(to: WriterClient, step: int, rank: int = 0, num_ranks: int = 1, **changes: object) -> list[SaveReport]:
     """Hand over and wait until it is done."""
     made, buffer = order(step, rank, num_ranks, **changes)
     with memfd(buffer) as fd:
@@ -41,7 +41,7 @@ def send(to: Courier, step: int, rank: int = 0, num_ranks: int = 1, **changes: o
         return to.wait(30.0)
 
 
-def pid_of(one: Courier) -> int:
+def pid_of(one: WriterClient) -> int:
     assert one._process is not None
     return one._process.pid
 
@@ -53,7 +53,7 @@ def test_messages_arrive_whole_with_their_descriptor() -> None:
         sender = threading.Thread(target=lambda: [wire.send(one, long, fd), wire.send(one, {"n": 1}), one.close()])
         sender.start()
         first, second = wire.receive(other), wire.receive(other)
-        assert (first.body, second) == (long, wire.Message({"n": 1}, None))
+        assert (first.body, second) == (long, wire.WriterMessage({"n": 1}, None))
         assert first.fd is not None
         assert os.pread(first.fd, 10, 0) == b"bytes"
         os.close(first.fd)
@@ -131,7 +131,7 @@ def test_a_writer_that_died_is_reported_and_replaced(tmp_path: Path) -> None:
         made, buffer = order(1, 0, 2)
         with memfd(buffer) as fd:
             one.send(made, fd)
-            reports: list[Report] = []
+            reports: list[SaveReport] = []
             while "released" not in kinds(reports):
                 reports += one.wait(0.05)
             os.kill(pid_of(one), signal.SIGKILL)
@@ -169,22 +169,22 @@ def test_a_writer_that_is_stuck_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_lane_at_work_does_not_hide_one_that_is_stuck(tmp_path: Path) -> None:
-    one = Courier(settings(tmp_path / "near", remote=str(tmp_path / "far")), patience_s=5.0)
+    one = WriterClient(settings(tmp_path / "near", remote=str(tmp_path / "far")), patience_s=5.0)
     now = time.monotonic()
-    one._flights = {f"token-{step}": Flight(order(step)[0], now - 4.0) for step in (1, 2, 3)}
+    one._flights = {f"token-{step}": PendingSave(order(step)[0], now - 4.0) for step in (1, 2, 3)}
 
     def silent_s() -> list[int]:
         return [round(time.monotonic() - flight.heard_at) for flight in one._flights.values()]
 
-    one._hear(wire.Message({"beat": "token-1"}, None))
+    one._hear(wire.WriterMessage({"beat": "token-1"}, None))
     assert silent_s() == [0, 0, 0], "those in the queue wait for the one at work"
-    one._hear(wire.Message({"passed": "token-1"}, None))
+    one._hear(wire.WriterMessage({"passed": "token-1"}, None))
     for flight in one._flights.values():
         flight.heard_at = now - 4.0
-    one._hear(wire.Message({"beat": "token-1"}, None))
+    one._hear(wire.WriterMessage({"beat": "token-1"}, None))
     assert silent_s() == [0, 4, 4]
-    one._hear(wire.Message({"report": encode_report(Report("written", "token-1", 1, "remote"))}, None))
-    one._hear(wire.Message({"done": "token-1"}, None))
+    one._hear(wire.WriterMessage({"report": encode_report(SaveReport("written", "token-1", 1, "remote"))}, None))
+    one._hear(wire.WriterMessage({"done": "token-1"}, None))
     assert silent_s() == [4, 4]
     for flight in one._flights.values():
         flight.heard_at = now - 6.0
@@ -215,10 +215,10 @@ def test_signals_for_the_whole_job_do_not_end_a_save(tmp_path: Path) -> None:
 def test_closing_gives_up_unless_it_is_asked_to_wait(tmp_path: Path) -> None:
     made, buffer = order(1)
     with memfd(buffer) as fd:
-        patient = Courier(settings(tmp_path / "a"))
+        patient = WriterClient(settings(tmp_path / "a"))
         patient.send(made, fd)
         assert kinds(patient.close(wait_s=30.0)) == ["written", "released", "committed"]
-        hasty = Courier(settings(tmp_path / "b", timeout_s=60.0))
+        hasty = WriterClient(settings(tmp_path / "b", timeout_s=60.0))
         hasty.send(order(1, 0, 2)[0], fd)
         reports = hasty.close()
         assert kinds(reports)[-2:] == ["failed", "released"]
@@ -231,7 +231,7 @@ def test_a_writer_that_takes_long_to_die_is_reaped_all_the_same(
 ) -> None:
     """As where it is niced on a busy machine: a process that nobody waits for stays a zombie as long as its parent."""
     monkeypatch.setattr("closeranks.checkpoint.courier._DEATH_S", 0.0)
-    one = Courier(settings(tmp_path))
+    one = WriterClient(settings(tmp_path))
     one.start()
     process = one._process
     assert process is not None

@@ -9,14 +9,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from closeranks.checkpoint import datafile
-from closeranks.checkpoint.datafile import SaveError, Source
-from closeranks.checkpoint.digests import blake3_hex, crc32c, spread_digest
+from closeranks.checkpoint.datafile import ChunkSource, SaveError
+from closeranks.checkpoint.digests import blake3_hex, crc32c, layout_independent_digest
 from closeranks.checkpoint.manifest import Chunk, DataFile
 from closeranks.core.pieces import Piece
 from closeranks.storage.local import LocalStorage
 
 
-def chunks_of(*arrays: tuple[str, str, np.ndarray]) -> tuple[dict[int, Chunk], Source]:
+def chunks_of(*arrays: tuple[str, str, np.ndarray]) -> tuple[dict[int, Chunk], ChunkSource]:
     datas = [array.tobytes() for _, _, array in arrays]
     chunks = {
         number: Chunk("model", key, dtype, Piece.whole(key, array.shape), len(data), crc32c(data))
@@ -25,7 +25,7 @@ def chunks_of(*arrays: tuple[str, str, np.ndarray]) -> tuple[dict[int, Chunk], S
     return chunks, lambda number: memoryview(datas[number])
 
 
-def some() -> tuple[dict[int, Chunk], Source]:
+def some() -> tuple[dict[int, Chunk], ChunkSource]:
     flags = np.array([True, False, True])
     return chunks_of(
         ("a", "float32", np.arange(12, dtype=np.float32).reshape(3, 4)),
@@ -37,10 +37,12 @@ def some() -> tuple[dict[int, Chunk], Source]:
     )
 
 
-def write(folder: Path, known: tuple[int, ...] = ()) -> tuple[DataFile, datafile.Outline, dict[int, datafile.Digests]]:
+def write(
+    folder: Path, known: tuple[int, ...] = ()
+) -> tuple[DataFile, datafile.DataFilePlan, dict[int, datafile.ChunkDigests]]:
     chunks, source = some()
-    digests = {number: datafile.Digests("known", 1) for number in known}
-    return datafile.write(LocalStorage(folder), "s/data.safetensors", chunks, source, digests, lambda: None)
+    digests = {number: datafile.ChunkDigests("known", 1) for number in known}
+    return datafile.write_data_file(LocalStorage(folder), "s/data.safetensors", chunks, source, digests, lambda: None)
 
 
 def test_any_tool_opens_it(tmp_path: Path) -> None:
@@ -60,11 +62,11 @@ def test_any_tool_opens_it(tmp_path: Path) -> None:
 def test_every_chunk_is_hashed_but_known_ones(tmp_path: Path) -> None:
     chunks, source = some()
     _, _, digests = write(tmp_path, known=(1, 5))
-    assert digests[1] == digests[5] == datafile.Digests("known", 1)
+    assert digests[1] == digests[5] == datafile.ChunkDigests("known", 1)
     for number in (0, 2, 3, 4):
         data = source(number)
-        share = spread_digest(data, chunks[number].dtype, chunks[number].piece)
-        assert digests[number] == datafile.Digests(blake3_hex(data), share)
+        share = layout_independent_digest(data, chunks[number].dtype, chunks[number].piece)
+        assert digests[number] == datafile.ChunkDigests(blake3_hex(data), share)
 
 
 @pytest.mark.parametrize("known", [(), (0, 1, 2, 3, 4, 5)])
@@ -73,9 +75,9 @@ def test_memory_that_changed_is_found_and_nothing_stays(tmp_path: Path, number: 
     chunks, source = some()
     wrong = bytearray(source(number))
     wrong[-1] ^= 1
-    digests = {one: datafile.Digests("", 0) for one in known}
+    digests = {one: datafile.ChunkDigests("", 0) for one in known}
     with pytest.raises(SaveError, match=f"memory changed between copy and write: model/{chunks[number].key} is not"):
-        datafile.write(
+        datafile.write_data_file(
             *(LocalStorage(tmp_path), "s/data", chunks),
             lambda one: memoryview(wrong) if one == number else source(one),
             *(digests, lambda: None),
@@ -93,7 +95,7 @@ def test_a_save_can_be_given_up_between_chunks(tmp_path: Path) -> None:
             raise SaveError("enough")
 
     with pytest.raises(SaveError, match="enough"):
-        datafile.write(LocalStorage(tmp_path), "s/data", chunks, source, {}, breathe)
+        datafile.write_data_file(LocalStorage(tmp_path), "s/data", chunks, source, {}, breathe)
     assert list((tmp_path / "s").iterdir()) == []
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from closeranks.checkpoint import values
-from closeranks.checkpoint.difference import diff, tree_differences
+from closeranks.checkpoint.difference import diff_manifests, tree_differences
 from closeranks.checkpoint.reader import CheckpointReader
-from closeranks.checkpoint.values import Largest, largest_difference
+from closeranks.checkpoint.values import LargestDifference, largest_difference
 from closeranks.storage.local import LocalStorage
 from tests.checkpoint import making
 from tests.checkpoint.making import Whole, a_state, by_ranges, filled
@@ -20,12 +20,14 @@ from tests.checkpoint.making import Whole, a_state, by_ranges, filled
 def test_cuts_do_not_matter_and_one_bit_does(tmp_path: Path) -> None:
     state = a_state()
     a = making.write(tmp_path, 20, state)
-    assert {row.verdict for row in diff(a, making.write(tmp_path, 40, state, cut=by_ranges, num_ranks=3))} == {"equal"}
+    assert {
+        row.verdict for row in diff_manifests(a, making.write(tmp_path, 40, state, cut=by_ranges, num_ranks=3))
+    } == {"equal"}
     octets = bytearray(state["model", "head.weight"].values.tobytes())
     octets[7] ^= 128
     changed = np.frombuffer(bytes(octets), "V2").reshape(5, 3, 2)
     b = making.write(tmp_path, 60, {**state, ("model", "head.weight"): Whole("bfloat16", changed)}, num_ranks=1)
-    assert [row.key for row in diff(a, b) if row.verdict == "differs"] == ["head.weight"]
+    assert [row.key for row in diff_manifests(a, b) if row.verdict == "differs"] == ["head.weight"]
 
 
 def test_every_verdict_once(tmp_path: Path) -> None:
@@ -40,7 +42,7 @@ def test_every_verdict_once(tmp_path: Path) -> None:
             ("m", "e"): Whole("int32", filled((4,), "float32", 0)),
         },
     )
-    rows = {row.key: row for row in diff(a, b)}
+    rows = {row.key: row for row in diff_manifests(a, b)}
     verdicts = {key: row.verdict for key, row in rows.items()}
     assert verdicts == {"a": "equal", "b": "shape", "c": "dtype", "d": "only in A", "e": "only in B"}
     assert rows["d"].b is None
@@ -55,7 +57,7 @@ def test_trees() -> None:
     assert tree_differences(a, a) == []
 
 
-def largest(root: Path, a: torch.Tensor, b: torch.Tensor) -> Largest:
+def largest(root: Path, a: torch.Tensor, b: torch.Tensor) -> LargestDifference:
     for step, tensor in ((20, a), (40, b)):
         name = str(tensor.dtype).removeprefix("torch.")
         octets = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -70,21 +72,21 @@ def test_the_largest_difference_over_several_ranges(tmp_path: Path, monkeypatch:
     a = torch.arange(1.0, 41.0).reshape(8, 5)
     b = a.clone()
     b[0, 1], b[7, 3] = 1.0, 42.0
-    assert largest(tmp_path, a, b) == Largest(2, 3.0, 0.5)
-    assert largest(tmp_path, a, a) == Largest(0, 0.0, 0.0)
+    assert largest(tmp_path, a, b) == LargestDifference(2, 3.0, 0.5)
+    assert largest(tmp_path, a, a) == LargestDifference(0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
-        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), Largest(0, 0.0, 0.0)),
-        (torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 1.0]), Largest(1, float("inf"), float("inf"))),
-        (torch.tensor([0.0]), torch.tensor([-0.0]), Largest(1, 0.0, 0.0)),
-        (torch.tensor([True, False]), torch.tensor([True, True]), Largest(1, 1.0, 1.0)),
-        (torch.tensor([1.5]).bfloat16(), torch.tensor([1.0]), Largest(1, 0.5, 0.5 / 1.5)),
-        (torch.tensor([3 + 4j]), torch.tensor([0j]), Largest(1, 5.0, 1.0)),
-        (torch.tensor(7), torch.tensor(8), Largest(1, 1.0, 0.125)),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), LargestDifference(0, 0.0, 0.0)),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 1.0]), LargestDifference(1, float("inf"), float("inf"))),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), LargestDifference(1, 0.0, 0.0)),
+        (torch.tensor([True, False]), torch.tensor([True, True]), LargestDifference(1, 1.0, 1.0)),
+        (torch.tensor([1.5]).bfloat16(), torch.tensor([1.0]), LargestDifference(1, 0.5, 0.5 / 1.5)),
+        (torch.tensor([3 + 4j]), torch.tensor([0j]), LargestDifference(1, 5.0, 1.0)),
+        (torch.tensor(7), torch.tensor(8), LargestDifference(1, 1.0, 0.125)),
     ],
 )
-def test_types_and_corners(tmp_path: Path, a: torch.Tensor, b: torch.Tensor, expected: Largest) -> None:
+def test_types_and_corners(tmp_path: Path, a: torch.Tensor, b: torch.Tensor, expected: LargestDifference) -> None:
     assert largest(tmp_path, a, b) == expected

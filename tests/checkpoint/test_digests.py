@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint import digests
-from closeranks.checkpoint.digests import blake3_hex, crc32c, spread_digest
+from closeranks.checkpoint.digests import blake3_hex, crc32c, layout_independent_digest
 from closeranks.core.pieces import Piece
 from tests.checkpoint.cutting import cuts, shapes
 from tests.checkpoint.making import filled, held
@@ -41,7 +41,7 @@ def test_the_shares_of_every_cut_add_up_to_the_digest_of_the_whole(
     data: st.DataObject, shape: tuple[int, ...], dtype: str, seed: int
 ) -> None:
     whole = filled(shape, dtype, seed)
-    shares = [spread_digest(held(whole, piece), dtype, piece) for piece in data.draw(cuts(shape))]
+    shares = [layout_independent_digest(held(whole, piece), dtype, piece) for piece in data.draw(cuts(shape))]
     assert sum(shares) % 2**64 == by_the_book(whole.tobytes())
 
 
@@ -63,10 +63,10 @@ def test_large_tensors_cut_along_an_inner_dim(dtype: str, shape: tuple[int, ...]
     uncut = Piece.whole("x", shape)
     pieces = [uncut.cut(dim, index, parts) for index in range(parts)]
     flat = [part for box in pieces[:3] for part in (box.flattened(0, 99), box.flattened(99, box.numel))]
-    digest = spread_digest(whole.tobytes(), dtype, uncut)
+    digest = layout_independent_digest(whole.tobytes(), dtype, uncut)
     assert digest == by_the_book(whole.tobytes())
     for cut in (pieces, flat + pieces[3:]):
-        assert sum(spread_digest(held(whole, piece), dtype, piece) for piece in cut) % 2**64 == digest
+        assert sum(layout_independent_digest(held(whole, piece), dtype, piece) for piece in cut) % 2**64 == digest
 
 
 @given(st.data(), shapes(), st.sampled_from(DTYPES), st.integers(0, 99))
@@ -75,7 +75,7 @@ def test_one_flipped_bit_changes_all_three(data: st.DataObject, shape: tuple[int
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
     flipped = bytearray(whole)
     flipped[bit // 8] ^= 1 << bit % 8
-    assert spread_digest(flipped, dtype, piece) != spread_digest(whole, dtype, piece)
+    assert layout_independent_digest(flipped, dtype, piece) != layout_independent_digest(whole, dtype, piece)
     assert crc32c(flipped) != crc32c(whole)
     assert blake3_hex(flipped) != blake3_hex(whole)
 
@@ -87,7 +87,9 @@ def test_two_swapped_elements_change_it(data: st.DataObject, numel: int, dtype: 
     swapped = whole.copy()
     swapped[[one, other]] = whole[[other, one]]
     piece = Piece.whole("x", (numel,))
-    same = spread_digest(swapped.tobytes(), dtype, piece) == spread_digest(whole.tobytes(), dtype, piece)
+    same = layout_independent_digest(swapped.tobytes(), dtype, piece) == layout_independent_digest(
+        whole.tobytes(), dtype, piece
+    )
     assert same == (whole[one].tobytes() == whole[other].tobytes())
 
 
@@ -96,29 +98,31 @@ def test_two_swapped_elements_change_it(data: st.DataObject, numel: int, dtype: 
 def test_a_number_swapped_with_its_negative_changes_it(dtype: str, places: list[int], number: float) -> None:
     whole, piece = np.ones(200_000, dtype), Piece.whole("x", (200_000,))
     whole[places] = number, -number
-    digest = spread_digest(whole.data, dtype, piece)
+    digest = layout_independent_digest(whole.data, dtype, piece)
     whole[places] = -number, number
-    assert spread_digest(whole.data, dtype, piece) != digest
+    assert layout_independent_digest(whole.data, dtype, piece) != digest
 
 
 def test_memory_of_any_kind_and_alignment_gives_the_same() -> None:
     whole, piece = filled((777,), "int64", 3).tobytes(), Piece.whole("x", (777,))
     shifted = memoryview(b"???" + whole)[3:]
-    assert spread_digest(shifted, "int64", piece) == spread_digest(bytearray(whole), "int64", piece)
-    assert spread_digest(shifted, "int64", piece) == by_the_book(whole)
+    assert layout_independent_digest(shifted, "int64", piece) == layout_independent_digest(
+        bytearray(whole), "int64", piece
+    )
+    assert layout_independent_digest(shifted, "int64", piece) == by_the_book(whole)
 
 
 def test_a_number_and_nothing() -> None:
-    assert spread_digest(b"\x01\x00\x00\x00", "float32", Piece.whole("x", ())) == weight(0)
-    assert spread_digest(b"", "float32", Piece.whole("x", (3, 0, 5))) == 0
-    assert spread_digest(b"", "float32", Piece.whole("x", (3, 5)).flattened(4, 4)) == 0
+    assert layout_independent_digest(b"\x01\x00\x00\x00", "float32", Piece.whole("x", ())) == weight(0)
+    assert layout_independent_digest(b"", "float32", Piece.whole("x", (3, 0, 5))) == 0
+    assert layout_independent_digest(b"", "float32", Piece.whole("x", (3, 5)).flattened(4, 4)) == 0
 
 
 def test_bytes_that_do_not_fit_the_piece_and_unknown_types_are_refused() -> None:
     with pytest.raises(ValueError, match="11 bytes for 3 elements of float32"):
-        spread_digest(bytes(11), "float32", Piece.whole("x", (3,)))
+        layout_independent_digest(bytes(11), "float32", Piece.whole("x", (3,)))
     with pytest.raises(ValueError, match="'quint8' is no type"):
-        spread_digest(bytes(3), "quint8", Piece.whole("x", (3,)))
+        layout_independent_digest(bytes(3), "quint8", Piece.whole("x", (3,)))
 
 
 def test_weights_are_odd_and_apart_in_their_low_bits() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from closeranks.checkpoint.catalogue import find
+from closeranks.checkpoint.catalogue import find_checkpoints
 from closeranks.checkpoint.digests import blake3_hex
 from closeranks.checkpoint.reader import CheckpointReader, open_newest
 from closeranks.checkpoint.verify import verify_all
@@ -80,12 +80,12 @@ def test_values_tree_and_digests() -> None:
 
 
 def test_it_is_sound_and_refers_to_the_one_before() -> None:
-    catalogue = find(str(GOLDEN))
+    catalogue = find_checkpoints(str(GOLDEN))
     assert [found.name for found in catalogue.candidates()] == ["step-00000004", "step-00000002"]
     assert catalogue.latest is catalogue.found[0]
     assert verify_all(catalogue) == []
     reader = CheckpointReader(LocalStorage(GOLDEN), "step-00000004")
-    assert len(reader.manifest.referred()) == 2
+    assert len(reader.manifest.referenced_files()) == 2
     kinds = [entry.chunk.piece.flat is None for entry in reader.manifest.entries]
     assert any(kinds)
     assert not all(kinds)

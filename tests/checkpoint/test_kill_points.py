@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from closeranks.checkpoint import writing
-from closeranks.checkpoint.catalogue import find
-from closeranks.checkpoint.courier import Courier
+from closeranks.checkpoint.catalogue import find_checkpoints
+from closeranks.checkpoint.courier import WriterClient
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.core.pieces import Piece
 from closeranks.storage.lease import Terms
@@ -69,7 +69,7 @@ print(json.dumps({"points": list(faults.POINTS), "killed": killed}))
 """
 
 
-def places(folder: Path) -> saving.Settings:
+def places(folder: Path) -> saving.SaveSettings:
     return settings(folder / "near", remote=str(folder / "far"), keep_last=2)
 
 
@@ -97,7 +97,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded_step(place: Path) -> int:
     """Loads what a resuming run would, every tensor of it, and compares it with the state of its step."""
-    found = find(str(place)).candidates()[0]
+    found = find_checkpoints(str(place)).candidates()[0]
     reader = CheckpointReader(found.storage, found.name)
     reader.check_files()
     expected = saving.state(found.step)
@@ -144,7 +144,7 @@ def test_a_save_killed_at_any_passing_of_any_point(fast: Path, good: Path) -> No
 
 def kill_writer(folder: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fourth save by a real writer that the environment wants dead at a label."""
-    one = Courier(places(folder))
+    one = WriterClient(places(folder))
     monkeypatch.setenv("CLOSERANKS_KILL_AT", label)
     made, buffer = order(4)
     with memfd(buffer) as fd:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from closeranks.checkpoint.documents import seal
 from closeranks.checkpoint.manifest import (
-    Latest,
-    Manifest,
-    Part,
+    CheckpointManifest,
+    LatestPointer,
+    RankPart,
+    as_reference,
     data_name,
     decode_latest,
     decode_manifest,
@@ -22,7 +23,6 @@ from closeranks.checkpoint.manifest import (
     encode_manifest,
     encode_part,
     folder_name,
-    moved,
     parse_folder,
     part_name,
 )
@@ -32,37 +32,37 @@ from tests.checkpoint.making import Whole, a_state, by_ranges, filled
 
 
 @pytest.fixture
-def manifest(tmp_path: Path) -> Manifest:
+def manifest(tmp_path: Path) -> CheckpointManifest:
     base = making.write(tmp_path, 20, a_state(), cut=by_ranges)
     state = {**a_state(), ("model", "mask"): Whole("bool", filled((9,), "bool", 77))}
     return making.write(tmp_path, 40, state, cut=by_ranges, base=base, metric=0.1, tree={"deep": [{"a": 1.5}]})
 
 
-def test_documents_come_back(manifest: Manifest) -> None:
+def test_documents_come_back(manifest: CheckpointManifest) -> None:
     tensors = manifest.tensors()  # the encoding keeps the chunks of a tensor together
     ordered = tuple(entry for entries in tensors.values() for entry in entries)
     assert decode_manifest(encode_manifest(manifest), "here") == replace(manifest, entries=ordered)
-    part = Part(1, 2, "5eed-1", manifest.files[1:], tuple(tensors["model", "mask"]))
+    part = RankPart(1, 2, "5eed-1", manifest.files[1:], tuple(tensors["model", "mask"]))
     assert decode_part(encode_part(part), "here") == part
-    latest = Latest("step-00000040", "ab" * 32)
+    latest = LatestPointer("step-00000040", "ab" * 32)
     assert decode_latest(encode_latest(latest), "here") == latest
 
 
-def test_sums(manifest: Manifest) -> None:
+def test_sums(manifest: CheckpointManifest) -> None:
     assert manifest.num_bytes == sum(whole.values.nbytes for whole in a_state().values())
-    assert manifest.referred() == {f"step-00000020/{data_name(rank, 2)}" for rank in (0, 1)}
+    assert manifest.referenced_files() == {f"step-00000020/{data_name(rank, 2)}" for rank in (0, 1)}
     assert manifest.own_bytes == sum(file.num_bytes for file in manifest.files)
     assert manifest.digests()["other", "nothing"] == 0
 
 
-def test_a_reference_is_never_moved_twice(manifest: Manifest) -> None:
+def test_a_reference_is_never_moved_twice(manifest: CheckpointManifest) -> None:
     own = next(entry for entry in manifest.entries if "/" not in entry.file)
     referring = next(entry for entry in manifest.entries if "/" in entry.file)
-    assert moved(own, manifest.name).file == f"{manifest.name}/{own.file}"
-    assert moved(referring, manifest.name) is referring
+    assert as_reference(own, manifest.name).file == f"{manifest.name}/{own.file}"
+    assert as_reference(referring, manifest.name) is referring
 
 
-def test_a_tensor_of_two_shapes_cannot_be_written(manifest: Manifest) -> None:
+def test_a_tensor_of_two_shapes_cannot_be_written(manifest: CheckpointManifest) -> None:
     first = manifest.entries[0]
     other = replace(first, chunk=replace(first.chunk, dtype="int32"))
     with pytest.raises(ValueError, match="two types or shapes"):

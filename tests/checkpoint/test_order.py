@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.manifest import Chunk
 from closeranks.checkpoint.order import (
-    Order,
-    Report,
-    Settings,
-    decode_order,
+    SaveReport,
+    SaveSettings,
+    SaveTask,
     decode_report,
+    decode_save_task,
     decode_settings,
-    encode_order,
     encode_report,
+    encode_save_task,
     encode_settings,
 )
 from closeranks.core.pieces import Piece
@@ -35,7 +35,7 @@ CHUNKS = st.builds(
     st.integers(0, 2**32 - 1),
 )
 ORDERS = st.builds(
-    Order,
+    SaveTask,
     save=st.text(),
     folder=st.text(),
     step=st.integers(0, 2**60),
@@ -51,12 +51,12 @@ ORDERS = st.builds(
 
 
 @given(ORDERS)
-def test_an_order_comes_out_as_it_went_in(order: Order) -> None:
-    assert decode_order(json.loads(json.dumps(encode_order(order)))) == order
+def test_an_order_comes_out_as_it_went_in(order: SaveTask) -> None:
+    assert decode_save_task(json.loads(json.dumps(encode_save_task(order)))) == order
 
 
 @given(ORDERS)
-def test_chunks_lie_back_to_back(order: Order) -> None:
+def test_chunks_lie_back_to_back(order: SaveTask) -> None:
     ends = [begin + chunk.num_bytes for begin, chunk in zip(order.offsets, order.chunks, strict=True)]
     assert [0, *ends][:-1] == list(order.offsets) if order.chunks else order.offsets == ()
     assert order.num_bytes == ([0, *ends])[-1]
@@ -65,7 +65,7 @@ def test_chunks_lie_back_to_back(order: Order) -> None:
 def test_settings_and_reports_come_out_as_they_went_in(tmp_path: Path) -> None:
     made = saving.settings(tmp_path, remote="s3://bucket/run", timeout_s=0.1)
     assert decode_settings(json.loads(json.dumps(encode_settings(made)))) == made
-    report = Report("collected", "t-1", 4, "remote", "why", "path", 7, 0.1, ("step-00000001", "step-00000002"))
+    report = SaveReport("collected", "t-1", 4, "remote", "why", "path", 7, 0.1, ("step-00000001", "step-00000002"))
     assert decode_report(json.loads(json.dumps(encode_report(report)))) == report
 
 
@@ -73,6 +73,6 @@ def test_settings_follow_the_config() -> None:
     config = CheckpointConfig(
         keep_last=7, keep_every=100, keep_best=2, read_back=False, timeout_s=5.0, nice=3, remote="r"
     )
-    made = Settings.from_config(config, "runs/x/checkpoints")
-    assert made == Settings("runs/x/checkpoints", "r", 7, 100, 2, False, 5.0, 3)
-    assert Settings.from_config(CheckpointConfig(folder="/elsewhere"), "here").place == "/elsewhere"
+    made = SaveSettings.from_config(config, "runs/x/checkpoints")
+    assert made == SaveSettings("runs/x/checkpoints", "r", 7, 100, 2, False, 5.0, 3)
+    assert SaveSettings.from_config(CheckpointConfig(folder="/elsewhere"), "here").place == "/elsewhere"

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint import reader as reading
-from closeranks.checkpoint.catalogue import find
-from closeranks.checkpoint.chunks import Chunks
-from closeranks.checkpoint.manifest import Entry
-from closeranks.checkpoint.reader import CheckpointReader, open_newest, straight
+from closeranks.checkpoint.catalogue import find_checkpoints
+from closeranks.checkpoint.chunks import ChunkReader
+from closeranks.checkpoint.manifest import ChunkLocation
+from closeranks.checkpoint.reader import CheckpointReader, contiguous_offset, open_newest
 from closeranks.checkpoint.verify import verify_all
 from closeranks.core.errors import CheckpointError
 from closeranks.core.overlaps import plan
@@ -86,7 +86,7 @@ def test_a_chunk_is_called_straight_only_where_it_lies_in_order(data: st.DataObj
     found = plan(wanted, saved)
     for number, piece in enumerate(saved):
         overlaps = [overlap for overlap in found.overlaps if overlap.saved == number]
-        place = straight(overlaps, piece.numel)
+        place = contiguous_offset(overlaps, piece.numel)
         if place is not None and piece.numel:
             source = torch.frombuffer(bytearray(held(numbers, piece)), dtype=torch.int32).tolist()
             assert target[place : place + piece.numel] == source
@@ -106,9 +106,12 @@ def test_large_tensors_by_several_threads(tmp_path: Path, dim: int) -> None:
 def test_whole_rows_are_read_straight_into_a_whole_tensor() -> None:
     whole = Piece.whole("x", (6, 4))
     found = plan(whole, [whole.flattened(0, 9), whole.flattened(9, 24)])
-    assert [straight([o for o in found.overlaps if o.saved == n], size) for n, size in ((0, 9), (1, 15))] == [0, 9]
+    assert [contiguous_offset([o for o in found.overlaps if o.saved == n], size) for n, size in ((0, 9), (1, 15))] == [
+        0,
+        9,
+    ]
     columns = plan(whole, [whole.cut(1, 0, 2), whole.cut(1, 1, 2)])
-    assert straight([o for o in columns.overlaps if o.saved == 0], 12) is None
+    assert contiguous_offset([o for o in columns.overlaps if o.saved == 0], 12) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -145,13 +148,13 @@ def test_every_other_type(tmp_path: Path, name: str) -> None:
 
 def test_neighbours_share_a_chunk_that_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[int] = []
-    read_into = Chunks.read_into
+    read_into = ChunkReader.read_into
 
-    def counted(self: Chunks, entry: Entry, memory: memoryview) -> None:
+    def counted(self: ChunkReader, entry: ChunkLocation, memory: memoryview) -> None:
         fetched.append(entry.offset)
         read_into(self, entry, memory)
 
-    monkeypatch.setattr(Chunks, "read_into", counted)
+    monkeypatch.setattr(ChunkReader, "read_into", counted)
     making.write(tmp_path, 40, {("model", "x"): Whole("int32", filled((8, 4), "int32", 0))}, num_ranks=1)
     reader = opened(tmp_path)
     for index in range(8):
@@ -280,10 +283,10 @@ def test_what_the_writer_writes_is_read_and_found_sound(tmp_path: Path) -> None:
             assert "failed" not in saving.kinds(saving.save(saving.order(step, rank, 2), where))
     reader = open_newest(str(tmp_path))
     reader.check_files()
-    assert reader.manifest.referred(), "what did not change is referred to"
+    assert reader.manifest.referenced_files(), "what did not change is referred to"
     for key, values in saving.state(40).items():
         assert octets(reader.read("model", key, Piece.whole(key, values.shape))) == values.tobytes()
-    assert verify_all(find(str(tmp_path))) == []
+    assert verify_all(find_checkpoints(str(tmp_path))) == []
 
 
 def test_an_object_store_is_read_like_a_disk() -> None:
@@ -295,8 +298,8 @@ def test_an_object_store_is_read_like_a_disk() -> None:
     near, far = open_newest(str(golden)), open_newest(place)
     assert far.path == f"{place}/checkpoints/step-00000004"
     assert read_all(far) == read_all(near)
-    assert [found.name for found in find(f"{far.path}/")] == ["step-00000004"]
-    assert verify_all(find(place)) == []
+    assert [found.name for found in find_checkpoints(f"{far.path}/")] == ["step-00000004"]
+    assert verify_all(find_checkpoints(place)) == []
     storage.remove("step-00000004/data-00001-of-00002.safetensors")
     with pytest.raises(CheckpointError, match=r"data-00001.* is missing"):
         read_all(CheckpointReader(storage, "step-00000004"))

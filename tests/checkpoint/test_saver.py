@@ -17,7 +17,7 @@ import torch.distributed as dist
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint import writing
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.checkpoint.order import Order, Report, Settings
+from closeranks.checkpoint.order import SaveReport, SaveSettings, SaveTask
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.core.errors import SetupError
 from closeranks.core.pieces import Piece
@@ -32,7 +32,7 @@ WAIT_S = 60.0
 
 def make(folder: Path, rank: int = 0, num_ranks: int = 1, **options: object) -> TakingSaver:
     config = CheckpointConfig.model_validate({"timeout_s": 30.0, **options})
-    return TakingSaver(rank, num_ranks, "token", 1, "data=1", Settings.from_config(config, str(folder)), config)
+    return TakingSaver(rank, num_ranks, "token", 1, "data=1", SaveSettings.from_config(config, str(folder)), config)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def read(folder: Path, name: str, key: str) -> torch.Tensor:
     return reader.read("model", key, Piece.whole(key, reader.shapes("model")[key]))
 
 
-def kinds(reports: Sequence[Report], save: str) -> list[str]:
+def kinds(reports: Sequence[SaveReport], save: str) -> list[str]:
     return [report.kind for report in reports if report.save == save]
 
 
@@ -155,7 +155,7 @@ class Told:
         self.threads: list[str] = []
         monkeypatch.setattr(writing, "tell_failure", self._tell, raising=False)
 
-    def _tell(self, order: Order, settings: Settings, why: str) -> None:
+    def _tell(self, order: SaveTask, settings: SaveSettings, why: str) -> None:
         self.words.append((order.save, order.rank, why))
         self.threads.append(threading.current_thread().name)
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint import soundness
-from closeranks.checkpoint.manifest import Entry, Manifest, encode_manifest
-from closeranks.checkpoint.soundness import read_manifest, sound_manifest, uncovered
+from closeranks.checkpoint.manifest import CheckpointManifest, ChunkLocation, encode_manifest
+from closeranks.checkpoint.soundness import coverage_gap, read_manifest, validate_manifest
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.storage.local import LocalStorage
@@ -25,18 +25,20 @@ PATH = "/runs/a/checkpoints/step-00000040"
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> CheckpointManifest:
     root = tmp_path_factory.mktemp("checkpoints")
     base = making.write(root, 20, a_state())
     return making.write(root, 40, {**a_state(), ("model", "mask"): Whole("bool", filled((9,), "bool", 77))}, base=base)
 
 
-def test_a_sound_one_passes(manifest: Manifest) -> None:
-    assert sound_manifest(encode_manifest(manifest), PATH).name == manifest.name
+def test_a_sound_one_passes(manifest: CheckpointManifest) -> None:
+    assert validate_manifest(encode_manifest(manifest), PATH).name == manifest.name
 
 
-def entry_with(where: Callable[[Entry], bool], change: Callable[[Entry], Entry]) -> Callable[[Manifest], Manifest]:
-    def forge(manifest: Manifest) -> Manifest:
+def entry_with(
+    where: Callable[[ChunkLocation], bool], change: Callable[[ChunkLocation], ChunkLocation]
+) -> Callable[[CheckpointManifest], CheckpointManifest]:
+    def forge(manifest: CheckpointManifest) -> CheckpointManifest:
         found = next(entry for entry in manifest.entries if where(entry) and entry.chunk.num_bytes)
         entries = [change(entry) if entry is found else entry for entry in manifest.entries]
         return replace(manifest, entries=tuple(entries))
@@ -44,27 +46,27 @@ def entry_with(where: Callable[[Entry], bool], change: Callable[[Entry], Entry])
     return forge
 
 
-def own(entry: Entry) -> bool:
+def own(entry: ChunkLocation) -> bool:
     return "/" not in entry.file
 
 
-def referring(entry: Entry) -> bool:
+def referring(entry: ChunkLocation) -> bool:
     return "/" in entry.file
 
 
-def chunk(**fields: Any) -> Callable[[Entry], Entry]:
+def chunk(**fields: Any) -> Callable[[ChunkLocation], ChunkLocation]:
     return lambda entry: replace(entry, chunk=replace(entry.chunk, **fields))
 
 
-def piece(**fields: Any) -> Callable[[Entry], Entry]:
+def piece(**fields: Any) -> Callable[[ChunkLocation], ChunkLocation]:
     return lambda entry: replace(entry, chunk=replace(entry.chunk, piece=replace(entry.chunk.piece, **fields)))
 
 
-def field(**fields: Any) -> Callable[[Entry], Entry]:
+def field(**fields: Any) -> Callable[[ChunkLocation], ChunkLocation]:
     return lambda entry: replace(entry, **fields)
 
 
-def a_file(**fields: Any) -> Callable[[Manifest], Manifest]:
+def a_file(**fields: Any) -> Callable[[CheckpointManifest], CheckpointManifest]:
     return lambda manifest: replace(manifest, files=(replace(manifest.files[0], **fields), *manifest.files[1:]))
 
 
@@ -125,13 +127,13 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_sealed_lie_is_refused(manifest: Manifest, lie: str) -> None:
+def test_a_sealed_lie_is_refused(manifest: CheckpointManifest, lie: str) -> None:
     forged = LIES[lie](manifest)
     with pytest.raises(CheckpointError, match="step-00000040"):
-        sound_manifest(encode_manifest(forged), PATH)
+        validate_manifest(encode_manifest(forged), PATH)
 
 
-def test_two_tensors_under_one_name_are_refused(manifest: Manifest) -> None:
+def test_two_tensors_under_one_name_are_refused(manifest: CheckpointManifest) -> None:
     """The writer's encoding cannot say so; another writer's could."""
     data = encode_manifest(manifest)
     body = soundness.decode_manifest(data, "here")
@@ -154,13 +156,13 @@ def test_every_cut_covers_and_none_without_a_piece_or_with_one_twice_does(
     data: st.DataObject, shape: tuple[int, ...]
 ) -> None:
     pieces = [one for one in data.draw(cuts(shape)) if one.numel]
-    assert uncovered(pieces) == ""
+    assert coverage_gap(pieces) == ""
     number = data.draw(st.integers(0, len(pieces) - 1))
-    assert "overlap" in uncovered([*pieces, pieces[number]])
+    assert "overlap" in coverage_gap([*pieces, pieces[number]])
     if len(pieces) > 1:
-        assert "missing" in uncovered(pieces[:number] + pieces[number + 1 :])
+        assert "missing" in coverage_gap(pieces[:number] + pieces[number + 1 :])
 
 
 def test_an_empty_tensor_is_covered() -> None:
     whole = Piece.whole("x", (0, 4))
-    assert uncovered([whole, whole.cut(1, 0, 2)]) == ""
+    assert coverage_gap([whole, whole.cut(1, 0, 2)]) == ""

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from closeranks.checkpoint import writing
-from closeranks.checkpoint.courier import Courier
-from closeranks.checkpoint.order import Report
+from closeranks.checkpoint.courier import WriterClient
+from closeranks.checkpoint.order import SaveReport
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.patience import Patience
 from closeranks.storage.remote import RemoteStorage
@@ -65,11 +65,11 @@ def disk(folder: Path) -> Iterator[int]:
         os.close(memory)
 
 
-def big(step: int, num_mb: float = 3.0, **changes: object) -> tuple[writing.Order, bytes]:
+def big(step: int, num_mb: float = 3.0, **changes: object) -> tuple[writing.SaveTask, bytes]:
     return order(step, values=saving.state(step, int(num_mb * 125_000)), **changes)
 
 
-def the_failure(reports: list[Report], tier: str = "primary") -> str:
+def the_failure(reports: list[SaveReport], tier: str = "primary") -> str:
     failed = [report for report in reports if report.kind == "failed" and report.tier == tier]
     assert len(failed) == 1, reports
     assert "\n" not in failed[0].what
@@ -102,8 +102,8 @@ def test_a_disk_that_fills_while_it_is_written(tmp_path: Path) -> None:
                 (place / "somebody else's").write_bytes(bytes(8 << 20))
             return plain(number)
 
-        reports: list[Report] = []
-        writing.save(made, source, where, reports.append, lambda: False)
+        reports: list[SaveReport] = []
+        writing.save_to_all_tiers(made, source, where, reports.append, lambda: False)
         assert "no space is left on the device" in the_failure(reports)
         (place / "somebody else's").unlink()
         assert_loads(place, 1)
@@ -139,7 +139,7 @@ def test_a_broken_disk(tmp_path: Path) -> None:
     """The second place takes the buffer; the next save, on another disk at the same place, succeeds."""
     place, far = tmp_path / "disk", tmp_path / "far"
     where = settings(place, remote=str(far))
-    one = Courier(where)
+    one = WriterClient(where)
     try:
         with disk(place) as memory, memfd(big(1)[1]) as buffer:
             one.send(big(1)[0], buffer)
@@ -166,7 +166,7 @@ def test_a_disk_that_stands_still(tmp_path: Path) -> None:
     """Frozen: whoever writes to it sleeps where no signal reaches. The trainer goes on after its patience."""
     place = tmp_path / "disk"
     with disk(place):
-        one = Courier(settings(place, timeout_s=60.0))
+        one = WriterClient(settings(place, timeout_s=60.0))
         usual_s = one._patience_s
         handle = os.open(place, os.O_RDONLY)
         made, data = order(2)

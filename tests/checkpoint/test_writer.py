@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.checkpoint import wire, writer, writing
-from closeranks.checkpoint.order import Report, decode_report, encode_order
+from closeranks.checkpoint.order import SaveReport, decode_report, encode_save_task
 from closeranks.storage.local import LocalStorage
 from tests.checkpoint import saving
 from tests.checkpoint.saving import memfd, order, settings
@@ -45,20 +45,20 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 class Trainer:
     """Speaks to a writer that runs in threads of this process."""
 
-    def __init__(self, where: writing.Settings) -> None:
+    def __init__(self, where: writing.SaveSettings) -> None:
         self.mine, theirs = socket.socketpair()
-        self.thread = threading.Thread(target=writer.Writer(theirs, where).run)
+        self.thread = threading.Thread(target=writer.WriterProcess(theirs, where).run)
         self.thread.start()
         self.theirs = theirs
 
     def send(self, step: int, rank: int = 0, num_ranks: int = 1) -> None:
         made, buffer = order(step, rank, num_ranks)
         with memfd(buffer) as fd:
-            wire.send(self.mine, encode_order(made), fd)
+            wire.send(self.mine, encode_save_task(made), fd)
 
-    def hear(self, until: str) -> list[Report]:
+    def hear(self, until: str) -> list[SaveReport]:
         """Reports up to the one that reads ``tier.kind.step``, or to ``done.step``."""
-        heard: list[Report] = []
+        heard: list[SaveReport] = []
         while True:
             body = wire.receive(self.mine).body
             if "done" in body and until == f"done.{body['done'].partition('-')[2]}":

@@ -10,7 +10,7 @@ import pytest
 
 from closeranks.checkpoint import writing
 from closeranks.checkpoint.manifest import folder_name
-from closeranks.checkpoint.order import Report
+from closeranks.checkpoint.order import SaveReport
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.protocol import Bytes, DeniedError, StorageError
 from tests.checkpoint import saving
@@ -40,11 +40,11 @@ def test_what_did_not_change_is_referred_to_and_never_through_a_second_reference
         save(order(step), settings(tmp_path))
         assert_loads(tmp_path, step)
     manifest = saving.latest_manifest(LocalStorage(tmp_path))
-    assert manifest.referred() == {"step-00000001/data-00000-of-00001.safetensors"}
+    assert manifest.referenced_files() == {"step-00000001/data-00000-of-00001.safetensors"}
     assert {entry.chunk.key for entry in manifest.entries if "/" in entry.file} == {"frozen.weight"}
     assert not manifest.is_full
     save(order(4, is_full=True), settings(tmp_path))
-    assert saving.latest_manifest(LocalStorage(tmp_path)).referred() == frozenset()
+    assert saving.latest_manifest(LocalStorage(tmp_path)).referenced_files() == frozenset()
 
 
 def test_a_state_that_did_not_change_at_all_needs_no_file(tmp_path: Path) -> None:
@@ -165,14 +165,14 @@ def test_a_checkpoint_that_counts_is_never_written_to(tmp_path: Path) -> None:
 
 def test_a_superseded_save_is_given_up(tmp_path: Path) -> None:
     made, buffer = order(1, 0, 2)
-    reports: list[Report] = []
+    reports: list[SaveReport] = []
     asked: list[int] = []
 
     def is_superseded() -> bool:
         asked.append(1)
         return len(asked) > 12  # past its own data: it waits for rank 1
 
-    writing.save(made, saving.source(made, buffer), settings(tmp_path), reports.append, is_superseded)
+    writing.save_to_all_tiers(made, saving.source(made, buffer), settings(tmp_path), reports.append, is_superseded)
     assert kinds(reports) == ["written", "released", "failed"]
     assert "a later save was ordered" in reports[-1].what
     assert kinds(save(order(2), settings(tmp_path)))[-1] == "committed"
@@ -319,14 +319,16 @@ def test_a_part_that_cannot_be_published_feeds_the_second_place_from_its_file(
     fail(monkeypatch, "publish", "part-")
     far = broken.with_name("far")
     made, data = order(1)
-    buffer, reports = bytearray(data), list[Report]()
+    buffer, reports = bytearray(data), list[SaveReport]()
 
-    def report(one: Report) -> None:
+    def report(one: SaveReport) -> None:
         reports.append(one)
         if one.kind == "released":
             buffer[:] = bytes(len(buffer))  # the trainer copies the next state
 
-    writing.save(made, saving.source(made, buffer), settings(broken, remote=str(far)), report, lambda: False)
+    writing.save_to_all_tiers(
+        made, saving.source(made, buffer), settings(broken, remote=str(far)), report, lambda: False
+    )
     assert kinds(reports) == ["written", "released", "failed"]
     assert kinds(reports, "remote") == ["written", "committed"]
     assert_loads(far, 1)
@@ -334,18 +336,18 @@ def test_a_part_that_cannot_be_published_feeds_the_second_place_from_its_file(
 
 def test_a_rank_that_gives_up_tells_rank_0_in_every_place(tmp_path: Path) -> None:
     where = settings(tmp_path / "near", remote=str(tmp_path / "far"), timeout_s=600.0)
-    writing.tell_failure(replace(order(1, 1, 2)[0], chunks=()), where, "its memory is busy")
+    writing.publish_failure(replace(order(1, 1, 2)[0], chunks=()), where, "its memory is busy")
     reports = save(order(1, 0, 2), where)
     failed = [report for report in reports if report.kind == "failed"]
     assert [report.tier for report in failed] == ["primary", "remote"]
     assert all("rank 1 could not save: its memory is busy" in report.what for report in failed)
-    writing.tell_failure(order(2, 1, 2, to_remote=False)[0], where, "its memory is busy")
+    writing.publish_failure(order(2, 1, 2, to_remote=False)[0], where, "its memory is busy")
     assert not (tmp_path / "far/step-00000002").exists()
-    writing.tell_failure(order(3, 0, 2)[0], where, "nobody waits for rank 0")
+    writing.publish_failure(order(3, 0, 2)[0], where, "nobody waits for rank 0")
     assert not (tmp_path / "near/step-00000003").exists()
 
 
 def test_telling_of_a_failure_never_raises(tmp_path: Path) -> None:
     (tmp_path / "near").write_text("a file where a folder should be")
     where = settings(tmp_path / "near", remote="nonsense://place")
-    writing.tell_failure(order(1, 1, 2)[0], where, "its memory is busy")
+    writing.publish_failure(order(1, 1, 2)[0], where, "its memory is busy")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from closeranks import Hook, Session
-from closeranks.checkpoint.courier import Courier
+from closeranks.checkpoint.courier import WriterClient
 from closeranks.checkpoint.manifest import MANIFEST, part_name
 from closeranks.core import faults
 from closeranks.core.environment import detect_world
@@ -49,15 +49,15 @@ class WritersDie(Patient):
 
     def on_start(self, session: Session) -> None:
         faults._DEATH = None
-        notes, last_words = session.folder / f"deaths-{session.world.rank}", Courier._last_words
+        notes, last_words = session.folder / f"deaths-{session.world.rank}", WriterClient._last_words
 
-        def noted(courier: Courier) -> str:
+        def noted(courier: WriterClient) -> str:
             words = last_words(courier)
             with notes.open("a") as file:
                 file.write(words + "\n")
             return words
 
-        Courier._last_words = noted  # type: ignore[method-assign]
+        WriterClient._last_words = noted  # type: ignore[method-assign]
 
     def on_step(self, session: Session, step: Any) -> None:
         super().on_step(session, step)

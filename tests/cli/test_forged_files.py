@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from closeranks.checkpoint.soundness import sound_manifest
+from closeranks.checkpoint.soundness import validate_manifest
 from closeranks.core.environment import set_world
 from closeranks.core.errors import CheckpointError, CloseranksError, UserError
 from closeranks.core.printable import printable
@@ -81,11 +81,11 @@ def test_every_forged_manifest_is_refused_or_sound(real: Path) -> None:
     body = body_of(path / "manifest.json")
     body["tree"] = {key: body["tree"][key] for key in ("progress", "data", "rhythm")}  # the rest is looked at by verbs
     body["tensors"] = body["tensors"][:2]
-    sound_manifest(seal_text("manifest", to_text(body)), str(path))
+    validate_manifest(seal_text("manifest", to_text(body)), str(path))
     refused = 0
     for _, forged in variants(body, SEED):
         with suppress(CheckpointError):
-            sound_manifest(seal_text("manifest", to_text(forged)), str(path))
+            validate_manifest(seal_text("manifest", to_text(forged)), str(path))
             continue
         refused += 1
     assert refused > 1000

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from closeranks.checkpoint.catalogue import Found
+from closeranks.checkpoint.catalogue import FoundCheckpoint
 from closeranks.cli.ckpt.places import pick
 from closeranks.cli.drills.courses import Course, read_course, state_difference
 from closeranks.core.events import Event, RankLost, RanksClosed
@@ -59,7 +59,7 @@ class Ran:
         return read_samples(self.run)
 
     @cached_property
-    def state(self) -> tuple[Found, Any]:
+    def state(self) -> tuple[FoundCheckpoint, Any]:
         return pick(str(self.run))
 
     def told(self, kind: type[Event]) -> list[Any]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.checkpoint.order import Settings
+from closeranks.checkpoint.order import SaveSettings
 from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.saver import Saver
+from closeranks.checkpoint.saver import CheckpointSaver
 from closeranks.core.pieces import Piece
 
 SECTIONS = ("model", "optimizer", "other")
@@ -34,7 +34,7 @@ def write(
 ) -> None:
     """One checkpoint, by one process."""
     config = CheckpointConfig()
-    saver = Saver(0, 1, "test", 9, "data=1", Settings.from_config(config, str(place)), config)
+    saver = CheckpointSaver(0, 1, "test", 9, "data=1", SaveSettings.from_config(config, str(place)), config)
     items = [
         StateTensor(section, key, Piece.whole(key, tuple(tensor.shape)), tensor)
         for section, found in sections.items()

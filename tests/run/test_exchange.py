@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from closeranks.checkpoint.weights.open import open_weights
-from closeranks.checkpoint.weights.shards import Going, Nobody, going, plan_shards
+from closeranks.checkpoint.weights.shards import ExportTensor, NoProgress, plan_export, plan_shards
 from closeranks.checkpoint.weights.taking import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
 from closeranks.core.errors import CheckpointError, ModelError, SetupError, UserError
@@ -51,9 +51,9 @@ def trained(place: Path, table: dict[str, Any], dtype: torch.dtype = torch.float
         for parameter in module.parameters():
             parameter.mul_(8 if parameter.ndim == 2 else 1)
     weights = TorchFile("memory", {name: one.detach() for name, one in module.named_parameters()}, ())
-    tensors = going(weights, {name: name for name in weights.names()})
+    tensors = plan_export(weights, {name: name for name in weights.names()})
     tree = {"config": job.model_dump(mode="json"), "progress": {"step": 3, "position": 12}}
-    save_weights(str(place / "checkpoints"), weights, tensors, tree, Nobody())
+    save_weights(str(place / "checkpoints"), weights, tensors, tree, NoProgress())
     return module.eval()
 
 
@@ -142,7 +142,7 @@ def test_the_model_is_never_whole_in_memory(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_files_are_filled_in_order_and_never_beyond_their_size() -> None:
-    tensors = [Going(str(n), str(n), (size,), torch.uint8) for n, size in enumerate([4, 5, 20, 1, 9, 1, 0])]
+    tensors = [ExportTensor(str(n), str(n), (size,), torch.uint8) for n, size in enumerate([4, 5, 20, 1, 9, 1, 0])]
     assert [[int(one.name) for one in shard] for shard in plan_shards(tensors, 10)] == [[0, 1], [2], [3, 4], [5, 6]]
 
 
@@ -219,7 +219,7 @@ def test_damage_that_is_met_half_way_leaves_nothing(tmp_path: Path) -> None:
 def test_only_a_llama_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
     weights = TorchFile("memory", {"x": torch.ones(3)}, ())
     tree = {"config": {"model": {"name": "digits"}}}
-    save_weights(str(tmp_path / "run" / "checkpoints"), weights, going(weights, {"x": "x"}), tree, Nobody())
+    save_weights(str(tmp_path / "run" / "checkpoints"), weights, plan_export(weights, {"x": "x"}), tree, NoProgress())
     with pytest.raises(ModelError, match="holds the model 'digits'"):
         export_hf(str(tmp_path / "run"), tmp_path / "out", shard_bytes=10**9)
     with pytest.raises(CheckpointError, match="is a checkpoint of ours already"):

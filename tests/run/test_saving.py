@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from closeranks import Hook, Session
-from closeranks.checkpoint.catalogue import find
+from closeranks.checkpoint.catalogue import find_checkpoints
 from closeranks.checkpoint.reader import CheckpointReader, open_newest
 from closeranks.core.errors import BadRecordError, CheckpointError, DataError
 from closeranks.core.events import Resumed, Saved, SaveFailed, Warned
@@ -138,8 +138,8 @@ def test_the_best_state_is_kept_also_where_a_save_was_due_at_its_step(tmp_path: 
     losses = {event.step: event.loss for event in events(run) if event.name == "eval"}
     best = min(losses, key=lambda step: losses[step])
     assert f"step-{best:08d}" in names(run)
-    assert find(str(run)).found[0].manifest is not None
-    assert all(found.manifest.metric is not None for found in find(str(run)) if found.manifest)
+    assert find_checkpoints(str(run)).found[0].manifest is not None
+    assert all(found.manifest.metric is not None for found in find_checkpoints(str(run)) if found.manifest)
 
 
 @pytest.mark.usefixtures("alone")
@@ -409,6 +409,6 @@ def test_only_where_the_best_are_kept_does_the_last_save_wait_for_its_judgement(
 ) -> None:
     train(tmp_path / "run", eval_data=dataset(16), checkpoint={"every": 0, "keep_best": keep_best})
     assert [event.name for event in events(tmp_path / "run") if event.name in order] == order
-    (found,) = find(str(tmp_path / "run"))
+    (found,) = find_checkpoints(str(tmp_path / "run"))
     assert found.manifest is not None
     assert (found.manifest.metric is not None) is bool(keep_best)

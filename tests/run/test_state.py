@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.weights.ours import OurWeights
+from closeranks.checkpoint.weights.ours import CheckpointWeights
 from closeranks.core.errors import CheckpointError
 from closeranks.parallel.apply import whole_tensors
 from closeranks.run.job import load_job
@@ -142,7 +142,7 @@ def test_loading_writes_into_the_tensors_the_optimizer_holds(tmp_path: Path) -> 
     assert not weight.any()
 
 
-def held(tensors: dict[str, Tensor], place: Path) -> OurWeights:
+def held(tensors: dict[str, Tensor], place: Path) -> CheckpointWeights:
     """These weights, through a checkpoint."""
     write(place, {"model": tensors}, {}, 0)
-    return OurWeights(open_newest(str(place)))
+    return CheckpointWeights(open_newest(str(place)))

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from closeranks.checkpoint.courier import Courier
-from closeranks.checkpoint.order import Report
+from closeranks.checkpoint.courier import WriterClient
+from closeranks.checkpoint.order import SaveReport
 from closeranks.storage.lease import Lease, Terms, decode, give_back, mine
 from closeranks.storage.protocol import DeniedError, StorageError
 from closeranks.storage.remote import RemoteStorage
@@ -123,11 +123,11 @@ def test_a_writer_that_is_given_up_leaves_no_lease_to_wait_for(
     monkeypatch.setenv("FSSPEC_S3", json.dumps(servers.options(moto.endpoint)))
     place = f"s3://{prefix}"
     storage = RemoteStorage(place, servers.options(moto.endpoint))
-    one = Courier(saving.settings(place, timeout_s=60.0))
+    one = WriterClient(saving.settings(place, timeout_s=60.0))
     made, buffer = saving.order(1, 0, 2)  # rank 1 never comes
     with saving.memfd(buffer) as fd:
         one.send(made, fd)
-        reports: list[Report] = []
+        reports: list[SaveReport] = []
         while "written" not in saving.kinds(reports):
             reports += one.wait(0.05)
             assert one.is_busy, reports

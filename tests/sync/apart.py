@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from closeranks import Hook, Session
-from closeranks.checkpoint.catalogue import find
+from closeranks.checkpoint.catalogue import find_checkpoints
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.core.events import StepDone
 from closeranks.core.pieces import Piece
@@ -67,7 +67,7 @@ def train(job: Job, folder: Path, hooks: Sequence[Hook] = ()) -> list[tuple[int,
 
 def saved_weights(folder: Path) -> dict[str, Tensor]:
     """The model of a run's newest checkpoint, put together."""
-    newest = find(str(folder / "checkpoints")).candidates()[0]
+    newest = find_checkpoints(str(folder / "checkpoints")).candidates()[0]
     reader = CheckpointReader(newest.storage, newest.name)
     return {key: reader.read(MODEL, key, Piece.whole(key, shape)) for key, shape in reader.shapes(MODEL).items()}
 

@@ -16,7 +16,7 @@ from math import isfinite
 from typing import Protocol
 
 from closeranks.checkpoint.manifest import LATEST, MANIFEST, decode_latest, decode_manifest, parse_folder
-from closeranks.checkpoint.soundness import check_head, read_document
+from closeranks.checkpoint.soundness import read_document, validate_head
 from closeranks.core.errors import CheckpointError
 from closeranks.core.faults import declare, point
 from closeranks.storage.protocol import DeniedError, MissingError, Storage
@@ -29,7 +29,7 @@ COLLECTED = declare("collect.done", "everything that retention lets go is gone")
 _OURS = re.compile(r"(data|part|failure)-\d+-of-\d+\.(safetensors|json)")
 
 
-class Dated(Protocol):
+class RetentionCandidate(Protocol):
     """A checkpoint as retention sees it; a ``Manifest`` is one."""
 
     @property
@@ -41,7 +41,7 @@ class Dated(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionPolicy:
     """The checkpoints to keep besides those that are always kept."""
 
     last: int
@@ -50,35 +50,35 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class CheckpointFiles:
     """The files of a checkpoint according to its manifest: its own and those it refers to."""
 
     name: str
     step: int
     metric: float | None
     own: frozenset[str]
-    referred: frozenset[str]
+    referenced: frozenset[str]
 
-    def needs(self) -> Iterable[str]:
-        return self.referred | {f"{self.name}/{file}" for file in self.own}
+    def needed_files(self) -> Iterable[str]:
+        return self.referenced | {f"{self.name}/{file}" for file in self.own}
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class CheckpointFolder:
     """One checkpoint's folder as it is in the storage."""
 
     name: str
     files: tuple[str, ...]
-    holding: Holding | None
+    contents: CheckpointFiles | None
     """None if it has no manifest, or one that cannot be read."""
 
     @property
     def age(self) -> tuple[int, int]:
-        return age(self.name)
+        return age_key(self.name)
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
+class RemovalPlan:
     """What to remove, in this order. Names are relative to the storage."""
 
     checkpoints: tuple[str, ...]
@@ -88,15 +88,17 @@ class Removal:
     """Folders in which no file is needed any more."""
 
 
-def age(name: str) -> tuple[int, int]:
+def age_key(name: str) -> tuple[int, int]:
     """A sort key that grows with time: later attempts of a run started later, whatever step they started at."""
     step, part = parse_folder(name) or (-1, -1)
     return part, step
 
 
-def doomed(manifests: Sequence[Dated], keep_last: int, keep_every: int, keep_best: int) -> tuple[str, ...]:
+def expired(
+    manifests: Sequence[RetentionCandidate], keep_last: int, keep_every: int, keep_best: int
+) -> tuple[str, ...]:
     """Names of the checkpoints that retention removes, oldest first."""
-    newest = sorted(manifests, key=lambda manifest: age(manifest.name), reverse=True)
+    newest = sorted(manifests, key=lambda manifest: age_key(manifest.name), reverse=True)
     kept = {manifest.name for manifest in newest[: max(keep_last, 2)]}
     if keep_every:
         kept |= {manifest.name for manifest in newest if manifest.step % keep_every == 0}
@@ -107,48 +109,50 @@ def doomed(manifests: Sequence[Dated], keep_last: int, keep_every: int, keep_bes
     return tuple(manifest.name for manifest in reversed(newest) if manifest.name not in kept)
 
 
-def removal(folders: Sequence[Folder], keep: Keep | None, before: str, spare: Collection[str] = ()) -> Removal:
+def plan_removal(
+    folders: Sequence[CheckpointFolder], keep: RetentionPolicy | None, before: str, spare: Collection[str] = ()
+) -> RemovalPlan:
     """``before``: folders without a manifest are removed if they are older than this one; ``spare`` are kept in any
     case. Without ``keep`` every checkpoint is kept. A folder with a damaged manifest is left for a person to look
     at."""
-    holdings = [folder.holding for folder in folders if folder.holding is not None]
-    going = set(doomed(holdings, keep.last, keep.every, keep.best) if keep else ()) - set(spare)
-    needed = {file for holding in holdings if holding.name not in going for file in holding.needs()}
+    holdings = [folder.contents for folder in folders if folder.contents is not None]
+    going = set(expired(holdings, keep.last, keep.every, keep.best) if keep else ()) - set(spare)
+    needed = {file for holding in holdings if holding.name not in going for file in holding.needed_files()}
     files: list[str] = []
     whole: list[str] = []
     for folder in folders:
-        is_unfinished = MANIFEST not in folder.files and folder.age < age(before) and folder.name not in spare
+        is_unfinished = MANIFEST not in folder.files and folder.age < age_key(before) and folder.name not in spare
         paths = [f"{folder.name}/{file}" for file in folder.files]
         if (folder.name in going or is_unfinished) and not needed.intersection(paths):
             whole.append(folder.name)
-        elif folder.name in going or is_unfinished or (folder.holding is not None and folder.name not in spare):
+        elif folder.name in going or is_unfinished or (folder.contents is not None and folder.name not in spare):
             # In a folder that is kept: what a killed commit, or an attempt with another layout, left behind.
             files += [path for path in paths if path not in needed and _OURS.fullmatch(path.rpartition("/")[2])]
-    checkpoints = tuple(sorted(going, key=age))
-    return Removal(checkpoints, tuple(sorted(files)), tuple(sorted(whole, key=age)))
+    checkpoints = tuple(sorted(going, key=age_key))
+    return RemovalPlan(checkpoints, tuple(sorted(files)), tuple(sorted(whole, key=age_key)))
 
 
-def survey(storage: Storage, *, only_if_unfinished: bool = False) -> tuple[Folder, ...]:
+def list_folders(storage: Storage, *, only_if_unfinished: bool = False) -> tuple[CheckpointFolder, ...]:
     """All checkpoint folders. Reads every manifest, unless ``only_if_unfinished`` is set and no folder lacks one. A
     manifest that cannot be read because of a storage error raises: nothing may be decided without it."""
     names = [name.rstrip("/") for name in storage.names() if name.endswith("/") and parse_folder(name)]
     found = {name: tuple(storage.names(name)) for name in names}
     if only_if_unfinished and all(MANIFEST in files for files in found.values()):
         return ()
-    return tuple(Folder(name, files, _holding(storage, name, files)) for name, files in found.items())
+    return tuple(CheckpointFolder(name, files, _holding(storage, name, files)) for name, files in found.items())
 
 
-def _holding(storage: Storage, name: str, files: tuple[str, ...]) -> Holding | None:
+def _holding(storage: Storage, name: str, files: tuple[str, ...]) -> CheckpointFiles | None:
     path = f"{name}/{MANIFEST}"
     if MANIFEST not in files:
         return None
     try:
         manifest = decode_manifest(read_document(storage, path), path)
-        check_head(manifest, name)
+        validate_head(manifest, name)
     except (CheckpointError, MissingError):
         return None
     own = frozenset(file.name for file in manifest.files)
-    return Holding(name, manifest.step, manifest.metric, own, manifest.referred())
+    return CheckpointFiles(name, manifest.step, manifest.metric, own, manifest.referenced_files())
 
 
 def named_by_latest(storage: Storage) -> tuple[str, ...]:
@@ -158,7 +162,7 @@ def named_by_latest(storage: Storage) -> tuple[str, ...]:
         return ()
 
 
-def remove(storage: Storage, what: Removal) -> None:
+def apply_removal(storage: Storage, what: RemovalPlan) -> None:
     """Carry out the plan; the caller holds the lock."""
     for name in what.checkpoints:
         storage.remove(f"{name}/{MANIFEST}")
@@ -171,10 +175,12 @@ def remove(storage: Storage, what: Removal) -> None:
         point(FOLDER_REMOVED)
 
 
-def collect(storage: Storage, keep: Keep, committed: str, spare: Collection[str] = ()) -> tuple[str, ...]:
+def apply_retention(
+    storage: Storage, keep: RetentionPolicy, committed: str, spare: Collection[str] = ()
+) -> tuple[str, ...]:
     """Apply retention after a commit; the caller holds the lock. Returns the names of the removed checkpoints."""
-    what = removal(survey(storage), keep, committed, (*spare, *named_by_latest(storage)))
-    remove(storage, what)
+    what = plan_removal(list_folders(storage), keep, committed, (*spare, *named_by_latest(storage)))
+    apply_removal(storage, what)
     with suppress(DeniedError):  # an object store may refuse to list its uploads
         storage.sweep()
     point(COLLECTED)
@@ -184,5 +190,5 @@ def collect(storage: Storage, keep: Keep, committed: str, spare: Collection[str]
 def clear_unfinished(storage: Storage, saving: str, spare: Collection[str] = ()) -> None:
     """Make room before a save: remove what failed or killed saves left. The caller holds the lock and is about to save
     ``saving``."""
-    folders = survey(storage, only_if_unfinished=True)
-    remove(storage, removal(folders, None, saving, (*spare, saving)))
+    folders = list_folders(storage, only_if_unfinished=True)
+    apply_removal(storage, plan_removal(folders, None, saving, (*spare, saving)))

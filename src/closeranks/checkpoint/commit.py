@@ -17,16 +17,16 @@ from math import isfinite, prod
 
 from blake3 import blake3
 
-from closeranks.checkpoint.collect import age
+from closeranks.checkpoint.collect import age_key
 from closeranks.checkpoint.datafile import SaveError
 from closeranks.checkpoint.documents import seal, unseal
 from closeranks.checkpoint.manifest import (
     LATEST,
     MANIFEST,
-    Entry,
-    Latest,
-    Manifest,
-    Part,
+    CheckpointManifest,
+    ChunkLocation,
+    LatestPointer,
+    RankPart,
     decode_latest,
     decode_manifest,
     decode_part,
@@ -34,8 +34,8 @@ from closeranks.checkpoint.manifest import (
     encode_manifest,
     part_name,
 )
-from closeranks.checkpoint.order import Order
-from closeranks.checkpoint.references import absent
+from closeranks.checkpoint.order import SaveTask
+from closeranks.checkpoint.references import missing_files
 from closeranks.core.errors import CheckpointError
 from closeranks.core.faults import declare, point
 from closeranks.core.overlaps import plan
@@ -53,17 +53,17 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class PollInterval:
     """Polling interval: short at first, since most ranks finish at the same time, then growing."""
 
     first_s: float
     most_s: float
 
 
-LOCAL, REMOTE = Rhythm(0.01, 0.25), Rhythm(0.5, 2.0)
+LOCAL, REMOTE = PollInterval(0.01, 0.25), PollInterval(0.5, 2.0)
 
 
-def committed(storage: Storage, folder: str) -> Manifest | None:
+def read_committed(storage: Storage, folder: str) -> CheckpointManifest | None:
     """The manifest in a folder; None if there is none."""
     path = f"{folder}/{MANIFEST}"
     try:
@@ -72,9 +72,9 @@ def committed(storage: Storage, folder: str) -> Manifest | None:
         return None
 
 
-def gather(
-    storage: Storage, order: Order, own: Part, timeout_s: float, breathe: Callable[[], None]
-) -> tuple[Part, ...]:
+def gather_parts(
+    storage: Storage, order: SaveTask, own: RankPart, timeout_s: float, breathe: Callable[[], None]
+) -> tuple[RankPart, ...]:
     """The parts of this save, by rank; waits for those of the other ranks. ``breathe`` may raise to cancel."""
     rhythm = LOCAL if storage.is_local else REMOTE
     found, until, pause_s = {own.rank: own}, time.monotonic() + timeout_s, rhythm.first_s
@@ -96,7 +96,7 @@ def gather(
         pause_s = min(pause_s * 1.5, rhythm.most_s)
 
 
-def _part(storage: Storage, order: Order, rank: int, names: set[str]) -> Part | None:
+def _part(storage: Storage, order: SaveTask, rank: int, names: set[str]) -> RankPart | None:
     """The part that a rank has published for this save, if any; documents left by another save are ignored."""
     failure, name = failure_name(rank, order.num_ranks), part_name(rank, order.num_ranks)
     if failure in names:
@@ -117,14 +117,14 @@ def failure_name(rank: int, num_ranks: int) -> str:
     return part_name(rank, num_ranks).replace("part-", "failure-")
 
 
-def encode_failure(order: Order, what: str) -> bytes:
+def encode_failure(order: SaveTask, what: str) -> bytes:
     """The document that a rank publishes if it cannot save, so that rank 0 need not wait for it."""
     return seal("failure", {"save": order.save, "rank": order.rank, "what": what})
 
 
-def problem(parts: Sequence[Part]) -> str:
+def coverage_problem(parts: Sequence[RankPart]) -> str:
     """Why the parts do not cover each tensor of the state exactly once; empty if they do."""
-    tensors: dict[tuple[str, str], list[Entry]] = {}
+    tensors: dict[tuple[str, str], list[ChunkLocation]] = {}
     for part in parts:
         for entry in part.entries:
             tensors.setdefault((entry.chunk.section, entry.chunk.key), []).append(entry)
@@ -135,7 +135,7 @@ def problem(parts: Sequence[Part]) -> str:
     return ""
 
 
-def _tensor_problem(entries: Sequence[Entry]) -> str:
+def _tensor_problem(entries: Sequence[ChunkLocation]) -> str:
     first = entries[0].chunk
     if any((entry.chunk.dtype, entry.chunk.piece.shape) != (first.dtype, first.piece.shape) for entry in entries):
         return "was saved in two types or shapes"
@@ -153,23 +153,23 @@ def _tensor_problem(entries: Sequence[Entry]) -> str:
     return ""
 
 
-def check_bytes(storage: Storage, folder: str, parts: Iterable[Part]) -> None:
+def check_file_sizes(storage: Storage, folder: str, parts: Iterable[RankPart]) -> None:
     """Check that every file the manifest will name exists and has the right size."""
     for part in parts:
         for file in part.files:
             if storage.size(f"{folder}/{file.name}") != file.num_bytes:
                 raise SaveError(f"{storage.url}/{folder}/{file.name} has not the size that rank {part.rank} wrote")
-        for name in absent(part.entries, storage.size):
+        for name in missing_files(part.entries, storage.size):
             raise SaveError(f"{storage.url}/{name}, which rank {part.rank} refers to, is gone or cut short")
 
 
-def commit(storage: Storage, order: Order, parts: Sequence[Part]) -> Manifest:
+def commit(storage: Storage, order: SaveTask, parts: Sequence[RankPart]) -> CheckpointManifest:
     """Commit the checkpoint. An error before the manifest is published leaves it uncommitted; after that nothing
     raises."""
-    what = problem(parts)
+    what = coverage_problem(parts)
     if what:
         raise SaveError(f"the ranks' parts of {order.folder} do not fit: {what}")
-    check_bytes(storage, order.folder, parts)
+    check_file_sizes(storage, order.folder, parts)
     point(PARTS_GATHERED)
     manifest = _manifest(order, parts)
     data = encode_manifest(manifest)
@@ -186,23 +186,23 @@ def commit(storage: Storage, order: Order, parts: Sequence[Part]) -> Manifest:
         with suppress(StorageError):  # the next retention run removes it
             storage.remove(f"{order.folder}/{part_name(rank, order.num_ranks)}")
     point(PARTS_REMOVED)
-    _point_at(storage, Latest(order.folder, blake3(data).hexdigest()))
+    _point_at(storage, LatestPointer(order.folder, blake3(data).hexdigest()))
     point(LATEST_PUBLISHED)
     return manifest
 
 
-def mend_latest(storage: Storage, folder: str) -> None:
+def repair_latest(storage: Storage, folder: str) -> None:
     """For a committed checkpoint: if ``latest`` is damaged or names an older one, the commit was interrupted, and
     ``latest`` is written again."""
     try:
         named = decode_latest(storage.read(LATEST), LATEST).name
     except (MissingError, CheckpointError):
         named = ""
-    if age(named) < age(folder):
-        _point_at(storage, Latest(folder, blake3(storage.read(f"{folder}/{MANIFEST}")).hexdigest()))
+    if age_key(named) < age_key(folder):
+        _point_at(storage, LatestPointer(folder, blake3(storage.read(f"{folder}/{MANIFEST}")).hexdigest()))
 
 
-def _point_at(storage: Storage, latest: Latest) -> None:
+def _point_at(storage: Storage, latest: LatestPointer) -> None:
     """Publish ``latest``. The checkpoint is committed without it, so a failure here does not fail the save; the next
     commit updates it."""
     pauses = iter(_PAUSES_S)
@@ -219,11 +219,11 @@ def _point_at(storage: Storage, latest: Latest) -> None:
             return
 
 
-def _manifest(order: Order, parts: Sequence[Part]) -> Manifest:
+def _manifest(order: SaveTask, parts: Sequence[RankPart]) -> CheckpointManifest:
     if order.tree is None:
         raise CheckpointError(f"the order to save step {order.step} came without the state's tree")
     entries = tuple(entry for part in parts for entry in part.entries)
-    return Manifest(
+    return CheckpointManifest(
         name=order.folder,
         step=order.step,
         save=order.save,

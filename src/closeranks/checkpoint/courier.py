@@ -27,7 +27,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from closeranks.checkpoint import wire
-from closeranks.checkpoint.order import Order, Report, Settings, Tier, decode_report, encode_order, encode_settings
+from closeranks.checkpoint.order import (
+    SaveReport,
+    SaveSettings,
+    SaveTask,
+    StorageTier,
+    decode_report,
+    encode_save_task,
+    encode_settings,
+)
 from closeranks.core.environment import child_environment
 
 _SEND_S = 10.0
@@ -41,27 +49,27 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingSave:
     """A save that was sent to the writer and is not done."""
 
-    order: Order
+    order: SaveTask
     heard_at: float
-    lane: Tier = "primary"
+    tier: StorageTier = "primary"
     """The storage tier that it is being written to, or queued for."""
     is_released: bool = False
-    ended: tuple[Tier, ...] = ()
+    ended: tuple[StorageTier, ...] = ()
     """Tiers on which it was committed or has failed."""
 
 
-class Courier:
-    def __init__(self, settings: Settings, patience_s: float | None = None) -> None:
+class WriterClient:
+    def __init__(self, settings: SaveSettings, patience_s: float | None = None) -> None:
         """``patience_s``: a writer without a heartbeat for this long is considered stuck."""
         self._settings = settings
         self._patience_s = settings.timeout_s + _GRACE_S if patience_s is None else patience_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._flights: dict[str, Flight] = {}
-        self._unheard: list[Report] = []
+        self._flights: dict[str, PendingSave] = {}
+        self._unheard: list[SaveReport] = []
 
     def start(self) -> None:
         """Start the process before the first save, so that the save need not wait. If it cannot be started, ``send``
@@ -89,16 +97,16 @@ class Courier:
         wire.send(mine, encode_settings(self._settings))
         return mine
 
-    def send(self, order: Order, fd: int | None) -> None:
+    def send(self, order: SaveTask, fd: int | None) -> None:
         """``fd``: of the buffer; still owned by the caller, who must not change its bytes until ``released``."""
         self._listen()  # a writer that has died meanwhile is replaced, not written to
-        self._flights[order.save] = Flight(order, time.monotonic())
+        self._flights[order.save] = PendingSave(order, time.monotonic())
         try:
-            wire.send(self._start(), encode_order(order), fd)
+            wire.send(self._start(), encode_save_task(order), fd)
         except OSError as error:
             self._lose(f"the writer could not be reached: {error}")
 
-    def poll(self) -> list[Report]:
+    def poll(self) -> list[SaveReport]:
         self._listen()
         heard, self._unheard = self._unheard, []
         return heard
@@ -123,7 +131,7 @@ class Courier:
         """Whether any save is unfinished on any tier, according to the messages received so far."""
         return bool(self._flights)
 
-    def wait(self, timeout_s: float) -> list[Report]:
+    def wait(self, timeout_s: float) -> list[SaveReport]:
         """Reports received until nothing is in flight or the time is up."""
         until, heard = time.monotonic() + timeout_s, self.poll()
         while self._flights and time.monotonic() < until:
@@ -132,7 +140,7 @@ class Courier:
             heard += self.poll()
         return heard
 
-    def close(self, wait_s: float = 0.0) -> list[Report]:
+    def close(self, wait_s: float = 0.0) -> list[SaveReport]:
         """Returns the reports received meanwhile; saves still in flight after ``wait_s`` are cancelled and reported as
         failed."""
         heard = self.wait(wait_s) if wait_s else self.poll()
@@ -147,30 +155,30 @@ class Courier:
         waiting.register(self._connection, select.POLLIN)
         return bool(waiting.poll(wait_s * 1000))
 
-    def _hear(self, message: wire.Message) -> None:
+    def _hear(self, message: wire.WriterMessage) -> None:
         body = message.body
         if "report" in body:
             report = decode_report(body["report"])
             self._unheard.append(report)
             flight = self._flights.get(report.save)
             if flight is not None:
-                self._hear_from(flight.lane)
+                self._hear_from(flight.tier)
                 flight.is_released |= report.kind == "released"
                 flight.ended += (report.tier,) if report.kind in ("committed", "failed") else ()
             return
         ((word, save),) = body.items()
         if save in self._flights:
-            self._hear_from(self._flights[save].lane)
+            self._hear_from(self._flights[save].tier)
             if word == "passed":
-                self._flights[save].lane = "remote"
+                self._flights[save].tier = "remote"
             elif word == "done":
                 del self._flights[save]
 
-    def _hear_from(self, lane: Tier) -> None:
+    def _hear_from(self, lane: StorageTier) -> None:
         """A heartbeat of a tier counts for all saves queued on it, but says nothing about the other tier."""
         now = time.monotonic()
         for flight in self._flights.values():
-            if flight.lane == lane:
+            if flight.tier == lane:
                 flight.heard_at = now
 
     def _lose(self, why: str, leave_s: float = 0.0) -> None:
@@ -214,14 +222,14 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
             threading.Thread(target=process.wait, name="reap", daemon=True).start()
 
 
-def _given_up(flight: Flight, settings: Settings, why: str) -> list[Report]:
+def _given_up(flight: PendingSave, settings: SaveSettings, why: str) -> list[SaveReport]:
     order = flight.order
-    tiers: list[tuple[Tier, str]] = [("primary", settings.place)]
+    tiers: list[tuple[StorageTier, str]] = [("primary", settings.place)]
     if settings.remote and order.to_remote:
         tiers.append(("remote", settings.remote))
     found = [
-        Report("failed", order.save, order.step, tier, what=f"step {order.step} was not saved to {place}: {why}")
+        SaveReport("failed", order.save, order.step, tier, what=f"step {order.step} was not saved to {place}: {why}")
         for tier, place in tiers
         if tier not in flight.ended
     ]
-    return found if flight.is_released else [*found, Report("released", order.save, order.step)]
+    return found if flight.is_released else [*found, SaveReport("released", order.save, order.step)]

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
-from closeranks.checkpoint.digests import blake3_hex, crc32c, spread_digest
+from closeranks.checkpoint.digests import blake3_hex, crc32c, layout_independent_digest
 from closeranks.checkpoint.manifest import Chunk, DataFile
 from closeranks.core.faults import declare, point
 from closeranks.storage.protocol import Storage
@@ -51,7 +51,7 @@ _NAMES = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 
-Source = Callable[[int], memoryview]
+ChunkSource = Callable[[int], memoryview]
 """The bytes of the n-th chunk of a save; called from one thread."""
 
 
@@ -60,13 +60,13 @@ class SaveError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Digests:
+class ChunkDigests:
     blake3: str
-    share: int
+    digest_term: int
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class DataFilePlan:
     """Header and offsets of a data file, before it is written."""
 
     header: bytes
@@ -76,7 +76,7 @@ class Outline:
     num_bytes: int
 
 
-def outline(chunks: Sequence[Chunk]) -> Outline:
+def plan_data_file(chunks: Sequence[Chunk]) -> DataFilePlan:
     """Dtypes that safetensors does not define are written as plain bytes; the manifest has the dtype."""
     ends = list(accumulate((chunk.num_bytes for chunk in chunks), initial=0))
     rows: dict[str, object] = {}
@@ -90,33 +90,33 @@ def outline(chunks: Sequence[Chunk]) -> Outline:
     text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    return Outline(header, tuple(len(header) + begin for begin in ends[:-1]), len(header) + ends[-1])
+    return DataFilePlan(header, tuple(len(header) + begin for begin in ends[:-1]), len(header) + ends[-1])
 
 
-def digests_of(chunk: Chunk, data: memoryview) -> Digests:
+def digest_chunk(chunk: Chunk, data: memoryview) -> ChunkDigests:
     """The digests of a chunk, after checking that its bytes still match the source's checksum."""
-    check(chunk, data)
-    return Digests(blake3_hex(data), spread_digest(data, chunk.dtype, chunk.piece))
+    check_chunk(chunk, data)
+    return ChunkDigests(blake3_hex(data), layout_independent_digest(data, chunk.dtype, chunk.piece))
 
 
-def check(chunk: Chunk, data: memoryview) -> None:
+def check_chunk(chunk: Chunk, data: memoryview) -> None:
     if data.nbytes != chunk.num_bytes or crc32c(data) != chunk.crc32c:
         raise SaveError(f"memory changed between copy and write: {chunk.section}/{chunk.key} is not what it was")
 
 
-def write(
+def write_data_file(
     storage: Storage,
     path: str,
     chunks: Mapping[int, Chunk],
-    source: Source,
-    known: Mapping[int, Digests],
+    source: ChunkSource,
+    known: Mapping[int, ChunkDigests],
     breathe: Callable[[], None],
-) -> tuple[DataFile, Outline, dict[int, Digests]]:
+) -> tuple[DataFile, DataFilePlan, dict[int, ChunkDigests]]:
     """Write the chunks, keyed by their index in the save; ``breathe`` runs between them and may raise to cancel.
 
     Chunks with ``known`` digests are only compared with their checksum.
     """
-    plan = outline(tuple(chunks.values()))
+    plan = plan_data_file(tuple(chunks.values()))
     sink = storage.create(path, plan.num_bytes)
     hasher = ThreadPoolExecutor(1, "digests")
     try:
@@ -138,19 +138,19 @@ def write(
 def _stream(
     put: Callable[[memoryview], None],
     chunks: Mapping[int, Chunk],
-    source: Source,
-    known: Mapping[int, Digests],
+    source: ChunkSource,
+    known: Mapping[int, ChunkDigests],
     breathe: Callable[[], None],
     hasher: ThreadPoolExecutor,
-) -> dict[int, Future[Digests]]:
-    digests: dict[int, Future[Digests]] = {}
-    behind: deque[Future[Digests]] = deque()
+) -> dict[int, Future[ChunkDigests]]:
+    digests: dict[int, Future[ChunkDigests]] = {}
+    behind: deque[Future[ChunkDigests]] = deque()
     for place, (number, chunk) in enumerate(chunks.items()):
         data = source(number)
         if number in known:
-            check(chunk, data)
+            check_chunk(chunk, data)
         else:
-            digests[number] = hasher.submit(digests_of, chunk, data)
+            digests[number] = hasher.submit(digest_chunk, chunk, data)
             behind.append(digests[number])
         put(data)
         del data

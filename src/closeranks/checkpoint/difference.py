@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from closeranks.checkpoint.manifest import Manifest
+from closeranks.checkpoint.manifest import CheckpointManifest
 
-Verdict = Literal["equal", "differs", "shape", "dtype", "only in A", "only in B"]
+TensorVerdict = Literal["equal", "differs", "shape", "dtype", "only in A", "only in B"]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class TensorSummary:
     """What a manifest says about a whole tensor."""
 
     shape: tuple[int, ...]
@@ -26,18 +26,18 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     section: str
     key: str
-    verdict: Verdict
-    a: Facts | None
-    b: Facts | None
+    verdict: TensorVerdict
+    a: TensorSummary | None
+    b: TensorSummary | None
 
 
-def facts(manifest: Manifest) -> dict[tuple[str, str], Facts]:
+def tensor_summaries(manifest: CheckpointManifest) -> dict[tuple[str, str], TensorSummary]:
     digests = manifest.digests()
     return {
-        name: Facts(
+        name: TensorSummary(
             entries[0].chunk.piece.shape,
             entries[0].chunk.dtype,
             digests[name],
@@ -48,16 +48,16 @@ def facts(manifest: Manifest) -> dict[tuple[str, str], Facts]:
     }
 
 
-def diff(a: Manifest, b: Manifest) -> list[Difference]:
+def diff_manifests(a: CheckpointManifest, b: CheckpointManifest) -> list[TensorDifference]:
     """Every tensor of both, in the order of ``a``, then what only ``b`` has."""
-    one, other = facts(a), facts(b)
+    one, other = tensor_summaries(a), tensor_summaries(b)
     return [
-        Difference(*name, _verdict(one.get(name), other.get(name)), one.get(name), other.get(name))
+        TensorDifference(*name, _verdict(one.get(name), other.get(name)), one.get(name), other.get(name))
         for name in dict.fromkeys((*one, *other))
     ]
 
 
-def _verdict(a: Facts | None, b: Facts | None) -> Verdict:
+def _verdict(a: TensorSummary | None, b: TensorSummary | None) -> TensorVerdict:
     if a is None or b is None:
         return "only in B" if a is None else "only in A"
     if a.shape != b.shape:

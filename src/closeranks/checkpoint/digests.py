@@ -73,7 +73,7 @@ def blake3_hex(data: Bytes) -> str:
     return str(blake3(data).hexdigest())
 
 
-def spread_digest(data: Bytes, dtype: str, piece: Piece) -> int:
+def layout_independent_digest(data: Bytes, dtype: str, piece: Piece) -> int:
     """The term of ``data``, the piece's elements in the piece's own order, in the digest of the whole tensor."""
     size = item_bytes(dtype)
     if memoryview(data).nbytes != piece.numel * size:

@@ -43,7 +43,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ChunkLocation:
     """A chunk, where it lies, and its digests."""
 
     chunk: Chunk
@@ -53,7 +53,7 @@ class Entry:
     """Offset of its first byte in the file."""
     blake3: str
     """BLAKE3 of its bytes: 64 hex digits."""
-    share: int
+    digest_term: int
     """Its term of the tensor's layout-independent digest (see ``digests.spread_digest``)."""
 
 
@@ -69,7 +69,7 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What one rank wrote."""
 
     rank: int
@@ -78,11 +78,11 @@ class Part:
     """Identifies the attempt: parts of different attempts never make one checkpoint."""
     files: tuple[DataFile, ...]
     """At most one today; none if nothing that this rank writes has changed."""
-    entries: tuple[Entry, ...]
+    entries: tuple[ChunkLocation, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     name: str
     """Name of its folder."""
     step: int
@@ -98,7 +98,7 @@ class Manifest:
     tree: Mapping[str, Any]
     """The non-tensor part of the state, as plain JSON values."""
     files: tuple[DataFile, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[ChunkLocation, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -110,24 +110,24 @@ class Manifest:
         """Size of its own files."""
         return sum(file.num_bytes for file in self.files)
 
-    def tensors(self) -> dict[tuple[str, str], tuple[Entry, ...]]:
+    def tensors(self) -> dict[tuple[str, str], tuple[ChunkLocation, ...]]:
         """The chunks of each tensor, by section and key."""
-        found: dict[tuple[str, str], list[Entry]] = {}
+        found: dict[tuple[str, str], list[ChunkLocation]] = {}
         for entry in self.entries:
             found.setdefault((entry.chunk.section, entry.chunk.key), []).append(entry)
         return {name: tuple(entries) for name, entries in found.items()}
 
     def digests(self) -> dict[tuple[str, str], int]:
         """The layout-independent digest of each tensor: equal whatever layout saved it."""
-        return {name: sum(entry.share for entry in entries) % 2**64 for name, entries in self.tensors().items()}
+        return {name: sum(entry.digest_term for entry in entries) % 2**64 for name, entries in self.tensors().items()}
 
-    def referred(self) -> frozenset[str]:
+    def referenced_files(self) -> frozenset[str]:
         """Files of other checkpoints that this one needs, as ``folder/file``."""
         return frozenset(entry.file for entry in self.entries if "/" in entry.file)
 
 
 @dataclass(frozen=True, slots=True)
-class Latest:
+class LatestPointer:
     name: str
     blake3: str
     """BLAKE3 of all bytes of the manifest."""
@@ -155,7 +155,7 @@ def part_name(rank: int, num_ranks: int) -> str:
 # Encoding and decoding of documents. A damaged or foreign one is refused with an error that names it.
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: CheckpointManifest) -> bytes:
     body = {
         "name": manifest.name,
         "step": manifest.step,
@@ -172,10 +172,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return seal("manifest", body)
 
 
-def decode_manifest(data: bytes, name: str) -> Manifest:
+def decode_manifest(data: bytes, name: str) -> CheckpointManifest:
     body = unseal("manifest", data, name)
     with _refused(name):
-        return Manifest(
+        return CheckpointManifest(
             **{key: body[key] for key in ("name", "step", "save", "num_ranks", "layout", "created", "is_full")},
             metric=body["metric"],
             tree=body["tree"],
@@ -184,7 +184,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         )
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: RankPart) -> bytes:
     body = {
         "rank": part.rank,
         "num_ranks": part.num_ranks,
@@ -195,10 +195,10 @@ def encode_part(part: Part) -> bytes:
     return seal("part", body)
 
 
-def decode_part(data: bytes, name: str) -> Part:
+def decode_part(data: bytes, name: str) -> RankPart:
     body = unseal("part", data, name)
     with _refused(name):
-        return Part(
+        return RankPart(
             body["rank"],
             body["num_ranks"],
             body["save"],
@@ -207,21 +207,21 @@ def decode_part(data: bytes, name: str) -> Part:
         )
 
 
-def encode_latest(latest: Latest) -> bytes:
+def encode_latest(latest: LatestPointer) -> bytes:
     return seal("latest", {"name": latest.name, "blake3": latest.blake3})
 
 
-def decode_latest(data: bytes, name: str) -> Latest:
+def decode_latest(data: bytes, name: str) -> LatestPointer:
     body = unseal("latest", data, name)
     with _refused(name):
-        return Latest(str(body["name"]), str(body["blake3"]))
+        return LatestPointer(str(body["name"]), str(body["blake3"]))
 
 
 def _file_row(file: DataFile) -> list[Any]:
     return [file.name, file.num_bytes, file.header_bytes, file.header_crc32c]
 
 
-def _tensor_rows(entries: Iterable[Entry]) -> list[Any]:
+def _tensor_rows(entries: Iterable[ChunkLocation]) -> list[Any]:
     """One object for each tensor, with its chunks as rows: the manifest of a large run has a million of them."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
@@ -241,18 +241,18 @@ def _tensor_rows(entries: Iterable[Entry]) -> list[Any]:
         flat = None if piece.flat is None else list(piece.flat)
         where = [list(piece.start), list(piece.size), flat]
         row["chunks"].append(
-            [*where, entry.file, entry.offset, chunk.num_bytes, chunk.crc32c, entry.blake3, f"{entry.share:016x}"]
+            [*where, entry.file, entry.offset, chunk.num_bytes, chunk.crc32c, entry.blake3, f"{entry.digest_term:016x}"]
         )
     return list(rows.values())
 
 
-def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterable[Entry]:
+def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterable[ChunkLocation]:
     for row in rows:
         section, key, dtype, shape = row["section"], row["key"], row["dtype"], tuple(row["shape"])
         for start, size, flat, file, offset, num_bytes, crc, blake, share in row["chunks"]:
             piece = Piece(key, shape, tuple(start), tuple(size), None if flat is None else (flat[0], flat[1]))
             chunk = Chunk(section, key, dtype, piece, num_bytes, crc)
-            yield Entry(chunk, file, offset, blake, int(share, 16))
+            yield ChunkLocation(chunk, file, offset, blake, int(share, 16))
 
 
 class _refused:
@@ -271,6 +271,6 @@ class _refused:
             raise CheckpointError(what, "Use an earlier checkpoint.") from error
 
 
-def moved(entry: Entry, folder: str) -> Entry:
+def as_reference(entry: ChunkLocation, folder: str) -> ChunkLocation:
     """The same entry, as another checkpoint refers to it."""
     return entry if "/" in entry.file else replace(entry, file=f"{folder}/{entry.file}")

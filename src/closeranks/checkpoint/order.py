@@ -18,12 +18,12 @@ from closeranks.core.pieces import Piece
 if TYPE_CHECKING:
     from closeranks.checkpoint.config import CheckpointConfig
 
-Tier = Literal["primary", "remote"]
-Kind = Literal["written", "released", "committed", "failed", "collected"]
+StorageTier = Literal["primary", "remote"]
+SaveReportKind = Literal["written", "released", "committed", "failed", "collected"]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SaveTask:
     """One save, as one rank sees it."""
 
     save: str
@@ -43,13 +43,13 @@ class Order:
     tree: Mapping[str, Any] | None
     """Rank 0 only: the non-tensor part of the state."""
     metric: float | None
-    begin: int = 0
+    data_offset: int = 0
     """Offset of the first chunk in the shared memory."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Offset of each chunk's first byte."""
-        return tuple(accumulate((chunk.num_bytes for chunk in self.chunks[:-1]), initial=self.begin))[
+        return tuple(accumulate((chunk.num_bytes for chunk in self.chunks[:-1]), initial=self.data_offset))[
             : len(self.chunks)
         ]
 
@@ -59,7 +59,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SaveSettings:
     """Settings that are the same for all saves of a writer."""
 
     place: str
@@ -74,7 +74,7 @@ class Settings:
     nice: int
 
     @classmethod
-    def from_config(cls, config: CheckpointConfig, place: str) -> Settings:
+    def from_config(cls, config: CheckpointConfig, place: str) -> SaveSettings:
         """``place``: where the run's checkpoints go if the config names no folder."""
         return cls(
             place=config.folder or place,
@@ -89,7 +89,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SaveReport:
     """Progress or result of a save.
 
     written     this rank's data is durable in ``tier`` (``path``: its file, ``num_bytes``, ``seconds`` since the save
@@ -101,10 +101,10 @@ class Report:
                 not remove, which does not fail the save
     """
 
-    kind: Kind
+    kind: SaveReportKind
     save: str
     step: int
-    tier: Tier = "primary"
+    tier: StorageTier = "primary"
     what: str = ""
     path: str = ""
     num_bytes: int = 0
@@ -112,12 +112,12 @@ class Report:
     names: tuple[str, ...] = ()
 
 
-def session_of(save: str) -> str:
+def session_token(save: str) -> str:
     """The token shared by all saves of a session; within a session, a step has one state."""
     return save.rpartition("-")[0]
 
 
-def encode_order(order: Order) -> dict[str, Any]:
+def encode_save_task(order: SaveTask) -> dict[str, Any]:
     return {
         "save": order.save,
         "folder": order.folder,
@@ -130,28 +130,28 @@ def encode_order(order: Order) -> dict[str, Any]:
         "to_remote": order.to_remote,
         "tree": None if order.tree is None else dict(order.tree),
         "metric": order.metric,
-        "begin": order.begin,
+        "begin": order.data_offset,
     }
 
 
-def decode_order(values: Mapping[str, Any]) -> Order:
-    return Order(**{**values, "chunks": tuple(_chunk(row) for row in values["chunks"])})
+def decode_save_task(values: Mapping[str, Any]) -> SaveTask:
+    return SaveTask(**{**values, "chunks": tuple(_chunk(row) for row in values["chunks"])})
 
 
-def encode_settings(settings: Settings) -> dict[str, Any]:
+def encode_settings(settings: SaveSettings) -> dict[str, Any]:
     return asdict(settings)
 
 
-def decode_settings(values: Mapping[str, Any]) -> Settings:
-    return Settings(**values)
+def decode_settings(values: Mapping[str, Any]) -> SaveSettings:
+    return SaveSettings(**values)
 
 
-def encode_report(report: Report) -> dict[str, Any]:
+def encode_report(report: SaveReport) -> dict[str, Any]:
     return {**asdict(report), "names": list(report.names)}
 
 
-def decode_report(values: Mapping[str, Any]) -> Report:
-    return Report(**{**values, "names": tuple(values["names"])})
+def decode_report(values: Mapping[str, Any]) -> SaveReport:
+    return SaveReport(**{**values, "names": tuple(values["names"])})
 
 
 def _chunk_row(chunk: Chunk) -> list[Any]:

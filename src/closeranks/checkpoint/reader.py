@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from closeranks.checkpoint.catalogue import find
-from closeranks.checkpoint.chunks import Chunks
-from closeranks.checkpoint.manifest import Entry, Manifest
-from closeranks.checkpoint.soundness import FIX, read_manifest, uncovered
+from closeranks.checkpoint.catalogue import find_checkpoints
+from closeranks.checkpoint.chunks import ChunkReader
+from closeranks.checkpoint.manifest import CheckpointManifest, ChunkLocation
+from closeranks.checkpoint.soundness import FIX, coverage_gap, read_manifest
 from closeranks.core.errors import CheckpointError
 from closeranks.core.overlaps import Box, Overlap, Run, plan
 from closeranks.core.pieces import Piece
@@ -45,9 +45,9 @@ class CheckpointReader:
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self.path = f"{storage.url}/{folder}"
-        self.manifest: Manifest = read_manifest(storage, folder)
+        self.manifest: CheckpointManifest = read_manifest(storage, folder)
         self._tensors = self.manifest.tensors()
-        self._chunks = Chunks(storage, folder, self.manifest)
+        self._chunks = ChunkReader(storage, folder, self.manifest)
         self._covered: set[tuple[str, str]] = set()
         self._kept = _Kept(_KEPT_BYTES)
         self._num_threads = min(4, os.cpu_count() or 1) if storage.is_local else _REMOTE_THREADS
@@ -72,7 +72,7 @@ class CheckpointReader:
         for file in [file.name for file in self.manifest.files]:
             self._chunks.check_file(file)
         for entry in self.manifest.entries:
-            self._chunks.check_room(entry)
+            self._chunks.check_extent(entry)
 
     def read(self, section: str, key: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
         """Any piece of what was saved under a key, in ``dtype`` or as it was saved."""
@@ -91,7 +91,7 @@ class CheckpointReader:
             else:
                 out.copy_(self.read(section, key, piece))
 
-    def _entries(self, section: str, key: str) -> tuple[Entry, ...]:
+    def _entries(self, section: str, key: str) -> tuple[ChunkLocation, ...]:
         entries = self._tensors.get((section, key))
         if entries is None:
             raise CheckpointError(
@@ -99,7 +99,7 @@ class CheckpointReader:
             )
         return entries
 
-    def _sound(self, section: str, key: str, shape: tuple[int, ...]) -> tuple[Entry, ...]:
+    def _sound(self, section: str, key: str, shape: tuple[int, ...]) -> tuple[ChunkLocation, ...]:
         """The chunks of a tensor, after checking that they cover it and exist: before memory is allocated for it."""
         entries = self._entries(section, key)
         saved = [entry.chunk.piece for entry in entries]
@@ -107,14 +107,14 @@ class CheckpointReader:
             what = f"'{section}/{key}' has shape {shape} here and {saved[0].shape} in checkpoint {self.path}"
             raise CheckpointError(what, "Resume with the model the state was saved from.")
         if (section, key) not in self._covered:
-            if wrong := uncovered(saved):
+            if wrong := coverage_gap(saved):
                 raise CheckpointError(f"checkpoint {self.path} is damaged: of '{section}/{key}', {wrong}", FIX)
             for entry in entries:
-                self._chunks.check_room(entry)
+                self._chunks.check_extent(entry)
             self._covered.add((section, key))
         return entries
 
-    def _fill(self, entries: Sequence[Entry], piece: Piece, made: Tensor) -> None:
+    def _fill(self, entries: Sequence[ChunkLocation], piece: Piece, made: Tensor) -> None:
         shares: dict[int, list[Overlap]] = {}
         for overlap in plan(piece, [entry.chunk.piece for entry in entries]).overlaps:
             shares.setdefault(overlap.saved, []).append(overlap)
@@ -127,11 +127,11 @@ class CheckpointReader:
             for done in [pool.submit(self._copy, *one) for one in work]:
                 done.result()
 
-    def _copy(self, entry: Entry, overlaps: Sequence[Overlap], made: Tensor) -> None:
+    def _copy(self, entry: ChunkLocation, overlaps: Sequence[Overlap], made: Tensor) -> None:
         """Copy the part of a chunk that lies in a piece; ``made`` is the piece's memory."""
         dtype = getattr(torch, entry.chunk.dtype)
         numel = entry.chunk.piece.numel
-        place = straight(overlaps, numel) if made.dtype == dtype else None
+        place = contiguous_offset(overlaps, numel) if made.dtype == dtype else None
         if place is not None:
             self._chunks.read_into(entry, _octets(made[place : place + numel]))
             return
@@ -152,7 +152,7 @@ def open_newest(place: str) -> CheckpointReader:
     """The checkpoint to resume from at a run's folder, a folder of checkpoints, one of them, or a URL of those: the
     first whose manifest, files and headers are valid. Others are skipped with a warning in the log."""
     passed: list[str] = []
-    catalogue = find(place)
+    catalogue = find_checkpoints(place)
     for found in catalogue.candidates():
         try:
             reader = CheckpointReader(found.storage, found.name)
@@ -169,7 +169,7 @@ def open_newest(place: str) -> CheckpointReader:
     )
 
 
-def straight(overlaps: Sequence[Overlap], numel: int) -> int | None:
+def contiguous_offset(overlaps: Sequence[Overlap], numel: int) -> int | None:
     """The offset of a chunk of ``numel`` elements in a piece's memory, if it is complete and contiguous there."""
     if sum(overlap.box.numel for overlap in overlaps) != numel:
         return None
@@ -222,14 +222,14 @@ class _Kept:
         self._chunks: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, entry: Entry) -> Tensor | None:
+    def get(self, entry: ChunkLocation) -> Tensor | None:
         with self._lock:
             found = self._chunks.get((entry.file, entry.offset))
             if found is not None:
                 self._chunks.move_to_end((entry.file, entry.offset))
             return found
 
-    def put(self, entry: Entry, memory: Tensor) -> None:
+    def put(self, entry: ChunkLocation, memory: Tensor) -> None:
         with self._lock:
             if (entry.file, entry.offset) in self._chunks or memory.nbytes > self._limit_bytes:
                 return

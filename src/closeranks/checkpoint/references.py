@@ -15,18 +15,18 @@ from blake3 import blake3
 from closeranks.checkpoint.manifest import (
     LATEST,
     MANIFEST,
+    CheckpointManifest,
     Chunk,
-    Entry,
-    Manifest,
+    ChunkLocation,
+    as_reference,
     decode_latest,
     decode_manifest,
-    moved,
 )
 from closeranks.core.errors import CheckpointError
 from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 
-def read_base(storage: Storage) -> Manifest | None:
+def read_base_manifest(storage: Storage) -> CheckpointManifest | None:
     """The manifest that ``latest`` names, if both are valid; else None."""
     try:
         latest = decode_latest(storage.read(LATEST), LATEST)
@@ -39,23 +39,23 @@ def read_base(storage: Storage) -> Manifest | None:
         return None  # no references: costs more bytes, and a real error shows up when this save writes
 
 
-def candidates(base: Manifest, chunks: Sequence[Chunk]) -> dict[int, Entry]:
+def reference_candidates(base: CheckpointManifest, chunks: Sequence[Chunk]) -> dict[int, ChunkLocation]:
     """By index of the chunk: the location in the base of bytes that may be the same."""
     entries = {entry.chunk: entry for entry in base.entries}
     return {
-        number: moved(entries[chunk], base.name)
+        number: as_reference(entries[chunk], base.name)
         for number, chunk in enumerate(chunks)
         if chunk.num_bytes and chunk in entries
     }
 
 
-def standing(storage: Storage, found: Mapping[int, Entry]) -> dict[int, Entry]:
+def existing_references(storage: Storage, found: Mapping[int, ChunkLocation]) -> dict[int, ChunkLocation]:
     """The entries whose files still exist and are long enough."""
-    missing = set(absent(found.values(), storage.size))
+    missing = set(missing_files(found.values(), storage.size))
     return {number: entry for number, entry in found.items() if entry.file not in missing}
 
 
-def absent(entries: Iterable[Entry], size: Callable[[str], int]) -> list[str]:
+def missing_files(entries: Iterable[ChunkLocation], size: Callable[[str], int]) -> list[str]:
     """The files of other checkpoints that are missing, or too short for what must be read from them."""
     needed: dict[str, int] = {}
     for entry in entries:

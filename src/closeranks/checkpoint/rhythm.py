@@ -37,7 +37,7 @@ _STEP_WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class SaveHistory:
     """Measured saves and faults of the job, over all its restarts so far."""
 
     uptime_s: float = 0.0
@@ -50,7 +50,7 @@ class History:
     """Number of measured saves, over all restarts; 0: the cost is not known."""
 
     @classmethod
-    def decode(cls, state: Mapping[str, Any], num_new_faults: int | None = None) -> History:
+    def decode(cls, state: Mapping[str, Any], num_new_faults: int | None = None) -> SaveHistory:
         """Decode what ``Rhythm.state`` wrote. A state that was not written at an orderly end counts as one fault."""
         known = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
         new = num_new_faults if num_new_faults is not None else int(not state.get("is_ending", False))
@@ -62,7 +62,7 @@ class History:
         this is the larger of the two, not the sum."""
         return max(self.stall_s, self.drag_s)
 
-    def measured(self, stall_s: float, durable_s: float, drag_s: float) -> History:
+    def with_save(self, stall_s: float, durable_s: float, drag_s: float) -> SaveHistory:
         """The history with one more save. The first save allocated its buffers, so the second one overwrites its
         measurement."""
         number = self.num_saves + 1
@@ -80,15 +80,17 @@ def _blend(old: float, new: float, weight: float) -> float:
     return old + weight * (new - old)
 
 
-class Rhythm:
+class SaveSchedule:
     """Call ``is_due`` after every step, and report the result of each save with ``saved`` or ``failed``."""
 
-    def __init__(self, every: int | str, mtbf_s: float | None, num_ranks: int, history: History | None = None) -> None:
+    def __init__(
+        self, every: int | str, mtbf_s: float | None, num_ranks: int, history: SaveHistory | None = None
+    ) -> None:
         self.every = every
-        self.span_s = None if every == "auto" or isinstance(every, int) else seconds_of(every)
-        self.given_mtbf_s = mtbf_s
-        self.prior_s = prior_mtbf_s(num_ranks)
-        self.history = history or History()
+        self.period_s = None if every == "auto" or isinstance(every, int) else seconds_of(every)
+        self.configured_mtbf_s = mtbf_s
+        self.prior_mtbf_s = prior_mtbf_s(num_ranks)
+        self.history = history or SaveHistory()
         self._opened_s: float | None = None
         self._now_s = 0.0
         self._asked_s: float | None = None
@@ -111,10 +113,10 @@ class Rhythm:
         num_ranks: int,
         state: Mapping[str, Any],
         num_new_faults: int | None = None,
-    ) -> Rhythm:
+    ) -> SaveSchedule:
         """Continue with the estimate stored in a checkpoint; the number of faults since then is given, or inferred from
         whether the run ended in an orderly way."""
-        return cls(every, mtbf_s, num_ranks, History.decode(state, num_new_faults))
+        return cls(every, mtbf_s, num_ranks, SaveHistory.decode(state, num_new_faults))
 
     def state(self, *, is_ending: bool = False) -> dict[str, Any]:
         """For the state tree; ``is_ending`` if this save is the last one of a run that ends or drains in order."""
@@ -141,15 +143,15 @@ class Rhythm:
         self._hear(now_s)
         return self._num_failed > 0 and now_s >= self._retry_s
 
-    def taken(self) -> None:
+    def record_started(self) -> None:
         """A save has started on all ranks, so a pending retry is no longer needed."""
         self._retry_s = math.inf
 
-    def mended(self) -> None:
+    def clear_failures(self) -> None:
         """On the other ranks, which do not learn of a commit: this rank's part of a save is durable."""
         self._num_failed, self._retry_s = 0, math.inf
 
-    def stepped(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         """Record the wall time of one step. The first includes warm-up and is ignored."""
         self._num_steps += 1
         if self._num_steps == 1:
@@ -159,17 +161,17 @@ class Rhythm:
         else:
             self._step_s = _blend(self._step_s, seconds, max(_STEP_WEIGHT, 1 / (self._num_steps - 1)))
 
-    def saved(self, step: int, stall_s: float, durable_s: float, now_s: float) -> None:
+    def record_save(self, step: int, stall_s: float, durable_s: float, now_s: float) -> None:
         """A checkpoint was committed: training was blocked for ``stall_s``, and the save took ``durable_s`` in all."""
         self._hear(now_s)
         asked_s, drag_s = now_s - durable_s, self.history.drag_s  # a save that this schedule did not request
         if self._asked_s is not None:
             asked_s, drag_s = self._asked_s, min(durable_s, max(-durable_s, self._slower_s))
-        self.history = self.history.measured(stall_s, durable_s, drag_s)
+        self.history = self.history.with_save(stall_s, durable_s, drag_s)
         self._last_s = self._tried_s = asked_s
         self._asked_s, self._num_failed, self._retry_s = None, 0, math.inf
 
-    def failed(self, step: int, now_s: float) -> None:
+    def record_failure(self, step: int, now_s: float) -> None:
         """A save failed: retry soon, then at growing intervals."""
         self._hear(now_s)
         self._asked_s = None
@@ -179,17 +181,17 @@ class Rhythm:
     @property
     def mtbf_s(self) -> float:
         """The assumed mean time between failures: from the config, or learned."""
-        if self.given_mtbf_s is not None:
-            return self.given_mtbf_s
-        return learned_mtbf_s(self.prior_s, self._history_now().uptime_s, self.history.num_faults)
+        if self.configured_mtbf_s is not None:
+            return self.configured_mtbf_s
+        return learned_mtbf_s(self.prior_mtbf_s, self._history_now().uptime_s, self.history.num_faults)
 
     @property
     def interval_s(self) -> float:
         """Time from save to save; infinite if only the end is saved, 0 while the step time is not known."""
         if isinstance(self.every, int):
             return self.every * self._step_s if self.every else math.inf
-        if self.span_s is not None:
-            return self.span_s
+        if self.period_s is not None:
+            return self.period_s
         wanted = min(MOST_S, daly(self.mtbf_s, self.history.cost_s))
         return max(wanted, self.history.durable_s, self._step_s)
 
@@ -199,8 +201,8 @@ class Rhythm:
             return "saving at the end only"
         if isinstance(self.every, int):
             return f"saving every {self.every} steps" if self.every > 1 else "saving every step"
-        if self.span_s is not None:
-            return f"saving every {words(self.span_s)}"
+        if self.period_s is not None:
+            return f"saving every {words(self.period_s)}"
         failures = f"failures every {words(self.mtbf_s)} expected"
         if not self.history.num_saves:
             return f"a first save after {words(FIRST_SAVE_S)} shows what one costs; {failures}"
@@ -215,7 +217,7 @@ class Rhythm:
             self._opened_s = now_s
         self._now_s = now_s
 
-    def _history_now(self) -> History:
+    def _history_now(self) -> SaveHistory:
         lived_s = self._now_s - self._opened_s if self._opened_s is not None else 0.0
         return replace(self.history, uptime_s=self.history.uptime_s + lived_s)
 
@@ -225,16 +227,16 @@ class Rhythm:
     def _next_s(self) -> float:
         """The time from which a save is due."""
         if self._num_failed:
-            return min(self._retry_s, self._next_multiple_s()) if self.span_s is not None else self._retry_s
+            return min(self._retry_s, self._next_multiple_s()) if self.period_s is not None else self._retry_s
         if isinstance(self.every, int):
             return math.inf
-        if self.span_s is not None:
+        if self.period_s is not None:
             return self._next_multiple_s()
         return self._began_s() + FIRST_SAVE_S if self._last_s is None else self._last_s + self.interval_s
 
     def _next_multiple_s(self) -> float:
         """The first multiple of the period for which no save was tried yet, so that delays do not accumulate."""
-        began_s, span_s = self._began_s(), self.span_s or MOST_S
+        began_s, span_s = self._began_s(), self.period_s or MOST_S
         gone_s = max(0.0, (self._tried_s if self._tried_s is not None else began_s) - began_s)
         return began_s + (math.floor(gone_s / span_s) + 1) * span_s
 

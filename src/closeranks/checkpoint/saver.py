@@ -26,10 +26,10 @@ from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint import writing
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.checkpoint.courier import Courier
+from closeranks.checkpoint.courier import WriterClient
 from closeranks.checkpoint.manifest import Chunk, folder_name
-from closeranks.checkpoint.order import Order, Report, Settings, Tier
-from closeranks.checkpoint.sources import Straight, chunks_of
+from closeranks.checkpoint.order import SaveReport, SaveSettings, SaveTask, StorageTier
+from closeranks.checkpoint.sources import TensorChunkSource, chunks_of_plan
 from closeranks.core.background import Background, Job
 from closeranks.core.errors import CheckpointError
 from closeranks.core.faults import declare, point
@@ -46,7 +46,7 @@ COPIED = declare("capture.copied", "the copy is complete; the writer does not kn
 SENT = declare("saver.sent", "the writer has the order; the trainer goes on")
 
 
-class Saver:
+class CheckpointSaver:
     """All methods are called from the training thread, unless they say otherwise."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Saver:
         token: str,
         part: int,
         layout: str,
-        settings: Settings,
+        settings: SaveSettings,
         config: CheckpointConfig,
     ) -> None:
         """``token``: drawn by rank 0 for this session and shared with all ranks; ``part``: the attempt number of the
@@ -68,17 +68,17 @@ class Saver:
         self._messenger = Background("checkpoint-word")
         """Publishes failures to storage, which may block: the copy of the state must not wait for that."""
         self._slot = SnapshotSlot()
-        self._courier = Courier(settings)
+        self._courier = WriterClient(settings)
         self._courier_lock = threading.Lock()
-        self._noted: SimpleQueue[Report] = SimpleQueue()
-        self._heard: list[Report] = []
-        self._holder: Order | None = None
+        self._noted: SimpleQueue[SaveReport] = SimpleQueue()
+        self._heard: list[SaveReport] = []
+        self._holder: SaveTask | None = None
         """The save that is using the buffer."""
         self._went_remote: dict[int, bool] = {}
-        self._orders: dict[str, Order] = {}
+        self._orders: dict[str, SaveTask] = {}
         self._is_closed = False
 
-    def warm(self, capture: Capture, tensors: Sequence[StateTensor]) -> None:
+    def warm_up(self, capture: Capture, tensors: Sequence[StateTensor]) -> None:
         """Start the writer and allocate the slot's memory now, in the background, so that the first save need not. A
         state that cannot be saved is reported by the first save."""
         try:
@@ -87,7 +87,7 @@ class Saver:
         except Exception as error:
             _log.info("nothing was made ready for the first save: %s", error)
 
-    def ask(
+    def begin_save(
         self,
         step: int,
         tree: Mapping[str, Any] | None,
@@ -102,19 +102,19 @@ class Saver:
         order = self._order(step, tree, metric, to_remote, is_full)
         self._listen()
         if self._holder is not None:
-            self.give_up(order, f"the save of step {self._holder.step} is still being written")
+            self.report_failure(order, f"the save of step {self._holder.step} is still being written")
             return []
         self._holder = order
         point(BEGUN)
         return [SaveTarget(self, order, self._slot)]
 
-    def poll(self) -> list[Report]:
+    def poll(self) -> list[SaveReport]:
         """Reports since the last call; never blocks."""
         self._listen()
         heard, self._heard = self._heard, []
         return heard
 
-    def wait(self, timeout_s: float) -> list[Report]:
+    def wait(self, timeout_s: float) -> list[SaveReport]:
         """Wait until no save is in flight, or the time is up."""
         until = time.monotonic() + timeout_s
         while self.is_in_flight and time.monotonic() < until:
@@ -129,19 +129,19 @@ class Saver:
         metric: float | None = None,
         *,
         patience_s: float | None = None,
-    ) -> list[Report]:
+    ) -> list[SaveReport]:
         """Save synchronously, in this process, from the tensors' own memory; returns all reports since the last
         ``poll``. A save in flight is waited for, and cancelled after ``patience_s`` (None: as long as a save may take),
         since two concurrent saves would interfere."""
         order = self._order(step, tree, metric, to_remote=True, is_full=None)
         reports = self._cleared(self._settings.timeout_s if patience_s is None else patience_s)
         try:
-            source = Straight(items)
+            source = TensorChunkSource(items)
             whole = replace(order, chunks=source.chunks())
-            writing.save(whole, source, self._settings, reports.append, lambda: False)
+            writing.save_to_all_tiers(whole, source, self._settings, reports.append, lambda: False)
         except Exception as error:  # it cannot be saved, and the caller decides what follows
             reports += _given_up(order.save, step, self._tiers(order), _in_words(error))
-            writing.tell_failure(order, self._settings, _in_words(error))
+            writing.publish_failure(order, self._settings, _in_words(error))
         return reports
 
     def path_of(self, step: int) -> str:
@@ -182,9 +182,9 @@ class Saver:
         metric: float | None,
         to_remote: bool | None,
         is_full: bool | None,
-    ) -> Order:
+    ) -> SaveTask:
         number, self._num_saves = self._num_saves, self._num_saves + 1
-        order = Order(
+        order = SaveTask(
             save=f"{self._token}-{number}",
             folder=folder_name(step, self._part),
             step=step,
@@ -206,13 +206,13 @@ class Saver:
             del self._went_remote[next(iter(self._went_remote))]
         return order
 
-    def _tiers(self, order: Order) -> set[Tier]:
+    def _tiers(self, order: SaveTask) -> set[StorageTier]:
         return {"primary", "remote"} if order.to_remote and self._settings.remote else {"primary"}
 
     def _listen(self) -> None:
         """Collect reports and update the saves in flight from them. Never blocks: while the background thread starts a
         writer or sends it a save, there is nothing to receive."""
-        fresh: list[Report] = []
+        fresh: list[SaveReport] = []
         while True:
             try:
                 fresh.append(self._noted.get_nowait())
@@ -230,41 +230,41 @@ class Saver:
                 self._holder = None
         self._heard += fresh
 
-    def _pass_on(self, told: Sequence[Report]) -> None:
+    def _pass_on(self, told: Sequence[SaveReport]) -> None:
         """Publish failures on behalf of a writer that died: rank 0's writer would wait for this rank's part. Publishing
         twice does no harm."""
         for report in told:
             order = self._orders.get(report.save)
             if report.kind == "failed" and order is not None:
-                _hand(self._messenger, partial(writing.tell_failure, order, self._settings, report.what))
+                _hand(self._messenger, partial(writing.publish_failure, order, self._settings, report.what))
 
-    def give_up(self, order: Order, what: str) -> None:
+    def report_failure(self, order: SaveTask, what: str) -> None:
         """Report a failed save here at once and, in the background, to rank 0's writer, which would wait for this
         rank's part."""
         for report in _given_up(order.save, order.step, self._tiers(order), what):
             self._noted.put(report)
-        _hand(self._messenger, lambda: writing.tell_failure(order, self._settings, what))
+        _hand(self._messenger, lambda: writing.publish_failure(order, self._settings, what))
 
-    def _cleared(self, patience_s: float) -> list[Report]:
+    def _cleared(self, patience_s: float) -> list[SaveReport]:
         """End all saves in flight and the writer; returns all reports so far."""
         reports = self.wait(patience_s)
         if _hand(self._background, self._stop_writer):
             self._background.drain()
         return reports + self.poll()
 
-    def hand_over(self, order: Order, chunks: tuple[Chunk, ...]) -> None:
+    def send_to_writer(self, order: SaveTask, chunks: tuple[Chunk, ...]) -> None:
         """Called by the copying thread when the copy is complete."""
         if not _hand(self._background, lambda: self._send(replace(order, chunks=chunks, begin=DATA_AT))):
-            self.give_up(order, "no thread can be started that would hand it to a writer")
+            self.report_failure(order, "no thread can be started that would hand it to a writer")
 
     # The methods below run on the background thread.
 
-    def _send(self, order: Order) -> None:
+    def _send(self, order: SaveTask) -> None:
         try:
             with self._courier_lock:
                 self._courier.send(order, self._slot.fd)
         except Exception as error:  # most likely a tree that is not JSON; the client may already count it as sent
-            self.give_up(order, _in_words(error))
+            self.report_failure(order, _in_words(error))
             self._stop_writer(untold=order.save)
         else:
             point(SENT)
@@ -284,7 +284,7 @@ class Saver:
 class SaveTarget:
     """One save, as a target of a capture: what this rank writes, packed. ``order`` None: warm-up, nothing is saved."""
 
-    def __init__(self, saver: Saver, order: Order | None, slot: SnapshotSlot) -> None:
+    def __init__(self, saver: CheckpointSaver, order: SaveTask | None, slot: SnapshotSlot) -> None:
         self._saver, self._order = saver, order
         self.slots: Sequence[SnapshotSlot] = (slot,)
 
@@ -292,26 +292,26 @@ class SaveTarget:
         return plan.saved
 
     def open(self, plan: CapturePlan) -> Sequence[int]:
-        self.upcoming(plan)
+        self.next_slots(plan)
         return plan.packed
 
-    def halfway(self) -> None: ...
+    def on_half_copied(self) -> None: ...
 
     def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         assert self._order is not None
         point(COPIED)
         try:
-            chunks = chunks_of(plan, crcs)
+            chunks = chunks_of_plan(plan, crcs)
         except CheckpointError as error:
             self.fail(error.what, None)
         else:
-            self._saver.hand_over(self._order, chunks)
+            self._saver.send_to_writer(self._order, chunks)
 
     def fail(self, problem: str, error: BaseException | None) -> None:
         assert self._order is not None
-        self._saver.give_up(self._order, problem)
+        self._saver.report_failure(self._order, problem)
 
-    def upcoming(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
+    def next_slots(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
         self.slots[0].reserve(plan.num_saved_bytes, 0)
         return self.slots
 
@@ -327,10 +327,10 @@ def _hand(background: Background, job: Job) -> bool:
     return True
 
 
-def _given_up(save: str, step: int, tiers: set[Tier], what: str) -> list[Report]:
+def _given_up(save: str, step: int, tiers: set[StorageTier], what: str) -> list[SaveReport]:
     """Reports for a save that failed on all tiers: the buffer is free."""
-    failed = [Report("failed", save, step, tier, what) for tier in sorted(tiers)]
-    return [*failed, Report("released", save, step)]
+    failed = [SaveReport("failed", save, step, tier, what) for tier in sorted(tiers)]
+    return [*failed, SaveReport("released", save, step)]
 
 
 def _in_words(error: Exception) -> str:

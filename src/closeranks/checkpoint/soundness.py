@@ -16,7 +16,14 @@ from math import inf, isfinite, prod
 from typing import Any, NoReturn
 
 from closeranks.checkpoint.digests import item_bytes
-from closeranks.checkpoint.manifest import MANIFEST, DataFile, Entry, Manifest, decode_manifest, parse_folder
+from closeranks.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    ChunkLocation,
+    DataFile,
+    decode_manifest,
+    parse_folder,
+)
 from closeranks.core.errors import CheckpointError
 from closeranks.core.overlaps import plan
 from closeranks.core.pieces import Piece
@@ -46,7 +53,7 @@ def read_document(storage: Storage, name: str) -> bytes:
     return storage.read(name)
 
 
-def read_manifest(storage: Storage, folder: str) -> Manifest:
+def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
     """The validated manifest of one checkpoint; ``CheckpointError`` names a checkpoint whose manifest is not valid."""
     path = f"{storage.url}/{folder}"
     try:
@@ -55,10 +62,10 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         raise CheckpointError(f"{path} is no finished checkpoint: it has no {MANIFEST}", FIX) from error
     except StorageError as error:
         raise CheckpointError(f"the manifest of {path} cannot be read: {error}", FIX) from error
-    return sound_manifest(data, path)
+    return validate_manifest(data, path)
 
 
-def sound_manifest(data: bytes, path: str) -> Manifest:
+def validate_manifest(data: bytes, path: str) -> CheckpointManifest:
     """``path``: of the checkpoint's folder. If the folder is named like a checkpoint, the manifest must have the same
     name; a copy under any other folder name may be read."""
     manifest = decode_manifest(data, f"{path}/{MANIFEST}")
@@ -67,7 +74,7 @@ def sound_manifest(data: bytes, path: str) -> Manifest:
     return manifest
 
 
-def check_head(manifest: Manifest, folder: str) -> None:
+def validate_head(manifest: CheckpointManifest, folder: str) -> None:
     """Validate everything but the chunks, of which only the file names are checked: enough to decide what retention
     removes."""
     with _refused(folder):
@@ -85,7 +92,7 @@ def _refused(path: str) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged or foreign: {error}", FIX) from error
 
 
-def uncovered(pieces: Iterable[Piece]) -> str:
+def coverage_gap(pieces: Iterable[Piece]) -> str:
     """What is wrong with the pieces as a partition of one tensor; empty: they cover each element exactly once."""
     held = tuple(pieces)
     if len(held) == 1 and held[0].is_whole:
@@ -97,18 +104,18 @@ def uncovered(pieces: Iterable[Piece]) -> str:
     return "" if sum(piece.numel for piece in held) == prod(shape) else "some of its chunks overlap"
 
 
-def _check(manifest: Manifest, folder: str) -> None:
+def _check(manifest: CheckpointManifest, folder: str) -> None:
     _check_head(manifest, folder)
     files = _checked_files(manifest.files)
     for entry in manifest.entries:
         _check_entry(entry, manifest.name, files)
-    if manifest.is_full and manifest.referred():
+    if manifest.is_full and manifest.referenced_files():
         raise ValueError("it is said to be full and refers to other checkpoints")
     _check_tensors(manifest)
     _check_ranges(manifest.entries)
 
 
-def _check_head(manifest: Manifest, folder: str) -> None:
+def _check_head(manifest: CheckpointManifest, folder: str) -> None:
     place = parse_folder(_text(manifest.name, "name"))
     if place is None or place[0] != _number(manifest.step, "step"):
         raise ValueError(f"'{manifest.name}' is no checkpoint of step {manifest.step}")
@@ -137,14 +144,14 @@ def _checked_files(files: Iterable[DataFile]) -> dict[str, DataFile]:
     return found
 
 
-def _check_entry(entry: Entry, name: str, files: dict[str, DataFile]) -> None:
+def _check_entry(entry: ChunkLocation, name: str, files: dict[str, DataFile]) -> None:
     chunk = entry.chunk
     what = f"{_text(chunk.section, 'section')}/{_text(chunk.key, 'key')}"
     _check_piece(chunk.piece, what)
     if _number(chunk.num_bytes, what) != chunk.piece.numel * item_bytes(_text(chunk.dtype, what)):
         raise ValueError(f"a chunk of {what} has {chunk.num_bytes} bytes for {chunk.piece.numel} elements")
     _number(chunk.crc32c, what, 0, 2**32)
-    _number(entry.share, what, 0, 2**64)
+    _number(entry.digest_term, what, 0, 2**64)
     if not _HEX.fullmatch(_text(entry.blake3, what)):
         raise ValueError(f"a digest of {what} is none")
     first = 0
@@ -174,7 +181,7 @@ def _check_piece(piece: Piece, what: str) -> None:
         _number(first, what, 0, last + 1)
 
 
-def _check_tensors(manifest: Manifest) -> None:
+def _check_tensors(manifest: CheckpointManifest) -> None:
     """Cheap sums; whether chunks of a tensor overlap is checked when it is read (``uncovered``)."""
     for (section, key), entries in manifest.tensors().items():
         first = entries[0].chunk
@@ -185,7 +192,7 @@ def _check_tensors(manifest: Manifest) -> None:
             raise ValueError(f"its chunks of {section}/{key} have {numel} of {prod(first.piece.shape)} elements")
 
 
-def _check_ranges(entries: Iterable[Entry]) -> None:
+def _check_ranges(entries: Iterable[ChunkLocation]) -> None:
     """Bytes claimed twice would let a small file describe a huge state."""
     claims: dict[str, list[tuple[int, int, str]]] = {}
     for entry in entries:

@@ -14,7 +14,7 @@ from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
 
-def chunks_of(plan: CapturePlan, crcs: Sequence[int]) -> tuple[Chunk, ...]:
+def chunks_of_plan(plan: CapturePlan, crcs: Sequence[int]) -> tuple[Chunk, ...]:
     """``crcs``: of the saved entries, in order. Raises ``CheckpointError`` for a dtype that cannot be saved."""
     chunks = []
     for number, crc in zip(plan.saved, crcs, strict=True):
@@ -28,7 +28,7 @@ def chunks_of(plan: CapturePlan, crcs: Sequence[int]) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
-class Straight:
+class TensorChunkSource:
     """Chunks read from the tensors' own memory, for a save that training waits for: CPU tensors are not copied, and of
     tensors on a device only the chunks in use are."""
 
@@ -38,7 +38,7 @@ class Straight:
 
     def chunks(self) -> tuple[Chunk, ...]:
         """All chunks with their digests: reads everything once."""
-        return chunks_of(self._plan, [crc32c(self(number)) for number in range(len(self._plan.saved))])
+        return chunks_of_plan(self._plan, [crc32c(self(number)) for number in range(len(self._plan.saved))])
 
     def __call__(self, number: int) -> memoryview:
         """The bytes of a chunk."""

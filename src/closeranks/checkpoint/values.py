@@ -17,21 +17,21 @@ _RANGE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class LargestDifference:
     num_different: int
     absolute: float
     relative: float
     """Relative to the larger of the two magnitudes."""
 
 
-def largest_difference(a: CheckpointReader, b: CheckpointReader, section: str, key: str) -> Largest:
+def largest_difference(a: CheckpointReader, b: CheckpointReader, section: str, key: str) -> LargestDifference:
     """For two tensors of the same shape; dtypes may differ."""
     whole = Piece.whole(key, a.shapes(section)[key])
-    found = Largest(0, 0.0, 0.0)
+    found = LargestDifference(0, 0.0, 0.0)
     for first in range(0, whole.numel, _RANGE):
         piece = whole.flattened(first, min(first + _RANGE, whole.numel))
         here = _compare(a.read(section, key, piece), b.read(section, key, piece))
-        found = Largest(
+        found = LargestDifference(
             found.num_different + here.num_different,
             max(found.absolute, here.absolute),
             max(found.relative, here.relative),
@@ -39,16 +39,16 @@ def largest_difference(a: CheckpointReader, b: CheckpointReader, section: str, k
     return found
 
 
-def _compare(a: torch.Tensor, b: torch.Tensor) -> Largest:
+def _compare(a: torch.Tensor, b: torch.Tensor) -> LargestDifference:
     kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     one, other = a.to(kind), b.to(kind)
     is_same = one == other
     if a.dtype == b.dtype:
         is_same = (a.view(torch.uint8) == b.view(torch.uint8)).view(a.numel(), -1).all(1)
     if bool(is_same.all()):
-        return Largest(0, 0.0, 0.0)
+        return LargestDifference(0, 0.0, 0.0)
     one, other = one[~is_same], other[~is_same]
     apart = (one - other).abs().nan_to_num(nan=torch.inf)
     ratio = (apart / torch.maximum(one.abs(), other.abs())).nan_to_num(nan=torch.inf)
     ratio[apart == 0] = 0.0  # zero and minus zero
-    return Largest(one.numel(), float(apart.max()), float(ratio.max()))
+    return LargestDifference(one.numel(), float(apart.max()), float(ratio.max()))

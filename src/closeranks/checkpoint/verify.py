@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from closeranks.checkpoint.catalogue import Catalogue, Found
-from closeranks.checkpoint.chunks import Chunks
-from closeranks.checkpoint.digests import blake3_hex, spread_digest
-from closeranks.checkpoint.manifest import LATEST, MANIFEST, DataFile, Entry, Manifest
-from closeranks.checkpoint.soundness import uncovered
+from closeranks.checkpoint.catalogue import Catalogue, FoundCheckpoint
+from closeranks.checkpoint.chunks import ChunkReader
+from closeranks.checkpoint.digests import blake3_hex, layout_independent_digest
+from closeranks.checkpoint.manifest import LATEST, MANIFEST, CheckpointManifest, ChunkLocation, DataFile
+from closeranks.checkpoint.soundness import coverage_gap
 from closeranks.core.errors import CheckpointError
 from closeranks.storage.protocol import Storage, StorageError
 
@@ -30,7 +30,7 @@ OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class VerifyFinding:
     checkpoint: str
     file: str
     """Empty: the checkpoint as a whole."""
@@ -45,7 +45,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Seen:
+class VerifiedChunks:
     """Chunks verified so far, shared by all checkpoints of one verification."""
 
     chunks: dict[tuple[str, str, int, str, int, int], str] = field(default_factory=dict)
@@ -54,14 +54,16 @@ class Seen:
     num_chunks: int = 0
 
 
-def verify(found: Found, on_progress: OnProgress = lambda _: None, seen: Seen | None = None) -> list[Finding]:
+def verify(
+    found: FoundCheckpoint, on_progress: OnProgress = lambda _: None, seen: VerifiedChunks | None = None
+) -> list[VerifyFinding]:
     """Everything that is wrong with one checkpoint, worst first; empty: every byte is as it was saved."""
-    seen = Seen() if seen is None else seen
+    seen = VerifiedChunks() if seen is None else seen
     if found.manifest is None:
-        is_lost = found.state == "damaged" or (found.state == "unfinished" and found.is_latest)
-        return [Finding(found.name, MANIFEST, "", found.problem, is_damage=is_lost)]
-    findings = [Finding(found.name, LATEST, "", found.problem)] if found.state == "suspect" else []
-    chunks = Chunks(found.storage, found.name, found.manifest)
+        is_lost = found.status == "damaged" or (found.status == "unfinished" and found.is_latest)
+        return [VerifyFinding(found.name, MANIFEST, "", found.problem, is_damage=is_lost)]
+    findings = [VerifyFinding(found.name, LATEST, "", found.problem)] if found.status == "suspect" else []
+    chunks = ChunkReader(found.storage, found.name, found.manifest)
     findings += _coverage(found.name, found.manifest)
     findings += _own_files(found, found.manifest, chunks)
     findings += _contents(found, found.manifest.entries, chunks, on_progress, seen)
@@ -70,15 +72,15 @@ def verify(found: Found, on_progress: OnProgress = lambda _: None, seen: Seen | 
 
 
 def verify_all(
-    catalogue: Catalogue, on_progress: OnProgress = lambda _: None, seen: Seen | None = None
-) -> list[Finding]:
+    catalogue: Catalogue, on_progress: OnProgress = lambda _: None, seen: VerifiedChunks | None = None
+) -> list[VerifyFinding]:
     """Verify every checkpoint of a place, and report what is wrong with the place itself."""
-    seen = Seen() if seen is None else seen
+    seen = VerifiedChunks() if seen is None else seen
     findings = [finding for found in catalogue for finding in verify(found, on_progress, seen)]
-    return findings + [Finding("", "", "", odd.what, odd.is_damage) for odd in catalogue.problems if not odd.name]
+    return findings + [VerifyFinding("", "", "", odd.what, odd.is_damage) for odd in catalogue.problems if not odd.name]
 
 
-def work_bytes(catalogue: Iterable[Found]) -> int:
+def num_bytes_to_verify(catalogue: Iterable[FoundCheckpoint]) -> int:
     """How many bytes there are to verify, for a progress bar."""
     chunks = {
         (found.storage.url, _place(found.name, entry), entry.offset): entry.chunk.num_bytes
@@ -89,30 +91,30 @@ def work_bytes(catalogue: Iterable[Found]) -> int:
     return sum(chunks.values())
 
 
-def _place(name: str, entry: Entry) -> str:
+def _place(name: str, entry: ChunkLocation) -> str:
     return entry.file if "/" in entry.file else f"{name}/{entry.file}"
 
 
-def _coverage(name: str, manifest: Manifest) -> Iterator[Finding]:
+def _coverage(name: str, manifest: CheckpointManifest) -> Iterator[VerifyFinding]:
     for (section, key), entries in manifest.tensors().items():
-        if wrong := uncovered(entry.chunk.piece for entry in entries):
-            yield Finding(name, MANIFEST, f"{section}/{key}", wrong)
+        if wrong := coverage_gap(entry.chunk.piece for entry in entries):
+            yield VerifyFinding(name, MANIFEST, f"{section}/{key}", wrong)
 
 
-def _own_files(found: Found, manifest: Manifest, chunks: Chunks) -> Iterator[Finding]:
+def _own_files(found: FoundCheckpoint, manifest: CheckpointManifest, chunks: ChunkReader) -> Iterator[VerifyFinding]:
     for file in manifest.files:
         try:
             chunks.check_file(file.name)
             own = [entry for entry in manifest.entries if entry.file == file.name]
             for wrong in _header_faults(found.storage, found.name, file, own):
-                yield Finding(found.name, file.name, "", wrong)
+                yield VerifyFinding(found.name, file.name, "", wrong)
         except CheckpointError as error:
-            yield Finding(found.name, file.name, "", _bare(error, chunks))
+            yield VerifyFinding(found.name, file.name, "", _bare(error, chunks))
         except StorageError as error:
-            yield Finding(found.name, file.name, "", f"it cannot be read: {error}")
+            yield VerifyFinding(found.name, file.name, "", f"it cannot be read: {error}")
 
 
-def _header_faults(storage: Storage, folder: str, file: DataFile, entries: Sequence[Entry]) -> Iterator[str]:
+def _header_faults(storage: Storage, folder: str, file: DataFile, entries: Sequence[ChunkLocation]) -> Iterator[str]:
     """Whether other programs that open the file see the same tensors as the manifest describes."""
     header = storage.read(f"{folder}/{file.name}", 0, file.header_bytes)
     if int.from_bytes(header[:8], "little") != file.header_bytes - 8:
@@ -131,14 +133,18 @@ def _header_faults(storage: Storage, folder: str, file: DataFile, entries: Seque
 
 
 def _contents(
-    found: Found, entries: Sequence[Entry], chunks: Chunks, on_progress: OnProgress, seen: Seen
-) -> list[Finding]:
+    found: FoundCheckpoint,
+    entries: Sequence[ChunkLocation],
+    chunks: ChunkReader,
+    on_progress: OnProgress,
+    seen: VerifiedChunks,
+) -> list[VerifyFinding]:
     """Verify every chunk with a few threads: reading and digesting run without the GIL. Holds only a few chunks."""
-    findings: list[Finding] = []
+    findings: list[VerifyFinding] = []
     num_threads = min(_THREADS, os.cpu_count() or 1)
     todo = iter(sorted(entries, key=lambda entry: (entry.file, entry.offset)))
     with ThreadPoolExecutor(num_threads, "verify") as pool:
-        running: dict[Future[str], Entry] = {}
+        running: dict[Future[str], ChunkLocation] = {}
         while True:
             for entry in todo:
                 if (wrong := seen.chunks.get(_proof(found, entry))) is None:
@@ -159,40 +165,40 @@ def _contents(
                     findings.append(_finding(found.name, entry, wrong))
 
 
-def _proof(found: Found, entry: Entry) -> tuple[str, str, int, str, int, int]:
+def _proof(found: FoundCheckpoint, entry: ChunkLocation) -> tuple[str, str, int, str, int, int]:
     """The location of the bytes and the digests they are compared with."""
     place = _place(found.name, entry)
-    return found.storage.url, place, entry.offset, entry.blake3, entry.chunk.crc32c, entry.share
+    return found.storage.url, place, entry.offset, entry.blake3, entry.chunk.crc32c, entry.digest_term
 
 
-def _finding(name: str, entry: Entry, what: str) -> Finding:
-    return Finding(name, entry.file, f"{entry.chunk.section}/{entry.chunk.key}", what)
+def _finding(name: str, entry: ChunkLocation, what: str) -> VerifyFinding:
+    return VerifyFinding(name, entry.file, f"{entry.chunk.section}/{entry.chunk.key}", what)
 
 
-def _fault(entry: Entry, chunks: Chunks) -> str:
+def _fault(entry: ChunkLocation, chunks: ChunkReader) -> str:
     """What is wrong with a chunk's bytes; empty: nothing."""
     try:
-        chunks.check_room(entry)  # before memory is allocated for it
+        chunks.check_extent(entry)  # before memory is allocated for it
         data = np.empty(entry.chunk.num_bytes, np.uint8).data  # in huge pages, unlike a plain bytes object
         chunks.read_into(entry, data)
     except CheckpointError as error:
         return _bare(error, chunks)
     if blake3_hex(data) != entry.blake3:
         return f"the bytes from {entry.offset} on match their CRC32C and not their BLAKE3"
-    if spread_digest(data, entry.chunk.dtype, entry.chunk.piece) != entry.share:
+    if layout_independent_digest(data, entry.chunk.dtype, entry.chunk.piece) != entry.digest_term:
         return f"the bytes from {entry.offset} on do not match their layout-independent digest"
     return ""
 
 
-def _bare(error: CheckpointError, chunks: Chunks) -> str:
+def _bare(error: CheckpointError, chunks: ChunkReader) -> str:
     """The message without the checkpoint's name, since every finding begins with it."""
     return error.what.removeprefix(f"checkpoint {chunks.path} is damaged: ").removeprefix(f"checkpoint {chunks.path}: ")
 
 
-def _strangers(storage: Storage, name: str, manifest: Manifest) -> Iterator[Finding]:
+def _strangers(storage: Storage, name: str, manifest: CheckpointManifest) -> Iterator[VerifyFinding]:
     known = {MANIFEST, *(file.name for file in manifest.files)}
     try:
         for stranger in sorted(set(storage.names(name)) - known):
-            yield Finding(name, stranger, "", "no part of this checkpoint", is_damage=False)
+            yield VerifyFinding(name, stranger, "", "no part of this checkpoint", is_damage=False)
     except StorageError as error:
-        yield Finding(name, "", "", f"its folder cannot be listed: {error}")
+        yield VerifyFinding(name, "", "", f"its folder cannot be listed: {error}")

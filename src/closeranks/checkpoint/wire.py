@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class WriterMessage:
     body: Mapping[str, Any]
     fd: int | None
     """The receiver must close it."""
@@ -31,14 +31,14 @@ def send(connection: socket.socket, body: Mapping[str, Any], fd: int | None = No
     connection.sendall(head[sent:] + data)
 
 
-def receive(connection: socket.socket) -> Message:
+def receive(connection: socket.socket) -> WriterMessage:
     head, fds, _, _ = socket.recv_fds(connection, 4, 1)
     fd = fds[0] if fds else None
     try:
         head += _exactly(connection, 4 - len(head)) if head else b""
         if not head:
             raise EOFError("the other side hung up")
-        return Message(json.loads(_exactly(connection, int.from_bytes(head, "little"))), fd)
+        return WriterMessage(json.loads(_exactly(connection, int.from_bytes(head, "little"))), fd)
     except BaseException:
         if fd is not None:
             os.close(fd)

@@ -28,13 +28,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from closeranks.checkpoint import wire, writing
-from closeranks.checkpoint.datafile import Source
-from closeranks.checkpoint.manifest import Part
+from closeranks.checkpoint.datafile import ChunkSource
+from closeranks.checkpoint.manifest import RankPart
 from closeranks.checkpoint.order import (
-    Order,
-    Report,
-    Settings,
-    decode_order,
+    SaveReport,
+    SaveSettings,
+    SaveTask,
+    decode_save_task,
     decode_settings,
     encode_report,
 )
@@ -53,25 +53,25 @@ _LEAVE_S = 0.8
 
 
 @dataclass(slots=True)
-class Task:
+class QueuedSave:
     """A save queued for, or being written to, one of the tiers."""
 
-    order: Order
-    source: Source
+    order: SaveTask
+    source: ChunkSource
     release: Callable[[], None]
-    part: Part | None = None
+    part: RankPart | None = None
     last_beat_at: float = field(default=0.0)
 
 
-class Writer:
-    def __init__(self, connection: socket.socket, settings: Settings) -> None:
+class WriterProcess:
+    def __init__(self, connection: socket.socket, settings: SaveSettings) -> None:
         self._connection = connection
         self._settings = settings
         self._speaking = threading.Lock()
         self._changed = threading.Condition()
-        self._orders: deque[Task] = deque()
-        self._uploads: deque[Task] = deque()
-        self._uploading: Task | None = None
+        self._orders: deque[QueuedSave] = deque()
+        self._uploads: deque[QueuedSave] = deque()
+        self._uploading: QueuedSave | None = None
         self._newest = ""
         self._is_leaving = False
 
@@ -88,13 +88,13 @@ class Writer:
                 return
             self._take(message)
 
-    def _take(self, message: wire.Message) -> None:
-        order = decode_order(message.body)
+    def _take(self, message: wire.WriterMessage) -> None:
+        order = decode_save_task(message.body)
         point(RECEIVED)
         source = _from_memory(order, message.fd)
         with self._changed:
             self._newest = order.save
-            self._orders.append(Task(order, source, writing.Release(order, self._report)))
+            self._orders.append(QueuedSave(order, source, writing.BufferRelease(order, self._report)))
             self._changed.notify_all()
 
     def _be_primary(self) -> None:
@@ -141,13 +141,13 @@ class Writer:
                 self._uploading = None
             self._finish(task)
 
-    def _skip(self, task: Task) -> None:
+    def _skip(self, task: QueuedSave) -> None:
         """Other ranks may not skip this upload, and rank 0 would wait for this rank's part: publish the failure."""
         order, why = task.order, "a later one goes there instead"
         task.release()
         what = f"step {order.step} was not saved to {self._settings.remote}: {why}"
-        self._report(Report("failed", order.save, order.step, "remote", what=what))
-        writing.tell_failure_at(self._settings.remote, order, why)
+        self._report(SaveReport("failed", order.save, order.step, "remote", what=what))
+        writing.publish_failure_at(self._settings.remote, order, why)
         self._finish(task)
 
     def _uploading_names(self) -> tuple[str, ...]:
@@ -156,10 +156,10 @@ class Writer:
             tasks = [*self._uploads, *([self._uploading] if self._uploading else [])]
             return tuple(task.order.folder for task in tasks)
 
-    def _is_superseded(self, task: Task) -> bool:
+    def _is_superseded(self, task: QueuedSave) -> bool:
         return self._beat(task) or self._newest != task.order.save
 
-    def _beat(self, task: Task) -> bool:
+    def _beat(self, task: QueuedSave) -> bool:
         """Sends a heartbeat; True only when the process is ending. A newer save does not cancel an upload: if uploads
         are slower than saves, none would ever finish."""
         now = time.monotonic()
@@ -168,11 +168,11 @@ class Writer:
             self._say({"beat": task.order.save})
         return self._is_leaving
 
-    def _finish(self, task: Task) -> None:
+    def _finish(self, task: QueuedSave) -> None:
         task.release()
         self._say({"done": task.order.save})
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: SaveReport) -> None:
         self._say({"report": encode_report(report)})
 
     def _say(self, body: dict[str, object]) -> None:
@@ -180,12 +180,12 @@ class Writer:
             wire.send(self._connection, body)
 
 
-def _from_memory(order: Order, fd: int | None) -> Source:
+def _from_memory(order: SaveTask, fd: int | None) -> ChunkSource:
     """The buffer is mapped read-only, not copied, and unmapped when the last view of it is gone."""
     if fd is None or not order.num_bytes:
         whole = memoryview(b"")
     else:
-        whole = memoryview(mmap.mmap(fd, order.begin + order.num_bytes, access=mmap.ACCESS_READ))
+        whole = memoryview(mmap.mmap(fd, order.data_offset + order.num_bytes, access=mmap.ACCESS_READ))
     if fd is not None:
         os.close(fd)
     offsets = order.offsets
@@ -218,7 +218,7 @@ def main(arguments: list[str]) -> None:
     except (EOFError, OSError):
         return
     _step_back(settings.nice)
-    Writer(connection, settings).run()
+    WriterProcess(connection, settings).run()
     sys.stderr.flush()
     os._exit(0)  # the tier threads may still be working, and nothing waits for them
 

@@ -20,11 +20,32 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from closeranks.checkpoint import references
-from closeranks.checkpoint.collect import Keep, clear_unfinished, collect
-from closeranks.checkpoint.commit import commit, committed, encode_failure, failure_name, gather, mend_latest
-from closeranks.checkpoint.datafile import Digests, SaveError, Source, digests_of, read_back, write
-from closeranks.checkpoint.manifest import Entry, Manifest, Part, data_name, encode_part, part_name
-from closeranks.checkpoint.order import Order, Report, Settings, Tier, session_of
+from closeranks.checkpoint.collect import RetentionPolicy, apply_retention, clear_unfinished
+from closeranks.checkpoint.commit import (
+    commit,
+    encode_failure,
+    failure_name,
+    gather_parts,
+    read_committed,
+    repair_latest,
+)
+from closeranks.checkpoint.datafile import (
+    ChunkDigests,
+    ChunkSource,
+    SaveError,
+    digest_chunk,
+    read_back,
+    write_data_file,
+)
+from closeranks.checkpoint.manifest import (
+    CheckpointManifest,
+    ChunkLocation,
+    RankPart,
+    data_name,
+    encode_part,
+    part_name,
+)
+from closeranks.checkpoint.order import SaveReport, SaveSettings, SaveTask, StorageTier, session_token
 from closeranks.core.errors import CloseranksError
 from closeranks.core.faults import declare, point
 from closeranks.storage.open import open_storage
@@ -39,15 +60,15 @@ _LOCK_WAIT_S = 120.0
 _log = logging.getLogger(__name__)
 
 
-class Superseded(SaveError):
+class SupersededError(SaveError):
     """A later save was requested: this one is no longer wanted."""
 
 
-class Release:
+class BufferRelease:
     """Reports once that the buffer is free."""
 
-    def __init__(self, order: Order, report: Callable[[Report], None]) -> None:
-        self._report: Callable[[], None] = lambda: report(Report("released", order.save, order.step))
+    def __init__(self, order: SaveTask, report: Callable[[SaveReport], None]) -> None:
+        self._report: Callable[[], None] = lambda: report(SaveReport("released", order.save, order.step))
 
     def __call__(self) -> None:
         say, self._report = self._report, lambda: None
@@ -55,21 +76,21 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TierSave:
     """One save on one tier."""
 
-    order: Order
-    tier: Tier
+    order: SaveTask
+    tier: StorageTier
     place: str
-    source: Source
-    settings: Settings
-    report: Callable[[Report], None]
+    source: ChunkSource
+    settings: SaveSettings
+    report: Callable[[SaveReport], None]
     is_superseded: Callable[[], bool]
     """Called between chunks and while waiting; the writer process also sends its heartbeat from it."""
     release: Callable[[], None]
-    spare: Callable[[], Collection[str]] = tuple
+    protected: Callable[[], Collection[str]] = tuple
     """Checkpoints of this storage that another tier still reads from."""
-    known: Mapping[int, Digests] = field(default_factory=dict)
+    known: Mapping[int, ChunkDigests] = field(default_factory=dict)
     """Digests that need not be computed again, by index of the chunk."""
     started_at: float = field(default_factory=time.monotonic)
 
@@ -84,9 +105,9 @@ class Job:
     def path(self, name: str) -> str:
         return f"{self.order.folder}/{name}"
 
-    def breathe(self) -> None:
+    def check_cancelled(self) -> None:
         if self.is_superseded():
-            raise Superseded("a later save was ordered before this one was done")
+            raise SupersededError("a later save was ordered before this one was done")
 
 
 @cache
@@ -95,35 +116,35 @@ def _opened(place: str) -> Storage:
     return open_storage(place)
 
 
-def save(
-    order: Order,
-    source: Source,
-    settings: Settings,
-    report: Callable[[Report], None],
+def save_to_all_tiers(
+    order: SaveTask,
+    source: ChunkSource,
+    settings: SaveSettings,
+    report: Callable[[SaveReport], None],
     is_superseded: Callable[[], bool],
 ) -> None:
     """One save on all tiers, one after the other."""
-    release = Release(order, report)
+    release = BufferRelease(order, report)
     part = save_primary(order, source, settings, report, is_superseded, release)
     if wants_remote(order, settings):
         save_remote(order, source, part, settings, report, is_superseded, release)
     release()
 
 
-def wants_remote(order: Order, settings: Settings) -> bool:
+def wants_remote(order: SaveTask, settings: SaveSettings) -> bool:
     return bool(settings.remote) and order.to_remote
 
 
-def tell_failure(order: Order, settings: Settings, why: str) -> None:
+def publish_failure(order: SaveTask, settings: SaveSettings, why: str) -> None:
     """For a rank whose save failed before it got here: tells rank 0 on every tier not to wait for its part. Never
     raises; for a place that cannot be reached it blocks while requests are retried, and rank 0 waits for its
     timeout."""
-    tell_failure_at(settings.place, order, why)
+    publish_failure_at(settings.place, order, why)
     if wants_remote(order, settings):
-        tell_failure_at(settings.remote, order, why)
+        publish_failure_at(settings.remote, order, why)
 
 
-def tell_failure_at(place: str, order: Order, why: str) -> None:
+def publish_failure_at(place: str, order: SaveTask, why: str) -> None:
     """The same in one place. Does nothing on rank 0, which no rank waits for."""
     if order.rank == 0:
         return
@@ -135,39 +156,43 @@ def tell_failure_at(place: str, order: Order, why: str) -> None:
 
 
 def save_primary(
-    order: Order,
-    source: Source,
-    settings: Settings,
-    report: Callable[[Report], None],
+    order: SaveTask,
+    source: ChunkSource,
+    settings: SaveSettings,
+    report: Callable[[SaveReport], None],
     is_superseded: Callable[[], bool],
     release: Callable[[], None],
     spare: Callable[[], Collection[str]] = tuple,
-) -> Part | None:
+) -> RankPart | None:
     """Returns the part that was written and read back, None on failure: the buffer is then not free if another tier
     needs it."""
-    return _save_tier(Job(order, "primary", settings.place, source, settings, report, is_superseded, release, spare))
+    return _save_tier(
+        TierSave(order, "primary", settings.place, source, settings, report, is_superseded, release, spare)
+    )
 
 
 def save_remote(
-    order: Order,
-    source: Source,
-    primary: Part | None,
-    settings: Settings,
-    report: Callable[[Report], None],
+    order: SaveTask,
+    source: ChunkSource,
+    primary: RankPart | None,
+    settings: SaveSettings,
+    report: Callable[[SaveReport], None],
     is_superseded: Callable[[], bool],
     release: Callable[[], None],
 ) -> None:
     """Save from the primary tier's files if there are any, else from ``source``; releases the buffer in either case
     when done."""
-    known: dict[int, Digests] = {}
+    known: dict[int, ChunkDigests] = {}
     if primary is not None:
-        known = {number: Digests(entry.blake3, entry.share) for number, entry in enumerate(primary.entries)}
+        known = {number: ChunkDigests(entry.blake3, entry.digest_term) for number, entry in enumerate(primary.entries)}
         source = _from_files(settings.place, order.folder, primary)
-    _save_tier(Job(order, "remote", settings.remote, source, settings, report, is_superseded, release, known=known))
+    _save_tier(
+        TierSave(order, "remote", settings.remote, source, settings, report, is_superseded, release, known=known)
+    )
     release()
 
 
-def _from_files(place: str, folder: str, part: Part) -> Source:
+def _from_files(place: str, folder: str, part: RankPart) -> ChunkSource:
     def read(number: int) -> memoryview:
         entry = part.entries[number]
         path = entry.file if "/" in entry.file else f"{folder}/{entry.file}"
@@ -176,8 +201,8 @@ def _from_files(place: str, folder: str, part: Part) -> Source:
     return read
 
 
-def _save_tier(job: Job) -> Part | None:
-    part: Part | None = None
+def _save_tier(job: TierSave) -> RankPart | None:
+    part: RankPart | None = None
     is_lead, is_committed = job.order.rank == 0, False
     try:
         with _held(job):
@@ -207,45 +232,45 @@ def _save_tier(job: Job) -> Part | None:
     return part
 
 
-def _fail(job: Job, why: str, is_committed: bool) -> None:
+def _fail(job: TierSave, why: str, is_committed: bool) -> None:
     order = job.order
     if is_committed:  # for example, the lock could not be released: no reason to save again
         _log.warning("%s was saved to %s, but then: %s", order.folder, job.place, why)
         return
     what = f"step {order.step} was not saved to {job.place}: {why}"
-    job.report(Report("failed", order.save, order.step, job.tier, what=what, seconds=job.seconds))
+    job.report(SaveReport("failed", order.save, order.step, job.tier, what=what, seconds=job.seconds))
 
 
-def _clear(job: Job) -> None:
+def _clear(job: TierSave) -> None:
     """Remove what unfinished saves left; if that fails it costs space, not this save."""
     order = job.order
     try:
-        clear_unfinished(job.storage, order.folder, job.spare())
+        clear_unfinished(job.storage, order.folder, job.protected())
     except (StorageError, CloseranksError) as error:
         what = f"what unfinished saves left could not be removed: {error}"
-        job.report(Report("collected", order.save, order.step, job.tier, what))
+        job.report(SaveReport("collected", order.save, order.step, job.tier, what))
 
 
-def _counting(job: Job) -> Manifest | None:
+def _counting(job: TierSave) -> CheckpointManifest | None:
     """The manifest if an earlier attempt of this session has already committed this step."""
     order = job.order
-    found = committed(job.storage, order.folder)
-    if found is not None and (session_of(found.save), found.step) != (session_of(order.save), order.step):
+    found = read_committed(job.storage, order.folder)
+    if found is not None and (session_token(found.save), found.step) != (session_token(order.save), order.step):
         raise SaveError(f"{order.folder} is a checkpoint already")
     return found
 
 
-def _accept(job: Job) -> None:
+def _accept(job: TierSave) -> None:
     """The step is already committed, though an earlier report may have said otherwise: all that is left is to report
     it."""
     if job.order.rank == 0:
         with suppress(StorageError):  # the next commit updates ``latest``
-            mend_latest(job.storage, job.order.folder)
+            repair_latest(job.storage, job.order.folder)
     _written(job, "", 0)
 
 
 @contextmanager
-def _held(job: Job) -> Iterator[None]:
+def _held(job: TierSave) -> Iterator[None]:
     if job.order.rank != 0:
         yield
         return
@@ -254,7 +279,7 @@ def _held(job: Job) -> Iterator[None]:
         yield
 
 
-def _write_part(job: Job) -> Part:
+def _write_part(job: TierSave) -> RankPart:
     """Write the data and read it back, then release the buffer. On failure everything is withdrawn."""
     order, storage = job.order, job.storage
     try:
@@ -269,20 +294,20 @@ def _write_part(job: Job) -> Part:
     return part
 
 
-def _name(order: Order) -> str:
+def _name(order: SaveTask) -> str:
     return part_name(order.rank, order.num_ranks)
 
 
-def _withdraw(job: Job, error: Exception) -> None:
+def _withdraw(job: TierSave, error: Exception) -> None:
     """Best effort; rank 0 is told of the failure, or waits for its timeout."""
     order = job.order
     with suppress(StorageError):
         job.storage.remove(job.path(data_name(order.rank, order.num_ranks)))
-    if not isinstance(error, Superseded):
-        tell_failure_at(job.place, order, str(error))
+    if not isinstance(error, SupersededError):
+        publish_failure_at(job.place, order, str(error))
 
 
-def _write_data(job: Job) -> Part:
+def _write_data(job: TierSave) -> RankPart:
     order = job.order
     known, referred = _references(job)
     fresh = {number: chunk for number, chunk in enumerate(order.chunks) if number not in referred}
@@ -290,62 +315,62 @@ def _write_data(job: Job) -> Part:
     path = job.path(name)
     if not fresh:
         _written(job, path, 0)
-        return Part(order.rank, order.num_ranks, order.save, (), tuple(referred.values()))
-    file, plan, digests = write(job.storage, path, fresh, job.source, known, job.breathe)
+        return RankPart(order.rank, order.num_ranks, order.save, (), tuple(referred.values()))
+    file, plan, digests = write_data_file(job.storage, path, fresh, job.source, known, job.check_cancelled)
     _written(job, path, file.num_bytes)
     if job.settings.read_back:
-        read_back(job.storage, path, file, fresh.values(), job.breathe)
+        read_back(job.storage, path, file, fresh.values(), job.check_cancelled)
         point(READ_BACK)
     for number, offset in zip(fresh, plan.offsets, strict=True):
         mine = digests[number]
-        referred[number] = Entry(order.chunks[number], name, offset, mine.blake3, mine.share)
+        referred[number] = ChunkLocation(order.chunks[number], name, offset, mine.blake3, mine.digest_term)
     entries = tuple(referred[number] for number in range(len(order.chunks)))
-    return Part(order.rank, order.num_ranks, order.save, (file,), entries)
+    return RankPart(order.rank, order.num_ranks, order.save, (file,), entries)
 
 
-def _written(job: Job, path: str, num_bytes: int) -> None:
+def _written(job: TierSave, path: str, num_bytes: int) -> None:
     order = job.order
     where = f"{job.storage.url}/{path}" if num_bytes else ""
-    job.report(Report("written", order.save, order.step, job.tier, "", where, num_bytes, job.seconds))
+    job.report(SaveReport("written", order.save, order.step, job.tier, "", where, num_bytes, job.seconds))
     # Not if the second tier may need the buffer, because this tier's file fails its read-back.
     if job.tier == "remote" or not wants_remote(order, job.settings):
         job.release()
 
 
-def _references(job: Job) -> tuple[dict[int, Digests], dict[int, Entry]]:
+def _references(job: TierSave) -> tuple[dict[int, ChunkDigests], dict[int, ChunkLocation]]:
     """The digests known so far, and the chunks that need not be written because an earlier checkpoint has them."""
     known = dict(job.known)
-    base = None if job.order.is_full else references.read_base(job.storage)
+    base = None if job.order.is_full else references.read_base_manifest(job.storage)
     if base is None:
         return known, {}
-    found = references.standing(job.storage, references.candidates(base, job.order.chunks))
-    referred: dict[int, Entry] = {}
+    found = references.existing_references(job.storage, references.reference_candidates(base, job.order.chunks))
+    referred: dict[int, ChunkLocation] = {}
     for number, entry in found.items():
         if number not in known:
-            known[number] = digests_of(job.order.chunks[number], job.source(number))
+            known[number] = digest_chunk(job.order.chunks[number], job.source(number))
         if known[number].blake3 == entry.blake3:
             referred[number] = entry
-        job.breathe()
+        job.check_cancelled()
     return known, referred
 
 
-def _commit(job: Job, own: Part) -> Manifest:
-    parts = gather(job.storage, job.order, own, job.settings.timeout_s, job.breathe)
+def _commit(job: TierSave, own: RankPart) -> CheckpointManifest:
+    parts = gather_parts(job.storage, job.order, own, job.settings.timeout_s, job.check_cancelled)
     return commit(job.storage, job.order, parts)
 
 
-def _say_committed(job: Job, manifest: Manifest) -> None:
+def _say_committed(job: TierSave, manifest: CheckpointManifest) -> None:
     order, path = job.order, f"{job.storage.url}/{job.order.folder}"
-    job.report(Report("committed", order.save, order.step, job.tier, "", path, manifest.num_bytes, job.seconds))
+    job.report(SaveReport("committed", order.save, order.step, job.tier, "", path, manifest.num_bytes, job.seconds))
 
 
-def _collect(job: Job) -> None:
+def _collect(job: TierSave) -> None:
     order, storage, settings = job.order, job.storage, job.settings
-    keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
+    keep = RetentionPolicy(settings.keep_last, settings.keep_every, settings.keep_best)
     try:
-        names = collect(storage, keep, order.folder, job.spare())
+        names = apply_retention(storage, keep, order.folder, job.protected())
     except (StorageError, CloseranksError) as error:  # the checkpoint is committed; the next save retries retention
-        job.report(Report("collected", order.save, order.step, job.tier, f"nothing more could be removed: {error}"))
+        job.report(SaveReport("collected", order.save, order.step, job.tier, f"nothing more could be removed: {error}"))
     else:
         if names:
-            job.report(Report("collected", order.save, order.step, job.tier, names=names))
+            job.report(SaveReport("collected", order.save, order.step, job.tier, names=names))

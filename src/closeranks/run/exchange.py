@@ -19,10 +19,17 @@ from pydantic import ValidationError
 from closeranks import __version__
 from closeranks.checkpoint.catalogue import FOLDER
 from closeranks.checkpoint.weights.index import read_json
-from closeranks.checkpoint.weights.open import OURS, kind_of, open_weights
-from closeranks.checkpoint.weights.ours import OurWeights, open_ours
-from closeranks.checkpoint.weights.protocol import Weights, bands
-from closeranks.checkpoint.weights.shards import Going, Nobody, Watcher, going, write_json, write_shards
+from closeranks.checkpoint.weights.open import OURS, detect_format, open_weights
+from closeranks.checkpoint.weights.ours import CheckpointWeights, open_checkpoint_weights
+from closeranks.checkpoint.weights.protocol import Weights, row_bands
+from closeranks.checkpoint.weights.shards import (
+    ExportTensor,
+    NoProgress,
+    ProgressListener,
+    plan_export,
+    write_json,
+    write_shards,
+)
 from closeranks.checkpoint.weights.taking import save_weights
 from closeranks.core.config.toml import format_value
 from closeranks.core.errors import CheckpointError, ModelError
@@ -37,7 +44,7 @@ from closeranks.run.whole_folder import whole_folder
 from closeranks.telemetry.folder import Settings
 
 CONFIG = "config.json"
-NOBODY = Nobody()
+NOBODY = NoProgress()
 _PUBLISHED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Published settings that cannot be derived from shapes: kept by an import, written again by an export."""
 _SEQ_LEN = 2048
@@ -60,12 +67,12 @@ class Moved:
 # Export
 
 
-def export_hf(place: str, out: Path, *, dtype: str = "", shard_bytes: int, watcher: Watcher = NOBODY) -> Moved:
+def export_hf(place: str, out: Path, *, dtype: str = "", shard_bytes: int, watcher: ProgressListener = NOBODY) -> Moved:
     """Write the newest sound checkpoint of a place as a folder that transformers loads. Empty ``dtype``: as saved."""
-    weights = open_ours(place)
+    weights = open_checkpoint_weights(place)
     shape, max_len = _saved_llama(weights, place)
     found = match(parameter_shapes(shape), weights.names(), {}, weights.path)
-    tensors = going(weights, found.names, getattr(torch, dtype) if dtype else None)
+    tensors = plan_export(weights, found.names, getattr(torch, dtype) if dtype else None)
     total = sum(tensor.num_bytes for tensor in tensors)
     config = hf_config(shape, max_len=max_len, dtype=_main_dtype(tensors))
     hub = sound_hub(weights.tree.get("hub"))
@@ -86,7 +93,7 @@ def _about_tokenizer(hub: Mapping[str, Any], written: tuple[str, ...]) -> tuple[
     return ("No tokenizer is written: put the one that the data was read with beside it.",)
 
 
-def _saved_llama(weights: OurWeights, place: str) -> tuple[LlamaShape, int]:
+def _saved_llama(weights: CheckpointWeights, place: str) -> tuple[LlamaShape, int]:
     config = Settings(sound_tree(weights.tree, weights.path).get("config") or {})
     table, seq_len = config.get("model"), config.get("data.seq_len")
     if not isinstance(table, dict) or table.get("name") != "llama":
@@ -100,7 +107,7 @@ def _saved_llama(weights: OurWeights, place: str) -> tuple[LlamaShape, int]:
     return shape, seq_len if type(seq_len) is int and seq_len > 0 else 2048
 
 
-def _main_dtype(tensors: list[Going]) -> str:
+def _main_dtype(tensors: list[ExportTensor]) -> str:
     """The dtype of most bytes: the one that config.json names for loading."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
@@ -111,7 +118,7 @@ def _main_dtype(tensors: list[Going]) -> str:
 # Import
 
 
-def import_hf(place: str, out: Path, *, watcher: Watcher = NOBODY) -> Moved:
+def import_hf(place: str, out: Path, *, watcher: ProgressListener = NOBODY) -> Moved:
     """Make a run folder from published weights: a checkpoint of step 0 with the weights, and a job to start from it."""
     config = _published_config(place)
     weights = open_weights(place)
@@ -120,7 +127,7 @@ def import_hf(place: str, out: Path, *, watcher: Watcher = NOBODY) -> Moved:
     ties = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
     found = match(parameter_shapes(shape), weights.names(), ties, weights.path)
     _check_doubles(weights, found)
-    tensors = going(weights, found.names)
+    tensors = plan_export(weights, found.names)
     total = sum(tensor.num_bytes for tensor in tensors)
     job = _job(table, config, out)
     with whole_folder(out) as folder:
@@ -142,7 +149,7 @@ def _folder_of(place: str) -> Path:
 
 def _published_config(place: str) -> dict[str, Any]:
     """Read before the weights are opened, so that the error for a wrong folder names the file that is missing."""
-    if kind_of(place) == OURS:
+    if detect_format(place) == OURS:
         raise CheckpointError(f"{place} is a checkpoint of ours already", "Name it as checkpoint.weights.")
     return read_json(_folder_of(place) / CONFIG)
 
@@ -151,7 +158,7 @@ def _check_doubles(weights: Weights, found: Match) -> None:
     """An output projection that is stored beside the embedding it is tied to must be that embedding."""
     for name, double in found.doubles.items():
         first = found.names[name]
-        for band in bands(Piece.whole(first, tuple(weights.names()[first])), weights.dtype(first).itemsize):
+        for band in row_bands(Piece.whole(first, tuple(weights.names()[first])), weights.dtype(first).itemsize):
             if not torch.equal(weights.read(first, band.piece), weights.read(double, band.piece)):
                 what = f"'{double}' and '{first}' differ in {weights.path}, and its config ties them"
                 raise CheckpointError(what, "Set tie_word_embeddings to false in config.json if both are meant.")

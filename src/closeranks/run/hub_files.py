@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from closeranks.checkpoint.weights.open import OURS, kind_of
-from closeranks.checkpoint.weights.ours import open_ours
+from closeranks.checkpoint.weights.open import OURS, detect_format
+from closeranks.checkpoint.weights.ours import open_checkpoint_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.core.regular_file import open_binary, read_text
 from closeranks.storage.protocol import StorageError
@@ -37,8 +37,8 @@ _KEPT = "hub.json"
 def published(place: str) -> dict[str, Any]:
     """The metadata beside weights: those of a Hugging Face folder, or of a checkpoint whose weights came from one."""
     with suppress(CheckpointError, StorageError, OSError, ValueError, RecursionError):
-        if kind_of(place) == OURS:
-            return sound_hub(open_ours(place).tree.get("hub"))
+        if detect_format(place) == OURS:
+            return sound_hub(open_checkpoint_weights(place).tree.get("hub"))
         path = Path(place.removeprefix("file://")).absolute()
         return of_folder(path if path.is_dir() else path.parent)
     return {}

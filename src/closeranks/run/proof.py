@@ -26,9 +26,9 @@ from torch import Tensor
 from closeranks.agent.link import WorkerLink
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.checkpoint.order import Settings
+from closeranks.checkpoint.order import SaveSettings
 from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.saver import Saver
+from closeranks.checkpoint.saver import CheckpointSaver
 from closeranks.core.errors import SetupError
 from closeranks.core.events import StepDone
 from closeranks.core.pieces import Piece
@@ -82,8 +82,8 @@ class Record(Hook):
 
     def _write(self, session: Session, section: str, pieces: Iterable[tuple[Piece, Tensor]]) -> None:
         world, config = session.world, CheckpointConfig(read_back=False)
-        settings = Settings.from_config(config, str(self._folder / section))
-        saver = Saver(world.rank, world.size, section, 1, str(session.context.layout), settings, config)
+        settings = SaveSettings.from_config(config, str(self._folder / section))
+        saver = CheckpointSaver(world.rank, world.size, section, 1, str(session.context.layout), settings, config)
         items = [StateTensor(section, piece.name, piece, tensor) for piece, tensor in pieces]
         with closing(saver):
             reports = saver.save_now(len(self._steps), items, {} if world.is_lead else None, None)

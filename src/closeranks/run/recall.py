@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from closeranks.capture.slots import SealedSlot, SlotError
-from closeranks.checkpoint.catalogue import FOLDER, find
+from closeranks.checkpoint.catalogue import FOLDER, find_checkpoints
 from closeranks.core.errors import CheckpointError
 from closeranks.run.job import Job
 from closeranks.run.past import Past, past_of
@@ -33,7 +33,7 @@ def look_back(job: Job, folder: Path) -> Past:
     is_auto = config.resume == _AUTO
     place = (config.folder or str(folder / FOLDER)) if is_auto else config.resume
     try:
-        found = find(place, [config.remote] if config.remote else []).candidates()
+        found = find_checkpoints(place, [config.remote] if config.remote else []).candidates()
     except (CheckpointError, StorageError):  # reported when the state is restored
         found = ()
     newest = next((one for one in found if one.manifest is not None), None)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from closeranks.checkpoint.catalogue import find
+from closeranks.checkpoint.catalogue import find_checkpoints
 from closeranks.checkpoint.manifest import parse_folder
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.checkpoint.weights.open import open_weights
@@ -117,7 +117,7 @@ def _share_candidates(context: Context, place: str, remote: str, first_part: int
     text = ""
     if context.world.is_lead:
         also = [remote] if remote else []
-        found = [one for one in find(place, also).candidates() if one.part >= first_part]
+        found = [one for one in find_checkpoints(place, also).candidates() if one.attempt >= first_part]
         text = json.dumps([(one.storage.url, one.name) for one in found])
     shared: list[tuple[str, str]] = json.loads(context.groups.world.share_text(text))
     return shared

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.weights.ours import OurWeights
+from closeranks.checkpoint.weights.ours import CheckpointWeights
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.facts.llama import num_params
 from closeranks.models.build import spec_for
@@ -41,7 +41,7 @@ def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, to
     dtype = torch.float64 if job.train.precision == "float64" else torch.float32
     device = torch.device("cpu")
     module = materialise(spec, seed=job.run.seed, device=device, dtype=dtype, broadcast=lambda tensor: tensor)
-    load_model(module, OurWeights(saved))
+    load_model(module, CheckpointWeights(saved))
     module.eval()
     tokens = generate(
         module,

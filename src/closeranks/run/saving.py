@@ -22,9 +22,9 @@ from closeranks.agent.progress import WorkerPhase
 from closeranks.capture.capture import Capture
 from closeranks.checkpoint.config import seconds_of
 from closeranks.checkpoint.manifest import parse_folder
-from closeranks.checkpoint.order import Report, Settings
-from closeranks.checkpoint.rhythm import Rhythm
-from closeranks.checkpoint.saver import Saver, SaveTarget
+from closeranks.checkpoint.order import SaveReport, SaveSettings
+from closeranks.checkpoint.rhythm import SaveSchedule
+from closeranks.checkpoint.saver import CheckpointSaver, SaveTarget
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.core.refuges import advice, refuges
@@ -81,14 +81,14 @@ class Saving(Component):
         self._context, self._state, self._capture = context, state, capture
         self._emit, self._config = emit, config
         self._folder = folder
-        settings = Settings.from_config(config, str(folder / FOLDER))
+        settings = SaveSettings.from_config(config, str(folder / FOLDER))
         remote = absolute(settings.remote) if settings.remote else ""
         self._settings = replace(settings, place=absolute(settings.place), remote=remote)
         mtbf_s = seconds_of(config.mtbf) if config.mtbf else None
         every = config.every if config.save else 0
         self._hub = kept_hub(folder, origin.tree, config.weights) if context.world.is_lead and config.save else {}
         history = origin.tree.get("rhythm") or {"is_ending": True}
-        self._rhythm = Rhythm.from_state(every, mtbf_s, context.world.size, history)
+        self._rhythm = SaveSchedule.from_state(every, mtbf_s, context.world.size, history)
         self._is_asked = self._is_granted = self._is_pending = False
         """Asked: this rank's request is in a vote that is not read yet. Granted: all ranks save at the next boundary.
         Pending: on rank 0, a checkpoint is being written that is neither committed nor failed yet."""
@@ -104,7 +104,7 @@ class Saving(Component):
             self._saved_step = origin.step
             self._good.add((origin.step, "primary"))
         self._topic, self._num_talks = "", 0
-        self._own: Saver | None = self._open_early(origin.step) if config.save else None
+        self._own: CheckpointSaver | None = self._open_early(origin.step) if config.save else None
         self._warm_s = time.monotonic() + (_EARLY_S if every == "auto" else 0.0)
         self._is_warm, self._is_warned = every == 0, False
 
@@ -120,10 +120,10 @@ class Saving(Component):
         check_owned()
         last_s, self._asked_s = self._asked_s, time.monotonic()
         if last_s is not None:
-            self._rhythm.stepped(self._asked_s - last_s)
+            self._rhythm.record_step(self._asked_s - last_s)
         if not self._is_warm and self._asked_s >= self._warm_s and self._own is not None:
             self._is_warm = True
-            self._own.warm(self._capture, self._state.tensors())
+            self._own.warm_up(self._capture, self._state.tensors())
         if self._is_asked or self._is_granted:  # with an accelerator the host reads a vote one step late
             return False
         if self._context.world.is_lead:
@@ -184,10 +184,10 @@ class Saving(Component):
             self._emit(SaveFailed(step, error.what, self._context.world.rank))
             return []
         self._is_pending = self._context.world.is_lead
-        self._rhythm.taken()
+        self._rhythm.record_started()
         self._saved_step = step
         self._stalls = {step: 0.0}
-        return self._own.ask(step, self._tree(step, is_ending=False), self._metric(step))
+        return self._own.begin_save(step, self._tree(step, is_ending=False), self._metric(step))
 
     # Between steps and at the end: blocking
 
@@ -208,7 +208,7 @@ class Saving(Component):
         finally:
             saver.close()
 
-    def _save_here(self, saver: Saver, step: int, is_hurried: bool) -> str:
+    def _save_here(self, saver: CheckpointSaver, step: int, is_hurried: bool) -> str:
         is_older = is_hurried and step != self._saved_step
         patience_s = self._context.job.agent.interrupt_s / 3 if is_older else self._settings.timeout_s
         for report in saver.wait(patience_s):
@@ -228,7 +228,7 @@ class Saving(Component):
         here = refuges(self._folder, num_bytes) if looks else iter(())
         while place := context.groups.world.share_text(str(next(here, ""))):
             saver = self._open(replace(self._settings, place=place, remote="", keep_last=1 << 30))
-            reports: list[Report] = []
+            reports: list[SaveReport] = []
             try:
                 path = self._write(saver, step, self._settings.timeout_s, reports.append, num_tries=1)
             except SetupError:
@@ -244,7 +244,12 @@ class Saving(Component):
         return error
 
     def _write(
-        self, saver: Saver, step: int, patience_s: float, hear: Callable[[Report], None], num_tries: int = _TRIES
+        self,
+        saver: CheckpointSaver,
+        step: int,
+        patience_s: float,
+        hear: Callable[[SaveReport], None],
+        num_tries: int = _TRIES,
     ) -> str:
         failed: dict[str, str] = {}
         told: set[tuple[str, str]] = set()
@@ -280,7 +285,7 @@ class Saving(Component):
         if self._saved_step in self._stalls and not self._stalls[self._saved_step]:
             self._stalls[self._saved_step] = self._capture.stall_s
 
-    def _open_early(self, step: int) -> Saver | None:
+    def _open_early(self, step: int) -> CheckpointSaver | None:
         """A place that cannot be used is the user's mistake when a run starts; in a later generation it is a failed
         save, and the next one tries again."""
         try:
@@ -291,7 +296,7 @@ class Saving(Component):
             self._emit(SaveFailed(step, error.what, self._context.world.rank))
             return None
 
-    def _open(self, settings: Settings) -> Saver:
+    def _open(self, settings: SaveSettings) -> CheckpointSaver:
         """Collective, with the same outcome on all ranks. Rank 0 draws a token and looks up the attempt number, which
         name all saves, and broadcasts them."""
         world, told = self._context.world, ""
@@ -304,7 +309,7 @@ class Saving(Component):
         if problem:
             raise SetupError(problem, "Change checkpoint.folder, or make it writable.")
         self._topic = token  # fresh: no key of an earlier agreement starts with it
-        return Saver(world.rank, world.size, token, part, str(self._context.layout), settings, self._config)
+        return CheckpointSaver(world.rank, world.size, token, part, str(self._context.layout), settings, self._config)
 
     def _tree(self, step: int, *, is_ending: bool) -> dict[str, Any] | None:
         if not self._context.world.is_lead:
@@ -325,28 +330,28 @@ class Saving(Component):
         patience_s = 3 * self._settings.timeout_s  # rank 0 may wait for a save in progress, a lock, and parts
         return self._context.groups.world.all_agree(is_well, f"{self._topic}/{self._num_talks}", patience_s)
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, report: SaveReport) -> None:
         assert self._own is not None
         now_s, here = time.monotonic(), (report.step, report.tier)
         match report.kind:
             case "written" if not self._context.world.is_lead:
                 self._good.add(here)
                 if report.tier == "primary":
-                    self._rhythm.mended()
+                    self._rhythm.clear_failures()
             case "committed":
                 self._good.add(here)
                 stall_s = self._stalls.get(report.step, 0.0)
                 if report.tier == "primary":
                     forget_rescued(self._folder, report.step)
                     self._is_pending = False
-                    self._rhythm.saved(report.step, stall_s, report.seconds, now_s)
+                    self._rhythm.record_save(report.step, stall_s, report.seconds, now_s)
                 path = self._own.path_of(report.step) if report.tier == "primary" else report.path
                 self._emit(Saved(report.step, path, report.num_bytes, report.seconds, stall_s, report.tier))
             case "failed":
                 self._good.discard(here)
                 if report.tier == "primary":
                     self._is_pending = False
-                    self._rhythm.failed(report.step, now_s)
+                    self._rhythm.record_failure(report.step, now_s)
                 self._emit(SaveFailed(report.step, report.what, self._context.world.rank, report.tier))
             case "collected":
                 if report.what:

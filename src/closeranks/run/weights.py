@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from closeranks.checkpoint.weights.protocol import Weights, bands
+from closeranks.checkpoint.weights.protocol import Weights, row_bands
 from closeranks.core.errors import CheckpointError
 from closeranks.models.hub import Match, match
 from closeranks.parallel.group import Group
@@ -68,6 +68,6 @@ def _compare(one: Kept, weights: Weights, name: str) -> None:
 
 def _parts_of(one: Kept, weights: Weights, name: str) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's tensor band by band, each with the weights for it in the tensor's dtype."""
-    for band in bands(one.piece, max(one.tensor.element_size(), weights.dtype(name).itemsize)):
+    for band in row_bands(one.piece, max(one.tensor.element_size(), weights.dtype(name).itemsize)):
         target = one.tensor.narrow(0, band.first, band.length) if one.tensor.ndim else one.tensor
         yield target, weights.read(name, band.piece, one.tensor.dtype)

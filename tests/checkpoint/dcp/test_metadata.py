@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint import metadata as real
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from closeranks.checkpoint.dcp.index import index_of
-from closeranks.checkpoint.dcp.metadata import ALLOWED, Record, read_metadata
+from closeranks.checkpoint.dcp.index import parse_index
+from closeranks.checkpoint.dcp.metadata import ALLOWED, PickledRecord, read_metadata
 from closeranks.core.errors import CheckpointError
 
 
@@ -42,7 +42,7 @@ def metadata(**changed: Any) -> real.Metadata:
 
 
 def test_what_dcp_writes_is_understood() -> None:
-    index = index_of(read_metadata(pickle.dumps(metadata()), "m"), "m")
+    index = parse_index(read_metadata(pickle.dumps(metadata()), "m"), "m")
     (tensor,) = index.tensors.values()
     assert (tensor.name, tensor.path, tensor.dtype, tensor.shape) == ("model.w", ("model", "w"), "bfloat16", (4, 3))
     assert [(piece.start, slot.file, slot.offset) for piece, slot in tensor.chunks] == [
@@ -63,7 +63,7 @@ def test_a_member_of_an_enumeration_may_be_written_as_getattr() -> None:
             return getattr, (real._MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
 
     found = read_metadata(pickle.dumps(metadata(storage_meta=ByName())), "m")
-    assert isinstance(found.get("storage_meta"), Record)
+    assert isinstance(found.get("storage_meta"), PickledRecord)
 
 
 # Hostile ones. Each would leave a mark if it were run.
@@ -117,7 +117,7 @@ def test_getattr_reaches_nothing(tmp_path: Path) -> None:
     for name in ("__init__", "__globals__", "__getitem__"):
         chain = Nested(chain, name)
     found = read_metadata(pickle.dumps(metadata(planner_data=chain)), "m")
-    assert isinstance(found.get("planner_data"), Record)
+    assert isinstance(found.get("planner_data"), PickledRecord)
     # Calling what such a chain gave: REDUCE on a record, which cannot be called.
     body = pickle.dumps(chain, 4)[:-1]
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -166,7 +166,7 @@ def test_damage_is_refused_in_one_sentence() -> None:
         flipped[place] ^= 1 << place % 8
         for data in (whole[:place], bytes(flipped)):
             try:
-                index_of(read_metadata(data, "m"), "m")
+                parse_index(read_metadata(data, "m"), "m")
             except CheckpointError as error:
                 refused.append(str(error))
     assert len(refused) > len(whole)
@@ -196,7 +196,7 @@ WHERE = metadata().storage_data
 )
 def test_what_does_not_fit_is_refused_with_its_reason(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
-        index_of(read_metadata(pickle.dumps(metadata(**changed)), "m"), "m")
+        parse_index(read_metadata(pickle.dumps(metadata(**changed)), "m"), "m")
 
 
 @pytest.mark.parametrize(
@@ -209,4 +209,4 @@ def test_chunks_must_fit_their_tensor(start: tuple[int, ...], size: tuple[int, .
     chunks = [tensor.chunks[0], real.ChunkStorageMetadata(torch.Size(start), torch.Size(size))]
     odd = real.TensorStorageMetadata(tensor.properties, tensor.size, chunks)
     with pytest.raises(CheckpointError, match=words):
-        index_of(read_metadata(pickle.dumps(metadata(state_dict_metadata={"model.w": odd})), "m"), "m")
+        parse_index(read_metadata(pickle.dumps(metadata(state_dict_metadata={"model.w": odd})), "m"), "m")

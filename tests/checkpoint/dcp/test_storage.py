@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from closeranks.checkpoint.collect import Keep, collect
+from closeranks.checkpoint.collect import RetentionPolicy, apply_retention
 from closeranks.checkpoint.dcp.names import Names
 from closeranks.checkpoint.dcp.storage_reader import CheckpointStorageReader
 from closeranks.checkpoint.dcp.storage_writer import CheckpointStorageWriter
@@ -253,7 +253,7 @@ def test_nothing_is_collected_while_dcp_saves(tmp_path: Path) -> None:
     class Meanwhile(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
             with pytest.raises(DeniedError, match="step-00000001"), storage.lock("a prune"):
-                collect(storage, Keep(2), "step-99999999")
+                apply_retention(storage, RetentionPolicy(2), "step-99999999")
             return super().resolve_data(write_item)
 
     dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointStorageWriter(tmp_path, 1), planner=Meanwhile())

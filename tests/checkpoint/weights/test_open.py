@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from closeranks.checkpoint.weights.open import DCP, OURS, SAFETENSORS, TORCH, kind_of, open_weights
-from closeranks.checkpoint.weights.protocol import bands
-from closeranks.checkpoint.weights.shards import Nobody, going
+from closeranks.checkpoint.weights.open import DCP, OURS, SAFETENSORS, TORCH, detect_format, open_weights
+from closeranks.checkpoint.weights.protocol import row_bands
+from closeranks.checkpoint.weights.shards import NoProgress, plan_export
 from closeranks.checkpoint.weights.taking import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
 from closeranks.core.errors import CheckpointError
@@ -38,8 +38,8 @@ def test_folders_are_known_by_what_is_in_them(tmp_path: Path, names: list[str], 
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert kind_of(str(tmp_path)) == kind
-    assert kind_of(f"file://{tmp_path}") == kind
+    assert detect_format(str(tmp_path)) == kind
+    assert detect_format(f"file://{tmp_path}") == kind
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_folders_are_known_by_what_is_in_them(tmp_path: Path, names: list[str], 
 )
 def test_files_are_known_by_their_ending(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / name).touch()
-    assert kind_of(str(tmp_path / name)) == kind
+    assert detect_format(str(tmp_path / name)) == kind
 
 
 def test_a_url_is_a_place_of_ours() -> None:
-    assert kind_of("s3://bucket/run") == OURS
+    assert detect_format("s3://bucket/run") == OURS
 
 
 def test_what_is_not_there_or_not_known_is_one_sentence(tmp_path: Path) -> None:
@@ -69,7 +69,9 @@ def test_every_kind_gives_the_same_values(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
     torch.save(tensors, tmp_path / "a.pt")
     held = TorchFile("memory", tensors, ())
-    save_weights(str(tmp_path / "run" / "checkpoints"), held, going(held, {n: n for n in tensors}), {}, Nobody())
+    save_weights(
+        str(tmp_path / "run" / "checkpoints"), held, plan_export(held, {n: n for n in tensors}), {}, NoProgress()
+    )
     for name in ("a.safetensors", "a.pt", "run"):
         weights = open_weights(str(tmp_path / name))
         assert dict(weights.names()) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -82,7 +84,7 @@ def test_every_kind_gives_the_same_values(tmp_path: Path) -> None:
 def test_a_row_larger_than_a_chunk_is_taken_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("closeranks.checkpoint.weights.taking.CHUNK_BYTES", 64)
     held = TorchFile("memory", {"wide": torch.randn(2, 100), "flat": torch.randn(50)}, ())
-    save_weights(str(tmp_path), held, going(held, {name: name for name in held.names()}), {}, Nobody())
+    save_weights(str(tmp_path), held, plan_export(held, {name: name for name in held.names()}), {}, NoProgress())
     weights = open_weights(str(tmp_path))
     for name, shape in held.names().items():
         piece = Piece.whole(name, shape)
@@ -91,15 +93,15 @@ def test_a_row_larger_than_a_chunk_is_taken_in_parts(tmp_path: Path, monkeypatch
 
 def test_bands_cover_a_piece_in_order() -> None:
     whole = Piece.whole("x", (10, 3))
-    rows = list(bands(whole.narrow(0, 2, 9), 4, 24))
+    rows = list(row_bands(whole.narrow(0, 2, 9), 4, 24))
     assert [(band.piece.start[0], band.length, band.first) for band in rows] == [
         (2, 2, 0),
         (4, 2, 2),
         (6, 2, 4),
         (8, 1, 6),
     ]
-    flat = list(bands(whole.flattened(5, 12), 4, 12))
+    flat = list(row_bands(whole.flattened(5, 12), 4, 12))
     assert [(band.piece.flat, band.first) for band in flat] == [((5, 8), 0), ((8, 11), 3), ((11, 12), 6)]
-    assert [band.length for band in bands(Piece.whole("x", (3, 1000)), 4, 24)] == [1, 1, 1]
-    assert [band.piece for band in bands(Piece.whole("x", ()), 8)] == [Piece.whole("x", ())]
-    assert not list(bands(Piece.whole("x", (0, 4)), 4))
+    assert [band.length for band in row_bands(Piece.whole("x", (3, 1000)), 4, 24)] == [1, 1, 1]
+    assert [band.piece for band in row_bands(Piece.whole("x", ()), 8)] == [Piece.whole("x", ())]
+    assert not list(row_bands(Piece.whole("x", (0, 4)), 4))

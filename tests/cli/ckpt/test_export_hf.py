@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from closeranks.checkpoint.weights.open import open_weights
-from closeranks.checkpoint.weights.shards import Nobody, going
+from closeranks.checkpoint.weights.shards import NoProgress, plan_export
 from closeranks.checkpoint.weights.taking import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
 from closeranks.cli.ckpt.moving import bar, in_words, parse_size
@@ -33,7 +33,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {name: torch.randn(shape, generator=draw) for name, shape in parameter_shapes(SHAPE).items()}
     weights = TorchFile("memory", tensors, ())
     tree = {"config": {"model": {**TABLE, "vocab_size": 260, "tied": True}, "data": {"seq_len": 64}}}
-    save_weights(str(place / "checkpoints"), weights, going(weights, {name: name for name in tensors}), tree, Nobody())
+    save_weights(
+        str(place / "checkpoints"), weights, plan_export(weights, {name: name for name in tensors}), tree, NoProgress()
+    )
     return place
 
 

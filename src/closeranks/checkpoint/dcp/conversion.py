@@ -12,16 +12,16 @@ from pathlib import Path
 
 from closeranks.checkpoint.dcp import export
 from closeranks.checkpoint.dcp.names import Names
-from closeranks.checkpoint.dcp.outgoing import Outgoing, of_checkpoint, of_weights
+from closeranks.checkpoint.dcp.outgoing import ExportSource, source_from_checkpoint, source_from_weights
 from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.weights.open import OURS, kind_of, open_weights
+from closeranks.checkpoint.weights.open import OURS, detect_format, open_weights
 from closeranks.core.errors import CheckpointError
 
 FORMATS = ("closeranks", "dcp", "torch", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class ConvertedCheckpoint:
     source: str
     num_tensors: int
     num_bytes: int
@@ -30,7 +30,7 @@ class Converted:
 
 def convert(
     source: str, out: Path, to: str, on_total: Callable[[int], None], on_bytes: Callable[[int], None]
-) -> Converted:
+) -> ConvertedCheckpoint:
     """``on_total`` is called once with the total bytes of tensors, ``on_bytes`` with each further number done."""
     if to not in FORMATS:
         raise CheckpointError(f"'{to}' is no format", f"Write one of {', '.join(FORMATS)}.")
@@ -47,12 +47,12 @@ def convert(
         export.to_torch(outgoing, out, on_bytes)
     else:
         export.to_safetensors(outgoing, out, on_bytes)
-    return Converted(path, len(outgoing.tensors), outgoing.num_bytes, notes)
+    return ConvertedCheckpoint(path, len(outgoing.tensors), outgoing.num_bytes, notes)
 
 
-def _opened(source: str, to: str) -> tuple[Outgoing, str, tuple[str, ...]]:
-    if to == "dcp" and kind_of(source) == OURS:
+def _opened(source: str, to: str) -> tuple[ExportSource, str, tuple[str, ...]]:
+    if to == "dcp" and detect_format(source) == OURS:
         reader = open_newest(source)
-        return of_checkpoint(reader), reader.path, ()
+        return source_from_checkpoint(reader), reader.path, ()
     weights = open_weights(source)
-    return of_weights(weights, Names()), weights.path, weights.notes
+    return source_from_weights(weights, Names()), weights.path, weights.notes

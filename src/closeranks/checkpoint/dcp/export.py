@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from closeranks.checkpoint.dcp.outgoing import Outgoing, Tensorlike
-from closeranks.checkpoint.dcp.planner import LazyPlanner
+from closeranks.checkpoint.dcp.outgoing import ExportSource, LazyTensor
+from closeranks.checkpoint.dcp.planner import LazySavePlanner
 from closeranks.checkpoint.dcp.storage_writer import CheckpointStorageWriter
-from closeranks.checkpoint.weights.protocol import bands
+from closeranks.checkpoint.weights.protocol import row_bands
 from closeranks.checkpoint.weights.safetensors_file import FORMAT_NAMES
 from closeranks.core.errors import CheckpointError, SetupError
 from closeranks.core.pieces import Piece
@@ -38,7 +38,7 @@ OnBytes = Callable[[int], None]
 _FILE = "__0_0.distcp"
 
 
-def to_closeranks(outgoing: Outgoing, out: Path, source: str, on_bytes: OnBytes) -> None:
+def to_closeranks(outgoing: ExportSource, out: Path, source: str, on_bytes: OnBytes) -> None:
     """A checkpoint of step 0 that holds only weights, and says so in its tree."""
     with _appearing(out) as aside:
         tree = {"weights_only": True, "source": source}
@@ -46,7 +46,7 @@ def to_closeranks(outgoing: Outgoing, out: Path, source: str, on_bytes: OnBytes)
         _save(CheckpointStorageWriter(aside, 0, tree=tree), outgoing, lambda num_bytes: on_bytes(num_bytes // 2))
 
 
-def to_dcp(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
+def to_dcp(outgoing: ExportSource, out: Path, on_bytes: OnBytes) -> None:
     """A folder that ``torch.distributed.checkpoint.load`` reads."""
     with _appearing(out) as aside:
         aside.mkdir()
@@ -54,11 +54,11 @@ def to_dcp(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
         fsync_folder(aside)
 
 
-def to_torch(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
+def to_torch(outgoing: ExportSource, out: Path, on_bytes: OnBytes) -> None:
     """A file for ``torch.load(weights_only=True)``: tensors by their names in the model. Holds all of it in memory."""
     found = {}
     for tensor in outgoing.tensors:
-        found[key_of(tensor)] = tensor.read(Piece.whole(tensor.name, tensor.shape))
+        found[model_key(tensor)] = tensor.read(Piece.whole(tensor.name, tensor.shape))
         on_bytes(tensor.num_bytes)
     with _appearing(out) as aside, aside.open("wb") as file:
         _torch_save(found, file)
@@ -66,14 +66,14 @@ def to_torch(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
         os.fsync(file.fileno())
 
 
-def to_safetensors(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
+def to_safetensors(outgoing: ExportSource, out: Path, on_bytes: OnBytes) -> None:
     """One safetensors file: tensors by their names in the model."""
     # Larger elements first, so that all tensors are aligned.
     tensors = sorted(outgoing.tensors, key=lambda tensor: -tensor.dtype.itemsize)
     with _appearing(out) as aside, aside.open("wb") as file:
         file.write(_header(tensors))
         for tensor in tensors:
-            for band in bands(Piece.whole(tensor.name, tensor.shape), tensor.dtype.itemsize):
+            for band in row_bands(Piece.whole(tensor.name, tensor.shape), tensor.dtype.itemsize):
                 data = tensor.read(band.piece).contiguous().view(-1).view(torch.uint8).numpy()
                 file.write(data.data)
                 on_bytes(data.nbytes)
@@ -81,32 +81,32 @@ def to_safetensors(outgoing: Outgoing, out: Path, on_bytes: OnBytes) -> None:
         os.fsync(file.fileno())
 
 
-def key_of(tensor: Tensorlike) -> str:
+def model_key(tensor: LazyTensor) -> str:
     """Its name in the model, which is the last part of its path."""
     return str(tensor.path[-1])
 
 
-def _header(tensors: list[Tensorlike]) -> bytes:
+def _header(tensors: list[LazyTensor]) -> bytes:
     rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for tensor in tensors:
         if tensor.dtype not in FORMAT_NAMES:
-            what = f"'{key_of(tensor)}' is of {tensor.dtype}, which safetensors has no word for"
+            what = f"'{model_key(tensor)}' is of {tensor.dtype}, which safetensors has no word for"
             raise CheckpointError(what, "Convert to another format.")
         end = begin + tensor.num_bytes
         row = {"dtype": FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        rows[key_of(tensor)] = row
+        rows[model_key(tensor)] = row
         begin = end
     text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _save(writer: StorageWriter, outgoing: Outgoing, on_bytes: OnBytes) -> None:
+def _save(writer: StorageWriter, outgoing: ExportSource, on_bytes: OnBytes) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is intended
         try:
-            save({}, storage_writer=writer, planner=LazyPlanner(outgoing, on_bytes), no_dist=True)
+            save({}, storage_writer=writer, planner=LazySavePlanner(outgoing, on_bytes), no_dist=True)
         except CheckpointException as error:
             raise next(failure for failure, _ in error.failures.values()) from error
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from closeranks.checkpoint.dcp.metadata import DTYPES, Record
-from closeranks.checkpoint.dcp.names import Path
+from closeranks.checkpoint.dcp.metadata import DTYPES, PickledRecord
+from closeranks.checkpoint.dcp.names import StatePath
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class DcpFileRange:
     """A byte range of a file: what ``torch.save`` wrote for one chunk or one value."""
 
     file: str
@@ -28,22 +28,22 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class DcpTensor:
     """A tensor and its chunks."""
 
     name: str
-    path: Path
+    path: StatePath
     """Its path in the state dict that was saved; only the name if the path was not recorded."""
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Piece, Slot], ...]
+    chunks: tuple[tuple[Piece, DcpFileRange], ...]
     """None of them empty."""
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
-    tensors: Mapping[str, Stored]
-    values: Mapping[str, Slot]
+class DcpIndex:
+    tensors: Mapping[str, DcpTensor]
+    values: Mapping[str, DcpFileRange]
     """Non-tensor values by name: pickled, and never unpickled here."""
 
 
@@ -51,7 +51,7 @@ class _Misfit(Exception):
     pass
 
 
-def index_of(metadata: Record, name: str) -> Index:
+def parse_index(metadata: PickledRecord, name: str) -> DcpIndex:
     """``name``: of the metadata file, for errors."""
     try:
         return _index(metadata)
@@ -60,49 +60,49 @@ def index_of(metadata: Record, name: str) -> Index:
         raise CheckpointError(what, "Copy the folder again from where it was saved.") from None
 
 
-def _index(metadata: Record) -> Index:
+def _index(metadata: PickledRecord) -> DcpIndex:
     slots = _slots(_of(dict, metadata.get("storage_data"), "storage data"))
     paths = metadata.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
-    tensors: dict[str, Stored] = {}
-    values: dict[str, Slot] = {}
+    tensors: dict[str, DcpTensor] = {}
+    values: dict[str, DcpFileRange] = {}
     for name, row in _of(dict, metadata.get("state_dict_metadata"), "list of names").items():
         what = _of(str, name, "name")
-        record = _of(Record, row, f"entry of '{what}'")
+        record = _of(PickledRecord, row, f"entry of '{what}'")
         if record.kind == "TensorStorageMetadata":
             tensors[what] = _stored(what, record, _path(paths.get(what), what), slots)
         elif record.kind == "BytesStorageMetadata":
             values[what] = _slot(slots, what, None)
         else:
             raise _Misfit(f"'{what}' is neither a tensor nor a value")
-    return Index(tensors, values)
+    return DcpIndex(tensors, values)
 
 
-def _slots(rows: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Slot]:
-    found: dict[tuple[str, tuple[int, ...] | None], Slot] = {}
+def _slots(rows: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], DcpFileRange]:
+    found: dict[tuple[str, tuple[int, ...] | None], DcpFileRange] = {}
     for key, row in rows.items():
-        index, info = _of(Record, key, "index"), _of(Record, row, "place in a file")
+        index, info = _of(PickledRecord, key, "index"), _of(PickledRecord, row, "place in a file")
         name, offset = _of(str, index.get("fqn"), "name"), index.get("offset")
         file = _of(str, info.get("relative_path"), "file name")
         if "/" in file or "\\" in file or file in ("", ".", ".."):
             raise _Misfit(f"'{name}' is said to lie in '{file}', which is no file beside the metadata")
         if info.get("transform_descriptors"):
             raise _Misfit(f"'{name}' was saved through an extension ({info.get('transform_descriptors')})")
-        slot = Slot(file, _count(info.get("offset"), "offset"), _count(info.get("length"), "length"))
+        slot = DcpFileRange(file, _count(info.get("offset"), "offset"), _count(info.get("length"), "length"))
         if found.setdefault((name, None if offset is None else _size(offset)), slot) != slot:
             raise _Misfit(f"'{name}' is said to lie in two places")
     return found
 
 
-def _slot(slots: Mapping[Any, Slot], name: str, offset: tuple[int, ...] | None) -> Slot:
+def _slot(slots: Mapping[Any, DcpFileRange], name: str, offset: tuple[int, ...] | None) -> DcpFileRange:
     slot = slots.get((name, offset))
     if slot is None:
         raise _Misfit(f"nothing says where '{name}' lies")
     return slot
 
 
-def _stored(name: str, record: Record, path: Path, slots: Mapping[Any, Slot]) -> Stored:
-    properties = _of(Record, record.get("properties"), f"type of '{name}'")
+def _stored(name: str, record: PickledRecord, path: StatePath, slots: Mapping[Any, DcpFileRange]) -> DcpTensor:
+    properties = _of(PickledRecord, record.get("properties"), f"type of '{name}'")
     state = properties.__dict__.get("state")
     dtype = state[0] if isinstance(state, tuple) and state else None
     if dtype not in DTYPES:
@@ -110,7 +110,7 @@ def _stored(name: str, record: Record, path: Path, slots: Mapping[Any, Slot]) ->
     shape = _size(record.get("size"))
     chunks = []
     for row in _of(list, record.get("chunks"), f"chunks of '{name}'"):
-        chunk = _of(Record, row, f"chunk of '{name}'")
+        chunk = _of(PickledRecord, row, f"chunk of '{name}'")
         start, size = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
         if len(start) != len(shape) or len(size) != len(shape):
             raise _Misfit(f"a chunk of '{name}' has another number of dims")
@@ -120,10 +120,10 @@ def _stored(name: str, record: Record, path: Path, slots: Mapping[Any, Slot]) ->
             chunks.append((Piece(name, shape, start, size), _slot(slots, name, start)))
     if sum(piece.numel for piece, _ in chunks) != prod(shape):
         raise _Misfit(f"the chunks of '{name}' do not add up to it")
-    return Stored(name, path, dtype, shape, tuple(chunks))
+    return DcpTensor(name, path, dtype, shape, tuple(chunks))
 
 
-def _path(value: Any, name: str) -> Path:
+def _path(value: Any, name: str) -> StatePath:
     if isinstance(value, tuple) and value and all(isinstance(one, str | int) for one in value):
         return value
     return (name,)
@@ -131,7 +131,7 @@ def _path(value: Any, name: str) -> Path:
 
 def _size(value: Any) -> tuple[int, ...]:
     """The dims of a ``torch.Size``, which is a record of one tuple."""
-    record = _of(Record, value, "size")
+    record = _of(PickledRecord, value, "size")
     arguments = record.__dict__.get("arguments", ())
     inner = arguments[0] if record.kind == "Size" and len(arguments) == 1 else None
     return tuple(_count(one, "size") for one in _of(tuple, inner, "size"))

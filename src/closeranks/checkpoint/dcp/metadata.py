@@ -41,7 +41,7 @@ ALLOWED = (
 )
 
 
-class Record:
+class PickledRecord:
     """An inert stand-in for a pickled object: the arguments and state it was made of."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -60,7 +60,7 @@ class Record:
         return state.get(key, default) if isinstance(state, dict) else default
 
 
-def read_metadata(data: bytes, name: str) -> Record:
+def read_metadata(data: bytes, name: str) -> PickledRecord:
     """The record of the ``Metadata`` object; ``name``: of the file, for errors."""
     try:
         found = _Unpickler(data, name).load()
@@ -69,7 +69,7 @@ def read_metadata(data: bytes, name: str) -> Record:
     except Exception as error:  # what a damaged pickle may raise is not documented
         what = f"{name} is damaged: it is no metadata of torch DCP ({type(error).__name__})"
         raise CheckpointError(what, "Copy the folder again from where it was saved.") from error
-    if not isinstance(found, Record) or found.kind != "Metadata":
+    if not isinstance(found, PickledRecord) or found.kind != "Metadata":
         raise CheckpointError(f"{name} is no metadata of torch DCP", "Name a folder that dcp.save wrote.")
     return found
 
@@ -78,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, name: str) -> None:
         super().__init__(io.BytesIO(data))
         self._name = name
-        self._known: dict[tuple[str, str], Any] = {one: type(one[1], (Record,), {}) for one in ALLOWED}
+        self._known: dict[tuple[str, str], Any] = {one: type(one[1], (PickledRecord,), {}) for one in ALLOWED}
         self._known.update({("torch", dtype): dtype for dtype in DTYPES})
 
     def find_class(self, module: str, name: str) -> Any:

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Path = tuple[str | int, ...]
+StatePath = tuple[str | int, ...]
 """The path of a value in a nested state dict."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorKey:
     section: str
     key: str
 
@@ -35,20 +35,20 @@ class Names:
     optimizer: str = "optimizer"
     """Path of the optimizer's state dict, as ``get_optimizer_state_dict`` returns it."""
 
-    def place(self, name: str) -> Place:
+    def tensor_key(self, name: str) -> TensorKey:
         """Section and key of what DCP calls ``name``."""
         memory = f"{self.optimizer}.state."
         parameter, _, what = name.removeprefix(memory).rpartition(".")
         # A slash in the name would be ambiguous: a slash joins parameter and state.
         if name.startswith(memory) and parameter and what and "/" not in name:
-            return Place("optimizer", f"{parameter}/{what}")
+            return TensorKey("optimizer", f"{parameter}/{what}")
         if not self.model:
-            return Place("model", name)
+            return TensorKey("model", name)
         prefix = f"{self.model}."
         is_model = name.startswith(prefix) and name != prefix
-        return Place("model", name.removeprefix(prefix)) if is_model else Place("other", name)
+        return TensorKey("model", name.removeprefix(prefix)) if is_model else TensorKey("other", name)
 
-    def path(self, place: Place) -> Path | None:
+    def path(self, place: TensorKey) -> StatePath | None:
         """Its path in a nested state dict; None if a bare model state dict has no place for it."""
         if place.section == "model":
             return (*_parts(self.model), place.key)
@@ -57,7 +57,7 @@ class Names:
             return (*_parts(self.optimizer), "state", *((parameter, what) if parameter else (what,)))
         return (place.key,) if self.model else None
 
-    def name(self, place: Place) -> str | None:
+    def name(self, place: TensorKey) -> str | None:
         """Its name in DCP; None if a bare model state dict has no place for it."""
         path = self.path(place)
         return None if path is None else ".".join(map(str, path))

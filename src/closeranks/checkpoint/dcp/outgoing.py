@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from closeranks.checkpoint.dcp.names import Names, Path, Place
-from closeranks.checkpoint.dcp.tree import listing
+from closeranks.checkpoint.dcp.names import Names, StatePath, TensorKey
+from closeranks.checkpoint.dcp.tree import list_for_dcp
 from closeranks.checkpoint.dcp.values import decode
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.checkpoint.weights.protocol import Weights
@@ -23,11 +23,11 @@ from closeranks.core.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tensorlike:
+class LazyTensor:
     """A tensor that is read on request."""
 
     name: str
-    path: Path
+    path: StatePath
     """Its path in the nested state dict."""
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,11 +39,11 @@ class Tensorlike:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outgoing:
-    tensors: tuple[Tensorlike, ...]
+class ExportSource:
+    tensors: tuple[LazyTensor, ...]
     values: Mapping[str, Any] = field(default_factory=dict)
     """Non-tensor values by name, unchanged."""
-    paths: Mapping[str, Path] = field(default_factory=dict)
+    paths: Mapping[str, StatePath] = field(default_factory=dict)
     """Paths of the values in the nested state dict."""
 
     @property
@@ -51,31 +51,31 @@ class Outgoing:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
-def of_weights(weights: Weights, names: Names) -> Outgoing:
+def source_from_weights(weights: Weights, names: Names) -> ExportSource:
     """A model's weights, at the model's path in a state dict."""
 
-    def outgoing(key: str, shape: tuple[int, ...]) -> Tensorlike:
-        place = Place("model", key)
+    def outgoing(key: str, shape: tuple[int, ...]) -> LazyTensor:
+        place = TensorKey("model", key)
         name, path = names.name(place), names.path(place)
         assert name is not None
         assert path is not None
-        return Tensorlike(name, path, tuple(shape), weights.dtype(key), lambda piece: weights.read(key, piece))
+        return LazyTensor(name, path, tuple(shape), weights.dtype(key), lambda piece: weights.read(key, piece))
 
-    return Outgoing(tuple(outgoing(key, shape) for key, shape in weights.names().items()))
+    return ExportSource(tuple(outgoing(key, shape) for key, shape in weights.names().items()))
 
 
-def of_checkpoint(reader: CheckpointReader) -> Outgoing:
+def source_from_checkpoint(reader: CheckpointReader) -> ExportSource:
     """Everything of a checkpoint that a DCP state dict can hold: model, optimizer, other tensors, values."""
-    listed = listing(reader.manifest, None)
+    listed = list_for_dcp(reader.manifest, None)
     shapes = {section: reader.shapes(section) for section in {place.section for place in listed.tensors.values()}}
 
-    def outgoing(name: str, place: Place) -> Tensorlike:
+    def outgoing(name: str, place: TensorKey) -> LazyTensor:
         section, key = place.section, place.key
         dtype = reader.dtype(section, key)
-        return Tensorlike(
+        return LazyTensor(
             name, listed.paths[name], shapes[section][key], dtype, lambda piece: reader.read(section, key, piece)
         )
 
     tensors = tuple(outgoing(name, place) for name, place in listed.tensors.items())
     values = {name: decode(value) for name, value in listed.values.items()}
-    return Outgoing(tensors, values, {name: listed.paths.get(name, (name,)) for name in values})
+    return ExportSource(tensors, values, {name: listed.paths.get(name, (name,)) for name in values})

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from closeranks.capture.shares import HeldPiece, own_chunk_ranges
-from closeranks.checkpoint.datafile import SaveError, read_back, write
+from closeranks.checkpoint.datafile import SaveError, read_back, write_data_file
 from closeranks.checkpoint.digests import crc32c, item_bytes
-from closeranks.checkpoint.manifest import Chunk, DataFile, Entry, Part, data_name
+from closeranks.checkpoint.manifest import Chunk, ChunkLocation, DataFile, RankPart, data_name
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import Storage, StorageError
@@ -26,7 +26,7 @@ _FIX = "What was saved before still counts: save again later."
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class SaveRank:
     """This rank and the number of ranks: the same for every save, since DCP may cache plans."""
 
     rank: int
@@ -34,7 +34,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorWrite:
     """A box of a tensor that this rank writes; the piece's name is the key."""
 
     section: str
@@ -49,7 +49,7 @@ class Cut:
             raise CheckpointError(f"{self.section}/{self.piece.name} cannot be saved: {error}") from error
 
 
-Load = Callable[[int], Tensor]
+LoadTensor = Callable[[int], Tensor]
 """Returns the n-th tensor to write, on the CPU."""
 
 
@@ -63,7 +63,9 @@ class _Range:
     piece: Piece
 
 
-def write_part(storage: Storage, folder: str, seat: Seat, cuts: Sequence[Cut], load: Load, *, is_checked: bool) -> Part:
+def write_part(
+    storage: Storage, folder: str, seat: SaveRank, cuts: Sequence[TensorWrite], load: LoadTensor, *, is_checked: bool
+) -> RankPart:
     """Write a rank's data file; when this returns it is durable and, if ``is_checked``, was read back from the
     medium."""
     memory = _Memory(cuts, load)
@@ -79,15 +81,15 @@ def write_part(storage: Storage, folder: str, seat: Seat, cuts: Sequence[Cut], l
             storage.remove(f"{folder}/{name}")
         raise CheckpointError(f"{folder} was not saved: {error}", _FIX, rank=seat.rank) from error
     # DCP itself gathers the parts of one save, so no attempt id is needed to tell saves apart.
-    return Part(seat.rank, seat.num_ranks, "dcp", (file,), entries)
+    return RankPart(seat.rank, seat.num_ranks, "dcp", (file,), entries)
 
 
 def _write(
     storage: Storage, path: str, chunks: Sequence[Chunk], source: Callable[[int], memoryview]
-) -> tuple[DataFile, tuple[Entry, ...]]:
-    file, outline, digests = write(storage, path, dict(enumerate(chunks)), source, {}, _breathe)
+) -> tuple[DataFile, tuple[ChunkLocation, ...]]:
+    file, outline, digests = write_data_file(storage, path, dict(enumerate(chunks)), source, {}, _breathe)
     return file, tuple(
-        Entry(chunk, file.name, offset, digests[number].blake3, digests[number].share)
+        ChunkLocation(chunk, file.name, offset, digests[number].blake3, digests[number].digest_term)
         for number, (chunk, offset) in enumerate(zip(chunks, outline.offsets, strict=True))
     )
 
@@ -96,7 +98,7 @@ def _breathe() -> None:
     """DCP has no way to cancel a save."""
 
 
-def _ranges(cuts: Sequence[Cut]) -> list[_Range]:
+def _ranges(cuts: Sequence[TensorWrite]) -> list[_Range]:
     """In file order: larger elements first, so that all are aligned."""
     order = sorted(range(len(cuts)), key=lambda number: -cuts[number].item_bytes)
     return [
@@ -109,7 +111,7 @@ def _ranges(cuts: Sequence[Cut]) -> list[_Range]:
 class _Memory:
     """Ranges of boxes as bytes, requested in order."""
 
-    def __init__(self, cuts: Sequence[Cut], load: Load) -> None:
+    def __init__(self, cuts: Sequence[TensorWrite], load: LoadTensor) -> None:
         self._cuts = cuts
         self._load = load
         self._held: tuple[int, Tensor] | None = None

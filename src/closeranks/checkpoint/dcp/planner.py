@@ -23,17 +23,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from closeranks.checkpoint.dcp.outgoing import Outgoing, Tensorlike
-from closeranks.checkpoint.weights.protocol import bands
+from closeranks.checkpoint.dcp.outgoing import ExportSource, LazyTensor
+from closeranks.checkpoint.weights.protocol import row_bands
 from closeranks.core.pieces import Piece
 
 _BAND_BYTES = 32 << 20
 
 
-class LazyPlanner(SavePlanner):
+class LazySavePlanner(SavePlanner):
     """Saves ``outgoing``, whatever state dict it is given; ``on_bytes`` is called with the size of each read."""
 
-    def __init__(self, outgoing: Outgoing, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
+    def __init__(self, outgoing: ExportSource, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._outgoing = outgoing
         self._tensors = {tensor.name: tensor for tensor in outgoing.tensors}
         self._on_bytes = on_bytes
@@ -73,12 +73,12 @@ class LazyPlanner(SavePlanner):
         return found
 
 
-def _pieces(tensor: Tensorlike) -> list[Piece]:
+def _pieces(tensor: LazyTensor) -> list[Piece]:
     whole = Piece.whole(tensor.name, tensor.shape)
-    return [band.piece for band in bands(whole, tensor.dtype.itemsize, _BAND_BYTES)] or [whole]
+    return [band.piece for band in row_bands(whole, tensor.dtype.itemsize, _BAND_BYTES)] or [whole]
 
 
-def _item(tensor: Tensorlike, piece: Piece) -> WriteItem:
+def _item(tensor: LazyTensor, piece: Piece) -> WriteItem:
     start, size = torch.Size(piece.start), torch.Size(piece.size)
     chunk = ChunkStorageMetadata(offsets=start, sizes=size)
     data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from closeranks.checkpoint.dcp.names import Names, Place
-from closeranks.checkpoint.dcp.tree import Listed, listing
+from closeranks.checkpoint.dcp.names import Names, TensorKey
+from closeranks.checkpoint.dcp.tree import DcpListing, list_for_dcp
 from closeranks.checkpoint.dcp.values import decode
 from closeranks.checkpoint.reader import CheckpointReader, open_newest
 from closeranks.core.errors import CheckpointError
@@ -101,7 +101,7 @@ class CheckpointStorageReader(StorageReader):
     def _open(self) -> _Opened:
         if self._opened is None:
             reader = open_newest(self._place)
-            self._opened = _Opened(reader, listing(reader.manifest, self._names))
+            self._opened = _Opened(reader, list_for_dcp(reader.manifest, self._names))
         return self._opened
 
     def _identity(self) -> tuple[str, str]:
@@ -127,11 +127,11 @@ class CheckpointStorageReader(StorageReader):
 class _Opened:
     """A checkpoint, and the DCP names of its tensors."""
 
-    def __init__(self, reader: CheckpointReader, listed: Listed) -> None:
+    def __init__(self, reader: CheckpointReader, listed: DcpListing) -> None:
         self.reader = reader
         self.listed = listed
         sections = {place.section for place in listed.tensors.values()}
         self._shapes = {section: reader.shapes(section) for section in sections}
 
-    def shape(self, place: Place) -> tuple[int, ...]:
+    def shape(self, place: TensorKey) -> tuple[int, ...]:
         return self._shapes[place.section][place.key]

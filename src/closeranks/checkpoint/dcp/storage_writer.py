@@ -29,11 +29,11 @@ from torch.futures import Future
 from closeranks.checkpoint.commit import commit
 from closeranks.checkpoint.datafile import SaveError
 from closeranks.checkpoint.dcp.names import Names
-from closeranks.checkpoint.dcp.part import Cut, Seat, write_part
-from closeranks.checkpoint.dcp.tree import KEY, kept
+from closeranks.checkpoint.dcp.part import SaveRank, TensorWrite, write_part
+from closeranks.checkpoint.dcp.tree import KEY, dcp_tree_entry
 from closeranks.checkpoint.dcp.values import encode
-from closeranks.checkpoint.manifest import MANIFEST, Part, decode_part, encode_part, folder_name, parse_folder
-from closeranks.checkpoint.order import Order
+from closeranks.checkpoint.manifest import MANIFEST, RankPart, decode_part, encode_part, folder_name, parse_folder
+from closeranks.checkpoint.order import SaveTask
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.storage.open import open_storage
@@ -99,7 +99,7 @@ class CheckpointStorageWriter(StorageWriter):
             held.enter_context(storage.lock(f"a process that saves {self._folder}", wait_s=_LOCK_WAIT_S))
         except StorageError as error:
             raise CheckpointError(f"{self.checkpoint_id} cannot be saved now: {error}", "Save again later.") from error
-        return [replace(plan, storage_data=Seat(rank, len(plans))) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=SaveRank(rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -114,14 +114,16 @@ class CheckpointStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when the files of every rank are durable."""
         values: dict[str, Any] = {}
-        parts: list[Part] = []
+        parts: list[RankPart] = []
         for rank, rows in enumerate(results):
             for row in rows:
                 if isinstance(row.storage_data, bytes):
                     parts.append(decode_part(row.storage_data, f"the part of rank {rank}"))
                 else:
                     values[row.index.fqn] = row.storage_data
-        self._commit(parts, len(results), {**self._tree, KEY: kept(self._names, values, metadata.planner_data)})
+        self._commit(
+            parts, len(results), {**self._tree, KEY: dcp_tree_entry(self._names, values, metadata.planner_data)}
+        )
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -141,7 +143,7 @@ class CheckpointStorageWriter(StorageWriter):
             results.append(WriteResult(tensors[0].index, num_bytes, encode_part(part)))
         return results
 
-    def _write(self, seat: Seat, items: list[WriteItem], planner: SavePlanner) -> Part:
+    def _write(self, seat: SaveRank, items: list[WriteItem], planner: SavePlanner) -> RankPart:
         def load(number: int) -> torch.Tensor:
             found = planner.resolve_data(items[number])
             assert isinstance(found, torch.Tensor)
@@ -150,16 +152,16 @@ class CheckpointStorageWriter(StorageWriter):
         cuts = [self._cut(item) for item in items]
         return write_part(open_storage(self._place), self._folder, seat, cuts, load, is_checked=self._read_back)
 
-    def _cut(self, item: WriteItem) -> Cut:
+    def _cut(self, item: WriteItem) -> TensorWrite:
         assert item.tensor_data is not None
-        place, chunk = self._names.place(item.index.fqn), item.tensor_data.chunk
+        place, chunk = self._names.tensor_key(item.index.fqn), item.tensor_data.chunk
         piece = Piece(place.key, tuple(item.tensor_data.size), tuple(chunk.offsets), tuple(chunk.sizes))
-        return Cut(place.section, piece, str(item.tensor_data.properties.dtype).removeprefix("torch."))
+        return TensorWrite(place.section, piece, str(item.tensor_data.properties.dtype).removeprefix("torch."))
 
-    def _commit(self, parts: list[Part], num_ranks: int, tree: Mapping[str, Any]) -> None:
+    def _commit(self, parts: list[RankPart], num_ranks: int, tree: Mapping[str, Any]) -> None:
         parsed = parse_folder(self._folder)
         assert parsed is not None
-        order = Order(
+        order = SaveTask(
             save=f"dcp-{secrets.token_hex(8)}",
             folder=self._folder,
             step=parsed[0],

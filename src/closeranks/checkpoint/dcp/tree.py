@@ -11,33 +11,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from closeranks.checkpoint.dcp.names import Names, Path, Place
+from closeranks.checkpoint.dcp.names import Names, StatePath, TensorKey
 from closeranks.checkpoint.dcp.values import decode
-from closeranks.checkpoint.manifest import Manifest
+from closeranks.checkpoint.manifest import CheckpointManifest
 from closeranks.core.errors import CheckpointError
 
 KEY = "dcp"
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class DcpListing:
     """The contents of a checkpoint by their DCP names."""
 
-    tensors: Mapping[str, Place]
+    tensors: Mapping[str, TensorKey]
     values: Mapping[str, Any]
     """Encoded by ``values.encode``."""
-    paths: Mapping[str, Path]
+    paths: Mapping[str, StatePath]
 
 
-def listing(manifest: Manifest, names: Names | None) -> Listed:
+def list_for_dcp(manifest: CheckpointManifest, names: Names | None) -> DcpListing:
     """``names``: None to use those it was saved with."""
     kept = _checked(manifest)
     saved = Names.decode(kept["names"]) if kept else Names()
     wanted = names or saved
-    tensors: dict[str, Place] = {}
-    paths: dict[str, Path] = {}
+    tensors: dict[str, TensorKey] = {}
+    paths: dict[str, StatePath] = {}
     for section, key in manifest.tensors():
-        place = Place(section, key)
+        place = TensorKey(section, key)
         name, path = wanted.name(place), wanted.path(place)
         if name is None or path is None:
             continue
@@ -47,10 +47,10 @@ def listing(manifest: Manifest, names: Names | None) -> Listed:
         tensors[name], paths[name] = place, path
     same = wanted == saved
     known = {name: tuple(path) for name, path in kept.get("paths", {}).items()} if same else {}
-    return Listed(tensors, kept.get("values", {}) if same else {}, {**paths, **known})
+    return DcpListing(tensors, kept.get("values", {}) if same else {}, {**paths, **known})
 
 
-def _checked(manifest: Manifest) -> Mapping[str, Any]:
+def _checked(manifest: CheckpointManifest) -> Mapping[str, Any]:
     kept = manifest.tree.get(KEY, {})
     if kept == {}:
         return {}
@@ -68,7 +68,7 @@ def _checked(manifest: Manifest) -> Mapping[str, Any]:
     return {"names": names, "values": values, "paths": paths}
 
 
-def kept(names: Names, values: Mapping[str, Any], paths: Mapping[str, Path] | None) -> dict[str, Any]:
+def dcp_tree_entry(names: Names, values: Mapping[str, Any], paths: Mapping[str, StatePath] | None) -> dict[str, Any]:
     """What goes under ``dcp`` in the tree."""
     return {
         "names": names.encode(),

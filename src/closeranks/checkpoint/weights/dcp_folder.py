@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from closeranks.checkpoint.dcp.index import Index, Slot, Stored, index_of
+from closeranks.checkpoint.dcp.index import DcpFileRange, DcpIndex, DcpTensor, parse_index
 from closeranks.checkpoint.dcp.metadata import read_metadata
-from closeranks.checkpoint.dcp.names import Path as StatePath
+from closeranks.checkpoint.dcp.names import StatePath as StatePath
 from closeranks.checkpoint.weights.protocol import BAND_BYTES
 from closeranks.checkpoint.weights.torch_file import plain_names
 from closeranks.core.errors import CheckpointError
@@ -48,11 +48,11 @@ _FIX = "Copy the folder again from where it was saved."
 class DcpFolder:
     """``weights.protocol.Weights`` of a DCP folder."""
 
-    def __init__(self, storage: Storage, index: Index, prefix: StatePath | None) -> None:
+    def __init__(self, storage: Storage, index: DcpIndex, prefix: StatePath | None) -> None:
         self._storage = storage
         self._index = index
         self._tensors = _subtree(index.tensors.values(), prefix, storage.url)
-        self._last: tuple[Slot, Tensor] | None = None
+        self._last: tuple[DcpFileRange, Tensor] | None = None
         self._is_unsummed = False
 
     @property
@@ -88,18 +88,18 @@ class DcpFolder:
             _within(found, overlap.target, overlap.box).copy_(_within(source, overlap.source, overlap.box))
         return found
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> DcpTensor:
         if name not in self._tensors:
             raise CheckpointError(f"{self.path} has no tensor '{name}'", "Start from weights of the same model.")
         return self._tensors[name]
 
-    def _load(self, slot: Slot, chunk: Piece, stored: Stored) -> Tensor:
+    def _load(self, slot: DcpFileRange, chunk: Piece, stored: DcpTensor) -> Tensor:
         if self._last is None or self._last[0] != slot:
             self._last = None  # one chunk in memory, not two
             self._last = (slot, self._checked(slot, chunk, stored))
         return self._last[1]
 
-    def _checked(self, slot: Slot, chunk: Piece, stored: Stored) -> Tensor:
+    def _checked(self, slot: DcpFileRange, chunk: Piece, stored: DcpTensor) -> Tensor:
         what = f"{self.path}: '{stored.name}' in {slot.file} is damaged"
         try:
             data = self._storage.read(slot.file, slot.offset, slot.num_bytes)
@@ -130,7 +130,7 @@ def open_dcp(place: str | Path, prefix: Sequence[str] | None = None) -> DcpFolde
         raise CheckpointError(what, "Name a folder that dcp.save wrote, with its collectives on.") from error
     except StorageError as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from error
-    index = index_of(read_metadata(data, name), name)
+    index = parse_index(read_metadata(data, name), name)
     return DcpFolder(storage, index, None if prefix is None else tuple(prefix))
 
 
@@ -147,7 +147,7 @@ def check_archive(data: bytes) -> bool:
     return True
 
 
-def _subtree(tensors: Iterable[Stored], prefix: StatePath | None, url: str) -> dict[str, Stored]:
+def _subtree(tensors: Iterable[DcpTensor], prefix: StatePath | None, url: str) -> dict[str, DcpTensor]:
     """The model's tensors by their names in the model."""
     all_of_them = list(tensors)
     for places in [(prefix,)] if prefix is not None else [_MODELS, ((),)]:
@@ -162,7 +162,7 @@ def _subtree(tensors: Iterable[Stored], prefix: StatePath | None, url: str) -> d
     raise CheckpointError(f"{url} holds no model{where}", f"It holds {', '.join(tops[:8]) or 'no tensor at all'}.")
 
 
-def _named(tensors: Sequence[Stored], depth: int, url: str) -> dict[str, Stored]:
+def _named(tensors: Sequence[DcpTensor], depth: int, url: str) -> dict[str, DcpTensor]:
     """Tensors by path from a depth on, without what ``torch.compile`` and FSDP insert between module names."""
     inner = {".".join(map(str, one.path[depth:])): one for one in tensors}
     plain = plain_names(inner)
@@ -180,7 +180,7 @@ def _within(tensor: Tensor, run: Run, box: Box) -> Tensor:
     return view
 
 
-def _dtype(stored: Stored) -> torch.dtype:
+def _dtype(stored: DcpTensor) -> torch.dtype:
     found = getattr(torch, stored.dtype)
     assert isinstance(found, torch.dtype)
     return found

@@ -14,7 +14,7 @@ from closeranks.checkpoint.weights import safetensors_folder, torch_file
 from closeranks.checkpoint.weights.protocol import Weights
 from closeranks.core.errors import CheckpointError
 
-Kind = str
+WeightsFormat = str
 OURS, SAFETENSORS, TORCH, DCP = "ours", "safetensors", "torch", "dcp"
 _KINDS = (
     "a run or checkpoint of ours, a Hugging Face folder, a torch DCP folder, or a .safetensors, .pt, .pth or .bin file"
@@ -23,10 +23,10 @@ _KINDS = (
 
 def open_weights(place: str) -> Weights:
     """The weights at a path or URL, in any supported format."""
-    return _OPENERS[kind_of(place)](place)
+    return _OPENERS[detect_format(place)](place)
 
 
-def kind_of(place: str) -> Kind:
+def detect_format(place: str) -> WeightsFormat:
     """The format of the weights at a place; ``CheckpointError`` with one sentence if it is unknown."""
     if "://" in place and not place.startswith("file://"):
         return OURS
@@ -41,7 +41,7 @@ def kind_of(place: str) -> Kind:
     return kind
 
 
-def _kind_of_folder(path: Path) -> Kind | None:
+def _kind_of_folder(path: Path) -> WeightsFormat | None:
     """Our own format first: a run folder has a config.json, too."""
     if (path / MANIFEST).is_file() or (path / LATEST).is_file() or (path / "checkpoints").is_dir():
         return OURS
@@ -56,16 +56,16 @@ def _kind_of_folder(path: Path) -> Kind | None:
     return None
 
 
-def _kind_of_file(path: Path) -> Kind | None:
+def _kind_of_file(path: Path) -> WeightsFormat | None:
     if path.suffix == ".safetensors":
         return SAFETENSORS
     return TORCH if path.suffix in (".pt", ".pth", ".bin", ".ckpt") else None
 
 
 def _ours(place: str) -> Weights:
-    from closeranks.checkpoint.weights.ours import open_ours
+    from closeranks.checkpoint.weights.ours import open_checkpoint_weights
 
-    return open_ours(place)
+    return open_checkpoint_weights(place)
 
 
 def _dcp(place: str) -> Weights:
@@ -74,7 +74,7 @@ def _dcp(place: str) -> Weights:
     return open_dcp(place)
 
 
-_OPENERS: dict[Kind, Callable[[str], Weights]] = {
+_OPENERS: dict[WeightsFormat, Callable[[str], Weights]] = {
     OURS: _ours,
     DCP: _dcp,
     SAFETENSORS: lambda place: safetensors_folder.open_safetensors(Path(place.removeprefix("file://"))),

@@ -18,7 +18,7 @@ from closeranks.core.pieces import Piece
 MODEL, EMA = "model", "ema"
 
 
-class OurWeights:
+class CheckpointWeights:
     """The model of a checkpoint (``protocol.Weights``)."""
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -49,6 +49,6 @@ class OurWeights:
         return EMA if name in self._averaged else MODEL
 
 
-def open_ours(place: str) -> OurWeights:
+def open_checkpoint_weights(place: str) -> CheckpointWeights:
     """The newest valid checkpoint at a run's folder, a folder of checkpoints, one of them, or a URL of those."""
-    return OurWeights(open_newest(place))
+    return CheckpointWeights(open_newest(place))

@@ -47,7 +47,7 @@ class Weights(Protocol):
         ...
 
 
-class Band(NamedTuple):
+class RowBand(NamedTuple):
     """A band of rows of a piece, and its position along dim 0 of the piece's tensor."""
 
     piece: Piece
@@ -55,12 +55,12 @@ class Band(NamedTuple):
     length: int
 
 
-def bands(piece: Piece, itemsize: int, max_bytes: int = BAND_BYTES) -> Iterator[Band]:
+def row_bands(piece: Piece, itemsize: int, max_bytes: int = BAND_BYTES) -> Iterator[RowBand]:
     """Split a piece into parts of at most ``max_bytes``, or of one row if a row is larger; an empty piece has none."""
     if not piece.numel:
         return
     if not piece.local_shape:
-        yield Band(piece, 0, 1)
+        yield RowBand(piece, 0, 1)
         return
     extent = piece.local_shape[0]
     share = max(1, max_bytes // (itemsize * prod(piece.local_shape[1:])))
@@ -70,4 +70,4 @@ def bands(piece: Piece, itemsize: int, max_bytes: int = BAND_BYTES) -> Iterator[
             part = piece.narrow(0, first, last)
         else:
             part = piece.flattened(piece.flat[0] + first, piece.flat[0] + last)
-        yield Band(part, first, last - first)
+        yield RowBand(part, first, last - first)

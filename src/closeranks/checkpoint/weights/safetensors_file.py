@@ -51,7 +51,7 @@ FORMAT_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in FORMAT
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class SafetensorsEntry:
     """A tensor in a file."""
 
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class SafetensorsFile:
             os.close(file)
         return out
 
-    def _read_box(self, file: int, stored: Stored, box: Box, target: Tensor) -> None:
+    def _read_box(self, file: int, stored: SafetensorsEntry, box: Box, target: Tensor) -> None:
         """``target`` has the box's size. A leading dim of size 1 is stripped, so that a part of one row reads only that
         part."""
         itemsize, shape, start, size, offset = stored.dtype.itemsize, stored.shape, box.start, box.size, stored.offset
@@ -131,7 +131,7 @@ class SafetensorsFile:
             position += count
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def _read_header(path: Path) -> dict[str, SafetensorsEntry]:
     try:
         with open_binary(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -151,7 +151,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
     return found
 
 
-def _stored(path: Path, name: str, row: Any, data_start: int) -> Stored:
+def _stored(path: Path, name: str, row: Any, data_start: int) -> SafetensorsEntry:
     begin, end = row["data_offsets"]
     shape = tuple(row["shape"])
     if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
@@ -162,10 +162,10 @@ def _stored(path: Path, name: str, row: Any, data_start: int) -> Stored:
     dtype = FORMATS[row["dtype"]]
     if end - begin != prod(shape) * dtype.itemsize:
         raise _damaged(path, f"'{name}' has not the bytes that its shape needs")
-    return Stored(dtype, shape, data_start + begin)
+    return SafetensorsEntry(dtype, shape, data_start + begin)
 
 
-def _check_extent(path: Path, found: Mapping[str, Stored], data_start: int, num_bytes: int) -> None:
+def _check_extent(path: Path, found: Mapping[str, SafetensorsEntry], data_start: int, num_bytes: int) -> None:
     """Check that tensors lie back to back and fill the file: a truncated or spliced file is refused before it is
     used."""
     position = data_start

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from closeranks.capture.shares import CHUNK_BYTES
-from closeranks.checkpoint.weights.protocol import Weights, bands
+from closeranks.checkpoint.weights.protocol import Weights, row_bands
 from closeranks.checkpoint.weights.safetensors_file import FORMAT_NAMES
 from closeranks.checkpoint.weights.safetensors_folder import INDEX, SINGLE
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
-Progress = Callable[[int], None]
+OnProgress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
 
 
-class Watcher(Protocol):
+class ProgressListener(Protocol):
     """Receives progress. Call sequence: ``begin`` for each pass with its total bytes, ``advance`` during it."""
 
     def begin(self, stage: str, num_bytes: int) -> None: ...
@@ -37,7 +37,7 @@ class Watcher(Protocol):
     def advance(self, num_bytes: int) -> None: ...
 
 
-class Nobody:
+class NoProgress:
     """Ignores progress."""
 
     def begin(self, stage: str, num_bytes: int) -> None:
@@ -48,7 +48,7 @@ class Nobody:
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
+class ExportTensor:
     """A tensor to be exported."""
 
     name: str
@@ -63,7 +63,7 @@ class Going:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def going(weights: Weights, names: Mapping[str, str], dtype: torch.dtype | None = None) -> list[Going]:
+def plan_export(weights: Weights, names: Mapping[str, str], dtype: torch.dtype | None = None) -> list[ExportTensor]:
     """``names``: maps names in the files to names in the weights. ``dtype`` applies to floating-point tensors; others
     keep theirs."""
     found = []
@@ -73,13 +73,13 @@ def going(weights: Weights, names: Mapping[str, str], dtype: torch.dtype | None 
         if kept not in FORMAT_NAMES:
             what = f"'{source}' is stored as {str(kept).removeprefix('torch.')}, which safetensors has no word for"
             raise CheckpointError(what, "Export it in another format.")
-        found.append(Going(name, source, tuple(weights.names()[source]), kept))
+        found.append(ExportTensor(name, source, tuple(weights.names()[source]), kept))
     return found
 
 
-def plan_shards(tensors: Sequence[Going], shard_bytes: int) -> list[list[Going]]:
+def plan_shards(tensors: Sequence[ExportTensor], shard_bytes: int) -> list[list[ExportTensor]]:
     """Tensors in order, as many to a file as fit."""
-    shards: list[list[Going]] = []
+    shards: list[list[ExportTensor]] = []
     room = 0
     for tensor in tensors:
         if not shards or tensor.num_bytes > room:
@@ -91,7 +91,7 @@ def plan_shards(tensors: Sequence[Going], shard_bytes: int) -> list[list[Going]]
 
 
 def write_shards(
-    folder: Path, weights: Weights, tensors: Sequence[Going], shard_bytes: int, on_progress: Progress
+    folder: Path, weights: Weights, tensors: Sequence[ExportTensor], shard_bytes: int, on_progress: OnProgress
 ) -> list[str]:
     """Write all files of the weights durably, and their index if there are several; returns the files' names."""
     shards = plan_shards(tensors, shard_bytes)
@@ -113,7 +113,7 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def header_of(tensors: Sequence[Going]) -> bytes:
+def encode_header(tensors: Sequence[ExportTensor]) -> bytes:
     """The header of a safetensors file. Readers in other programs require the data to begin at a multiple of 8."""
     rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -129,18 +129,18 @@ def header_of(tensors: Sequence[Going]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_file(path: Path, weights: Weights, tensors: Sequence[Going], on_progress: Progress) -> None:
+def _write_file(path: Path, weights: Weights, tensors: Sequence[ExportTensor], on_progress: OnProgress) -> None:
     with path.open("wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header_of(tensors)))
+        _write_all(file.fileno(), memoryview(encode_header(tensors)))
         for tensor in tensors:
-            for band in bands(Piece.whole(tensor.source, tensor.shape), tensor.dtype.itemsize, CHUNK_BYTES):
-                data = octets(weights.read(tensor.source, band.piece, tensor.dtype))
+            for band in row_bands(Piece.whole(tensor.source, tensor.shape), tensor.dtype.itemsize, CHUNK_BYTES):
+                data = tensor_memoryview(weights.read(tensor.source, band.piece, tensor.dtype))
                 _write_all(file.fileno(), data)
                 on_progress(len(data))
         os.fsync(file.fileno())
 
 
-def octets(tensor: Tensor) -> memoryview:
+def tensor_memoryview(tensor: Tensor) -> memoryview:
     """A tensor's bytes, row-major."""
     view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view

@@ -15,10 +15,10 @@ from closeranks.capture.shares import CHUNK_BYTES
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import Chunk, folder_name
-from closeranks.checkpoint.order import Order, Report, Settings
-from closeranks.checkpoint.weights.protocol import Weights, bands
-from closeranks.checkpoint.weights.shards import Going, Watcher, octets
-from closeranks.checkpoint.writing import save
+from closeranks.checkpoint.order import SaveReport, SaveSettings, SaveTask
+from closeranks.checkpoint.weights.protocol import Weights, row_bands
+from closeranks.checkpoint.weights.shards import ExportTensor, ProgressListener, tensor_memoryview
+from closeranks.checkpoint.writing import save_to_all_tiers
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
@@ -26,7 +26,7 @@ SECTION = "model"
 
 
 def save_weights(
-    place: str, weights: Weights, tensors: Sequence[Going], tree: Mapping[str, Any], watcher: Watcher
+    place: str, weights: Weights, tensors: Sequence[ExportTensor], tree: Mapping[str, Any], watcher: ProgressListener
 ) -> str:
     """Write a checkpoint of step 0 at ``place``; returns its path."""
     total = sum(tensor.num_bytes for tensor in tensors)
@@ -34,15 +34,15 @@ def save_weights(
 
     def source(number: int) -> memoryview:
         tensor, piece = wanted[number]
-        data = octets(weights.read(tensor.source, piece, tensor.dtype))
+        data = tensor_memoryview(weights.read(tensor.source, piece, tensor.dtype))
         watcher.advance(len(data))
         return data
 
     watcher.begin("reading", total)
     found = [_chunk(tensor, piece, source(number)) for number, (tensor, piece) in enumerate(wanted)]
     watcher.begin("writing", total)
-    reports: list[Report] = []
-    order = Order(
+    reports: list[SaveReport] = []
+    order = SaveTask(
         save=f"{secrets.token_hex(8)}-0",
         folder=folder_name(0),
         step=0,
@@ -55,7 +55,7 @@ def save_weights(
         tree=tree,
         metric=None,
     )
-    save(order, source, Settings.from_config(CheckpointConfig(), place), reports.append, lambda: False)
+    save_to_all_tiers(order, source, SaveSettings.from_config(CheckpointConfig(), place), reports.append, lambda: False)
     for report in reports:
         if report.kind == "committed":
             return report.path
@@ -63,18 +63,18 @@ def save_weights(
     raise CheckpointError(what)
 
 
-def _pieces(tensor: Going) -> list[Piece]:
+def _pieces(tensor: ExportTensor) -> list[Piece]:
     """Pieces of at most a chunk's size; a tensor without elements is one piece, so that it keeps its name."""
     whole = Piece.whole(tensor.name, tensor.shape)
     if not whole.numel:
         return [whole]
-    rows = [band.piece for band in bands(whole, tensor.dtype.itemsize, CHUNK_BYTES)]
+    rows = [band.piece for band in row_bands(whole, tensor.dtype.itemsize, CHUNK_BYTES)]
     if all(piece.numel * tensor.dtype.itemsize <= CHUNK_BYTES for piece in rows):
         return rows
     flat = whole.flattened(0, whole.numel)  # a single row is larger than a chunk
-    return [band.piece for band in bands(flat, tensor.dtype.itemsize, CHUNK_BYTES)]
+    return [band.piece for band in row_bands(flat, tensor.dtype.itemsize, CHUNK_BYTES)]
 
 
-def _chunk(tensor: Going, piece: Piece, data: memoryview) -> Chunk:
+def _chunk(tensor: ExportTensor, piece: Piece, data: memoryview) -> Chunk:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Chunk(SECTION, tensor.name, dtype, piece, len(data), crc32c(data))

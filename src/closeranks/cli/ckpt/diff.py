@@ -9,9 +9,9 @@ import typer
 from closeranks.cli.terminal import say
 
 if TYPE_CHECKING:
-    from closeranks.checkpoint.catalogue import Found
-    from closeranks.checkpoint.difference import Difference
-    from closeranks.checkpoint.values import Largest
+    from closeranks.checkpoint.catalogue import FoundCheckpoint
+    from closeranks.checkpoint.difference import TensorDifference
+    from closeranks.checkpoint.values import LargestDifference
 
 HELP = """Compare two checkpoints tensor by tensor, whatever layouts saved them.
 
@@ -42,7 +42,7 @@ def diff(
 ) -> None:
     import json
 
-    from closeranks.checkpoint.difference import diff as compare
+    from closeranks.checkpoint.difference import diff_manifests as compare
     from closeranks.checkpoint.difference import tree_differences
     from closeranks.cli.ckpt.places import in_order, matches, pick
     from closeranks.core.errors import CheckpointError
@@ -67,7 +67,9 @@ def diff(
         raise typer.Exit(1)
 
 
-def _measure(one: Found, other: Found, rows: list[Difference]) -> dict[tuple[str, str], Largest]:
+def _measure(
+    one: FoundCheckpoint, other: FoundCheckpoint, rows: list[TensorDifference]
+) -> dict[tuple[str, str], LargestDifference]:
     """By how much those differ that can be compared at all."""
     from closeranks.checkpoint.reader import CheckpointReader
     from closeranks.checkpoint.values import largest_difference
@@ -81,7 +83,11 @@ def _measure(one: Found, other: Found, rows: list[Difference]) -> dict[tuple[str
 
 
 def _print(
-    one: Found, other: Found, rows: list[Difference], apart: dict[tuple[str, str], Largest], trees: list[str]
+    one: FoundCheckpoint,
+    other: FoundCheckpoint,
+    rows: list[TensorDifference],
+    apart: dict[tuple[str, str], LargestDifference],
+    trees: list[str],
 ) -> None:
     from closeranks.cli.ckpt.places import print_table, stdout
 
@@ -104,14 +110,14 @@ def _print(
         console.print()
 
 
-def _numbers(row: Difference, apart: dict[tuple[str, str], Largest]) -> tuple[str, str, str]:
+def _numbers(row: TensorDifference, apart: dict[tuple[str, str], LargestDifference]) -> tuple[str, str, str]:
     largest = apart.get((row.section, row.key))
     if largest is None:
         return "", "", ""
     return f"{largest.num_different:,}", f"{largest.absolute:.3g}", f"{largest.relative:.3g}"
 
 
-def _sides(row: Difference) -> tuple[str, str]:
+def _sides(row: TensorDifference) -> tuple[str, str]:
     """What is told of each side: what they differ in."""
     from closeranks.cli.ckpt.places import shape_text
 
@@ -124,7 +130,7 @@ def _sides(row: Difference) -> tuple[str, str]:
     return side(row.a), side(row.b)
 
 
-def _row(row: Difference, largest: Largest | None) -> dict[str, Any]:
+def _row(row: TensorDifference, largest: LargestDifference | None) -> dict[str, Any]:
     from dataclasses import asdict
 
     told = asdict(row)

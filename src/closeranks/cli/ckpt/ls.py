@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from closeranks.checkpoint.catalogue import Found
+    from closeranks.checkpoint.catalogue import FoundCheckpoint
 
 HELP = """List the checkpoints of a run, newest first; a star marks the one that a resumed run takes first.
 
@@ -66,21 +66,21 @@ def ls(
         console.print(text, soft_wrap=not console.is_terminal)
 
 
-def _about_parts(found: Sequence[Found]) -> list[str]:
+def _about_parts(found: Sequence[FoundCheckpoint]) -> list[str]:
     """What the number behind a step means, where there is one."""
-    later = next((one for one in found if one.part > 1), None)
+    later = next((one for one in found if one.attempt > 1), None)
     if later is None:
         return []
-    ordinal = {2: "2nd", 3: "3rd"}.get(later.part, f"{later.part}th")
+    ordinal = {2: "2nd", 3: "3rd"}.get(later.attempt, f"{later.attempt}th")
     return [f"{later.name}: saved after the run was opened for the {ordinal} time; a higher number is always newer"]
 
 
-def _cells(found: Found) -> list[str]:
+def _cells(found: FoundCheckpoint) -> list[str]:
     from datetime import datetime
 
     from closeranks.cli.ckpt.places import size
 
-    state = f"{found.state}, latest" if found.is_latest else found.state
+    state = f"{found.status}, latest" if found.is_latest else found.status
     manifest = found.manifest
     if manifest is None:
         return [found.name, str(found.step), *[""] * 7, state]
@@ -98,14 +98,14 @@ def _cells(found: Found) -> list[str]:
     ]
 
 
-def _row(found: Found, *, is_next: bool) -> dict[str, Any]:
+def _row(found: FoundCheckpoint, *, is_next: bool) -> dict[str, Any]:
     manifest = found.manifest
     told: dict[str, Any] = {
         "name": found.name,
         "path": found.path,
         "step": found.step,
-        "part": found.part,
-        "state": found.state,
+        "part": found.attempt,
+        "state": found.status,
         "problem": found.problem,
         "is_latest": found.is_latest,
         "is_next": is_next,
@@ -116,7 +116,7 @@ def _row(found: Found, *, is_next: bool) -> dict[str, Any]:
             "num_bytes": manifest.num_bytes,
             "own_bytes": manifest.own_bytes,
             "is_full": manifest.is_full,
-            "refers_to": sorted(manifest.referred()),
+            "refers_to": sorted(manifest.referenced_files()),
             "layout": manifest.layout,
             "num_ranks": manifest.num_ranks,
             "metric": manifest.metric,

@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from closeranks.checkpoint.catalogue import Catalogue, Found, find
-from closeranks.checkpoint.manifest import Manifest
+from closeranks.checkpoint.catalogue import Catalogue, FoundCheckpoint, find_checkpoints
+from closeranks.checkpoint.manifest import CheckpointManifest
 from closeranks.core.errors import CheckpointError
 from closeranks.core.printable import printable
 from closeranks.telemetry.folder import RunFolder
@@ -29,7 +29,7 @@ def look(place: str) -> Catalogue:
     """All that lies there; nothing at all is a mistake in the place."""
     if not place.strip():
         raise CheckpointError("the name of the place is empty", _PLACES)
-    catalogue = find(place)
+    catalogue = find_checkpoints(place)
     if not catalogue.found:
         odd = "".join(f" ({odd.what})" for odd in catalogue.problems if odd.is_damage)
         raise CheckpointError(f"{_nothing(place)}{odd}", _PLACES)
@@ -45,7 +45,7 @@ def _nothing(place: str) -> str:
     return f"there are no checkpoints at {place}"
 
 
-def pick(place: str) -> tuple[Found, Manifest]:
+def pick(place: str) -> tuple[FoundCheckpoint, CheckpointManifest]:
     """The one checkpoint that is named, or the sound one that a resumed run would try first."""
     catalogue = look(place)
     for found in catalogue.candidates():

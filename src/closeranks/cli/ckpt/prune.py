@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from closeranks.checkpoint.collect import Folder, Keep, Removal
+    from closeranks.checkpoint.collect import CheckpointFolder, RemovalPlan, RetentionPolicy
     from closeranks.storage.protocol import Storage
 
 HELP = """Remove the checkpoints of a run that nobody needs any more, and what failed saves left behind.
@@ -37,12 +37,12 @@ def prune(
     keep_best: Annotated[int, typer.Option(min=0, help="How many of the best by evaluated loss stay.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
-    from closeranks.checkpoint.collect import Keep
+    from closeranks.checkpoint.collect import RetentionPolicy
     from closeranks.core.errors import CheckpointError
     from closeranks.storage.protocol import DeniedError, StorageError
 
     try:
-        _prune(run, Keep(keep_last, keep_every, keep_best), dry_run)
+        _prune(run, RetentionPolicy(keep_last, keep_every, keep_best), dry_run)
     except DeniedError as error:
         raise CheckpointError(f"{run} cannot be pruned now: {error}") from error
     except StorageError as error:
@@ -60,18 +60,18 @@ class Going:
     num_bytes: int
 
 
-def _prune(run: str, keep: Keep, dry_run: bool) -> None:
+def _prune(run: str, keep: RetentionPolicy, dry_run: bool) -> None:
     from closeranks.checkpoint import collect
 
     storage = _root(run)
     with nullcontext() if dry_run else storage.lock("closeranks ckpt prune"):
-        folders = collect.survey(storage)
-        committed = [folder.name for folder in folders if folder.holding is not None]
-        newest = max(committed, key=collect.age, default="")
-        what = collect.removal(folders, keep, newest, collect.named_by_latest(storage))
+        folders = collect.list_folders(storage)
+        committed = [folder.name for folder in folders if folder.contents is not None]
+        newest = max(committed, key=collect.age_key, default="")
+        what = collect.plan_removal(folders, keep, newest, collect.named_by_latest(storage))
         going = _going(storage, folders, what)
         if not dry_run:
-            collect.remove(storage, what)
+            collect.apply_removal(storage, what)
     _say(going, len(committed) - len(what.checkpoints), dry_run)
 
 
@@ -88,7 +88,7 @@ def _root(run: str) -> Storage:
     return look(run).found[0].storage
 
 
-def _going(storage: Storage, folders: Sequence[Folder], what: Removal) -> list[Going]:
+def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalPlan) -> list[Going]:
     """By folder; one whose data others need frees little more than its manifest."""
     from closeranks.checkpoint.manifest import MANIFEST
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from closeranks.checkpoint.difference import Facts
+    from closeranks.checkpoint.difference import TensorSummary
 
 HELP = """Show what a checkpoint holds: every value of its tree, every tensor with shape, type and digest.
 
@@ -36,22 +36,22 @@ def show(
 ) -> None:
     import json
 
-    from closeranks.checkpoint.difference import facts
+    from closeranks.checkpoint.difference import tensor_summaries
     from closeranks.cli.ckpt.places import in_order, matches, pick, size, stdout
     from closeranks.core.errors import CheckpointError
 
     found, manifest = pick(place)
-    tensors = {name: one for name, one in facts(manifest).items() if matches(name, patterns or [])}
+    tensors = {name: one for name, one in tensor_summaries(manifest).items() if matches(name, patterns or [])}
     if patterns and not tensors:
         raise CheckpointError(f"no tensor of {found.path} is named so", "Without a pattern, all are listed.")
     tensors = dict(sorted(tensors.items(), key=lambda item: in_order(item[0])))
     if as_json:
         rows = [_row(*name, one) for name, one in tensors.items()]
-        told = {"path": found.path, "state": found.state, "step": manifest.step, "layout": manifest.layout}
+        told = {"path": found.path, "state": found.status, "step": manifest.step, "layout": manifest.layout}
         print(json.dumps({**told, "tree": manifest.tree, "tensors": rows}, indent=1))
         return
     console = stdout()
-    kind = "full" if manifest.is_full else f"refers to {len(manifest.referred())} files of earlier checkpoints"
+    kind = "full" if manifest.is_full else f"refers to {len(manifest.referenced_files())} files of earlier checkpoints"
     ranks = f"{manifest.num_ranks} {'rank' if manifest.num_ranks == 1 else 'ranks'}"  # of a save by torch DCP
     what = f"step {manifest.step}, {size(manifest.num_bytes)}, {kind}, saved by {manifest.layout or ranks}"
     console.print(f"{found.path}: {what}", soft_wrap=True)
@@ -62,7 +62,7 @@ def show(
     _print_tensors(tensors)
 
 
-def _print_tensors(tensors: dict[tuple[str, str], Facts]) -> None:
+def _print_tensors(tensors: dict[tuple[str, str], TensorSummary]) -> None:
     from closeranks.cli.ckpt.places import print_table, shape_text, size, stdout
 
     console = stdout()
@@ -96,7 +96,7 @@ def _lines(value: Any, name: str = "") -> Iterator[str]:
         yield f"{name} = {value if value != '' else repr('')}"
 
 
-def _row(section: str, key: str, one: Facts) -> dict[str, Any]:
+def _row(section: str, key: str, one: TensorSummary) -> dict[str, Any]:
     return {
         "section": section,
         "key": key,

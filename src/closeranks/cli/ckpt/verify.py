@@ -11,7 +11,7 @@ import typer
 from closeranks.cli.terminal import say
 
 if TYPE_CHECKING:
-    from closeranks.checkpoint.verify import Finding
+    from closeranks.checkpoint.verify import VerifyFinding
 
 HELP = """Read every byte of a run's checkpoints, or of one, and compare it with the digests taken when it was saved.
 
@@ -42,11 +42,11 @@ def verify(
     import time
     from dataclasses import asdict
 
-    from closeranks.checkpoint.verify import Seen, verify_all, work_bytes
+    from closeranks.checkpoint.verify import VerifiedChunks, num_bytes_to_verify, verify_all
     from closeranks.cli.ckpt.places import look, size
 
-    catalogue, seen, started_at = look(place), Seen(), time.monotonic()
-    with _bar(work_bytes(catalogue)) as on_progress:
+    catalogue, seen, started_at = look(place), VerifiedChunks(), time.monotonic()
+    with _bar(num_bytes_to_verify(catalogue)) as on_progress:
         findings = verify_all(catalogue, on_progress, seen)
     seconds = max(time.monotonic() - started_at, 1e-9)
     damage = [finding for finding in findings if finding.is_damage]
@@ -69,11 +69,11 @@ def verify(
         raise typer.Exit(1)
 
 
-def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+def _lines(findings: Sequence[VerifyFinding]) -> Iterator[str]:
     """One line for each fault: tensors that share one, as those of a lost file do, are counted."""
     from dataclasses import replace
 
-    files: dict[tuple[str, str], dict[tuple[str, bool], list[Finding]]] = {}
+    files: dict[tuple[str, str], dict[tuple[str, bool], list[VerifyFinding]]] = {}
     for finding in findings:
         faults = files.setdefault((finding.checkpoint, finding.file), {})
         faults.setdefault((finding.what, finding.is_damage), []).append(finding)

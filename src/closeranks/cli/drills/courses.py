@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from closeranks.checkpoint.catalogue import Found
-from closeranks.checkpoint.difference import diff, tree_differences
-from closeranks.checkpoint.manifest import Manifest
+from closeranks.checkpoint.catalogue import FoundCheckpoint
+from closeranks.checkpoint.difference import diff_manifests, tree_differences
+from closeranks.checkpoint.manifest import CheckpointManifest
 from closeranks.cli.ckpt.places import pick
 from closeranks.core.errors import CheckpointError
 from closeranks.core.events import SaveFailed, StepDone
@@ -99,7 +99,7 @@ def state_difference(one: Path, other: Path, tolerance: float = 0.0) -> str:
         (a, first), (b, second) = pick(str(one)), pick(str(other))
     except CheckpointError as error:
         return f"the last states cannot be compared: {error.what}"
-    odd = [row for row in diff(first, second) if row.verdict != "equal"]
+    odd = [row for row in diff_manifests(first, second) if row.verdict != "equal"]
     if tolerance > 0:
         odd = [row for row in odd if row.verdict != "differs" or not _is_near(a, b, row.section, row.key, tolerance)]
     if odd:
@@ -108,13 +108,13 @@ def state_difference(one: Path, other: Path, tolerance: float = 0.0) -> str:
     return f"the last states differ in {trees[0]}" if trees else ""
 
 
-def _lasting(manifest: Manifest) -> dict[str, Any]:
+def _lasting(manifest: CheckpointManifest) -> dict[str, Any]:
     """What training goes on from; with which settings, for how long, and how long saves took, is told beside it."""
     kept = {key: value for key, value in manifest.tree.items() if key not in ("config", "rhythm")}
     return {**kept, "schedule": {**kept.get("schedule", {}), "num_steps": None}}
 
 
-def _is_near(a: Found, b: Found, section: str, key: str, tolerance: float) -> bool:
+def _is_near(a: FoundCheckpoint, b: FoundCheckpoint, section: str, key: str, tolerance: float) -> bool:
     """By the largest difference of any number: that of one near zero may be large in proportion, and means nothing."""
     from closeranks.checkpoint.reader import CheckpointReader
     from closeranks.checkpoint.values import largest_difference
