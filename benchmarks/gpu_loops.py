@@ -17,9 +17,9 @@ from closeranks.models.build import spec_for
 from closeranks.models.linear import Linear
 from closeranks.optim.schedule import lr_factor
 from closeranks.parallel.materialise import materialise
-from closeranks.run.context import schedule_of
+from closeranks.run.context import batch_schedule
 from closeranks.run.job import Job
-from closeranks.run.overseer import Alone, settle_in
+from closeranks.run.overseer import StandaloneClient, configure_worker
 from closeranks.run.session import Session
 
 
@@ -37,7 +37,7 @@ class Ours:
     """A session as a job opens it: loader, recorder and all."""
 
     def __init__(self, job: Job) -> None:
-        settle_in(overseer=Alone())  # the benchmark speaks for itself
+        configure_worker(overseer=StandaloneClient())  # the benchmark speaks for itself
         self._session = Session.from_job(job)
         self._steps = iter(self._session)
 
@@ -103,7 +103,7 @@ class _Batches:
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._source = open_source(job.data, "train", job.run.seed)
-        self._schedule = schedule_of(job, len(self._source))
+        self._schedule = batch_schedule(job, len(self._source))
         self._seed, self._device = job.run.seed, device
 
     def take(self, step: int) -> Tensor:

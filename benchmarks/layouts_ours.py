@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from layouts_work import LayoutWork
 
-from closeranks.run.overseer import Alone, settle_in
+from closeranks.run.overseer import StandaloneClient, configure_worker
 from closeranks.run.session import Session
 
 
@@ -15,7 +15,7 @@ class Ours:
     """A session as under torchrun: its loader, its recorder, nobody to report to."""
 
     def __init__(self, work: LayoutWork) -> None:
-        settle_in(overseer=Alone())  # the benchmark speaks for itself
+        configure_worker(overseer=StandaloneClient())  # the benchmark speaks for itself
         self._session = Session.from_job(work.job)
         self._steps = iter(self._session)
         self.log_path = self._session.folder / "metrics" / "rank-00000.jsonl"

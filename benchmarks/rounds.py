@@ -23,7 +23,7 @@ from workload import Workload, logged_losses
 
 from closeranks.agent.link import WorkerLink
 from closeranks.agent.progress import SharedProgress, create_progress_fd
-from closeranks.run.overseer import settle_in
+from closeranks.run.overseer import configure_worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +129,4 @@ def _meet_agent(path: str) -> None:
     """closeranks talks to an agent in every step: events over a socket, progress in shared memory. So it does here."""
     endpoint = socket.socket(socket.AF_UNIX)
     endpoint.connect(path)
-    settle_in(link=WorkerLink(endpoint, SharedProgress(create_progress_fd())))
+    configure_worker(link=WorkerLink(endpoint, SharedProgress(create_progress_fd())))

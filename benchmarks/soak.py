@@ -32,7 +32,7 @@ from soak_watch import Sample, adopt_orphans, left_over, sample
 
 from closeranks.cli.drills.courses import read_course, same_losses, same_samples, state_difference
 from closeranks.cli.drills.running import all_kinds
-from closeranks.run.folder import unused
+from closeranks.run.folder import make_unused_folder
 
 NUM_RANKS = 4
 GOALS = {"light": 0.97, "all": 0.90}
@@ -68,7 +68,7 @@ def main() -> None:
     for kind, reason in without.items():
         say(f"  {kind} is left out, it is not possible here: {reason}")
     plan = draw_plan(kinds, args.minutes, args.faults, args.seed, NUM_RANKS)
-    folder = unused((args.out or ROOT / "runs" / f"soak-{args.mix}").absolute())
+    folder = make_unused_folder((args.out or ROOT / "runs" / f"soak-{args.mix}").absolute())
     say(f"  {len(plan.faults)} faults within {plan.ends_s / 60:.1f} minutes; everything goes to {folder}")
     adopt_orphans()
     samples, left = storm(folder, plan, args)

@@ -30,7 +30,7 @@ from workload import logged_losses
 
 from closeranks.cli.compare.network import sent_bytes
 from closeranks.core.linux import die_with_parent
-from closeranks.run.overseer import Alone, settle_in
+from closeranks.run.overseer import StandaloneClient, configure_worker
 from closeranks.run.session import Session
 from hosts import INTERFACE
 
@@ -70,7 +70,7 @@ class Ours:
     """A session as under torchrun: its loader, its recorder, nobody to report to."""
 
     def __init__(self, work: LayoutWork) -> None:
-        settle_in(overseer=Alone())  # the benchmark speaks for itself
+        configure_worker(overseer=StandaloneClient())  # the benchmark speaks for itself
         self._session = Session.from_job(work.job)
         self._steps = iter(self._session)
         self._step = next(self._steps)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from closeranks.agent.progress import SharedProgress, WorkerPhase
 from closeranks.core.linux import ThreadClock, die_with_parent
-from closeranks.run.pace import ClockWatch
+from closeranks.run.pace import CpuStopwatch
 
 HUNG_STEP = 12
 WORK_S = 0.01
@@ -75,14 +75,14 @@ def _live(order: Order, rank: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(order.words))
     if order.kind == "quota" and rank == 1:
         Path(order.group).write_text(str(os.getpid()))
-    watch = ClockWatch(ThreadClock() if order.is_inside else time.perf_counter)
+    watch = CpuStopwatch(ThreadClock() if order.is_inside else time.perf_counter)
     step = 0
     while True:
         step += 1
         _train(order, rank, step, word, watch)
 
 
-def _train(order: Order, rank: int, step: int, word: SharedProgress, watch: ClockWatch) -> None:
+def _train(order: Order, rank: int, step: int, word: SharedProgress, watch: CpuStopwatch) -> None:
     word.write(step, WorkerPhase.DATA)
     word.write(step, WorkerPhase.COMPUTE)
     watch.start()
@@ -97,7 +97,7 @@ def _train(order: Order, rank: int, step: int, word: SharedProgress, watch: Cloc
     word.write(step, WorkerPhase.REDUCE)
     dist.all_reduce(torch.ones(1000))
     word.write(step, WorkerPhase.UPDATE)
-    for seconds in watch.taken():
+    for seconds in watch.pop_times():
         word.note_compute_time(seconds)
     if order.kind == "well" and step % 50 == 0:
         word.write(step, WorkerPhase.EVALUATE)

@@ -6,11 +6,11 @@ from dataclasses import fields
 
 from closeranks.agent.limits import FaultLimits
 from closeranks.elastic.config import ElasticConfig
-from closeranks.run.resizing import limits_of
+from closeranks.run.resizing import fault_limits
 
 
 def test_the_defaults_are_those_of_the_table() -> None:
-    assert limits_of(ElasticConfig()) == FaultLimits()
+    assert fault_limits(ElasticConfig()) == FaultLimits()
 
 
 def test_every_number_is_carried_over() -> None:
@@ -28,7 +28,7 @@ def test_every_number_is_carried_over() -> None:
         "min_workers": 2,
         "wait_s": 9.0,
     }
-    limits = limits_of(ElasticConfig(**changed))
+    limits = fault_limits(ElasticConfig(**changed))
     assert {field.name: getattr(limits, field.name) for field in fields(FaultLimits)} == changed
 
 

@@ -21,7 +21,7 @@ from closeranks.checkpoint.order import SaveReport, SaveSettings, SaveTask
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.core.errors import SetupError
 from closeranks.core.pieces import Piece
-from closeranks.run.proof import Record
+from closeranks.run.proof import LayoutRecord
 from closeranks.storage.open import open_storage
 from closeranks.testing import run_world
 from tests.capture.taking import TakingSaver
@@ -229,7 +229,7 @@ def test_a_record_of_a_run_leaves_no_thread_and_no_descriptor(tmp_path: Path) ->
     def held() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    record = Record(tmp_path)
+    record = LayoutRecord(tmp_path)
     record._write(session, "first", [(Piece.whole("w", (3,)), torch.zeros(3))])
     before = held()
     record._write(session, "second", [(Piece.whole("w", (3,)), torch.zeros(3))])

@@ -27,9 +27,9 @@ class Patient(Hook):
     """Waits for each save before the next step, so that none is missed for want of time."""
 
     def on_step(self, session: Session, step: Any) -> None:
-        saver = session._copies.saving._own
+        saver = session._copies.checkpoints._own
         for report in saver.wait(PATIENCE_S) if saver is not None else ():
-            session._copies.saving._hear(report)
+            session._copies.checkpoints._hear(report)
 
 
 class Unhurried(Hook):

@@ -22,7 +22,7 @@ from closeranks.core.printable import printable
 from closeranks.core.world import World
 from closeranks.run.job import load_job
 from closeranks.run.loop import train_job
-from closeranks.run.resuming import restore
+from closeranks.run.resuming import load_initial_state
 from closeranks.run.sample import sample
 from closeranks.telemetry.report import write_report
 from tests.checkpoint.forging import seal_text, to_text, variants
@@ -157,7 +157,7 @@ def test_resuming_from_a_forged_manifest_goes_on_from_the_one_before(run: Path) 
         for _, forged in forgeries(body, 20):
             path.write_bytes(seal_text("manifest", to_text(forged)))
             with suppress(UserError):
-                steps.add(restore(built.engine.context, built.state, run).step)
+                steps.add(load_initial_state(built.engine.context, built.state, run).step)
     assert 1 in steps
 
 

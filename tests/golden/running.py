@@ -21,7 +21,7 @@ from closeranks import Hook, Session
 from closeranks.core.events import StepDone
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 from closeranks.telemetry.status import read_status
 from closeranks.testing import run_world
 from tests.cli.commands import IMPORTABLE, closeranks, started
@@ -72,7 +72,7 @@ def _train_parts(parts: Sequence[_Part]) -> None:
         tables = {**part.tables, "checkpoint": {**part.tables["checkpoint"], "resume": part.resume}}
         hooks = [StopsHalfWay()] if part.is_stopped else []
         try:
-            result = drive(Session.from_job(load_job(None, extra=tables).value, Path(part.run), hooks))
+            result = run_session(Session.from_job(load_job(None, extra=tables).value, Path(part.run), hooks))
             assert (result.steps < STEPS) == part.is_stopped, f"it ended after step {result.steps}"
         except Exception as error:
             error.add_note(f"golden job: {part.run}")

@@ -17,7 +17,7 @@ import pytest
 
 from closeranks import Session
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 from closeranks.telemetry.samples import read_samples
 from closeranks.testing import run_world
 from tests.cli.calling import call
@@ -118,7 +118,7 @@ def go_on(folder: str) -> int:
     tables = {"train": {"epochs": 2.0}, "checkpoint": {"resume": str(Path(folder) / "run")}}
     job = load_job(Path(folder) / "job.toml", extra=tables).value
     session = Session.from_job(job, Path(folder) / "again", [])
-    return drive(session).steps
+    return run_session(session).steps
 
 
 @pytest.mark.world

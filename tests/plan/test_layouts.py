@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from closeranks.facts.layout import Layout, legal_problems
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import Costing, Subject, cost_of, layouts_of, sort_out
-from closeranks.run.describe import subject_of
+from closeranks.run.describe import describe_job
 from closeranks.run.job import load_job
 from tests.facts.powers import layouts_of_powers
 
@@ -24,7 +24,7 @@ TINY = ROOT / "examples" / "tiny.toml"
 
 @pytest.fixture(scope="module")
 def tiny() -> Subject:
-    return subject_of(load_job(TINY).value)
+    return describe_job(load_job(TINY).value)
 
 
 @given(st.integers(1, 32))
@@ -74,7 +74,7 @@ def test_the_first_rank_of_a_plain_pipeline_is_the_fullest(tiny: Subject) -> Non
 
 @given(st.sampled_from(list(layouts_of(8))))
 def test_more_splitting_never_takes_more_state(layout: Layout) -> None:
-    tiny = subject_of(load_job(TINY).value)
+    tiny = describe_job(load_job(TINY).value)
     whole = cost_of(tiny, Layout(8)).fullest.state
     state = cost_of(tiny, layout).fullest.state
     for part in ("parameters", "gradients", "optimizer"):

@@ -9,7 +9,7 @@ import pytest
 
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import RankCost, cost_of
-from closeranks.run.describe import subject_of
+from closeranks.run.describe import describe_job
 from closeranks.run.job import layout_for, load_job
 from closeranks.testing import run_world
 from tests.cli.commands import TINY
@@ -26,7 +26,7 @@ def planned(overrides: list[str], num_ranks: int) -> list[RankCost]:
     """Of every rank."""
     job = load_job(Path(TINY), overrides).value
     layout = layout_for(job, num_ranks)
-    cost = cost_of(subject_of(job), layout)
+    cost = cost_of(describe_job(job), layout)
     return [cost.ranks[Mesh(layout).place(rank).pipeline] for rank in range(num_ranks)]
 
 

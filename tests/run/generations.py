@@ -21,8 +21,8 @@ from closeranks.core.requests import DRAIN, REGROUP, Request
 from closeranks.elastic.shelf import SnapshotPaths
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
-from closeranks.run.overseer import Alone, settle_in
+from closeranks.run.loop import run_session
+from closeranks.run.overseer import StandaloneClient, configure_worker
 from closeranks.telemetry.recorder import read_events
 from closeranks.testing import WorldError, run_world
 from tests.elastic.boxes import make_boxes
@@ -78,7 +78,7 @@ class Case:
         return make_boxes(self.folder / f"host-{host}", max(self.size, 4))
 
 
-class Asking(Alone):
+class Asking(StandaloneClient):
     """As if an agent asked for something at a step."""
 
     def __init__(self, case: Case) -> None:
@@ -124,9 +124,9 @@ def live(case: Case) -> dict[str, Any]:
             name, _, passing = label.partition(":")
             faults._DEATH = (name, int(passing or 1))
     overseer = Asking(case)
-    settle_in(overseer=overseer, shelf=SnapshotPaths(case.boxes(host), local))
+    configure_worker(overseer=overseer, shelf=SnapshotPaths(case.boxes(host), local))
     session = buffered(case, world.rank) if case.is_buffered else told(case, world.rank)
-    result = drive(session)
+    result = run_session(session)
     return {
         "reason": result.reason,
         "steps": result.steps,

@@ -15,7 +15,7 @@ from torch import Tensor
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.environment import detect_world
 from closeranks.facts.layout import Layout
-from closeranks.run.build import Built, build
+from closeranks.run.build import BuiltRun, build
 from closeranks.run.ingredients import from_job
 from closeranks.run.job import Job, load_job
 from closeranks.run.weights import load_weights
@@ -34,13 +34,13 @@ def job_of(table: dict[str, Any], layout: str = "data=1", precision: str = "floa
 
 
 @contextmanager
-def assembled(job: Job) -> Iterator[Built]:
-    built = build(job, detect_world(), from_job(job).ingredients())
+def assembled(job: Job) -> Iterator[BuiltRun]:
+    built = build(job, detect_world(), from_job(job).load_inputs())
     try:
         yield built
     finally:
-        built.engine.supply.close()
-        built.engine.context.opened.close()
+        built.engine.batches.close()
+        built.engine.context.world_group.close()
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def load_here(job: Job, place: str) -> Loaded:
     torch.set_num_threads(1)
     with LiveBytes() as live, assembled(job) as built:
         model, stages = built.engine.model, built.engine.context.groups.pipeline
-        live.watch(one.tensor for one in model.kept())
+        live.watch(one.tensor for one in model.local_tensors())
         live.rest()
         before = live.current
         load_weights(model, stages, open_weights(place))
         extra = live.peak - before
-        own = [(one.piece, one.tensor.clone()) for one in model.kept()]
+        own = [(one.piece, one.tensor.clone()) for one in model.local_tensors()]
         sizes = [tensor.numel() * tensor.element_size() for _, tensor in own]
         whole = sum(torch.Size(shape).numel() * 4 for shape in model.applied.shapes.values())
     found = whole_tensors(Path(place))

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from closeranks import Hook, Loss, Result, Session
 from closeranks.core.events import Event
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 from closeranks.telemetry.recorder import read_events
 
 Tables = dict[str, Any]
@@ -68,7 +68,7 @@ def open_session(
 
 
 def train(folder: Path, **changes: Any) -> Result:
-    return drive(open_session(folder, **changes))
+    return run_session(open_session(folder, **changes))
 
 
 def events(folder: Path, rank: int = 0) -> list[Event]:

@@ -17,7 +17,7 @@ from closeranks.core.pieces import Piece
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 from closeranks.telemetry.report import write_report
 from closeranks.testing import run_world
 from tests.run.branching_models import STEPS, Branching, tables, torch_alone
@@ -32,7 +32,7 @@ def go(folder: Path, text: str, rule: dict[str, Any], steps: int = STEPS, resume
     torch.set_num_threads(1)
     layout = {**asdict(Layout.parse(text)), **more.pop("layout", {})}
     keys = tables(rule, steps, layout=layout, checkpoint={"resume": resume}, run={"deterministic": True}, **more)
-    drive(Session.from_job(load_job(None, extra=keys).value, folder / "run"))
+    run_session(Session.from_job(load_job(None, extra=keys).value, folder / "run"))
 
 
 def go_alone(folder: Path, rule: dict[str, Any], steps: int = STEPS, resume: str = "", **more: Any) -> None:

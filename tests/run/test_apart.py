@@ -16,8 +16,8 @@ from closeranks import Hook, Session
 from closeranks.core.errors import ConfigError, UserError
 from closeranks.core.events import Evaluated, Restored, RunStarted, StepDone, Warned
 from closeranks.run.job import check_workers, load_job
-from closeranks.run.loop import drive
-from closeranks.run.resizing import fit
+from closeranks.run.loop import run_session
+from closeranks.run.resizing import resize_job
 from closeranks.testing import run_world
 from tests.elastic.boxes import shared_memory
 from tests.run import buffered_models
@@ -237,7 +237,7 @@ def scales(folder: Path) -> list[float]:
         layout={"data": 4, "zero": 3, "shard": 2},
         sync={"local": {"every": 2}, "compress": {"name": "topk", "ratio": 0.1}},
     )
-    drive(session)
+    run_session(session)
     return [one.parameter.item() for one in session.engine.model.applied.held if one.piece.name == "scale"]
 
 
@@ -309,10 +309,10 @@ def test_what_cannot_be_is_said_in_a_sentence(tmp_path: Path, tables: dict[str, 
 )
 def test_a_smaller_job_has_fewer_replicas(layout: str, replicas: int, num_workers: int, fitted: str, left: int) -> None:
     job = job_of(layout, {"replicas": replicas}, train={"global_batch": 64})
-    found = fit(job, num_workers)
+    found = resize_job(job, num_workers)
     assert found is not None
     assert (str(found.layout), found.job.sync.local.replicas) == (fitted, left)
-    assert found.words.endswith(f"of {replicas} train apart") == (left != replicas)
+    assert found.summary.endswith(f"of {replicas} train apart") == (left != replicas)
 
 
 def test_replicas_that_do_not_come_out_even() -> None:
@@ -340,7 +340,7 @@ def taken(folder: Path) -> list[int]:
     job = job_of("data=2", {"every": 2, "balance": True}, train={"steps": 8, "global_batch": 8})
     with Session.from_job(job, folder, [Slow()]) as session:
         for step in session:
-            counts.append(len(session.engine.supply.loader.assigned(step.index)))
+            counts.append(len(session.engine.batches.loader.assigned(step.index)))
             step.run()
     return counts
 
@@ -362,7 +362,7 @@ def resumed(folder: Path) -> int:
     tables = {"train": {"steps": 10, "global_batch": 8}, "checkpoint": {"resume": str(folder)}}
     with Session.from_job(job_of("data=2", {"every": 2, "balance": True}, **tables), folder / "again") as session:
         for step in session:
-            count = len(session.engine.supply.loader.assigned(step.index))
+            count = len(session.engine.batches.loader.assigned(step.index))
             step.run()
             return count
     return 0

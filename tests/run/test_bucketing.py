@@ -42,7 +42,7 @@ class CountBuckets(Hook):
 
 def train(folder: Path, changes: dict[str, Any], handed_on: dict[str, float]) -> Told:
     """With what an agent would hand on."""
-    heirloom.inherit(handed_on)
+    heirloom.load_payload(handed_on)
     counter = CountBuckets()
     trained = trajectory(folder, changes, [counter])
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -12,7 +12,7 @@ import pytest
 
 from closeranks import Hook, Session
 from closeranks.core.events import StepDone
-from closeranks.run.collector import CollectorPause
+from closeranks.run.collector import GarbageCollection
 from tests.run.small import counted, open_session, train
 
 
@@ -27,33 +27,33 @@ def _as_it_was() -> Iterator[None]:
 def test_what_somebody_else_froze_stays_frozen() -> None:
     gc.freeze()
     before = gc.get_freeze_count()
-    pause = CollectorPause(every=10)
-    pause.hold()
-    pause.release()
+    pause = GarbageCollection(every=10)
+    pause.disable()
+    pause.enable()
     assert 0.9 * before < gc.get_freeze_count() <= before, "some are freed as their last user lets go of them"
     assert gc.isenabled()
 
 
 def test_it_is_held_and_given_back() -> None:
-    pause = CollectorPause(every=10)
-    pause.hold()
+    pause = GarbageCollection(every=10)
+    pause.disable()
     assert not gc.isenabled()
     assert gc.get_freeze_count() > 0
-    pause.release()
+    pause.enable()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 
 
 def test_whoever_had_switched_it_off_finds_it_off() -> None:
     gc.disable()
-    pause = CollectorPause(every=10)
-    pause.hold()
-    pause.release()
+    pause = GarbageCollection(every=10)
+    pause.disable()
+    pause.enable()
     assert not gc.isenabled()
 
 
 def test_releasing_what_was_not_held_changes_nothing() -> None:
-    CollectorPause(every=10).release()
+    GarbageCollection(every=10).enable()
     assert gc.isenabled()
 
 
@@ -65,14 +65,14 @@ class Ring:
 
 
 def test_it_runs_at_every_so_many_boundaries() -> None:
-    pause = CollectorPause(every=3)
-    pause.hold()
+    pause = GarbageCollection(every=3)
+    pause.disable()
     freed = []
     for step in range(1, 7):
         ring = weakref.ref(Ring())
-        pause.at_boundary(step)
+        pause.run(step)
         freed.append(ring() is None)
-    pause.release()
+    pause.enable()
     assert freed == [False, False, True, False, False, True]
 
 

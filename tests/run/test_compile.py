@@ -11,7 +11,7 @@ import pytest
 from closeranks import Hook, Session
 from closeranks.core.events import StepDone
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 from closeranks.testing import run_world
 from tests.run.trajectories import alone, largest_difference, merged, relative
 
@@ -64,5 +64,5 @@ def trained_losses(folder: Path, tables: dict[str, Any]) -> list[float]:
         def on_step(self, session: Session, step: StepDone) -> None:
             losses.append(step.loss)
 
-    drive(Session.from_job(job, folder, [Note()]))
+    run_session(Session.from_job(job, folder, [Note()]))
     return losses

@@ -12,8 +12,8 @@ import torch
 from closeranks import Hook, Session
 from closeranks.core.errors import CheckpointError
 from closeranks.core.events import StepDone
-from closeranks.run.past import Past, past_of
-from closeranks.run.recall import look_back
+from closeranks.run.past import BatchHistory, batch_history_of
+from closeranks.run.recall import find_batch_history
 from closeranks.telemetry.samples import read_samples
 from closeranks.testing import run_world
 from tests.run.saved import SECTIONS, tensors, tree
@@ -139,7 +139,7 @@ def test_forged_words_of_a_state_say_nothing() -> None:
         "schedule": {"micro_batch": 2, "ends": []},
         "config": {"train": {"micro_batch": 0}},
     }
-    assert past_of(sound, 8) == Past(((4, 27),), 2)
+    assert batch_history_of(sound, 8) == BatchHistory(((4, 27),), 2)
     for change in (
         {"progress": None},
         {"progress": {"step": "x", "position": 1}},
@@ -150,17 +150,17 @@ def test_forged_words_of_a_state_say_nothing() -> None:
         {"schedule": []},
         {"identity": {"global_batch": 16}},
     ):
-        assert past_of({**sound, **change}, 8) == Past()
-    assert past_of({}, 8) == Past()
+        assert batch_history_of({**sound, **change}, 8) == BatchHistory()
+    assert batch_history_of({}, 8) == BatchHistory()
 
 
 def test_a_place_without_a_state_has_no_past(tmp_path: Path) -> None:
     with open_session(tmp_path / "run", checkpoint={"resume": "auto"}) as session:
-        assert look_back(session.job, tmp_path / "run") == Past()
+        assert find_batch_history(session.job, tmp_path / "run") == BatchHistory()
         other = session.job.model_copy(
             update={"checkpoint": session.job.checkpoint.model_copy(update={"resume": str(tmp_path / "none")})}
         )
-        assert look_back(other, tmp_path / "run") == Past()
+        assert find_batch_history(other, tmp_path / "run") == BatchHistory()
 
 
 def _continue(folder: str) -> list[int]:

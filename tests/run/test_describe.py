@@ -12,7 +12,7 @@ from closeranks.core.errors import ConfigError, ModelError
 from closeranks.facts.layout import Layout, legal_problems
 from closeranks.facts.spread import share_of, shared_names, stages_of
 from closeranks.plan.layouts import cost_of
-from closeranks.run.describe import ALIGN_BYTES, subject_of
+from closeranks.run.describe import ALIGN_BYTES, describe_job
 from closeranks.run.job import load_job
 from closeranks.sync import shards
 from tests.run.counted import num_params
@@ -56,7 +56,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["tiny", "digits", "pairs"])
 def test_our_models_are_described_by_their_shapes(name: str) -> None:
-    subject = subject_of(load_job(ROOT / "examples" / f"{name}.toml").value)
+    subject = describe_job(load_job(ROOT / "examples" / f"{name}.toml").value)
     assert num_params(subject.anatomy) > 1000
     cost = cost_of(subject, Layout(2, zero=3))
     assert cost.fullest.state.total > 0
@@ -64,7 +64,7 @@ def test_our_models_are_described_by_their_shapes(name: str) -> None:
 
 
 def test_a_users_model_is_counted_without_memory(beside: Path) -> None:
-    subject = subject_of(load_job(own_job(beside, "Net"), ["model.args.width=16"]).value)
+    subject = describe_job(load_job(own_job(beside, "Net"), ["model.args.width=16"]).value)
     assert num_params(subject.anatomy) == 10 * 16 + 3 * (16 * 16 + 16)
     assert [unit.name for unit in subject.anatomy.units if unit.is_block] == ["blocks.0", "blocks.1", "blocks.2"]
     assert subject.llama is None
@@ -74,7 +74,7 @@ def test_a_users_model_is_counted_without_memory(beside: Path) -> None:
 def test_patterns_are_counted_once_the_model_is_built(beside: Path) -> None:
     job = own_job(beside, "Net")
     stages = 'model.stages=["embed", "blocks.*", "head"]'
-    subject = subject_of(load_job(job, [stages, "model.loss=own_planned:data"]).value)
+    subject = describe_job(load_job(job, [stages, "model.loss=own_planned:data"]).value)
     assert subject.demands.num_layers == 5
     assert not legal_problems(Layout(pipeline=5), subject.demands)
     (problem,) = legal_problems(Layout(pipeline=6), subject.demands)
@@ -87,14 +87,14 @@ def test_patterns_are_counted_once_the_model_is_built(beside: Path) -> None:
 
 def test_what_cannot_be_built_without_memory_is_told_in_one_sentence(beside: Path) -> None:
     with pytest.raises(ModelError, match=r"own_planned:looks raised .*on the meta device") as told:
-        subject_of(load_job(own_job(beside, "looks")).value)
+        describe_job(load_job(own_job(beside, "looks")).value)
     assert "own_planned.py" in str(told.value)
     assert str(told.value).count(". ") == 1
 
 
 def test_buckets_are_planned_as_the_reducers_plan_them() -> None:
     assert shards.ALIGN_BYTES == ALIGN_BYTES
-    subject = subject_of(load_job(ROOT / "examples" / "tiny.toml", ["sync.bucket_mib=0.5"]).value)
+    subject = describe_job(load_job(ROOT / "examples" / "tiny.toml", ["sync.bucket_mib=0.5"]).value)
     for layout in (Layout(3), Layout(3, zero=1), Layout(2, zero=2, tensor=2)):
         everywhere = stages_of(subject.anatomy, layout)
         (share,) = (share_of(stages, shared_names(everywhere), layout, subject.terms) for stages in everywhere)

@@ -21,7 +21,7 @@ from closeranks.optim.ema import decay_at
 from closeranks.run.exchange import export_hf
 from closeranks.run.hooks import Hook
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 from closeranks.run.sample import sample
 from closeranks.testing import run_world
 from tests.run.generations import Case, assert_same, run, run_and_die, state
@@ -66,8 +66,8 @@ def test_training_is_the_same_and_the_average_is_what_is_judged(tmp_path: Path) 
     held_out = dataset(32, seed=9)
     optim, train = {"lr": 0.1}, {"steps": 6, "eval_every": 3, "precision": "float64"}
     plain, averaged = Following(), Following()
-    drive(open_session(tmp_path / "plain", eval_data=held_out, hooks=[plain], optim=optim, train=train))
-    drive(
+    run_session(open_session(tmp_path / "plain", eval_data=held_out, hooks=[plain], optim=optim, train=train))
+    run_session(
         open_session(tmp_path / "ema", eval_data=held_out, hooks=[averaged], optim={**optim, "ema": DECAY}, train=train)
     )
     assert averaged.losses == plain.losses
@@ -84,22 +84,22 @@ def test_training_is_the_same_and_the_average_is_what_is_judged(tmp_path: Path) 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     tables = {"optim": {"ema": DECAY, "schedule": {"name": "constant"}}}
-    drive(open_session(tmp_path / "whole", **tables, train={"steps": 6}))
-    drive(open_session(tmp_path / "first", **tables, train={"steps": 3}))
+    run_session(open_session(tmp_path / "whole", **tables, train={"steps": 6}))
+    run_session(open_session(tmp_path / "first", **tables, train={"steps": 3}))
     resume = {"resume": str(tmp_path / "first")}
-    drive(open_session(tmp_path / "second", **tables, train={"steps": 6}, checkpoint=resume))
+    run_session(open_session(tmp_path / "second", **tables, train={"steps": 6}, checkpoint=resume))
     whole, second = section(tmp_path / "whole", "ema"), section(tmp_path / "second", "ema")
     assert whole.keys() == second.keys()
     assert all(torch.equal(whole[name], second[name]) for name in whole)
 
 
 def test_a_run_that_had_none_begins_with_its_weights(tmp_path: Path) -> None:
-    drive(open_session(tmp_path / "first", train={"steps": 3}))
+    run_session(open_session(tmp_path / "first", train={"steps": 3}))
     start = section(tmp_path / "first", "model")
     resumed = open_session(
         tmp_path / "second", train={"steps": 4}, optim={"ema": DECAY}, checkpoint={"resume": str(tmp_path / "first")}
     )
-    drive(resumed)
+    run_session(resumed)
     end, average = section(tmp_path / "second", "model"), section(tmp_path / "second", "ema")
     decay = decay_at(4, DECAY)
     for name in start:
@@ -109,7 +109,7 @@ def test_a_run_that_had_none_begins_with_its_weights(tmp_path: Path) -> None:
 def go(folder: Path, text: str) -> float:
     torch.set_num_threads(1)
     tables = {**TABLES, "train": {**TABLES["train"], "steps": 4}, "layout": asdict(Layout.parse(text))}
-    result = drive(Session.from_job(load_job(None, extra=tables).value, folder))
+    result = run_session(Session.from_job(load_job(None, extra=tables).value, folder))
     assert result.eval is not None
     return result.eval.loss
 

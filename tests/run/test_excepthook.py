@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.errors import ModelError, UserError
-from closeranks.run.excepthook import MistakeHook, own_traceback
+from closeranks.run.excepthook import UserErrorHook, user_traceback
 
 pytestmark = pytest.mark.world
 
@@ -72,14 +72,14 @@ def test_what_is_caught_is_caught_and_other_errors_are_as_ever(tmp_path: Path) -
 def test_other_errors_go_to_the_hook_before() -> None:
     seen: list[BaseException] = []
     error = ValueError("bug")
-    MistakeHook(lambda kind, error, trace: seen.append(error))(ValueError, error, None)
+    UserErrorHook(lambda kind, error, trace: seen.append(error))(ValueError, error, None)
     assert seen == [error]
     with pytest.raises(SystemExit) as leave:
-        MistakeHook(lambda kind, error, trace: seen.append(error))(UserError, UserError("mistake"), None)
+        UserErrorHook(lambda kind, error, trace: seen.append(error))(UserError, UserError("mistake"), None)
     assert (leave.value.code, len(seen)) == (2, 1)
 
 
 def test_causes_of_ours_have_no_traceback() -> None:
     error = ModelError("what")
     error.__cause__ = UserError("why")
-    assert own_traceback(error) == ""
+    assert user_traceback(error) == ""

@@ -12,7 +12,7 @@ from closeranks.core.errors import ConfigError, SetupError
 from closeranks.core.world import World
 from closeranks.run.folder import choose_folder, free_folder, make_free_folder, prepare_folder
 from closeranks.run.job import Job, load_job
-from closeranks.run.overseer import settle_in
+from closeranks.run.overseer import configure_worker
 from closeranks.run.ownership import agree_on_folder
 
 
@@ -120,9 +120,9 @@ def test_the_first_session_of_a_script_takes_the_folder_its_starter_made(
     monkeypatch.setattr("sys.argv", ["script.py"])
     own = make_free_folder(Path("runs/script"))
     for wanted, expected in [(job(), own), (job(folder="runs/script"), own), (job(folder="runs/next"), "runs/next")]:
-        settle_in(folder=own)
+        configure_worker(folder=own)
         with ExitStack() as held:
-            held.callback(settle_in)
+            held.callback(configure_worker)
             assert agree_on_folder(wanted, World(), str, held) == tmp_path / expected
             assert agree_on_folder(job(), World(), str, held) == tmp_path / "runs" / "script-2", "the second session"
         shutil.rmtree("runs")

@@ -10,7 +10,7 @@ import pytest
 from closeranks import EarlyStop, Hook, Session, UserError
 from closeranks.core.errors import DataError
 from closeranks.core.events import Evaluated, RunEnded, RunStarted, Saved, StepDone, Warned
-from closeranks.run.ingredients import hooks_of
+from closeranks.run.ingredients import make_hooks
 from closeranks.run.job import load_job
 from closeranks.testing import run_world
 from tests.cli.commands import closeranks
@@ -236,7 +236,7 @@ def test_a_job_names_its_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def made(*names: str) -> list[str]:
         job = load_job(None, extra={**extra, "run": {"hooks": names}}).value
-        return [type(hook).__name__ for hook in hooks_of(job)]
+        return [type(hook).__name__ for hook in make_hooks(job)]
 
     assert made("named_hooks:Fails") == ["Fails"]
     with pytest.raises(UserError, match=r"'named_hooks:NoHook' is not a closeranks\.Hook"):

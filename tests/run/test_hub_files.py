@@ -15,7 +15,7 @@ from closeranks.core.errors import ModelError
 from closeranks.core.world import World
 from closeranks.models.hub import llama_table
 from closeranks.run.exchange import export_hf, import_hf
-from closeranks.run.hub_files import published, sound_hub
+from closeranks.run.hub_files import read_hub_metadata, validate_hub_metadata
 from closeranks.run.job import load_job
 from closeranks.run.loop import train_job
 from tests.data.building.material import tiny_tokenizer
@@ -91,9 +91,11 @@ def test_a_model_of_the_users_is_refused_with_the_command_that_writes_its_weight
 
 def test_only_what_is_sound_is_kept(tmp_path: Path) -> None:
     hostile = {"bos_token_id": "x", "eos_token_id": [1, "a"], "pad_token_id": 2**40, "max_position_embeddings": -1}
-    assert sound_hub({**hostile, "files": {"../../x": "y", "generation_config.json": 3}, "source": 5}) == {"files": {}}
-    assert sound_hub(None) == sound_hub([1]) == {}
-    assert published(str(tmp_path / "nothing")) == {}
+    assert validate_hub_metadata({**hostile, "files": {"../../x": "y", "generation_config.json": 3}, "source": 5}) == {
+        "files": {}
+    }
+    assert validate_hub_metadata(None) == validate_hub_metadata([1]) == {}
+    assert read_hub_metadata(str(tmp_path / "nothing")) == {}
     (tmp_path / "config.json").write_text("[" * 100_000)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert published(str(tmp_path)) == {}
+    assert read_hub_metadata(str(tmp_path)) == {}

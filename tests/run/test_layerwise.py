@@ -12,8 +12,8 @@ import torch
 from closeranks import Session
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
-from closeranks.run.proof import Record, compare, losses
+from closeranks.run.loop import run_session
+from closeranks.run.proof import LayoutRecord, compare_records, recorded_losses
 from closeranks.testing import run_world
 from tests.run.test_layouts import MODEL, TABLES, TIGHT, prove
 
@@ -40,14 +40,14 @@ CASES += [tiered("lamb", "data=2 zero=2 pipeline=2"), tiered("lars", "tensor=2 p
 @pytest.mark.parametrize(("rule", "layout"), CASES)
 def test_learns_as_one_process_does(tmp_path: Path, rule: str, layout: str) -> None:
     found = prove(tmp_path, layout, ("float64",), {"optim": RULES[rule]})["float64"]
-    assert found.first_beyond(TIGHT) is None
+    assert found.first_exceeding(TIGHT) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pipeline=2", "data=2 zero=3 pipeline=2"])
 def test_a_tied_parameter_counts_once(tmp_path: Path, layout: str) -> None:
     found = prove(tmp_path, layout, ("float64",), {"optim": RULES["lamb"], **TIED})["float64"]
-    assert found.first_beyond(TIGHT) is None
+    assert found.first_exceeding(TIGHT) is None
 
 
 def go(folder: Path, text: str, rule: str, steps: int, resume: str = "") -> None:
@@ -61,7 +61,7 @@ def go(folder: Path, text: str, rule: str, steps: int, resume: str = "") -> None
         "checkpoint": {"resume": resume},
         "run": {"deterministic": True},
     }
-    drive(Session.from_job(load_job(None, extra=tables).value, folder / "run", [Record(folder)]))
+    run_session(Session.from_job(load_job(None, extra=tables).value, folder / "run", [LayoutRecord(folder)]))
 
 
 @pytest.mark.parametrize(
@@ -74,5 +74,5 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, rule: str, layout: str) 
     world("through", 4)
     world("first", 2)
     world("second", 4, str(tmp_path / "first" / "run"))
-    assert losses(tmp_path / "second") == losses(tmp_path / "through")[2:]
-    assert compare(tmp_path / "second", tmp_path / "through").largest("weight") == 0.0
+    assert recorded_losses(tmp_path / "second") == recorded_losses(tmp_path / "through")[2:]
+    assert compare_records(tmp_path / "second", tmp_path / "through").largest("weight") == 0.0

@@ -16,9 +16,9 @@ from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.hooks import Hook
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
-from closeranks.run.model import buffer_speaker
-from closeranks.run.proof import Record, compare, losses
+from closeranks.run.loop import run_session
+from closeranks.run.model import primary_buffer_rank
+from closeranks.run.proof import LayoutRecord, compare_records, recorded_losses
 from closeranks.testing import run_world
 
 from .buffered_models import STAGES
@@ -37,8 +37,8 @@ class Spoken(Hook):
         self.names: list[str] = []
 
     def on_end(self, session: Session) -> None:
-        buffers = (one for one in session.engine.model.kept() if one.piece.name in BUFFERS)
-        self.names = [one.piece.name for one in buffers if one.is_spoken]
+        buffers = (one for one in session.engine.model.local_tensors() if one.piece.name in BUFFERS)
+        self.names = [one.piece.name for one in buffers if one.is_primary]
 
 
 def go(folder: Path, text: str, steps: int, resume: str = "") -> list[str]:
@@ -56,7 +56,7 @@ def go(folder: Path, text: str, steps: int, resume: str = "") -> list[str]:
         "checkpoint": {"resume": resume},
     }
     spoken = Spoken()
-    drive(Session.from_job(load_job(None, extra=tables).value, folder / "run", [Record(folder), spoken]))
+    run_session(Session.from_job(load_job(None, extra=tables).value, folder / "run", [LayoutRecord(folder), spoken]))
     return spoken.names
 
 
@@ -79,15 +79,15 @@ def test_buffers_outlive_a_pipeline_and_come_back_in_one_process_and_in_stages(t
     go(tmp_path / "alone", "data=1", 6, str(state))
     world(tmp_path / "again", layout, 6, str(state))
     for after in ("alone", "again"):
-        assert losses(tmp_path / after) == pytest.approx(losses(tmp_path / "through")[3:], rel=1e-9)
-        assert compare(tmp_path / after, tmp_path / "through").largest("weight") < 1e-9
+        assert recorded_losses(tmp_path / after) == pytest.approx(recorded_losses(tmp_path / "through")[3:], rel=1e-9)
+        assert compare_records(tmp_path / after, tmp_path / "through").largest("weight") < 1e-9
 
 
 def test_the_rank_of_a_units_first_stage_speaks_for_its_buffers() -> None:
     units, ranges = ("embed", "mid", "more", "embed"), [range(n, n + 1) for n in range(4)]
     around = ((0, 2), (1, 3))
     expected = {"embed.x": 0, "mid.norm.x": 1, "more.x": 0, "mark": 0, "middle.x": 0}
-    assert {name: buffer_speaker(name, units, ranges, around) for name in expected} == expected
+    assert {name: primary_buffer_rank(name, units, ranges, around) for name in expected} == expected
     turned = ((3,), (2,), (1,), (0,))
-    assert buffer_speaker("embed.x", units, ranges, turned) == 3
-    assert buffer_speaker("mark", units, ranges, turned) == 0
+    assert primary_buffer_rank("embed.x", units, ranges, turned) == 3
+    assert primary_buffer_rank("mark", units, ranges, turned) == 0

@@ -21,8 +21,8 @@ from closeranks.parallel.apply import apply, local_part
 from closeranks.parallel.group import Group
 from closeranks.parallel.mesh import open_groups
 from closeranks.plan.layouts import cost_of
-from closeranks.run.describe import subject_of
-from closeranks.run.distribute import wishes_of
+from closeranks.run.describe import describe_job
+from closeranks.run.distribute import parallel_settings
 from closeranks.run.job import Job, load_job
 from closeranks.run.optimizer import OptimizerStep
 from closeranks.testing import run_world
@@ -67,7 +67,7 @@ def measure(folder: Path, job: Job) -> Measured:
             step.backward(session.loss(batch))
         next(steps).run()
         list(steps)
-        weights = sum(one.tensor.numel() * one.tensor.element_size() for one in session.engine.model.kept())
+        weights = sum(one.tensor.numel() * one.tensor.element_size() for one in session.engine.model.local_tensors())
         memory = sum(
             tensor.numel() * tensor.element_size()
             for _, _, tensor in session.engine.components.get(OptimizerStep).optimizer.memory()
@@ -84,7 +84,7 @@ UNDER_WAY = ("gradients on their way", "slices arriving", "gradients of a unit, 
 def test_zero_keeps_what_the_formulas_say(tmp_path: Path, zero: int) -> None:
     """Four ranks: weights, gradients and optimizer state within 5%; what lies beside them is named and small."""
     job, layout = job_of(f"data=4 zero={zero}"), Layout.parse(f"data=4 zero={zero}")
-    subject = subject_of(job)
+    subject = describe_job(job)
     state = cost_of(subject, layout).ranks[0].state
     whole = num_params(subject.anatomy) * 4
     share = {1: (1.0, 1.0, 0.5), 2: (1.0, 0.25, 0.5), 3: (0.25, 0.25, 0.5)}[zero]
@@ -130,7 +130,7 @@ def build(text: str) -> Built:
     spec = spec_for(job.model, seq_len=job.data.seq_len)
     groups = open_groups(Group(dist.get_rank(), dist.get_world_size()), layout, device, timeout_s=60.0)
     with LiveBytes() as live:
-        applied = apply(spec, wishes_of(job, layout), groups, device, lambda module: freeze(module, job.optim))
+        applied = apply(spec, parallel_settings(job, layout), groups, device, lambda module: freeze(module, job.optim))
         sizes = {name: torch.Size(shape).numel() * 4 for name, shape in applied.shapes.items()}
         own = sum(local_part(held, groups.shard)[0].numel() * 4 for held in applied.held)
         return Built(live.peak, own, max(sizes.values()), sum(sizes.values()))

@@ -15,8 +15,8 @@ from closeranks.core.environment import set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
-from closeranks.run.proof import Record, compare, losses
+from closeranks.run.loop import run_session
+from closeranks.run.proof import LayoutRecord, compare_records, recorded_losses
 from closeranks.run.sample import sample
 from closeranks.testing import run_world
 from tests.run.small import open_session
@@ -52,7 +52,7 @@ def go(folder: Path, text: str, steps: int, resume: str = "", precision: str = "
         "run": {"deterministic": precision == "float32"},
     }
     job = load_job(None, extra=tables).value
-    drive(Session.from_job(job, folder / "run", [Record(folder)]))
+    run_session(Session.from_job(job, folder / "run", [LayoutRecord(folder)]))
 
 
 def world(folder: Path, text: str, steps: int, resume: str = "", precision: str = "float64") -> None:
@@ -79,7 +79,7 @@ class Channels(nn.Module):
 def go_channels(folder: Path, steps: int, zero: int, resume: str) -> dict[str, torch.Tensor]:
     tables = {"train": {"steps": steps}, "layout": {"zero": zero}, "checkpoint": {"resume": resume}}
     session = open_session(folder, model=Channels, optim={"schedule": {"name": "constant", "warmup": 0}}, **tables)
-    drive(session)
+    run_session(session)
     return {name: parameter.detach().clone() for name, parameter in session.model.named_parameters()}
 
 
@@ -107,8 +107,8 @@ def test_a_run_goes_on_under_another_layout(tmp_path: Path, before: str, after: 
     go(tmp_path / "through", "data=1", 6)
     world(tmp_path / "first", before, 3)
     world(tmp_path / "second", after, 6, str(tmp_path / "first" / "run"))
-    assert losses(tmp_path / "second") == pytest.approx(losses(tmp_path / "through")[3:], rel=1e-9)
-    weights = compare(tmp_path / "second", tmp_path / "through").largest("weight")
+    assert recorded_losses(tmp_path / "second") == pytest.approx(recorded_losses(tmp_path / "through")[3:], rel=1e-9)
+    weights = compare_records(tmp_path / "second", tmp_path / "through").largest("weight")
     assert weights < 1e-9
 
 
@@ -119,9 +119,9 @@ def test_resumed_under_the_same_layout_is_bit_identical(tmp_path: Path, layout: 
     world(tmp_path / "through", layout, 6, precision="float32")
     world(tmp_path / "first", layout, 3, precision="float32")
     world(tmp_path / "second", layout, 6, str(tmp_path / "first" / "run"), precision="float32")
-    assert losses(tmp_path / "first") == losses(tmp_path / "through")[:3]
-    assert losses(tmp_path / "second") == losses(tmp_path / "through")[3:]
-    assert compare(tmp_path / "second", tmp_path / "through").largest("weight") == 0.0
+    assert recorded_losses(tmp_path / "first") == recorded_losses(tmp_path / "through")[:3]
+    assert recorded_losses(tmp_path / "second") == recorded_losses(tmp_path / "through")[3:]
+    assert compare_records(tmp_path / "second", tmp_path / "through").largest("weight") == 0.0
 
 
 def test_a_model_saved_in_pieces_speaks(tmp_path: Path) -> None:

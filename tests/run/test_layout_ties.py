@@ -17,8 +17,8 @@ from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.hooks import Hook
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
-from closeranks.run.proof import Record, compare
+from closeranks.run.loop import run_session
+from closeranks.run.proof import LayoutRecord, compare_records
 from closeranks.testing import run_world
 from closeranks.testing.world import WorldError
 from tests.run.tied_models import Product
@@ -42,14 +42,14 @@ def record(folder: Path, name: str, text: str, train: dict[str, Any], *hooks: Ho
         "optim": {"lr": 1e-2, "clip": 0.5},
         "layout": asdict(layout),
     }
-    drive(Session.from_job(load_job(None, extra=tables).value, folder / "run", [Record(folder), *hooks]))
+    run_session(Session.from_job(load_job(None, extra=tables).value, folder / "run", [LayoutRecord(folder), *hooks]))
 
 
 def prove(folder: Path, name: str, text: str, train: dict[str, Any]) -> None:
     set_world(World(launcher="testing"))
     record(folder / "alone", name, "data=1", {})
     run_world(record, Layout.parse(text).num_ranks, folder / "spread", name, text, train, timeout_s=300)
-    assert compare(folder / "spread", folder / "alone").first_beyond(TIGHT) is None
+    assert compare_records(folder / "spread", folder / "alone").first_exceeding(TIGHT) is None
 
 
 @pytest.mark.world

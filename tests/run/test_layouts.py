@@ -23,8 +23,8 @@ from closeranks.core.world import World
 from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.run.job import Job, load_job
-from closeranks.run.loop import drive
-from closeranks.run.proof import Comparison, Record, compare
+from closeranks.run.loop import run_session
+from closeranks.run.proof import LayoutComparison, LayoutRecord, compare_records
 from closeranks.testing import run_world
 
 pytestmark = pytest.mark.world
@@ -82,7 +82,9 @@ def record(folder: Path, text: str, precisions: tuple[str, ...], changes: dict[s
     loss = 0.0
     for precision in precisions:
         here = folder / precision
-        result = drive(Session.from_job(job_of(Layout.parse(text), precision, changes), here / "run", [Record(here)]))
+        result = run_session(
+            Session.from_job(job_of(Layout.parse(text), precision, changes), here / "run", [LayoutRecord(here)])
+        )
         assert result.eval is not None
         loss = result.eval.loss
     return loss
@@ -93,13 +95,13 @@ def prove(
     text: str,
     precisions: tuple[str, ...] = ("float64", "float32"),
     changes: dict[str, dict[str, Any]] | None = None,
-) -> dict[str, Comparison]:
+) -> dict[str, LayoutComparison]:
     """Record the layout, and compare with one process; evaluations must agree too."""
     reference, alone = alone_with(folder.parent, precisions, changes or {})
     size = Layout.parse(text).num_ranks
     spread = run_world(record, size, folder / "spread", text, precisions, changes or {}, timeout_s=300)
     assert spread == pytest.approx([alone] * size, rel=1e-5)
-    found = {name: compare(folder / "spread" / name, reference / name) for name in precisions}
+    found = {name: compare_records(folder / "spread" / name, reference / name) for name in precisions}
     for name, comparison in found.items():  # with -s, the rows of docs/layouts.md
         print(text, name, *(f"{kind} {comparison.largest(kind):.1e}" for kind in ("loss", "gradient", "weight")))
     return found
@@ -130,9 +132,9 @@ def alone_with(place: Path, precisions: tuple[str, ...], changes: dict[str, dict
     return _ALONE[key]
 
 
-def judge(found: dict[str, Comparison]) -> None:
-    assert found["float64"].first_beyond(TIGHT) is None
-    assert found["float32"].first_beyond(ROUNDED) is None
+def judge(found: dict[str, LayoutComparison]) -> None:
+    assert found["float64"].first_exceeding(TIGHT) is None
+    assert found["float32"].first_exceeding(ROUNDED) is None
 
 
 @pytest.mark.parametrize("layout", [tiered(layout) for layout in (*ALONE, *PAIRS, *EIGHT)])
@@ -146,10 +148,10 @@ def test_trains_the_same_model_as_one_process(tmp_path: Path, layout: str) -> No
 def test_every_schedule_trains_what_gpipe_trains(tmp_path: Path, schedule: str) -> None:
     """GPipe is compared with one process above; here each schedule with both."""
     found = prove(tmp_path, f"pipeline=2 schedule={schedule}", ("float64",))
-    assert found["float64"].first_beyond(TIGHT) is None
+    assert found["float64"].first_exceeding(TIGHT) is None
     run_world(record, 2, tmp_path / "gpipe", "pipeline=2 schedule=gpipe", ("float64",), {})
-    compared = compare(tmp_path / "spread" / "float64", tmp_path / "gpipe" / "float64")
-    assert compared.first_beyond(TIGHT) is None
+    compared = compare_records(tmp_path / "spread" / "float64", tmp_path / "gpipe" / "float64")
+    assert compared.first_exceeding(TIGHT) is None
 
 
 VARIED: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
@@ -213,7 +215,7 @@ SELDOM = {
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SELDOM)) for case in VARIED])
 def test_what_else_a_job_asks_for_holds_under_layouts(tmp_path: Path, case: str) -> None:
     layout, changes = VARIED[case]
-    assert prove(tmp_path, layout, ("float64",), changes)["float64"].first_beyond(TIGHT) is None
+    assert prove(tmp_path, layout, ("float64",), changes)["float64"].first_exceeding(TIGHT) is None
 
 
 def test_a_difference_is_found_and_named(tmp_path: Path) -> None:
@@ -221,8 +223,8 @@ def test_a_difference_is_found_and_named(tmp_path: Path) -> None:
     set_world(World(launcher="testing"))
     record(tmp_path / "one", "data=1", ("float64",), {})
     record(tmp_path / "other", "data=1", ("float64",), {"optim": {"clip": 0.4}})
-    found = compare(tmp_path / "one" / "float64", tmp_path / "other" / "float64")
-    first = found.first_beyond({"gradient": 1e-9})
+    found = compare_records(tmp_path / "one" / "float64", tmp_path / "other" / "float64")
+    first = found.first_exceeding({"gradient": 1e-9})
     assert first is not None
     assert first.name == "model.embed_tokens.weight"
     assert first.relative == pytest.approx(0.25, rel=1e-4)
@@ -233,14 +235,14 @@ def test_a_difference_is_found_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["data=2 zero=3 tensor=2", "tensor=2 pipeline=2", "data=2 zero=1 pipeline=2"])
 def test_half_precision_stays_close_to_one_process(tmp_path: Path, layout: str, precision: str) -> None:
     found = prove_roughly(tmp_path, layout, precision)
-    assert found.first_beyond({"loss": 3e-3}) is None
+    assert found.first_exceeding({"loss": 3e-3}) is None
 
 
-def prove_roughly(folder: Path, layout: str, precision: str) -> Comparison:
+def prove_roughly(folder: Path, layout: str, precision: str) -> LayoutComparison:
     set_world(World(launcher="testing"))
     record(folder / "alone", "data=1", (precision,), {})
     run_world(record, Layout.parse(layout).num_ranks, folder / "spread", layout, (precision,), {}, timeout_s=300)
-    return compare(folder / "spread" / precision, folder / "alone" / precision)
+    return compare_records(folder / "spread" / precision, folder / "alone" / precision)
 
 
 @pytest.mark.parametrize(
@@ -272,5 +274,5 @@ def overflow(folder: Path, text: str) -> list[tuple[bool, float]]:
             steps.append((step.taken, step.loss_scale))
 
     changes = {"optim": {"loss_scale": {"init": 2.0**18}}}
-    drive(Session.from_job(job_of(Layout.parse(text), "fp16", changes), folder / "run", [Note()]))
+    run_session(Session.from_job(job_of(Layout.parse(text), "fp16", changes), folder / "run", [Note()]))
     return steps

@@ -16,7 +16,7 @@ from closeranks.core.events import RunEnded, StepDone
 from closeranks.core.requests import REQUESTS
 from closeranks.elastic.vote import Ballot
 from closeranks.run.component import Component
-from closeranks.run.ledger import Ledger, advice
+from closeranks.run.ledger import StepResults, non_finite_advice
 from closeranks.run.step import Step
 from closeranks.testing import run_world
 from tests.run.saved import tensors
@@ -56,8 +56,8 @@ def test_the_advice_names_what_the_job_does_not_do_yet(tmp_path: Path) -> None:
         train(tmp_path, loss=Spoiled(1, 2, 3), train={"steps": 9})
     assert "float32" not in str(told.value), "it is what this job trains in"
     assert "optim.clip" not in str(told.value), "it clips by default"
-    assert "float32" in advice("bf16", 1.0)
-    assert "optim.clip = 1.0" in advice("float32", 0.0)
+    assert "float32" in non_finite_advice("bf16", 1.0)
+    assert "optim.clip = 1.0" in non_finite_advice("float32", 0.0)
 
 
 def test_patience_is_the_jobs(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_every_rank_tells_the_same_of_the_vote(tmp_path: Path, sync: dict[str, A
 def test_what_is_asked_for_with_a_step_is_settled_with_it(tmp_path: Path, kind: str) -> None:
     """And with no other: a generation ends after the very step that was agreed on."""
     with open_session(tmp_path) as session:
-        ledger, said = Ledger(session.engine), []
-        session.engine.supply.start(0, session.folder, session.recorder.emit)
+        ledger, said = StepResults(session.engine), []
+        session.engine.batches.start(0, session.folder, session.recorder.emit)
         for asked in ((), {REQUESTS[kind]}, ()):
             step = Step(session.engine, len(said))
             step.run()

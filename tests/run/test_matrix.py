@@ -22,7 +22,7 @@ from closeranks.core.pieces import Piece
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 from closeranks.testing import run_world
 from tests.run.saved import SECTIONS
 
@@ -90,7 +90,7 @@ def go(folder: Path, layout: str, steps: int, resume: str) -> list[float]:
         "checkpoint": {"resume": resume, "every": 0},
     }
     follow = Follow(folder / "again")
-    drive(Session.from_job(load_job(None, extra=tables).value, folder / "run", [follow]))
+    run_session(Session.from_job(load_job(None, extra=tables).value, folder / "run", [follow]))
     return follow.losses
 
 

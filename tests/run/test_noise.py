@@ -18,7 +18,7 @@ from closeranks.core.world import World
 from closeranks.elastic.shelf import SnapshotPaths
 from closeranks.optim.noise import DECAY
 from closeranks.run.job import load_job
-from closeranks.run.overseer import settle_in
+from closeranks.run.overseer import configure_worker
 from closeranks.testing import run_world
 from tests.elastic.boxes import make_boxes, shared_memory
 from tests.run.small import of_kind, open_session
@@ -148,12 +148,12 @@ def test_a_later_generation_goes_on_bit_for_bit(tmp_path: Path) -> None:
     kept = {"optim": flat, "elastic": {"snapshot_every": 1}, "checkpoint": {"save": False}}
     with shared_memory() as place:
         shelf = SnapshotPaths(make_boxes(place, 1), 0)
-        settle_in(shelf=shelf)
+        configure_worker(shelf=shelf)
         alone(tmp_path / "run", train={"steps": 3}, **kept)
-        settle_in(shelf=shelf)
+        configure_worker(shelf=shelf)
         set_world(World(launcher="testing", generation=1))
         later = go(tmp_path / "run", {**kept, "checkpoint": {"save": False, "resume": "auto"}})
-        settle_in()
+        configure_worker()
     assert [one.source for one in of_kind(tmp_path / "run", Restored)] == ["memory"]
     assert later == through
 

@@ -16,8 +16,8 @@ from closeranks.core.events import Warned
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job import check_workers, load_job
-from closeranks.run.loop import drive
-from closeranks.run.proof import Record, compare
+from closeranks.run.loop import run_session
+from closeranks.run.proof import LayoutRecord, compare_records
 from closeranks.testing import run_world
 from closeranks.testing.world import WorldError
 from tests.run.small import of_kind
@@ -46,7 +46,7 @@ def tables_of(text: str, model: dict[str, Any]) -> dict[str, Any]:
 def record(folder: Path, text: str, model: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     job = load_job(None, extra=tables_of(text, model)).value
-    drive(Session.from_job(job, folder / "run", [Record(folder)]))
+    run_session(Session.from_job(job, folder / "run", [LayoutRecord(folder)]))
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,7 +72,7 @@ def test_trains_the_same_model_as_one_process(tmp_path: Path, case: str) -> None
     set_world(World(launcher="testing"))
     record(tmp_path / "alone", "data=1", model)
     run_world(record, Layout.parse(text).num_ranks, tmp_path / "spread", text, model, timeout_s=300)
-    assert compare(tmp_path / "spread", tmp_path / "alone").first_beyond(TIGHT) is None
+    assert compare_records(tmp_path / "spread", tmp_path / "alone").first_exceeding(TIGHT) is None
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {

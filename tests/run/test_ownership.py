@@ -14,7 +14,7 @@ import pytest
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
 from closeranks.run.job import Job, load_job
-from closeranks.run.ownership import agree_on_folder, check_owned, claimed, owned_folder
+from closeranks.run.ownership import agree_on_folder, check_owned, owned_folder, owned_run_folder
 from closeranks.storage.lease import Terms
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.ownership import owned
@@ -78,11 +78,11 @@ def test_what_rank_0_met_is_raised_on_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["folder", "remote"])
 def test_two_runs_do_not_save_to_one_place(tmp_path: Path, key: str) -> None:
-    with claimed(job(tmp_path / "a"), "x"):
+    with owned_run_folder(job(tmp_path / "a"), "x"):
         words = f"checkpoint.{key} {tmp_path}/a/checkpoints is in use"
         with (
             pytest.raises(SetupError, match=words),
-            claimed(job(tmp_path / "b", **{key: str(tmp_path / "a" / "checkpoints")}), "x"),
+            owned_run_folder(job(tmp_path / "b", **{key: str(tmp_path / "a" / "checkpoints")}), "x"),
         ):
             pytest.fail("both own it")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a"], "nothing is left of the one that was refused"
@@ -91,7 +91,7 @@ def test_two_runs_do_not_save_to_one_place(tmp_path: Path, key: str) -> None:
 def test_a_place_that_is_named_twice_is_owned_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     for place in ("run", "link", "run/checkpoints"):
-        with claimed(job(tmp_path / "run", folder=str(tmp_path / place), remote=str(tmp_path / place)), "x"):
+        with owned_run_folder(job(tmp_path / "run", folder=str(tmp_path / place), remote=str(tmp_path / place)), "x"):
             pass
 
 
@@ -101,7 +101,7 @@ def test_starts_at_the_same_moment_get_a_folder_each(tmp_path: Path) -> None:
 
     def start() -> None:
         at_once.wait()
-        with claimed(given, "x") as claim:
+        with owned_run_folder(given, "x") as claim:
             chosen.append(claim.folder)
             at_once.wait()
 
@@ -115,12 +115,12 @@ def test_starts_at_the_same_moment_get_a_folder_each(tmp_path: Path) -> None:
 
 def test_a_run_waits_as_long_as_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ExitStack() as first:
-        first.enter_context(claimed(job(tmp_path / "run"), "x"))
+        first.enter_context(owned_run_folder(job(tmp_path / "run"), "x"))
         given = job(tmp_path / "run", wait_s=60.0, resume="auto")
         taken = threading.Event()
 
         def wait() -> None:
-            with claimed(given, "x"):
+            with owned_run_folder(given, "x"):
                 taken.set()
 
         waiting = threading.Thread(target=wait)
@@ -141,7 +141,7 @@ def check_for_ever() -> None:
 def test_a_run_whose_place_was_taken_over_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terms = Terms(renew_s=0.01, lease_s=60.0)
     monkeypatch.setattr("closeranks.storage.local.owned", lambda *args: owned(*args[:3], terms, is_shared=True))
-    with claimed(job(tmp_path / "run"), "x"):
+    with owned_run_folder(job(tmp_path / "run"), "x"):
         check_owned()
         other = '{"owner": "another", "expires_at": 1, "host": "n2 boot ns", "pid": 5}'
         (tmp_path / "run" / ".owner").write_text(other)
@@ -154,7 +154,7 @@ def test_a_folder_for_checkpoints_that_cannot_exist_is_refused_at_the_start(tmp_
     (tmp_path / "file").touch()
     wrong = job(tmp_path / "run", folder=str(tmp_path / "file" / "x"))
     with pytest.raises(SetupError, match=r"checkpoint\.folder = .*/file/x cannot be written: Not a directory"):  # noqa: SIM117
-        with claimed(wrong, "x"):
+        with owned_run_folder(wrong, "x"):
             pass
 
 
@@ -162,7 +162,7 @@ def test_a_place_for_checkpoints_that_cannot_be_locked_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    with claimed(job(tmp_path / "run", remote=str(tmp_path / "file")), "x"):
+    with owned_run_folder(job(tmp_path / "run", remote=str(tmp_path / "file")), "x"):
         assert "checkpoint.remote could not be locked against other runs" in capsys.readouterr().err
 
 
@@ -173,10 +173,10 @@ def test_auto_is_refused_where_two_runs_would_not_see_each_other(
     place = f"memory://{tmp_path.name}"
     with (
         pytest.raises(SetupError, match=r"checkpoint\.resume=auto is not safe here: .* does not list"),
-        claimed(job(tmp_path / "run", folder=place, resume="auto"), "x"),
+        owned_run_folder(job(tmp_path / "run", folder=place, resume="auto"), "x"),
     ):
         pytest.fail("it could not be told")
-    with claimed(job(tmp_path / "run", folder=place), "x"):
+    with owned_run_folder(job(tmp_path / "run", folder=place), "x"):
         assert "does not list" in capsys.readouterr().err
 
 

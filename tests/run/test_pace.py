@@ -19,14 +19,14 @@ from closeranks import Hook, Session
 from closeranks.agent.progress import SharedProgress, WorkerPhase, create_progress_fd
 from closeranks.core.events import StepDone
 from closeranks.core.linux import ThreadClock
-from closeranks.run.overseer import Alone, settle_in
-from closeranks.run.pace import ClockWatch, DeviceWatch, NoWatch, Pace, stopwatch
+from closeranks.run.overseer import StandaloneClient, configure_worker
+from closeranks.run.pace import CpuStopwatch, CudaStopwatch, NullStopwatch, StepTimer, make_stopwatch
 from closeranks.testing import run_world
 
 from . import small
 
 
-class _Listener(Alone):
+class _Listener(StandaloneClient):
     """Writes down what it is told."""
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class _Listener(Alone):
 @pytest.fixture
 def listener() -> Iterator[_Listener]:
     listener = _Listener()
-    settle_in(overseer=listener)
+    configure_worker(overseer=listener)
     yield listener
-    settle_in()
+    configure_worker()
 
 
 STEP = ["HOOK", "DATA", "COMPUTE", "tick", "tick", "HOOK", "REDUCE", "KEEP", "VOTE", "KEEP", "UPDATE"]
@@ -106,7 +106,7 @@ def test_a_compiler_that_begins_in_the_middle_is_a_phase_of_its_own() -> None:
     import torch._dynamo  # a job that compiles has imported it
 
     listener = _Listener()
-    pace = Pace(listener, NoWatch())
+    pace = StepTimer(listener, NullStopwatch())
     pace.begin(5)
     pace.start()
 
@@ -161,24 +161,24 @@ def _crowd() -> tuple[float, float]:
 
 def test_which_watch_is_taken() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert isinstance(stopwatch(cuda, is_apart=False), NoWatch)
-    assert isinstance(stopwatch(cuda, is_apart=True), DeviceWatch)
+    assert isinstance(make_stopwatch(cuda, is_apart=False), NullStopwatch)
+    assert isinstance(make_stopwatch(cuda, is_apart=True), CudaStopwatch)
     for is_apart in (True, False):
-        watch = stopwatch(cpu, is_apart=is_apart)
-        assert isinstance(watch, ClockWatch)
+        watch = make_stopwatch(cpu, is_apart=is_apart)
+        assert isinstance(watch, CpuStopwatch)
         watch.start()
         watch.stop(2)
-        assert len(watch.taken()) == 1
-        assert list(watch.taken()) == []
+        assert len(watch.pop_times()) == 1
+        assert list(watch.pop_times()) == []
         watch.close()
 
 
 def test_own_time_is_per_micro_batch() -> None:
     times = iter([10.0, 16.0])
-    watch = ClockWatch(lambda: next(times))
+    watch = CpuStopwatch(lambda: next(times))
     watch.start()
     watch.stop(3)
-    assert watch.taken() == [2.0]
+    assert watch.pop_times() == [2.0]
 
 
 class _Sleeper(nn.Module):
@@ -199,7 +199,7 @@ class _Sleeper(nn.Module):
 def _owned(folder: Path, tables: dict[str, Any]) -> float:
     """The least that a step of this rank took, in its own time."""
     listener = _Listener()
-    settle_in(overseer=listener)
+    configure_worker(overseer=listener)
     small.train(folder, model=_Sleeper(dist.get_rank() == 1), **tables)
     return min(seconds for seconds, _ in listener.owned)
 
@@ -222,14 +222,14 @@ def test_waiting_in_collectives_inside_the_forward_is_nobodys_own_time(tmp_path:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_devices_time_is_told_steps_later_without_waiting() -> None:
-    watch, matrix = DeviceWatch(), torch.ones(4096, 4096, device="cuda")
+    watch, matrix = CudaStopwatch(), torch.ones(4096, 4096, device="cuda")
     watch.start()
     for _ in range(50):
         matrix @ matrix
     watch.stop(1)
-    first = list(watch.taken())
+    first = list(watch.pop_times())
     torch.cuda.synchronize()
-    told = first + list(watch.taken())
+    told = first + list(watch.pop_times())
     assert first == []
     assert len(told) == 1
     assert told[0] > 0.001
@@ -239,7 +239,7 @@ def test_all_of_it_costs_little() -> None:
     """A step of one micro-batch against a real word; the bound is generous, since others use this machine too."""
     word = SharedProgress(create_progress_fd())
 
-    class _Direct(Alone):
+    class _Direct(StandaloneClient):
         def progress(self, step: int, phase: int) -> None:
             word.write(step, phase)
 
@@ -249,13 +249,13 @@ def test_all_of_it_costs_little() -> None:
         def own(self, seconds: float, lane: int = 0) -> None:
             word.note_compute_time(seconds, lane)
 
-    pace = Pace(_Direct(), stopwatch(torch.device("cpu"), is_apart=False))
+    pace = StepTimer(_Direct(), make_stopwatch(torch.device("cpu"), is_apart=False))
 
     def step() -> None:
         pace.begin(7)
-        pace.enter(WorkerPhase.DATA)
+        pace.enter_phase(WorkerPhase.DATA)
         pace.start()
-        pace.tick()
+        pace.micro_batch_done()
         pace.stop(1)
         for phase in (
             WorkerPhase.REDUCE,
@@ -264,8 +264,8 @@ def test_all_of_it_costs_little() -> None:
             WorkerPhase.SNAPSHOT,
             WorkerPhase.UPDATE,
         ):
-            pace.enter(phase)
-        pace.tell()
+            pace.enter_phase(phase)
+        pace.report_times()
 
     cost_s = min(timeit.repeat(step, number=20, repeat=400)) / 20
     assert cost_s < 50e-6

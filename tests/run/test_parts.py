@@ -10,7 +10,7 @@ from closeranks.core.world import World
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig
 from closeranks.parallel.config import LayoutConfig
-from closeranks.run.context import check_last_step, choose_device, device_index, schedule_of
+from closeranks.run.context import batch_schedule, check_last_step, choose_device, device_index
 from closeranks.run.job import Job, check_workers, layout_for, load_job, micro_batch_size
 from closeranks.run.model import loss_divisor
 
@@ -20,8 +20,8 @@ def job(**tables: Any) -> Job:
 
 
 def test_a_length_in_steps_or_in_epochs() -> None:
-    assert schedule_of(job(train={"steps": 7, "global_batch": 8}), 20).num_steps == 7
-    by_epochs = schedule_of(job(train={"epochs": 1.5, "global_batch": 8}), 20)
+    assert batch_schedule(job(train={"steps": 7, "global_batch": 8}), 20).num_steps == 7
+    by_epochs = batch_schedule(job(train={"epochs": 1.5, "global_batch": 8}), 20)
     assert (by_epochs.num_steps, by_epochs.total_samples) == (4, 30)
 
 
@@ -87,11 +87,11 @@ def test_synchronised_batch_norm_and_a_short_last_step() -> None:
     by_epochs = job(train=table, layout=SYNC, **DIGITS)
     assert check_workers(by_epochs, 2) == [], "it takes the data to know"
     for num_samples in (80, 86, 88):  # full, two and three short ones left: 0, 2 and 2 micro-batches
-        check_last_step(by_epochs, schedule_of(by_epochs, num_samples), 2)
+        check_last_step(by_epochs, batch_schedule(by_epochs, num_samples), 2)
     with pytest.raises(ConfigError, match=r"layout\.batch_norm: .*1 micro-batches.*2 data ranks\. Give train\.steps"):
-        check_last_step(by_epochs, schedule_of(by_epochs, 84), 2)
-    check_last_step(by_epochs, schedule_of(by_epochs, 84), 1)
-    check_last_step(job(train=table, **DIGITS), schedule_of(by_epochs, 84), 2)
+        check_last_step(by_epochs, batch_schedule(by_epochs, 84), 2)
+    check_last_step(by_epochs, batch_schedule(by_epochs, 84), 1)
+    check_last_step(job(train=table, **DIGITS), batch_schedule(by_epochs, 84), 2)
 
 
 @pytest.mark.parametrize("axis", ["context", "expert"])

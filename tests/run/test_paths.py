@@ -7,7 +7,7 @@ import pytest
 
 from closeranks.core.errors import DataError
 from closeranks.run.job import Job, load_job
-from closeranks.run.paths import beside, found, missing
+from closeranks.run.paths import missing_paths, resolve_existing_paths, resolve_paths
 
 
 @pytest.fixture
@@ -29,24 +29,24 @@ def job(data: dict[str, Any], **checkpoint: str) -> Job:
 
 @pytest.mark.parametrize("path", ["both.txt", "stdlib", "/absolute", "s3://bucket/set", "nowhere.txt", "~/home.txt"])
 def test_what_is_in_the_working_folder_or_no_relative_path_stays(file: Path, path: str) -> None:
-    assert beside(job({"path": path}), file).data.path == path
+    assert resolve_paths(job({"path": path}), file).data.path == path
 
 
 def test_what_is_beside_the_job_file_is_found_there(file: Path) -> None:
-    located = found(job({"path": "beside.txt"}, weights="beside.txt"), file)
+    located = resolve_existing_paths(job({"path": "beside.txt"}, weights="beside.txt"), file)
     assert located.data.path == located.checkpoint.weights == str(file.parent / "beside.txt")
-    tokens = beside(job({"name": "tokens", "path": "corpus", "eval_path": "both.txt"}), file).data
+    tokens = resolve_paths(job({"name": "tokens", "path": "corpus", "eval_path": "both.txt"}), file).data
     assert (tokens.path, tokens.eval_path) == (str(file.parent / "corpus"), "both.txt")
     parts = {"a": {"weight": 1.0, "data": {"path": "beside.txt"}}}
-    mixture = beside(job({"name": "mixture", "parts": parts}), file).data
+    mixture = resolve_paths(job({"name": "mixture", "parts": parts}), file).data
     assert mixture.parts["a"].data.path == str(file.parent / "beside.txt")
 
 
 def test_what_is_in_neither_is_told_with_its_key_and_both_places(file: Path) -> None:
     parts = {"web": {"weight": 1.0, "data": {"path": "nowhere.txt"}}}
-    (problem,) = missing(beside(job({"name": "mixture", "parts": parts}), file), file)
+    (problem,) = missing_paths(resolve_paths(job({"name": "mixture", "parts": parts}), file), file)
     here, there = file.parents[1] / "here", file.parent
     where = f"the working folder {here}, nor beside the job file in {there}"
     assert str(problem) == f"data.parts.web.data.path: there is no 'nowhere.txt' in {where}. Check the path."
     with pytest.raises(DataError, match=r"checkpoint\.weights: there is no 'gone\.pt' in the working folder"):
-        found(job({"path": "/no/such"}, weights="gone.pt"), file)
+        resolve_existing_paths(job({"path": "/no/such"}, weights="gone.pt"), file)

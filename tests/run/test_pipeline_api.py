@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from closeranks import Session
 from closeranks.core.errors import CloseranksError, ModelError, UserError
-from closeranks.run.evaluate import wave_size
+from closeranks.run.evaluate import num_pipelined_micro_batches
 from closeranks.run.job import check_workers, load_job
 from closeranks.run.step import Step
 from closeranks.testing import run_world
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_told_in_one_sentence(tmp_path: Path, case: str) ->
 
 
 def test_waves_of_an_evaluation_grow_with_the_pipeline() -> None:
-    assert [wave_size(stages) for stages in (1, 2, 4, 8)] == [8, 8, 16, 32]
+    assert [num_pipelined_micro_batches(stages) for stages in (1, 2, 4, 8)] == [8, 8, 16, 32]
 
 
 def problems_of(text: str, num_workers: int) -> list[str]:

@@ -13,8 +13,8 @@ from closeranks.cli.checking import TOLERANCES
 from closeranks.core.environment import set_world
 from closeranks.core.world import World
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
-from closeranks.run.proof import Record, compare, relative_difference
+from closeranks.run.loop import run_session
+from closeranks.run.proof import LayoutRecord, compare_records, relative_difference
 from closeranks.testing import run_world
 
 SPLIT = [{"pattern": f"blocks.*.{name}.weight", "dim": 0} for name in "qkv"]
@@ -37,7 +37,7 @@ def record(folder: Path, tensor: int, table: list[dict[str, Any]], precisions: t
             "layout": {"tensor": tensor},
         }
         own = folder / precision
-        drive(Session.from_job(load_job(None, extra=tables).value, own / "run", [Record(own)]))
+        run_session(Session.from_job(load_job(None, extra=tables).value, own / "run", [LayoutRecord(own)]))
 
 
 def prove(folder: Path, table: list[dict[str, Any]], precisions: tuple[str, ...]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def prove(folder: Path, table: list[dict[str, Any]], precisions: tuple[str, ...]
     record(folder / "alone", 1, table, precisions)
     run_world(record, 2, folder / "spread", 2, table, precisions, timeout_s=300)
     sides = {name: (folder / "spread" / name, folder / "alone" / name) for name in precisions}
-    return {name: compare(*both).first_beyond(TOLERANCES[name]) for name, both in sides.items()}
+    return {name: compare_records(*both).first_exceeding(TOLERANCES[name]) for name, both in sides.items()}
 
 
 @pytest.mark.world
@@ -59,7 +59,7 @@ def test_a_missing_reduction_is_found_beside_it(tmp_path: Path) -> None:
     """The scale works on split heads, and its gradients are not summed over the ranks."""
     found = prove(tmp_path, SPLIT, ("float64", "float32"))
     assert None not in found.values()
-    compared = compare(tmp_path / "spread" / "float64", tmp_path / "alone" / "float64")
+    compared = compare_records(tmp_path / "spread" / "float64", tmp_path / "alone" / "float64")
     wrong = [one.name for one in compared.differences if one.kind == "gradient" and one.relative > 1e-9]
     assert set(wrong) == {"blocks.0.scale", "blocks.1.scale"}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.capture.slots import SlotHeader, SnapshotSlot, encode_entries, encode_index
-from closeranks.run.rescued_files import find_rescued, forget_rescued
+from closeranks.run.rescued_files import find_rescued, remove_rescued
 
 
 def write(run: Path, host: str, number: int, about: SlotHeader) -> Path:
@@ -61,8 +61,8 @@ def test_without_any_there_is_none(tmp_path: Path, place: str) -> None:
 
 def test_it_is_forgotten_when_a_checkpoint_as_new_stands(tmp_path: Path) -> None:
     write(tmp_path, "h1", 0, about(7, "a", num_images=1))
-    forget_rescued(tmp_path, 6)
+    remove_rescued(tmp_path, 6)
     assert find_rescued(tmp_path) is not None
-    forget_rescued(tmp_path, 7)
+    remove_rescued(tmp_path, 7)
     assert list(tmp_path.iterdir()) == []
-    forget_rescued(tmp_path, 8)
+    remove_rescued(tmp_path, 8)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from closeranks.facts.layout import Layout
 from closeranks.run.job import Job, check_workers, load_job
-from closeranks.run.resizing import Fitted, fit, samples_of
+from closeranks.run.resizing import ResizedJob, describe_samples, resize_job
 
 LAYOUTS = (
     "data=1",
@@ -46,8 +46,8 @@ def job_of(layout: str | dict[str, Any], **tables: Any) -> Job:
     return load_job(None, extra={**TABLES, "layout": table, **tables}).value
 
 
-def fitted(job: Job, num_available: int, num_wanted: int = 0) -> Fitted:
-    found = fit(job, num_available, num_wanted)
+def fitted(job: Job, num_available: int, num_wanted: int = 0) -> ResizedJob:
+    found = resize_job(job, num_available, num_wanted)
     assert found is not None
     return found
 
@@ -72,7 +72,7 @@ def test_whatever_is_left_the_same_job_goes_on(layout: str) -> None:
     assert sizes[full.num_ranks - 1 :] == [full.num_ranks] * 3
     whole = fitted(job, full.num_ranks)
     assert whole.job == job
-    assert whole.words == ""
+    assert whole.summary == ""
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_job_without_a_number_takes_what_there_is() -> None:
     job = job_of({"zero": 3})
     assert [fitted(job, count, 4).num_workers for count in range(1, 7)] == [1, 2, 3, 4, 4, 4]
     assert fitted(job, 3, 4).job == job, "the table says it already"
-    assert fitted(job, 3, 4).words.startswith("3 of 4 workers: layout data=4 zero=3 -> data=3 zero=3; ")
-    assert fitted(job, 3).words == "", "of what nobody knows"
+    assert fitted(job, 3, 4).summary.startswith("3 of 4 workers: layout data=4 zero=3 -> data=3 zero=3; ")
+    assert fitted(job, 3).summary == "", "of what nobody knows"
     split = job_of({"tensor": 2})
     assert [fitted(split, count, 6).num_workers for count in range(1, 8)] == [1, 2, 2, 4, 4, 6, 6]
 
@@ -127,7 +127,7 @@ def test_synchronised_batch_norm_needs_an_even_share() -> None:
     job = digits({"data": 4}, global_batch=8, micro_batch=1, steps=3)
     found = fitted(job, 3)
     assert str(found.layout) == "data=2", "eight micro-batches do not go into three"
-    assert found.words.endswith("but batch norm is synchronised over 2 data ranks instead of 4")
+    assert found.summary.endswith("but batch norm is synchronised over 2 data ranks instead of 4")
 
 
 def test_a_short_last_step_stays_even_under_synchronised_batch_norm() -> None:
@@ -152,15 +152,15 @@ def test_a_model_of_ones_own_is_only_split_as_it_is_known_to_split() -> None:
 def test_too_few_are_none() -> None:
     job = job_of("data=4", elastic={"min_workers": 3})
     assert fitted(job, 3).num_workers == 3
-    assert fit(job, 2) is None
-    assert fit(job, 0) is None
+    assert resize_job(job, 2) is None
+    assert resize_job(job, 0) is None
 
 
 def test_what_changed_is_said() -> None:
-    assert fitted(job_of("data=4 zero=3"), 3).words == (
+    assert fitted(job_of("data=4 zero=3"), 3).summary == (
         "3 of 4 workers: layout data=4 zero=3 -> data=3 zero=3; batch, order and learning rate stay"
     )
-    assert "pipeline=2 schedule=zbv -> data=1;" in fitted(job_of("pipeline=2 schedule=zbv"), 1).words
+    assert "pipeline=2 schedule=zbv -> data=1;" in fitted(job_of("pipeline=2 schedule=zbv"), 1).summary
 
 
 @given(
@@ -183,7 +183,7 @@ def test_laws_over_any_legal_job(
         return
     last = 0
     for num_available in range(1, full + 1):
-        found = fit(job, num_available)
+        found = resize_job(job, num_available)
         size = found.num_workers if found else 0
         assert last <= size <= num_available
         assert size == 0 or size >= least
@@ -194,7 +194,7 @@ def test_laws_over_any_legal_job(
 
 
 def test_the_samples_of_a_step_are_named_as_the_data_tools_count() -> None:
-    assert samples_of(job_of("data=1"), 3) == (
+    assert describe_samples(job_of("data=1"), 3) == (
         "samples 16 to 23 of the run; `closeranks data show 16 JOB.toml` shows the first"
     )
 

@@ -23,7 +23,7 @@ from closeranks.core.errors import SetupError
 from closeranks.core.events import Saved, SaveFailed, StepDone
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 from closeranks.testing import run_world
 from tests.checkpoint.test_write_faults import _FIFREEZE, _FITHAW, disk, tmpfs
 from tests.checkpoint.test_write_faults import run as command
@@ -128,7 +128,7 @@ class Impatient(Hook):
         self._handle, self._usual_s = handle, 0.0
 
     def on_step(self, session: Session, step: StepDone) -> None:
-        saver = session._copies.saving._own
+        saver = session._copies.checkpoints._own
         assert saver is not None
         if step.step == 3:
             fcntl.ioctl(self._handle, _FIFREEZE, 0)
@@ -185,7 +185,7 @@ def go_with_one_full(folder: Path, place: Path, full: str) -> None:
         "layout": asdict(Layout.parse("data=2 zero=3")),
         "checkpoint": settings(place, timeout_s=6.0),  # rank 0 waits so long for a part that does not come
     }
-    drive(Session.from_job(load_job(None, extra=tables).value, folder, [Slow(), At(acts)]))
+    run_session(Session.from_job(load_job(None, extra=tables).value, folder, [Slow(), At(acts)]))
 
 
 @pytest.mark.world

@@ -19,7 +19,7 @@ from closeranks import Hook, Session, Step, UserError
 from closeranks.core.errors import CheckpointError, ConfigError, DataError, ModelError
 from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, StepDone, Warned
 from closeranks.core.protocols import Batch
-from closeranks.run.supply import check_lengths
+from closeranks.run.supply import check_dataset_lengths
 from closeranks.telemetry.profiler import StepProfiler
 from tests.run.saved import tensors, tree
 from tests.run.small import counted, dataset, events, loss, net, of_kind, open_session, train
@@ -210,9 +210,9 @@ def test_a_dataset_of_another_length_is_not_resumed_with(tmp_path: Path) -> None
 
 
 def test_lengths_that_differ_between_ranks_are_named() -> None:
-    check_lengths(["8", "8"], "mine")
+    check_dataset_lengths(["8", "8"], "mine")
     with pytest.raises(DataError, match="mine has 8 samples on rank 0 and 9 on rank 2"):
-        check_lengths(["8", "8", "9"], "mine")
+        check_dataset_lengths(["8", "8", "9"], "mine")
 
 
 def test_zero_over_one_data_rank_is_told_to_have_no_effect(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
 from closeranks.run import store
-from closeranks.run.store import count_failure, launcher_store, make_store, meet
-from closeranks.run.voice import LOST
+from closeranks.run.store import count_failure, launcher_store, make_store, wait_for_all_ranks
+from closeranks.run.voice import STORE_LOST
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_a_store_that_is_gone_counts_nothing() -> None:
     world = slurm()
     opened = launcher_store(world)
     gone = World(1, 2, 1, 2, launcher="slurm", store=f"127.0.0.1:{free_port()}")
-    assert count_failure(gone) == LOST
+    assert count_failure(gone) == STORE_LOST
     opened.set_timeout(timedelta(seconds=1))
 
 
@@ -118,6 +118,6 @@ def test_rank_0_waits_for_the_last_rank() -> None:
     opened = launcher_store(lead)
     opened.set_timeout(timedelta(milliseconds=50))
     with pytest.raises(SetupError, match=rf"1 of 2 ranks did not come to {lead.store}"):
-        meet(lead)
-    meet(World(1, 2, 1, 2, launcher="slurm", store=lead.store))
+        wait_for_all_ranks(lead)
+    wait_for_all_ranks(World(1, 2, 1, 2, launcher="slurm", store=lead.store))
     opened.wait(["closeranks/0/all here"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from closeranks.data.quarantine import BadSample
-from closeranks.run.supply import skipped_in_words
+from closeranks.run.supply import describe_skipped
 
 
 def bad(count: int) -> list[BadSample]:
@@ -11,12 +11,12 @@ def bad(count: int) -> list[BadSample]:
 
 
 def test_few_are_told_one_by_one() -> None:
-    assert skipped_in_words(bad(3)) == [f"sample {number} is skipped: torn ('a', byte 0)" for number in range(3)]
-    assert skipped_in_words([]) == []
+    assert describe_skipped(bad(3)) == [f"sample {number} is skipped: torn ('a', byte 0)" for number in range(3)]
+    assert describe_skipped([]) == []
 
 
 def test_a_damaged_block_does_not_flood_the_console() -> None:
-    said = skipped_in_words(bad(39))
-    assert said[:3] == skipped_in_words(bad(3))
+    said = describe_skipped(bad(39))
+    assert said[:3] == describe_skipped(bad(3))
     assert said[3:] == ["and 36 more samples are skipped at this step"]
-    assert skipped_in_words(bad(4))[3:] == ["and 1 more sample is skipped at this step"]
+    assert describe_skipped(bad(4))[3:] == ["and 1 more sample is skipped at this step"]

@@ -14,16 +14,16 @@ from closeranks.core.events import Event, StepDone, Warned
 from closeranks.elastic.vote import Ballot, Verdict, Vote
 from closeranks.parallel.group import Group
 from closeranks.run.component import Component
-from closeranks.run.ledger import Settled
-from closeranks.run.usage import Skips, Usage, words
+from closeranks.run.ledger import StepResult
+from closeranks.run.usage import SkippedUpdates, UnusedParameters, unused_warning
 from tests.run.small import open_session
 
 CPU = torch.device("cpu")
 
 
-def usage(names: str, held: str, *, voters: int = 2, can_gate: bool = True, num_steps: int = 100) -> Usage:
+def usage(names: str, held: str, *, voters: int = 2, can_gate: bool = True, num_steps: int = 100) -> UnusedParameters:
     kwargs = {"num_voters": voters, "num_ranks": voters, "device": CPU, "can_gate": can_gate, "num_steps": num_steps}
-    return Usage(list(names), list(held), absent=tuple, **kwargs)
+    return UnusedParameters(list(names), list(held), absent=tuple, **kwargs)
 
 
 def verdict(sums: torch.Tensor) -> Verdict:
@@ -35,21 +35,21 @@ def verdict(sums: torch.Tensor) -> Verdict:
 def test_a_parameter_is_left_where_no_rank_had_a_gradient_for_it() -> None:
     """Rank 0 holds all, rank 1 a pipeline stage of them."""
     first, second = usage("abcd", "abcd"), usage("abcd", "cd")
-    summed = verdict(first.votes({"a", "c", "d"}).clone() + second.votes({"d"}))
-    assert set(first.skips(summed).absent) == {"a", "d"}
-    assert set(second.skips(summed).absent) == {"d"}
+    summed = verdict(first.ballot_counts({"a", "c", "d"}).clone() + second.ballot_counts({"d"}))
+    assert set(first.skipped_updates(summed).names) == {"a", "d"}
+    assert set(second.skipped_updates(summed).names) == {"d"}
     gates = first._gates(summed.extra["usage"][1:])
     assert {name: flag.item() for name, flag in gates.items()} == {"a": 0.0, "c": 1.0, "d": 0.0}
 
 
 def test_where_all_have_gradients_nothing_is_made_or_read() -> None:
     full = usage("abc", "abc")
-    votes = full.votes(())
-    assert full.votes(set()) is votes
-    assert full.skips(verdict(votes)) == ((), None)
-    lacking = full.votes({"b"})
-    assert full.votes({"b"}) is lacking
-    assert full.votes(()) is not lacking
+    votes = full.ballot_counts(())
+    assert full.ballot_counts(set()) is votes
+    assert full.skipped_updates(verdict(votes)) == ((), None)
+    lacking = full.ballot_counts({"b"})
+    assert full.ballot_counts({"b"}) is lacking
+    assert full.ballot_counts(()) is not lacking
 
 
 class Tree(SimpleNamespace):
@@ -59,11 +59,11 @@ class Tree(SimpleNamespace):
         super().__init__(tree=tree)
 
 
-def settle(counted: Usage, absent: list[str], *, first: int = 1) -> list[Warned]:
+def settle(counted: UnusedParameters, absent: list[str], *, first: int = 1) -> list[Warned]:
     told: list[Event] = []
     for number, names in enumerate(absent, start=first):
-        sums = verdict(counted.votes(set(names))).read().extra
-        counted.settled(Settled(StepDone(step=number, taken=True), frozenset(), sums), told.append)
+        sums = verdict(counted.ballot_counts(set(names))).read().extra
+        counted.settled(StepResult(StepDone(step=number, taken=True), frozenset(), sums), told.append)
     return [event for event in told if isinstance(event, Warned)]
 
 
@@ -90,8 +90,8 @@ def test_whoever_goes_on_does_not_say_it_again() -> None:
 
 
 def test_words() -> None:
-    assert words(["a"], 1).startswith("no gradient reached 'a' in the first step, so it was not updated. ")
-    assert "reached 'a', 'b', 'c' and 2 more in 5 steps, so they were" in words(list("abcde"), 5)
+    assert unused_warning(["a"], 1).startswith("no gradient reached 'a' in the first step, so it was not updated. ")
+    assert "reached 'a', 'b', 'c' and 2 more in 5 steps, so they were" in unused_warning(list("abcde"), 5)
 
 
 class _Operations(TorchDispatchMode):
@@ -106,14 +106,14 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Unasked(Usage):
+class _Unasked(UnusedParameters):
     """As if nobody had asked for gradients."""
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
         return None
 
-    def skips(self, verdict: object) -> Skips:
-        return Skips()
+    def skips(self, verdict: object) -> SkippedUpdates:
+        return SkippedUpdates()
 
     def settled(self, *args: object) -> None:
         return None
@@ -124,7 +124,7 @@ def test_where_all_have_gradients_a_step_takes_the_same_operations(tmp_path: Pat
     def operations(name: str, *, asks: bool) -> list[str]:
         session = open_session(tmp_path / name, optim={"name": rule}, checkpoint={"save": False})
         if not asks:
-            session.engine.components.get(Usage).__class__ = _Unasked
+            session.engine.components.get(UnusedParameters).__class__ = _Unasked
             session.engine.components.add(Component())  # looks at all of them anew
         seen = _Operations()
         for step in session:

@@ -9,7 +9,7 @@ import pytest
 from closeranks.core.errors import ConfigError, DataError, Problem, RunFailed
 from closeranks.core.world import World
 from closeranks.run import voice
-from closeranks.run.voice import LOST, Turn, account_of, speak, turn_of
+from closeranks.run.voice import STORE_LOST, ReportTurn, describe_failure, print_error, report_turn
 
 MISTAKE = ConfigError([Problem("train.steps", "is missing")])
 MISSING = DataError("the file is not here")
@@ -24,39 +24,43 @@ def rank(number: int) -> World:
 @pytest.mark.parametrize("error", [MISTAKE, MISSING, ECHO, BUG])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_with_a_store_the_first_to_fail_speaks(error: Exception, number: int) -> None:
-    assert turn_of(error, rank(number), 1) is Turn.NOW
-    assert turn_of(error, rank(number), 2) is Turn.NEVER
+    assert report_turn(error, rank(number), 1) is ReportTurn.NOW
+    assert report_turn(error, rank(number), 2) is ReportTurn.NEVER
 
 
 @pytest.mark.parametrize("error", [MISTAKE, MISSING, ECHO, BUG])
 def test_without_a_store_the_lead_speaks(error: Exception) -> None:
-    assert turn_of(error, rank(0), None) is Turn.NOW
+    assert report_turn(error, rank(0), None) is ReportTurn.NOW
 
 
 def test_a_mistake_in_the_job_is_left_to_the_lead() -> None:
-    assert turn_of(MISTAKE, rank(3), None) is Turn.LEAVE_LATE
+    assert report_turn(MISTAKE, rank(3), None) is ReportTurn.LEAVE_LATE
 
 
 @pytest.mark.parametrize("error", [MISSING, BUG])
 def test_what_may_be_this_hosts_alone_is_told_late_rather_than_never(error: Exception) -> None:
-    assert turn_of(error, rank(3), None) is Turn.AFTER_THE_LEAD
+    assert report_turn(error, rank(3), None) is ReportTurn.AFTER_THE_LEAD
 
 
 def test_when_the_lead_is_lost_one_of_the_others_says_so() -> None:
-    assert [turn_of(ECHO, rank(number), LOST) for number in (1, 2, 3)] == [Turn.NOW, Turn.NEVER, Turn.NEVER]
+    assert [report_turn(ECHO, rank(number), STORE_LOST) for number in (1, 2, 3)] == [
+        ReportTurn.NOW,
+        ReportTurn.NEVER,
+        ReportTurn.NEVER,
+    ]
 
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_what_the_lead_met_before_it_left_is_not_told_again(number: int) -> None:
-    assert turn_of(MISSING, rank(number), LOST) is Turn.NEVER
+    assert report_turn(MISSING, rank(number), STORE_LOST) is ReportTurn.NEVER
 
 
 def test_our_own_errors_are_told_as_they_are() -> None:
-    assert account_of(MISSING, rank(1), 0) is MISSING
+    assert describe_failure(MISSING, rank(1), 0) is MISSING
 
 
 def test_a_lost_rank_is_one_sentence_without_the_source_line_of_gloo() -> None:
-    account = account_of(ECHO, rank(2), 17)
+    account = describe_failure(ECHO, rank(2), 17)
     assert isinstance(account, RunFailed)
     assert str(account).startswith(
         "rank 2 lost another rank after step 17: Connection closed by peer [10.0.0.1]:1260. Whichever"
@@ -67,7 +71,7 @@ def test_a_bug_keeps_its_traceback() -> None:
     try:
         raise BUG
     except TypeError as error:
-        account = str(account_of(error, rank(2), 3))
+        account = str(describe_failure(error, rank(2), 3))
     assert account.startswith("rank 2 failed after step 3:\nTraceback")
     assert "raise BUG" in account
 
@@ -83,18 +87,18 @@ def _restored() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("turn", "speaks", "waits"),
     [
-        (Turn.NOW, True, False),
-        (Turn.AFTER_THE_LEAD, True, True),
-        (Turn.NEVER, False, False),
-        (Turn.LEAVE_LATE, False, True),
+        (ReportTurn.NOW, True, False),
+        (ReportTurn.AFTER_THE_LEAD, True, True),
+        (ReportTurn.NEVER, False, False),
+        (ReportTurn.LEAVE_LATE, False, True),
     ],
 )
 def test_speaking(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], turn: Turn, speaks: bool, waits: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], turn: ReportTurn, speaks: bool, waits: bool
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
-    speak(MISSING, turn)
+    print_error(MISSING, turn)
     assert capsys.readouterr().err == ("closeranks: the file is not here.\n" if speaks else "")
     assert bool(waited) == waits
 
@@ -104,5 +108,5 @@ def test_a_waiting_rank_that_the_launcher_ends_keeps_its_status(monkeypatch: pyt
     left: list[int] = []
     monkeypatch.setattr(voice.os, "_exit", left.append)
     monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))
-    speak(MISTAKE, Turn.LEAVE_LATE)
+    print_error(MISTAKE, ReportTurn.LEAVE_LATE)
     assert left == [2]

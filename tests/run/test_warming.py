@@ -25,7 +25,7 @@ from closeranks.core.events import StepDone
 from closeranks.data.sources.text import TextSource
 from closeranks.run import heirloom, warming
 from closeranks.run.job import Job, check_workers, layout_for, load_job
-from closeranks.run.state import State
+from closeranks.run.state import RunState
 from closeranks.telemetry.recorder import read_events
 from tests.agent.crews import statuses, worlds_here
 
@@ -52,7 +52,7 @@ def tiny(*overrides: str) -> Job:
 @pytest.mark.parametrize("overrides", KINDS)
 def test_a_stand_in_has_the_axes_and_the_arithmetic_of_its_job(overrides: str) -> None:
     job = tiny(*overrides.split())
-    for small in warming.kinds(job):
+    for small in warming.warmup_jobs(job):
         assert check_workers(small, layout_for(small, 0).num_ranks) == []
         assert (small.layout.zero, small.layout.tensor) == (job.layout.zero, job.layout.tensor)
         assert (small.train.precision, small.train.recompute) == (job.train.precision, job.train.recompute)
@@ -60,8 +60,8 @@ def test_a_stand_in_has_the_axes_and_the_arithmetic_of_its_job(overrides: str) -
         assert small.run.device == "cpu"
         assert not small.train.compile
         assert not small.checkpoint.save
-    assert warming.kinds(job)[0].layout.pipeline == job.layout.pipeline
-    assert bool(warming.kinds(job)[0].layout.shard) == bool(job.layout.shard)
+    assert warming.warmup_jobs(job)[0].layout.pipeline == job.layout.pipeline
+    assert bool(warming.warmup_jobs(job)[0].layout.shard) == bool(job.layout.shard)
 
 
 def test_nothing_of_the_users_is_called_and_a_large_model_is_not_built() -> None:
@@ -72,11 +72,11 @@ def test_nothing_of_the_users_is_called_and_a_large_model_is_not_built() -> None
         "run": {"hooks": ["theirs:Hook"]},
     }
     tables["optim"] = {"groups": [{"pattern": "a.*", "frozen": True}]}
-    (first, whole) = warming.kinds(load_job(None, extra=tables).value)
+    (first, whole) = warming.warmup_jobs(load_job(None, extra=tables).value)
     for small in (first, whole):
         assert "theirs" not in small.model_dump_json()
         assert not small.optim.groups
-    (big,) = warming.kinds(tiny("model.preset=70b", "data.seq_len=8192", "train.global_batch=4096"))
+    (big,) = warming.warmup_jobs(tiny("model.preset=70b", "data.seq_len=8192", "train.global_batch=4096"))
     assert (big.model.demands(seq_len=1, global_batch=1, micro_batch=1).num_layers, big.train.global_batch) == (2, 8)
 
 
@@ -104,10 +104,10 @@ def test_a_failure_on_the_way_leaves_nothing_either(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise RuntimeError("no state today")
 
-    monkeypatch.setattr(State, "document", refuse)
+    monkeypatch.setattr(RunState, "document", refuse)
     stream, threads = torch.get_rng_state(), torch.get_num_threads()
     with pytest.raises(RuntimeError, match="no state today"):
-        warming.warm({"job": tiny("layout.zero=3").model_dump(mode="json")})
+        warming.warm_up({"job": tiny("layout.zero=3").model_dump(mode="json")})
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), stream)
     assert torch.get_num_threads() == threads
@@ -119,7 +119,7 @@ def test_where_there_is_a_gpu_nothing_is_computed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(warming, "rehearse", rehearsed.append)
     for may_compute in (False, True):
         monkeypatch.setattr(warming, "may_compute", lambda may=may_compute: may)
-        warming.warm({"job": tiny().model_dump(mode="json")})
+        warming.warm_up({"job": tiny().model_dump(mode="json")})
         assert bool(rehearsed) is may_compute, "a backward would start a thread of the driver"
 
 
@@ -140,25 +140,25 @@ def test_what_torch_was_built_for_and_the_machine_has_decides(
     found = None if built_for is None else torch.device(built_for)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
     monkeypatch.setattr(warming.os, "listdir", lambda _: devices)
-    assert warming.may_compute() is may_compute
+    assert warming.can_run_backward() is may_compute
 
 
 def test_data_that_is_read_whole_is_inherited_by_the_same_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heirloom._Chest, "sources", {})
     job = tiny("data.max_bytes=100000")
-    heirloom.keep_sources(job.data, 7)
-    kept = heirloom.source(job.data, "train", 7)
+    heirloom.cache_sources(job.data, 7)
+    kept = heirloom.open_cached_source(job.data, "train", 7)
     assert isinstance(kept, TextSource)
-    assert heirloom.source(tiny("data.max_bytes=100000").data, "train", 7) is kept
-    assert heirloom.source(job.data, "eval", 7) is not kept
-    assert heirloom.source(tiny("data.max_bytes=90000").data, "train", 7) is not kept
+    assert heirloom.open_cached_source(tiny("data.max_bytes=100000").data, "train", 7) is kept
+    assert heirloom.open_cached_source(job.data, "eval", 7) is not kept
+    assert heirloom.open_cached_source(tiny("data.max_bytes=90000").data, "train", 7) is not kept
 
 
 def test_a_figure_that_was_handed_on_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heirloom, "measure_matmul_flops", lambda *_: 5.0)
-    heirloom.inherit({"measured_flops": 3.0})
+    heirloom.load_payload({"measured_flops": 3.0})
     assert heirloom.matmul_flops(torch.device("cpu"), torch.float32) == 3.0
-    heirloom.inherit({})
+    heirloom.load_payload({})
     assert heirloom.matmul_flops(torch.device("cpu"), torch.float32) == 5.0
 
 

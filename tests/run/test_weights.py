@@ -16,11 +16,11 @@ from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.models.hub import llama_table
-from closeranks.run.build import Built
+from closeranks.run.build import BuiltRun
 from closeranks.run.exchange import import_hf
 from closeranks.run.job import Job, load_job
 from closeranks.run.local_sgd import LocalSgd
-from closeranks.run.resuming import restore
+from closeranks.run.resuming import load_initial_state
 from closeranks.run.weights import load_weights
 from closeranks.sync.config import LocalConfig, SyncConfig
 from closeranks.testing import run_world
@@ -43,16 +43,16 @@ def job_for(folder: Path, *arguments: Any, **changes: Any) -> Job:
 
 
 @torch.no_grad()
-def put(built: Built, place: str) -> tuple[str, ...]:
+def put(built: BuiltRun, place: str) -> tuple[str, ...]:
     """Weights of a file into a run."""
     return load_weights(built.engine.model, built.engine.context.groups.pipeline, open_weights(place))
 
 
-def named(built: Built) -> Iterator[tuple[str, Tensor]]:
+def named(built: BuiltRun) -> Iterator[tuple[str, Tensor]]:
     return built.engine.model.module.named_parameters()
 
 
-def our_logits(built: Built, tokens: Tensor) -> Tensor:
+def our_logits(built: BuiltRun, tokens: Tensor) -> Tensor:
     logits: Tensor = built.engine.model.module.eval()(tokens)
     return logits
 
@@ -247,7 +247,7 @@ def test_replicas_that_train_apart_start_from_the_weights_they_were_given(saved:
     with assembled(given) as built:
         outer = built.engine.components.get(LocalSgd).outer
         before = [kept.anchor.clone() for kept in outer.kept()]
-        restore(built.engine.context, built.state, tmp_path)
+        load_initial_state(built.engine.context, built.state, tmp_path)
         kept = list(outer.kept())
         assert all(torch.equal(one.anchor, one.leaf.tensor) for one in kept)
         assert any(not torch.equal(one.anchor, then) for one, then in zip(kept, before, strict=True))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.errors import CheckpointError, SetupError
-from closeranks.run.whole_folder import whole_folder
+from closeranks.run.whole_folder import atomic_folder
 
 
 def test_it_is_there_when_it_is_filled_and_not_before(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "down" / "out"
-    with whole_folder(place) as folder:
+    with atomic_folder(place) as folder:
         (folder / "a").write_text("x")
         assert not place.exists()
     assert (place / "a").read_text() == "x"
@@ -22,13 +22,13 @@ def test_it_is_there_when_it_is_filled_and_not_before(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with whole_folder(tmp_path / "out") as folder:
+    with atomic_folder(tmp_path / "out") as folder:
         (folder / "a").touch()
     assert (tmp_path / "out" / "a").exists()
 
 
 def fill(place: Path, during: Callable[[Path], object]) -> None:
-    with whole_folder(place) as folder:
+    with atomic_folder(place) as folder:
         (folder / "a").touch()
         during(folder)
 

@@ -14,7 +14,7 @@ from closeranks.core.environment import set_world
 from closeranks.core.events import StepDone
 from closeranks.core.world import World
 from closeranks.run.job import load_job
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 
 TINY = {
     "model": {"name": "llama", "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64},
@@ -72,7 +72,7 @@ def trajectory(folder: Path, changes: dict[str, Any], hooks: Sequence[Hook] = ()
     watch = Watch()
     job = load_job(None, extra=merged(changes)).value
     session = Session.from_job(job, folder, [watch, *hooks])
-    result = drive(session)
+    result = run_session(session)
     return Trajectory(
         losses=[step.loss for step in watch.steps],
         norms=[step.grad_norm for step in watch.steps],

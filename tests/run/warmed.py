@@ -25,8 +25,8 @@ from closeranks.core.environment import detect_world
 from closeranks.core.linux import num_threads
 from closeranks.run import heirloom
 from closeranks.run.job import load_job
-from closeranks.run.overseer import current_link, current_overseer
-from closeranks.run.warming import warm
+from closeranks.run.overseer import current_agent_client, current_link
+from closeranks.run.warming import warm_up
 
 LATE = ("torch._inductor.compile_fx",)
 
@@ -52,7 +52,7 @@ def state() -> dict[str, Any]:
         "environment": dict(os.environ),
         "files": sorted(str(path) for path in Path.cwd().rglob("*")),
         "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in open_fds()),
-        "world": (str(detect_world()), current_link() is None, current_overseer() is None),
+        "world": (str(detect_world()), current_link() is None, current_agent_client() is None),
         "flops": heirloom._Chest.measured_flops,
         "buckets": heirloom.bucket_mib(),
     }
@@ -68,7 +68,7 @@ def main() -> None:
     jobs = [load_job(Path(sys.argv[1]), overrides.split()).value for overrides in sys.argv[2:]]
     before, changed = state(), {}
     for job, overrides in zip(jobs, sys.argv[2:], strict=True):
-        warm({"job": job.model_dump(mode="json")})
+        warm_up({"job": job.model_dump(mode="json")})
         after = state()
         changed[overrides] = [
             (key, str(before[key])[:200], str(after[key])[:200]) for key in before if before[key] != after[key]

@@ -21,9 +21,9 @@ from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import Layout
 from closeranks.models.build import spec_for
 from closeranks.parallel.materialise import materialise
-from closeranks.run.context import schedule_of
+from closeranks.run.context import batch_schedule
 from closeranks.run.job import Job, load_job
-from closeranks.run.loop import drive
+from closeranks.run.loop import run_session
 from closeranks.run.saved import MODEL
 from closeranks.sync.rounds import part
 
@@ -61,7 +61,7 @@ class Losses(Hook):
 def train(job: Job, folder: Path, hooks: Sequence[Hook] = ()) -> list[tuple[int, float]]:
     """In the world this process stands in; the losses as its ranks were told them."""
     watch = Losses()
-    drive(Session.from_job(job, folder, [watch, *hooks]))
+    run_session(Session.from_job(job, folder, [watch, *hooks]))
     return [(step.step, step.loss) for step in watch.steps]
 
 
@@ -83,7 +83,7 @@ def by_hand(job: Job, num_replicas: int, num_ranks: int) -> tuple[list[float], d
     spec = spec_for(job.model, seq_len=job.data.seq_len)
     source = open_source(job.data, "train", job.run.seed)
     assert source is not None
-    order, schedule = order_of(job.data, placed(source), job.run.seed), schedule_of(job, len(source))
+    order, schedule = order_of(job.data, placed(source), job.run.seed), batch_schedule(job, len(source))
     local, optim = job.sync.local, job.optim
     replicas = []
     for _ in range(num_replicas):

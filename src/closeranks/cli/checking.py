@@ -21,10 +21,10 @@ from closeranks.cli.planning import split_words, with_layout
 from closeranks.core.errors import ConfigError, RunFailed
 from closeranks.facts.layout import Layout
 from closeranks.run.job import Job, check_axes, check_workers, layout_for, load_job
-from closeranks.run.paths import beside
+from closeranks.run.paths import resolve_paths
 
 if TYPE_CHECKING:
-    from closeranks.run.proof import Comparison, Difference
+    from closeranks.run.proof import LayoutComparison, LayoutDifference
 
 TOLERANCES: dict[str, dict[str, float]] = {
     "float64": {"loss": 1e-9, "gradient": 1e-9, "weight": 1e-9},
@@ -39,13 +39,13 @@ class Result:
     """One precision's comparison, and the first thing that should have been equal and was not."""
 
     precision: str
-    comparison: Comparison
-    first: Difference | None
+    comparison: LayoutComparison
+    first: LayoutDifference | None
 
 
 def check(path: Path, words: Sequence[str], precisions: Sequence[str], steps: int) -> None:
     text, overrides = split_words(words)
-    tried = with_layout(beside(load_job(path, overrides).value, path), text)
+    tried = with_layout(resolve_paths(load_job(path, overrides).value, path), text)
     look_beside(path)
     layout = layout_for(tried, 1)
     if problems := [*check_axes(tried), *check_workers(tried, layout.num_ranks)]:
@@ -85,10 +85,10 @@ def _prove(job: Job, layout: Layout, precision: str, steps: int, folder: Path, c
         console.print(f"{precision}: {steps} steps, {name} ...")
         records.append(folder / f"{precision}-{number}")
         _record(side, num_workers, records[-1])
-    from closeranks.run.proof import compare
+    from closeranks.run.proof import compare_records
 
-    comparison = compare(records[1], records[0])
-    return Result(precision, comparison, comparison.first_beyond(TOLERANCES[precision]))
+    comparison = compare_records(records[1], records[0])
+    return Result(precision, comparison, comparison.first_exceeding(TOLERANCES[precision]))
 
 
 def _record(job: Job, num_workers: int, record: Path) -> None:

@@ -32,13 +32,13 @@ from closeranks.core.interfaces import WILDCARDS, own_address
 from closeranks.core.process_title import set_title
 from closeranks.core.registry import is_dotted
 from closeranks.core.world import World
-from closeranks.run.folder import make_free_folder, prepare_folder, unwritable, withdraw_folder
+from closeranks.run.folder import make_free_folder, prepare_folder, remove_refused_folder, unwritable_error
 from closeranks.run.job import Job, check_workers, layout_for, load_job
-from closeranks.run.ownership import Claim, check_owned, claimed
-from closeranks.run.past import Past
-from closeranks.run.paths import found
-from closeranks.run.resizing import fit, limits_of, samples_of
-from closeranks.run.voice import speak, turn_of
+from closeranks.run.ownership import OwnedRunFolder, check_owned, owned_run_folder
+from closeranks.run.past import BatchHistory
+from closeranks.run.paths import resolve_existing_paths
+from closeranks.run.resizing import describe_samples, fault_limits, resize_job
+from closeranks.run.voice import print_error, report_turn
 from closeranks.telemetry.progress import Progress
 from closeranks.telemetry.recorder import AGENT, Recorder
 
@@ -76,12 +76,12 @@ def train(
     if world.launcher in _STARTED_ELSEWHERE:
         _train_here(path, overrides, num_workers, world)
         return
-    job = found(load_job(path, overrides).value, path)
+    job = resolve_existing_paths(load_job(path, overrides).value, path)
     look_beside(path)
     num_workers = workers_of(job, num_workers)
-    with claimed(job, path.stem) as claim:
+    with owned_run_folder(job, path.stem) as claim:
         past = _past_of(job, claim.folder)
-        job = past.applied_to(job)
+        job = past.apply_to(job)
         if problems := check_workers(job, num_workers * party.most_hosts):
             raise ConfigError(problems)
         prepare_folder(job, claim.folder)
@@ -89,7 +89,9 @@ def train(
         _start(replace(work, on_turn=_minding(on_turn)), num_workers)
 
 
-def _training(job: Job, claim: Claim, past: Past, party: Party, command: tuple[str, tuple[str, ...]]) -> _Work:
+def _training(
+    job: Job, claim: OwnedRunFolder, past: BatchHistory, party: Party, command: tuple[str, tuple[str, ...]]
+) -> _Work:
     return _Work(
         entry="closeranks.run.worker:train_entry",
         payload=_payload(job, claim.folder, past),
@@ -137,27 +139,29 @@ def workers_of(job: Job, wanted: int) -> int:
     return wanted or num_gpus() or layout_for(job, 1).num_ranks
 
 
-def _past_of(job: Job, folder: Path) -> Past:
+def _past_of(job: Job, folder: Path) -> BatchHistory:
     if not job.checkpoint.resume:
-        return Past()
-    from closeranks.run.recall import look_back  # numpy and the readers of checkpoints: only where they are needed
+        return BatchHistory()
+    from closeranks.run.recall import (
+        find_batch_history,  # numpy and the readers of checkpoints: only where they are needed
+    )
 
-    return look_back(job, folder)
+    return find_batch_history(job, folder)
 
 
-def _survival(job: Job, folder: Path, past: Past) -> RecoverySettings:
+def _survival(job: Job, folder: Path, past: BatchHistory) -> RecoverySettings:
     def fit_to(num_workers: int, num_wanted: int) -> ResizedLaunch | None:
-        found = fit(job, num_workers, num_wanted)
+        found = resize_job(job, num_workers, num_wanted)
         if found is None:
             return None
-        return ResizedLaunch(found.num_workers, _payload(found.job, folder, past), found.words)
+        return ResizedLaunch(found.num_workers, _payload(found.job, folder, past), found.summary)
 
     return RecoverySettings(
-        limits_of(job.elastic), fit_to, lambda step: samples_of(job, step, past.ends), warm_up=_WARM
+        fault_limits(job.elastic), fit_to, lambda step: describe_samples(job, step, past.ends), warm_up=_WARM
     )
 
 
-def _payload(job: Job, folder: Path, past: Past) -> dict[str, Any]:
+def _payload(job: Job, folder: Path, past: BatchHistory) -> dict[str, Any]:
     return {"job": job.model_dump(mode="json"), "folder": str(folder), "past": past.to_json()}
 
 
@@ -167,17 +171,17 @@ def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: W
         if num_workers not in (0, world.size):
             what = f"{num_workers} were asked for, but {world.launcher} has started {world.size} workers"
             raise ConfigError([Problem("-n", what, "Leave it away.")])
-        job = found(load_job(path, overrides).value, path)
+        job = resolve_existing_paths(load_job(path, overrides).value, path)
         # A job that is resumed may have a micro-batch that it does not name: the session looks and checks.
         if not job.checkpoint.resume and (problems := check_workers(job, world.size)):
             raise ConfigError(problems)
     except UserError as error:
-        speak(error, turn_of(error, world, None))
+        print_error(error, report_turn(error, world, None))
         sys.exit(error.exit_code)
     look_beside(path)
-    from closeranks.run.worker import train_here
+    from closeranks.run.worker import train_in_process
 
-    train_here(job, str(path), overrides)
+    train_in_process(job, str(path), overrides)
 
 
 def look_beside(path: Path) -> None:
@@ -206,7 +210,7 @@ def _folder_beside(script: Path) -> Path:
     try:
         return make_free_folder(wanted)
     except OSError as error:
-        raise unwritable(wanted, error) from error
+        raise unwritable_error(wanted, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +260,7 @@ def _start(work: _Work, num_workers: int) -> None:
         except CloseranksError as error:
             failure = str(error)
             if isinstance(error, UserError) and work.is_new and not screen.has_begun:
-                withdraw_folder(work.folder)
+                remove_refused_folder(work.folder)
             raise
         finally:
             progress.close()
@@ -369,7 +373,7 @@ class _Screen:
             if self._agent_log is not None:
                 self._agent_log.close()
                 self._agent_log = None
-            withdraw_folder(first)
+            remove_refused_folder(first)
         self._has_moved = True
 
     def _record(self, event: Event) -> None:

@@ -26,7 +26,7 @@ from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.mesh import tensor_crossing
 from closeranks.plan import listing, mesh_text
 from closeranks.plan.layouts import Cost, Costing, Subject, cost_of, layouts_of, sort_out
-from closeranks.run.describe import subject_of
+from closeranks.run.describe import describe_job
 from closeranks.run.job import Job, check_axes, check_workers, layout_for, load_job
 
 _GIB = 1 << 30
@@ -50,7 +50,7 @@ class Listing:
 def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: Listing, *, as_json: bool) -> None:
     job = _load(path, overrides)
     num_ranks = num_workers or num_gpus() or layout_for(job, 1).num_ranks
-    subject = subject_of(job)
+    subject = describe_job(job)
     own = listing.plain(layout_for(job, num_ranks))
     found = sort_out(_enumerated(job, num_ranks, wish, own), subject.demands)
     costing = Costing(subject)
@@ -170,7 +170,7 @@ def show_layout(
     num_ranks = num_workers or layout_for(job, 1).num_ranks
     if problems := [*check_axes(job), *check_workers(job, num_ranks)]:
         raise ConfigError(problems)
-    subject = subject_of(job)
+    subject = describe_job(job)
     if problems := check_workers(job, num_ranks, subject.demands):  # a model of the user's own is known only now
         raise ConfigError(problems)
     cost = cost_of(subject, layout_for(job, num_ranks))

@@ -20,10 +20,10 @@ from closeranks.sync.compress.compressed import Plan
 from closeranks.sync.drift import Drift, of_sums
 
 if TYPE_CHECKING:
-    from closeranks.run.ledger import Settled
+    from closeranks.run.ledger import StepResult
 
 
-class Accuracy:
+class CompressionQuality:
     """Call sequence: ``measure`` in every step or synchronisation, ``settle`` when the host has read the step's result.
 
     ``plan`` None: nothing is compressed. ``tells``: True on the one rank that emits the events.
@@ -43,7 +43,7 @@ class Accuracy:
             found += sums
         self._measured[step] = self._group.sum(found)
 
-    def settle(self, done: StepDone, emit: Callable[[Event], None]) -> None:
+    def report(self, done: StepDone, emit: Callable[[Event], None]) -> None:
         """Called on all ranks. If the step was not taken, its measurement is discarded."""
         found = self._measured.pop(done.step, None)
         if found is None or not self._tells or not done.taken:
@@ -54,14 +54,14 @@ class Accuracy:
             emit(Warned(told, done.step))
 
 
-class GradientAccuracy(Component):
+class GradientCompressionQuality(Component):
     """Measures the compression of gradients, which happens in every step."""
 
-    def __init__(self, accuracy: Accuracy, reducer: Reducer) -> None:
+    def __init__(self, accuracy: CompressionQuality, reducer: Reducer) -> None:
         self._accuracy, self._reducer = accuracy, reducer
 
     def after_vote(self, index: int, verdict: Verdict) -> None:
         self._accuracy.measure(index, index + 1, self._reducer.losses)
 
-    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
-        self._accuracy.settle(entry.done, emit)
+    def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
+        self._accuracy.report(entry.done, emit)

@@ -12,25 +12,29 @@ from closeranks.parallel.group import Group
 from closeranks.run import heirloom
 from closeranks.run.job import Job
 from closeranks.run.ownership import agree_on_folder
-from closeranks.run.past import Past
-from closeranks.run.recall import share_past
+from closeranks.run.past import BatchHistory
+from closeranks.run.recall import broadcast_batch_history
 
 
 @dataclass
-class Agreement:
+class SharedSetup:
     job: Job
     world: World
-    held: ExitStack
+    leases: ExitStack
     """Holds the leases of rank 0 until it is closed."""
-    prepared: Path | None
+    prepared_folder: Path | None
     """The run folder, if the launcher has prepared one."""
 
     def folder(self, group: Group) -> Path:
         """Collective."""
-        self.prepared = self.prepared or agree_on_folder(self.job, self.world, group.share_text, self.held)
-        return self.prepared
+        self.prepared_folder = self.prepared_folder or agree_on_folder(
+            self.job, self.world, group.share_text, self.leases
+        )
+        return self.prepared_folder
 
-    def past(self, group: Group) -> Past:
+    def batch_history(self, group: Group) -> BatchHistory:
         """Collective. The launcher has looked it up already, or rank 0 does so now."""
         folder = self.folder(group)
-        return heirloom.past() or share_past(self.job, folder, looks=self.world.is_lead, share_text=group.share_text)
+        return heirloom.batch_history() or broadcast_batch_history(
+            self.job, folder, looks=self.world.is_lead, share_text=group.share_text
+        )

@@ -18,7 +18,7 @@ from closeranks.run.job import Job, micro_batch_size
 from closeranks.sync.tuning import Tuned, Work, backward_s, gradient_bytes, tune
 
 
-def buckets_for(
+def choose_bucket_size(
     job: Job,
     layout: Layout,
     groups: Groups,

@@ -34,34 +34,34 @@ from closeranks.parallel.group import Group, OpenedGroup, open_group
 from closeranks.parallel.mesh import Groups, open_groups
 from closeranks.parallel.precision import Precision
 from closeranks.run import excepthook, heirloom
-from closeranks.run.accuracy import Accuracy, GradientAccuracy
-from closeranks.run.bucketing import buckets_for
+from closeranks.run.accuracy import CompressionQuality, GradientCompressionQuality
+from closeranks.run.bucketing import choose_bucket_size
 from closeranks.run.component import Component, Components
-from closeranks.run.context import Context, check_last_step, choose_device, schedule_of
-from closeranks.run.distribute import Freezing, make_reducer, wishes_of
+from closeranks.run.context import RunContext, batch_schedule, check_last_step, choose_device
+from closeranks.run.distribute import ParameterGrouping, make_reducer, parallel_settings
 from closeranks.run.ema import Ema
 from closeranks.run.engine import Engine
-from closeranks.run.gradients import Gradients
+from closeranks.run.gradients import GradientSync
 from closeranks.run.job import Job, check_workers, layout_for, profile_warning
 from closeranks.run.local_sgd import LocalSgd
 from closeranks.run.model import Model, RunningStatistics
-from closeranks.run.noise import NoiseGauge
+from closeranks.run.noise import GradientNoiseScale
 from closeranks.run.optimizer import LossScaling, OptimizerStep
-from closeranks.run.overseer import current_link, current_overseer
-from closeranks.run.pace import Pace, stopwatch
-from closeranks.run.past import Past
-from closeranks.run.state import State
+from closeranks.run.overseer import current_agent_client, current_link
+from closeranks.run.pace import StepTimer, make_stopwatch
+from closeranks.run.past import BatchHistory
+from closeranks.run.state import RunState
 from closeranks.run.store import make_store
-from closeranks.run.supply import Supply, check_lengths
-from closeranks.run.usage import Usage
-from closeranks.run.ways import choose_ways, frozen_from
+from closeranks.run.supply import Batches, check_dataset_lengths
+from closeranks.run.usage import UnusedParameters
+from closeranks.run.ways import choose_reduction, freeze_step
 from closeranks.sync import replicas
 from closeranks.sync.rounds import Rounds
 from closeranks.sync.tuning import Tuned
 
 
 @dataclass(frozen=True, slots=True)
-class Ingredients:
+class RunInputs:
     """What a job file or a user's Python names: the model's spec, the training data and the evaluation data."""
 
     spec: ModelSpec
@@ -70,29 +70,29 @@ class Ingredients:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltRun:
     """A run that is built and has not started."""
 
     engine: Engine
-    state: State
+    state: RunState
     eval_source: Source | None
     warnings: tuple[str, ...]
-    started: Mapping[str, Any]
+    started_fields: Mapping[str, Any]
     """Fields of ``RunStarted`` that were measured or chosen while building."""
 
 
 def build(
-    job: Job, world: World, ingredients: Ingredients, recall: Callable[[Group], Past] = lambda _: Past()
-) -> Built:
+    job: Job, world: World, ingredients: RunInputs, recall: Callable[[Group], BatchHistory] = lambda _: BatchHistory()
+) -> BuiltRun:
     """``recall``: collective that returns what earlier parts of the run fixed; called only for a resumed job, once the
     group has formed."""
     is_new = not job.checkpoint.resume
-    planned = _plan(job, world, ingredients, Past()) if is_new else None
+    planned = _plan(job, world, ingredients, BatchHistory()) if is_new else None
     device = choose_device(job, world)
     hook = sys.excepthook
     with own_sockets():
         opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
-    excepthook.settle(hook, world.size)
+    excepthook.replace_torch_hook(hook, world.size)
     try:
         planned = planned or _plan(job, world, ingredients, recall(opened.group))
         return _build(planned, world, ingredients, device, opened)
@@ -110,12 +110,12 @@ class _Plan(NamedTuple):
     schedule: Schedule
 
 
-def _plan(job: Job, world: World, ingredients: Ingredients, past: Past) -> _Plan:
-    job = past.applied_to(job)
+def _plan(job: Job, world: World, ingredients: RunInputs, past: BatchHistory) -> _Plan:
+    job = past.apply_to(job)
     problems = check_workers(job, world.size)
     if problems:
         raise ConfigError(problems)
-    schedule = schedule_of(job, len(ingredients.source), past.ends)
+    schedule = batch_schedule(job, len(ingredients.source), past.ends)
     layout = layout_for(job, world.size)
     num_hosts = len(set(world.hosts)) or max(1, world.size // max(1, world.local_size))
     num_replicas = replicas.num_replicas(job.sync, layout, num_hosts)
@@ -124,7 +124,7 @@ def _plan(job: Job, world: World, ingredients: Ingredients, past: Past) -> _Plan
     return _Plan(job, layout, num_replicas, schedule)
 
 
-def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch.device, opened: OpenedGroup) -> Built:
+def _build(planned: _Plan, world: World, ingredients: RunInputs, device: torch.device, opened: OpenedGroup) -> BuiltRun:
     job, layout, num_replicas, schedule = planned
     spec, precision, num_steps = ingredients.spec, Precision(job.train.precision), schedule.num_steps
     # All ranks of a host measure at the same time, as they will compute, and before the model takes memory.
@@ -132,25 +132,25 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
     with own_sockets():
         groups = open_groups(opened.group, layout, device, job.run.timeout_s, num_replicas)
     opened.closers.append(groups.close)
-    frozen = Freezing(job.optim)
-    applied = apply(spec, wishes_of(job, layout), groups, device, prepare=frozen.decide)
-    chosen = choose_ways(job, layout, groups, world, num_steps)
+    frozen = ParameterGrouping(job.optim)
+    applied = apply(spec, parallel_settings(job, layout), groups, device, prepare=frozen.assign_groups)
+    chosen = choose_reduction(job, layout, groups, world, num_steps)
     # Made before the reducer: its hooks must see each gradient before the reducer's hooks take it away.
     trained = (held.parameter for held in applied.held)
-    noise = NoiseGauge(job.train.noise_every, trained, schedule, groups.home.data, device)
-    buckets = buckets_for(job, layout, groups, spec, applied.held, measured_flops, device)
-    reducer = make_reducer(job, layout, groups, applied, chosen.ways, buckets.bucket_mib)
-    accuracy = Accuracy(chosen.plan, groups.world, device, tells=world.is_lead)
+    noise = GradientNoiseScale(job.train.noise_every, trained, schedule, groups.home.data, device)
+    buckets = choose_bucket_size(job, layout, groups, spec, applied.held, measured_flops, device)
+    reducer = make_reducer(job, layout, groups, applied, chosen.reductions, buckets.bucket_mib)
+    accuracy = CompressionQuality(chosen.compression, groups.world, device, tells=world.is_lead)
     optimizer = make_optimizer(job, layout, groups, reducer, frozen, num_steps)
     boundaries = Rounds.of(job.sync, num_steps)
-    pace = make_pace(job, layout, groups, reducer, device, opened)
-    context = Context(job, world, layout, device, groups, opened, schedule, boundaries, pace)
+    pace = make_step_timer(job, layout, groups, reducer, device, opened)
+    context = RunContext(job, world, layout, device, groups, opened, schedule, boundaries, pace)
     model = Model(spec, applied, precision, context, saves_trained=boundaries.num_fragments == 1)
-    gradients = Gradients(
-        reducer, is_compressed=chosen.plan is not None, has_owners=chosen.has_owners, words=chosen.words
+    gradients = GradientSync(
+        reducer, is_compressed=chosen.compression is not None, has_owners=chosen.recompresses_sums, words=chosen.summary
     )
-    supply = make_supply(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts)
-    usage = make_usage(groups, applied, frozen, optimizer, reducer, num_steps, device)
+    supply = make_batches(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts)
+    usage = make_unused_parameters(groups, applied, frozen, optimizer, reducer, num_steps, device)
     loss_scale = LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device)
     local = LocalSgd(context, model, reducer, supply) if job.sync.local.is_on else None
     own: list[Component | None] = [  # in the order in which the step and the state go through them
@@ -163,19 +163,19 @@ def _build(planned: _Plan, world: World, ingredients: Ingredients, device: torch
         Ema(job.optim.ema, model, reducer) if job.optim.ema else None,
         supply,
         noise if job.train.noise_every else None,
-        GradientAccuracy(accuracy, reducer) if accuracy.plan else None,
+        GradientCompressionQuality(accuracy, reducer) if accuracy.plan else None,
         usage,
     ]
     components = Components(one for one in own if one is not None)
     vote = local.vote if local else Vote(groups.world, spec.metrics, clip=job.optim.clip)
     engine = Engine(context, model, reducer, loss_scale, supply, vote, components)
     identity = _identity(job, ingredients.source, supply)
-    return Built(
+    return BuiltRun(
         engine=engine,
-        state=State(context, model, components, identity, local.row if local else None),
+        state=RunState(context, model, components, identity, local.replica if local else None),
         eval_source=ingredients.eval_source,
         warnings=(*applied.warnings, *_warnings(job, world, layout, num_steps)),
-        started=_started(measured_flops, buckets),
+        started_fields=_started(measured_flops, buckets),
     )
 
 
@@ -197,7 +197,7 @@ def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterato
             rate_warning(job.optim, job.train.global_batch, num_steps),
             tensor_crossing(layout, _hosts_of(world)),
             profile_warning(job, num_steps),
-            zero_note(job, layout),
+            zero_warning(job, layout),
         ),
     )
 
@@ -207,41 +207,41 @@ def _hosts_of(world: World) -> Sequence[int]:
     return world.hosts or [rank // max(1, world.local_size) for rank in range(world.size)]
 
 
-def _identity(job: Job, source: Source, supply: Supply) -> dict[str, Any]:
+def _identity(job: Job, source: Source, supply: Batches) -> dict[str, Any]:
     """What must be equal for a resumed run to be the same run."""
     return {
         "data": source.identity,
         "num_samples": len(source),
         "seed": job.run.seed,
-        "order": supply.described,
+        "order": supply.order_description,
         "global_batch": job.train.global_batch,
         "precision": job.train.precision,
     }
 
 
 def make_optimizer(
-    job: Job, layout: Layout, groups: Groups, reducer: Reducer, frozen: Freezing, num_steps: int
+    job: Job, layout: Layout, groups: Groups, reducer: Reducer, frozen: ParameterGrouping, num_steps: int
 ) -> Optimizer:
     return Optimizer(
         reducer.leaves(),
         frozen.assignment,
         scaled(job.optim, job.train.global_batch),
         num_steps=num_steps,
-        frozen_from=frozen_from(job, layout, num_steps),
+        frozen_from=freeze_step(job, layout, num_steps),
         total=groups.home.world.sum if layout.zero or layout.tensor > 1 else None,
     )
 
 
-def make_usage(
+def make_unused_parameters(
     groups: Groups,
     applied: Applied,
-    frozen: Freezing,
+    frozen: ParameterGrouping,
     optimizer: Optimizer,
     reducer: Reducer,
     num_steps: int,
     device: torch.device,
-) -> Usage:
-    return Usage(
+) -> UnusedParameters:
+    return UnusedParameters(
         [name for group in frozen.assignment.groups for name in group.names],
         (held.piece.name for held in applied.held if held.parameter.requires_grad),
         num_voters=groups.home.world.size,
@@ -253,19 +253,19 @@ def make_usage(
     )
 
 
-def make_pace(
+def make_step_timer(
     job: Job, layout: Layout, groups: Groups, reducer: Reducer, device: torch.device, opened: OpenedGroup
-) -> Pace:
+) -> StepTimer:
     is_apart = layout.tensor * layout.pipeline == 1 and not reducer.needs_equal_counts
-    watch = stopwatch(device, is_apart=is_apart and job.layout.batch_norm != "sync")
-    pace = Pace(current_overseer(), watch, lane=groups.pipeline.rank, is_even=layout.pipeline == 1)
+    watch = make_stopwatch(device, is_apart=is_apart and job.layout.batch_norm != "sync")
+    pace = StepTimer(current_agent_client(), watch, lane=groups.pipeline.rank, is_even=layout.pipeline == 1)
     opened.closers.append(pace.close)
     return pace
 
 
-def make_supply(
-    job: Job, ingredients: Ingredients, schedule: Schedule, groups: Groups, device: torch.device, *, even: bool
-) -> Supply:
+def make_batches(
+    job: Job, ingredients: RunInputs, schedule: Schedule, groups: Groups, device: torch.device, *, even: bool
+) -> Batches:
     source, sources = ingredients.source, (ingredients.source, ingredients.eval_source)
     order, quarantine = order_of(job.data, placed(source), job.run.seed), Quarantine(job.data.max_bad)
     loader = Loader(
@@ -280,8 +280,8 @@ def make_supply(
         quarantine=quarantine,
     )
     opened = tuple(placed(each) for each in sources if each is not None)
-    check_lengths(groups.world.gather_text(str(order.num_samples)), opened[0].identity)
-    return Supply(
+    check_dataset_lengths(groups.world.gather_text(str(order.num_samples)), opened[0].identity)
+    return Batches(
         loader,
         quarantine,
         order,
@@ -293,7 +293,7 @@ def make_supply(
     )
 
 
-def zero_note(job: Job, layout: Layout) -> str:
+def zero_warning(job: Job, layout: Layout) -> str:
     if not job.layout.zero or layout.data > 1:
         return ""
     return (

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 
 
-class CollectorPause:
+class GarbageCollection:
     def __init__(self, every: int) -> None:
         self._every = every
         self._was_enabled = self._has_frozen = False
 
-    def hold(self) -> None:
+    def disable(self) -> None:
         self._was_enabled = gc.isenabled()
         self._has_frozen = gc.get_freeze_count() == 0  # else the zygote froze all but the run's own objects
         gc.collect()
@@ -22,11 +22,11 @@ class CollectorPause:
             gc.freeze()  # modules, config and parameters live as long as the run: never traverse them again
         gc.disable()
 
-    def at_boundary(self, step: int) -> None:
+    def run(self, step: int) -> None:
         if step % self._every == 0:
             gc.collect()  # what existed at the start is frozen: only the run's own objects are traversed
 
-    def release(self) -> None:
+    def enable(self) -> None:
         if self._has_frozen:
             gc.unfreeze()
         if self._was_enabled:

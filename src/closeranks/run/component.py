@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from closeranks.core.events import Event
     from closeranks.data.order import MicroBatch
     from closeranks.elastic.vote import Ballot, Verdict
-    from closeranks.run.ledger import Settled
-    from closeranks.run.saved import Saved
+    from closeranks.run.ledger import StepResult
+    from closeranks.run.saved import SavedState
 
 
 class Unique(IntEnum):
@@ -80,7 +80,7 @@ class Component:
         """What the vote says of the step, as fields of ``StepDone``; ``extra``: the sums of ``Ballot.extra``."""
         return {}
 
-    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None: ...
+    def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None: ...
 
     # State, see [Note: state of a component].
 
@@ -94,10 +94,10 @@ class Component:
     def tree(self) -> Mapping[str, Any]:
         return {}
 
-    def check(self, saved: Saved) -> None:
+    def check(self, saved: SavedState) -> None:
         """Raise ``CheckpointError`` for a state that this job cannot resume from; reads no tensor."""
 
-    def restore(self, saved: Saved) -> None: ...
+    def restore(self, saved: SavedState) -> None: ...
 
     def weights_loaded(self) -> None:
         """The weights were replaced by those of a file, and the run starts from them."""

@@ -19,26 +19,26 @@ from closeranks.facts.layout import Layout
 from closeranks.parallel.group import OpenedGroup
 from closeranks.parallel.mesh import Groups
 from closeranks.run.job import Job, micro_batch_size
-from closeranks.run.pace import Pace
+from closeranks.run.pace import StepTimer
 from closeranks.sync.rounds import Rounds
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class RunContext:
     job: Job
     world: World
     layout: Layout
     device: torch.device
     groups: Groups
-    opened: OpenedGroup
+    world_group: OpenedGroup
     """Its ``closers`` run when the run ends."""
     schedule: Schedule
-    boundaries: Rounds
+    sync_schedule: Rounds
     """After which steps all ranks hold the same model: after every one, except with Local SGD and DiLoCo."""
-    pace: Pace
+    step_timer: StepTimer
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether this rank reports losses: of the ranks that computed the same loss, one does (only the last stage
         has any)."""
         return self.groups.tensor.rank == 0
@@ -73,7 +73,7 @@ def device_index(wanted: str, world: World, available: int, *, is_own: bool = Fa
     return world.local_rank if available >= world.local_size else None
 
 
-def schedule_of(job: Job, num_samples: int, ends: tuple[Cursor, ...] = ()) -> Schedule:
+def batch_schedule(job: Job, num_samples: int, ends: tuple[Cursor, ...] = ()) -> Schedule:
     """Which samples fall into which step, for a length in steps or in epochs. ``ends``: of earlier parts of the run."""
     train, micro = job.train, micro_batch_size(job)
     if train.epochs is not None:

@@ -10,30 +10,37 @@ from closeranks.capture.capture import Capture, CaptureTarget
 from closeranks.capture.plan import num_digest_threads
 from closeranks.core.events import Event
 from closeranks.run.component import Component
-from closeranks.run.context import Context
-from closeranks.run.keeping import Keeping
-from closeranks.run.overseer import Overseer
-from closeranks.run.restoring import TakenOver
-from closeranks.run.saving import Saving
-from closeranks.run.state import State
+from closeranks.run.context import RunContext
+from closeranks.run.keeping import SessionSnapshots
+from closeranks.run.overseer import AgentClient
+from closeranks.run.restoring import RestoredGeneration
+from closeranks.run.saving import SessionCheckpoints
+from closeranks.run.state import RunState
 
 
-class Copies(Component):
+class StateCapture(Component):
     def __init__(
-        self, context: Context, state: State, taken: TakenOver, emit: Callable[[Event], None], overseer: Overseer
+        self,
+        context: RunContext,
+        state: RunState,
+        taken: RestoredGeneration,
+        emit: Callable[[Event], None],
+        overseer: AgentClient,
     ) -> None:
         self._state = state
         self._capture = Capture(num_digest_threads(context.world.local_size))
-        self.saving = Saving(context, state, self._capture, taken.folder, emit, taken.origin)
-        self.keeping = Keeping(context, state, self._capture, taken, emit, overseer, self.saving.rhythm_state)
+        self.checkpoints = SessionCheckpoints(context, state, self._capture, taken.folder, emit, taken.start_point)
+        self.snapshots = SessionSnapshots(
+            context, state, self._capture, taken, emit, overseer, self.checkpoints.schedule_state
+        )
 
     def are_due(self, step: int) -> bool:
         """Whether ``take`` will copy the state of this step."""
-        return self.saving.is_granted or self.keeping.is_due(step)
+        return self.checkpoints.is_save_granted or self.snapshots.is_due(step)
 
     def take(self, step: int) -> None:
         """Called after a commit, once nothing else changes the state before the next step."""
-        targets: list[CaptureTarget] = [*self.saving.proceed(step), *self.keeping.after(step)]
+        targets: list[CaptureTarget] = [*self.checkpoints.begin_save(step), *self.snapshots.after_step(step)]
         if targets:
             self._capture.begin(self._state.tensors(), targets)
 
@@ -43,6 +50,6 @@ class Copies(Component):
     def close(self) -> None:
         """Closes all of them, even if one raises."""
         with ExitStack() as closing:
-            closing.callback(self.keeping.close)
-            closing.callback(self.saving.close)
+            closing.callback(self.snapshots.close)
+            closing.callback(self.checkpoints.close)
             closing.callback(self._capture.close)

@@ -33,7 +33,7 @@ ALIGN_BYTES = 64
 """As ``sync.shards``, which imports torch, aligns the members of its buckets."""
 
 
-def subject_of(job: Job) -> Subject:
+def describe_job(job: Job) -> Subject:
     """The job without its layout, as ``plan`` takes it."""
     found = _described(job)
     return replace(found, terms=replace(found.terms, num_trained=len(distinct(found.anatomy.units))))
@@ -94,7 +94,7 @@ def _terms(job: Job, num_metrics: int = 0, num_statistics: int = 0) -> Terms:
         has_average=job.optim.ema > 0,
         hold=job.layout.hold,
         prefetch=job.sync.prefetch,
-        buckets=PlannedBuckets(job.sync),
+        buckets=ReducerBucketPlanner(job.sync),
         num_metrics=num_metrics,
         num_statistics=num_statistics,
     )
@@ -140,7 +140,7 @@ def _anatomy_of(spec: ModelSpec, module: nn.Module) -> Anatomy:
     )
 
 
-class PlannedBuckets:
+class ReducerBucketPlanner:
     """The reducers' own bucket plan, for weights of which only the sizes are known (``facts.spread.BucketPlan``)."""
 
     def __init__(self, sync: SyncConfig) -> None:

@@ -20,14 +20,14 @@ from closeranks.parallel.apply import Applied, Wishes
 from closeranks.parallel.mesh import Groups
 from closeranks.parallel.precision import Precision
 from closeranks.run.job import Job, micro_batch_size
-from closeranks.run.ways import must_be_exact
+from closeranks.run.ways import must_stay_uncompressed
 from closeranks.sync.allreduce import AllReduce
 from closeranks.sync.fsdp import FullyShardedReducer
 from closeranks.sync.shards import ShardedReducer
 from closeranks.sync.ways import WayMaker
 
 
-class Freezing:
+class ParameterGrouping:
     """Assigns the parameters of the whole model to optimizer groups, and freezes those that are not trained."""
 
     assignment: Assignment
@@ -35,19 +35,19 @@ class Freezing:
     def __init__(self, config: OptimConfig) -> None:
         self._config = config
 
-    def decide(self, module: nn.Module) -> None:
+    def assign_groups(self, module: nn.Module) -> None:
         self.assignment = freeze(module, self._config)
 
 
-def hold_of(job: Job, layout: Layout) -> str:
+def resolve_hold(job: Job, layout: Layout) -> str:
     """``layout.hold``, with ``auto`` resolved for this layout."""
     return facts_hold_of(job.layout.hold, layout)
 
 
-def wishes_of(job: Job, layout: Layout) -> Wishes:
+def parallel_settings(job: Job, layout: Layout) -> Wishes:
     return Wishes(
         layout=layout,
-        hold=hold_of(job, layout),
+        hold=resolve_hold(job, layout),
         batch_norm=job.layout.batch_norm,
         prefetch=job.sync.prefetch,
         overlap=job.sync.overlap,
@@ -75,11 +75,11 @@ def make_reducer(
         **sync.bucket_caps(bucket_mib)._asdict(),
         "overlap": sync.overlap,
         "ways": ways,
-        "is_exact": partial(must_be_exact, layout),
+        "is_exact": partial(must_stay_uncompressed, layout),
     }
     if layout.zero == 3:
         modules = list(applied.stages.values())
-        hold = hold_of(job, layout)
+        hold = resolve_hold(job, layout)
         home, is_exact = groups.home, travel["is_exact"]
         return FullyShardedReducer(
             applied.held, modules, groups.shard, home.replica, hold=hold, ways=ways, is_exact=is_exact
@@ -90,7 +90,7 @@ def make_reducer(
             groups.shard,
             groups.home.replica,
             zero=layout.zero,
-            hold=hold_of(job, layout),
+            hold=resolve_hold(job, layout),
             **travel,
         )
     return AllReduce(applied.held, groups.home.data, **travel)

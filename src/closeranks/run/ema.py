@@ -10,7 +10,7 @@ from closeranks.elastic.vote import Verdict
 from closeranks.optim.ema import WeightAverage
 from closeranks.run.component import Component
 from closeranks.run.model import Model
-from closeranks.run.saved import EMA, MODEL, Saved
+from closeranks.run.saved import EMA, MODEL, SavedState
 
 
 class Ema(Component):
@@ -31,9 +31,9 @@ class Ema(Component):
 
     def tensors(self) -> Iterator[StateTensor]:
         for leaf, average in zip(self._reducer.leaves(), self._average.tensors, strict=True):
-            yield self._model.leaf_state(EMA, leaf, leaf.piece.name, average)
+            yield self._model.shard_state(EMA, leaf, leaf.piece.name, average)
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         """If the saved run had no average, start one from its weights."""
         found = saved.shapes(EMA)
         for one in self.tensors():

@@ -17,7 +17,7 @@ REGROUPED = "regrouped"
 FINISHED, _FAILED = "finished", "failed"
 
 
-class Ending:
+class SessionEnd:
     """False while the session is running."""
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ class Ending:
     def is_regrouped(self) -> bool:
         return self.reason == REGROUPED
 
-    def wish(self, reason: str) -> None:
+    def request_stop(self, reason: str) -> None:
         """The training code asks for an early end."""
         self._wish = self._wish or reason
 
     def requests(self) -> frozenset[Request]:
         return frozenset({STOP} if self._wish else ())
 
-    def act(self, requests: frozenset[Request]) -> None:
+    def apply_requests(self, requests: frozenset[Request]) -> None:
         """Act on the requests that all ranks have agreed on. A session that ends saves a checkpoint; one that regroups
         keeps its state in memory."""
         if requests & {DRAIN, STOP}:
@@ -46,23 +46,23 @@ class Ending:
         elif REGROUP in requests:
             self.reason = self.reason or REGROUPED
 
-    def leave(self) -> None:
+    def mark_loop_exit(self) -> None:
         """The user's loop was left early."""
         self.reason, self.detail = self.reason or "stopped", self.detail or "left by the loop"
 
-    def fail(self, error: BaseException) -> None:
+    def mark_failed(self, error: BaseException) -> None:
         self.reason, self.detail = _FAILED, str(error)
 
     @contextmanager
-    def guarded(self, emit: Callable[[Event], None]) -> Iterator[None]:
+    def keep_first_error(self, emit: Callable[[Event], None]) -> Iterator[None]:
         """Wraps the last actions of a session: the error that ended the run stays the reported cause."""
         try:
             yield
         except CloseranksError as error:
             if self.reason != _FAILED:
-                self.fail(error)
+                self.mark_failed(error)
                 raise
             emit(Warned(str(error)))
 
-    def event(self, num_done: int) -> RunEnded:
+    def ended_event(self, num_done: int) -> RunEnded:
         return RunEnded(num_done, self.reason or FINISHED, time.monotonic() - self._opened_at, self.detail)

@@ -8,17 +8,17 @@ from closeranks.core.protocols import Reducer
 from closeranks.elastic.vote import Vote
 from closeranks.optim.scaler import LossScale
 from closeranks.run.component import Components
-from closeranks.run.context import Context
+from closeranks.run.context import RunContext
 from closeranks.run.model import Model
-from closeranks.run.supply import Supply
+from closeranks.run.supply import Batches
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    context: Context
+    context: RunContext
     model: Model
     reducer: Reducer
     loss_scale: LossScale
-    supply: Supply
+    batches: Batches
     vote: Vote
     components: Components

@@ -23,12 +23,12 @@ from closeranks.data.reader import Loaded, map_tensors
 from closeranks.data.rows import read_plain
 from closeranks.data.settings import ReadSettings
 from closeranks.data.source import placed
-from closeranks.run.context import Context
+from closeranks.run.context import RunContext
 from closeranks.run.engine import Engine
 from closeranks.run.job import micro_batch_size
-from closeranks.run.step import seed_streams
-from closeranks.run.tally import Tally
-from closeranks.run.work import PipelineWork
+from closeranks.run.step import seed_generators
+from closeranks.run.tally import LossSums
+from closeranks.run.work import MicroBatchCallbacks
 
 
 def evaluate(engine: Engine, source: Source | None, step: int) -> Evaluated:
@@ -65,13 +65,13 @@ def evaluate(engine: Engine, source: Source | None, step: int) -> Evaluated:
 def _sums(engine: Engine, source: Source) -> Tensor:
     """Bad samples, loss, weight and metrics over this rank's share, in float64."""
     context, model = engine.context, engine.model
-    tally = Tally(model.spec.metrics, context.device, speaks=context.speaks)
+    tally = LossSums(model.spec.metrics, context.device, speaks=context.reports_loss)
     num_bad = 0
 
     def read(planned: MicroBatch) -> Loaded:
         nonlocal num_bad
         loaded = _read(context, source, planned)
-        num_bad += len(loaded.skipped) if engine.supply.speaks and not planned.is_spare else 0
+        num_bad += len(loaded.skipped) if engine.batches.counts_samples and not planned.is_spare else 0
         return loaded
 
     def count(micro_batch: MicroBatch, loss: Loss) -> Tensor:
@@ -80,23 +80,25 @@ def _sums(engine: Engine, source: Source) -> Tensor:
         return loss.total
 
     def key(micro_batch: MicroBatch, stage: int = 0) -> None:
-        seed_streams(context.device, derive_seed(context.job.run.seed, "eval", micro_batch.index))
+        seed_generators(context.device, derive_seed(context.job.run.seed, "eval", micro_batch.index))
 
     with torch.no_grad():
         share = list(_share(context, len(source), is_even=engine.reducer.needs_equal_counts))
         _want(source, share)
         if model.pipeline is not None:
-            size = wave_size(context.layout.num_stages)
+            size = num_pipelined_micro_batches(context.layout.num_stages)
             for first in range(0, len(share), size):
                 wave = [read(micro_batch) for micro_batch in share[first : first + size]]
-                model.pipeline.forward_only(PipelineWork(model, engine.reducer, context.pace, wave, key, count))
+                model.pipeline.forward_only(
+                    MicroBatchCallbacks(model, engine.reducer, context.step_timer, wave, key, count)
+                )
         for micro_batch in share if model.pipeline is None else ():
             loaded = read(micro_batch)
             key(micro_batch)
             with model.precision.context(context.device):
                 count(loaded.micro_batch, model.spec.loss(model.module, model.precision.cast(loaded.batch)))
-            context.pace.tick()
-    row = tally.row()
+            context.step_timer.micro_batch_done()
+    row = tally.as_vector()
     return torch.cat([row.new_tensor([num_bad]), row])
 
 
@@ -107,12 +109,12 @@ def _want(source: Source, share: Sequence[MicroBatch]) -> None:
         placed(source).want(np.concatenate(ids))
 
 
-def wave_size(num_stages: int) -> int:
+def num_pipelined_micro_batches(num_stages: int) -> int:
     """Micro-batches that are read and fed to the pipeline at once: many per stage, or it mostly fills and drains."""
     return max(8, 4 * num_stages)
 
 
-def _share(context: Context, num_samples: int, *, is_even: bool) -> Iterator[MicroBatch]:
+def _share(context: RunContext, num_samples: int, *, is_even: bool) -> Iterator[MicroBatch]:
     """This data rank's micro-batches, one in every ``data.size``. If each forward is a collective (``is_even``), a rank
     that has one less repeats the last one as padding."""
     limit = min(num_samples, context.job.train.eval_samples or num_samples)
@@ -125,7 +127,7 @@ def _share(context: Context, num_samples: int, *, is_even: bool) -> Iterator[Mic
             yield MicroBatch(0, index, index * size, min(index * size + size, limit), is_spare=number >= count)
 
 
-def _read(context: Context, source: Source, micro_batch: MicroBatch) -> Loaded:
+def _read(context: RunContext, source: Source, micro_batch: MicroBatch) -> Loaded:
     """Follows the job's rules for bad samples. A micro-batch of bad samples alone is computed and not counted."""
     ids = np.arange(micro_batch.first, micro_batch.last, dtype=np.int64)
     rows = read_plain(source, ids, ReadSettings.of(context.job.data))

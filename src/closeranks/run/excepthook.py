@@ -15,12 +15,12 @@ from types import TracebackType
 from closeranks.core.blame import own_frame
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, UserError
-from closeranks.run.voice import speak, turn_of
+from closeranks.run.voice import print_error, report_turn
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-class MistakeHook:
+class UserErrorHook:
     """A ``sys.excepthook``."""
 
     def __init__(self, before: ExceptHook) -> None:
@@ -30,20 +30,20 @@ class MistakeHook:
         if not isinstance(error, UserError):
             self._before(kind, error, trace)
             return
-        print(own_traceback(error), end="", file=sys.stderr, flush=True)
+        print(user_traceback(error), end="", file=sys.stderr, flush=True)
         world = detect_world()
-        speak(error, turn_of(error, world, None))
+        print_error(error, report_turn(error, world, None))
         if not hasattr(sys, "ps1"):  # an interactive prompt continues
             raise SystemExit(error.exit_code)
 
 
 def install() -> None:
     """Idempotent."""
-    if not isinstance(sys.excepthook, MistakeHook):
-        sys.excepthook = MistakeHook(sys.excepthook)
+    if not isinstance(sys.excepthook, UserErrorHook):
+        sys.excepthook = UserErrorHook(sys.excepthook)
 
 
-def settle(before: ExceptHook, num_ranks: int) -> None:
+def replace_torch_hook(before: ExceptHook, num_ranks: int) -> None:
     """Called after torch has formed a group: torch's hook puts ``[rank0]:`` before every line, which is useful only
     with several ranks. ``before``: the hook that was installed before."""
     if num_ranks == 1:
@@ -52,7 +52,7 @@ def settle(before: ExceptHook, num_ranks: int) -> None:
         install()
 
 
-def own_traceback(error: UserError) -> str:
+def user_traceback(error: UserError) -> str:
     """The traceback of the error in the user's code that caused this one; empty if there is none."""
     cause = error.__cause__
     if cause is None or isinstance(cause, CloseranksError) or own_frame(cause) is None:

@@ -37,14 +37,14 @@ from closeranks.core.pieces import Piece
 from closeranks.facts.llama import LlamaShape, parameter_shapes
 from closeranks.models.config import LlamaConfig
 from closeranks.models.hub import Match, hf_config, llama_table, match, max_len_of
-from closeranks.run.hub_files import published, sound_hub, write_files
+from closeranks.run.hub_files import read_hub_metadata, validate_hub_metadata, write_hub_files
 from closeranks.run.job import Job
-from closeranks.run.saved_tree import sound_tree
-from closeranks.run.whole_folder import whole_folder
+from closeranks.run.saved_tree import validate_tree
+from closeranks.run.whole_folder import atomic_folder
 from closeranks.telemetry.folder import Settings
 
 CONFIG = "config.json"
-NOBODY = NoProgress()
+NO_PROGRESS = NoProgress()
 _PUBLISHED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Published settings that cannot be derived from shapes: kept by an import, written again by an export."""
 _SEQ_LEN = 2048
@@ -52,7 +52,7 @@ _SEQ_LEN = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class HubConversion:
     """The result of an import or export."""
 
     source: str
@@ -67,7 +67,9 @@ class Moved:
 # Export
 
 
-def export_hf(place: str, out: Path, *, dtype: str = "", shard_bytes: int, watcher: ProgressListener = NOBODY) -> Moved:
+def export_hf(
+    place: str, out: Path, *, dtype: str = "", shard_bytes: int, watcher: ProgressListener = NO_PROGRESS
+) -> HubConversion:
     """Write the newest sound checkpoint of a place as a folder that transformers loads. Empty ``dtype``: as saved."""
     weights = open_checkpoint_weights(place)
     shape, max_len = _saved_llama(weights, place)
@@ -75,16 +77,16 @@ def export_hf(place: str, out: Path, *, dtype: str = "", shard_bytes: int, watch
     tensors = plan_export(weights, found.names, getattr(torch, dtype) if dtype else None)
     total = sum(tensor.num_bytes for tensor in tensors)
     config = hf_config(shape, max_len=max_len, dtype=_main_dtype(tensors))
-    hub = sound_hub(weights.tree.get("hub"))
+    hub = validate_hub_metadata(weights.tree.get("hub"))
     config |= {key: hub[key] for key in _PUBLISHED if key in hub}
     config["max_position_embeddings"] = max(max_len, hub.get("max_position_embeddings", max_len))
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         watcher.begin("writing", total)
         files = write_shards(folder, weights, tensors, shard_bytes, watcher.advance)
         write_json(folder / CONFIG, config)
-        beside = write_files(hub, folder)
+        beside = write_hub_files(hub, folder)
     notes = _about_tokenizer(hub, beside)
-    return Moved(weights.path, out, len(tensors), total, tuple(files), (*weights.notes, *notes))
+    return HubConversion(weights.path, out, len(tensors), total, tuple(files), (*weights.notes, *notes))
 
 
 def _about_tokenizer(hub: Mapping[str, Any], written: tuple[str, ...]) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ def _about_tokenizer(hub: Mapping[str, Any], written: tuple[str, ...]) -> tuple[
 
 
 def _saved_llama(weights: CheckpointWeights, place: str) -> tuple[LlamaShape, int]:
-    config = Settings(sound_tree(weights.tree, weights.path).get("config") or {})
+    config = Settings(validate_tree(weights.tree, weights.path).get("config") or {})
     table, seq_len = config.get("model"), config.get("data.seq_len")
     if not isinstance(table, dict) or table.get("name") != "llama":
         what = f"{weights.path} holds the model '{config.get('model.name')}'; Hugging Face's folders are written for"
@@ -118,7 +120,7 @@ def _main_dtype(tensors: list[ExportTensor]) -> str:
 # Import
 
 
-def import_hf(place: str, out: Path, *, watcher: ProgressListener = NOBODY) -> Moved:
+def import_hf(place: str, out: Path, *, watcher: ProgressListener = NO_PROGRESS) -> HubConversion:
     """Make a run folder from published weights: a checkpoint of step 0 with the weights, and a job to start from it."""
     config = _published_config(place)
     weights = open_weights(place)
@@ -130,16 +132,16 @@ def import_hf(place: str, out: Path, *, watcher: ProgressListener = NOBODY) -> M
     tensors = plan_export(weights, found.names)
     total = sum(tensor.num_bytes for tensor in tensors)
     job = _job(table, config, out)
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         tree = {
             "config": job.model_dump(mode="json"),
-            "hub": published(place),
+            "hub": read_hub_metadata(place),
             "versions": {"closeranks": __version__, "torch": torch.__version__},
         }
         save_weights(str(folder / FOLDER), weights, tensors, tree, watcher)
         (folder / "job.toml").write_text(_job_text(table, job))
     notes = (f"The tokenizer stays where it is, in {_folder_of(place)}.",)
-    return Moved(weights.path, out, len(tensors), total, (), (*weights.notes, *notes))
+    return HubConversion(weights.path, out, len(tensors), total, (), (*weights.notes, *notes))
 
 
 def _folder_of(place: str) -> Path:

@@ -34,7 +34,7 @@ def choose_folder(job: Job, stem: str, own: Path | None = None) -> Path:
     return resumed
 
 
-def continues(job: Job, stem: str) -> bool:
+def continues_run(job: Job, stem: str) -> bool:
     """Whether the run continues in the folder of an earlier one, or would if there were one."""
     return _resumed(job, _wanted(job, stem)) is not None
 
@@ -93,7 +93,7 @@ def _is_claimed(folder: Path) -> bool:
         return False
 
 
-def unused(wanted: Path) -> Path:
+def make_unused_folder(wanted: Path) -> Path:
     """``wanted`` itself if nothing is there, else the next free one beside it. The folder is created, so that no other
     process gets it."""
     wanted = wanted.expanduser()
@@ -104,7 +104,7 @@ def unused(wanted: Path) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise unwritable(folder, error) from error
+            raise unwritable_error(folder, error) from error
         return folder
 
 
@@ -143,7 +143,7 @@ def record_job(job: Job, folder: Path, *, must: bool = True) -> str:
     return ""
 
 
-def withdraw_folder(folder: Path) -> None:
+def remove_refused_folder(folder: Path) -> None:
     """Remove a folder that was made for a run that was refused; it stays if it holds anything that is not ours."""
     for name in ("logs", "metrics"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -155,7 +155,7 @@ def withdraw_folder(folder: Path) -> None:
             place.rmdir()
 
 
-def unwritable(folder: Path, error: OSError) -> SetupError:
+def unwritable_error(folder: Path, error: OSError) -> SetupError:
     reason = os.strerror(error.errno) if error.errno else str(error)
     fix = "Set run.folder to a place you can write to that has room."
     return SetupError(f"the run folder {folder} cannot be written: {reason}", fix)
@@ -169,7 +169,7 @@ def _write(job: Job, folder: Path, *, over: bool) -> None:
             _replace(folder / "job.toml", dump_toml(job))
             _replace(folder / "config.json", json.dumps(job.model_dump(mode="json"), indent=2) + "\n")
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
 
 
 def _replace(path: Path, text: str) -> None:

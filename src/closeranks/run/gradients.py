@@ -12,14 +12,14 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.core.protocols import Reducer, Remembered
 from closeranks.elastic.vote import Verdict
 from closeranks.run.component import Component, Unique
-from closeranks.run.memories import restore_memories
-from closeranks.run.saved import SYNC, Saved
+from closeranks.run.memories import restore_error_feedback
+from closeranks.run.saved import SYNC, SavedState
 
 if TYPE_CHECKING:
     pass
 
 
-class Gradients(Component):
+class GradientSync(Component):
     def __init__(self, reducer: Reducer, *, is_compressed: bool, has_owners: bool, words: str) -> None:
         """``has_owners``: whether the owner of each sum of gradients compresses it again, [Note: two shots]; ``words``:
         a description of the reduction, empty for the usual one."""
@@ -37,14 +37,14 @@ class Gradients(Component):
         self.reducer.release()
 
     def tensors(self) -> Iterator[StateTensor]:
-        yield from map(unsent, self.reducer.memory())
+        yield from map(error_feedback_state, self.reducer.memory())
 
-    def restore(self, saved: Saved) -> None:
-        restore_memories(list(self.reducer.memory()), saved, SYNC, has_owners=self._has_owners)
+    def restore(self, saved: SavedState) -> None:
+        restore_error_feedback(list(self.reducer.memory()), saved, SYNC, has_owners=self._has_owners)
 
     def started(self) -> Mapping[str, Any]:
         return {"sync": self._words}
 
 
-def unsent(one: Remembered) -> StateTensor:
+def error_feedback_state(one: Remembered) -> StateTensor:
     return StateTensor(SYNC, one.piece.name, one.piece, one.tensor, is_saved_here=one.is_ours)

@@ -16,7 +16,7 @@ from closeranks.core.protocols import Source
 from closeranks.data.config import DataConfig
 from closeranks.data.sources.open import open_source
 from closeranks.data.sources.registry import Split
-from closeranks.run.past import Past
+from closeranks.run.past import BatchHistory
 from closeranks.telemetry.device import measure_matmul_flops
 
 KEY = "measured_flops"
@@ -34,15 +34,15 @@ class _Chest:
 
     measured_flops = 0.0
     bucket_mib = 0.0
-    past: ClassVar[Past | None] = None
+    past: ClassVar[BatchHistory | None] = None
     sources: ClassVar[dict[tuple[str, Split, int], Source | None]] = {}
 
 
-def inherit(payload: Mapping[str, Any]) -> None:
+def load_payload(payload: Mapping[str, Any]) -> None:
     """Called once by the worker's entry."""
     _Chest.measured_flops = float(payload.get(KEY) or 0.0)
     _Chest.bucket_mib = float(payload.get(BUCKET_KEY) or 0.0)
-    _Chest.past = Past.from_json(payload[PAST_KEY]) if PAST_KEY in payload else None
+    _Chest.past = BatchHistory.from_json(payload[PAST_KEY]) if PAST_KEY in payload else None
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -55,12 +55,12 @@ def bucket_mib() -> float:
     return _Chest.bucket_mib
 
 
-def past() -> Past | None:
+def batch_history() -> BatchHistory | None:
     """None where no launcher has looked it up: in a script, or in a worker that torchrun or srun started."""
     return _Chest.past
 
 
-def keep_sources(config: DataConfig, seed: int) -> None:
+def cache_sources(config: DataConfig, seed: int) -> None:
     """Called in the zygote, so that workers forked later need not read the data again."""
     if config.name in _IN_MEMORY:
         for split in ("train", "eval"):
@@ -68,14 +68,14 @@ def keep_sources(config: DataConfig, seed: int) -> None:
 
 
 @overload
-def source(config: DataConfig, split: Literal["train"], seed: int) -> Source: ...
+def open_cached_source(config: DataConfig, split: Literal["train"], seed: int) -> Source: ...
 
 
 @overload
-def source(config: DataConfig, split: Literal["eval"], seed: int) -> Source | None: ...
+def open_cached_source(config: DataConfig, split: Literal["eval"], seed: int) -> Source | None: ...
 
 
-def source(config: DataConfig, split: Split, seed: int) -> Source | None:
+def open_cached_source(config: DataConfig, split: Split, seed: int) -> Source | None:
     """The source cached for exactly this job, or else opened now."""
     key = _key(config, split, seed)
     return _Chest.sources[key] if key in _Chest.sources else open_source(config, split, seed)

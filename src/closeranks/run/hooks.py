@@ -67,7 +67,7 @@ class Hooks:
 def _call(hook: Hook, method: str, session: Session, *arguments: Any) -> None:
     """Errors that the hook did not cause (a lost peer, an error of ours with its own advice) are raised unchanged."""
     try:
-        with session.context.pace.within(WorkerPhase.HOOK):
+        with session.context.step_timer.in_phase(WorkerPhase.HOOK):
             getattr(hook, method)(session, *arguments)
     except Exception as error:
         if isinstance(error, CloseranksError) or is_consequence(error):

@@ -34,26 +34,26 @@ _KEPT = "hub.json"
 """In the run folder, for a generation that restores from memory and so has no checkpoint's tree."""
 
 
-def published(place: str) -> dict[str, Any]:
+def read_hub_metadata(place: str) -> dict[str, Any]:
     """The metadata beside weights: those of a Hugging Face folder, or of a checkpoint whose weights came from one."""
     with suppress(CheckpointError, StorageError, OSError, ValueError, RecursionError):
         if detect_format(place) == OURS:
-            return sound_hub(open_checkpoint_weights(place).tree.get("hub"))
+            return validate_hub_metadata(open_checkpoint_weights(place).tree.get("hub"))
         path = Path(place.removeprefix("file://")).absolute()
-        return of_folder(path if path.is_dir() else path.parent)
+        return read_folder_metadata(path if path.is_dir() else path.parent)
     return {}
 
 
-def of_folder(folder: Path) -> dict[str, Any]:
+def read_folder_metadata(folder: Path) -> dict[str, Any]:
     config = json.loads(read_text(folder / "config.json", _SMALL_BYTES))
     files = {}
     for name in SMALL:
         with suppress(OSError, ValueError):
             files[name] = read_text(folder / name, _SMALL_BYTES)
-    return sound_hub({**config, "source": str(folder), "files": files}) if isinstance(config, dict) else {}
+    return validate_hub_metadata({**config, "source": str(folder), "files": files}) if isinstance(config, dict) else {}
 
 
-def sound_hub(hub: Any) -> dict[str, Any]:
+def validate_hub_metadata(hub: Any) -> dict[str, Any]:
     """The values of a tree or a file that have the right type; all others are dropped."""
     if not isinstance(hub, Mapping):
         return {}
@@ -69,24 +69,24 @@ def sound_hub(hub: Any) -> dict[str, Any]:
     return found
 
 
-def kept_hub(folder: Path, tree: Mapping[str, Any], weights: str) -> dict[str, Any]:
+def saved_hub_metadata(folder: Path, tree: Mapping[str, Any], weights: str) -> dict[str, Any]:
     """The metadata for a run's checkpoints: from the state it resumes from, else from its folder if that has a copy for
     these weights, else from the weights."""
-    if hub := sound_hub(tree.get("hub")):
+    if hub := validate_hub_metadata(tree.get("hub")):
         return hub
     if not weights:
         return {}
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         kept = json.loads(read_text(folder / _KEPT, 16 * _SMALL_BYTES))
         if kept["weights"] == weights:
-            return sound_hub(kept["hub"])
-    if hub := published(weights):
+            return validate_hub_metadata(kept["hub"])
+    if hub := read_hub_metadata(weights):
         with suppress(OSError):  # a full disk is reported by what matters more
             (folder / _KEPT).write_text(json.dumps({"weights": weights, "hub": hub}) + "\n")
     return hub
 
 
-def write_files(hub: Mapping[str, Any], out: Path) -> tuple[str, ...]:
+def write_hub_files(hub: Mapping[str, Any], out: Path) -> tuple[str, ...]:
     """Write the files beside exported weights and return their names. The tree's copies win over the folder's."""
     written: list[str] = []
     source = Path(hub["source"]) if hub.get("source") else None

@@ -17,30 +17,30 @@ from closeranks.data.sources.user import as_source
 from closeranks.models.build import spec_for
 from closeranks.models.user import UserSpec
 from closeranks.run import excepthook, heirloom
-from closeranks.run.build import Ingredients
+from closeranks.run.build import RunInputs
 from closeranks.run.hooks import Hook, TensorBoard
 from closeranks.run.job import Job, check_vocabulary, load_job
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class RunDefinition:
     """A checked job, and a function that loads its model spec and data once the process is set up."""
 
     job: Job
-    ingredients: Callable[[], Ingredients]
+    load_inputs: Callable[[], RunInputs]
 
 
-def from_job(job: Job) -> Described:
-    def ingredients() -> Ingredients:
-        source = heirloom.source(job.data, "train", job.run.seed)
+def from_job(job: Job) -> RunDefinition:
+    def ingredients() -> RunInputs:
+        source = heirloom.open_cached_source(job.data, "train", job.run.seed)
         check_vocabulary(job, getattr(source, "vocab_size", 0))
-        return Ingredients(
+        return RunInputs(
             spec=spec_for(job.model, seq_len=job.data.seq_len),
             source=source,
-            eval_source=heirloom.source(job.data, "eval", job.run.seed),
+            eval_source=heirloom.open_cached_source(job.data, "eval", job.run.seed),
         )
 
-    return Described(job, ingredients)
+    return RunDefinition(job, ingredients)
 
 
 def from_python(
@@ -51,7 +51,7 @@ def from_python(
     metrics: Sequence[str],
     collate: Any,
     tables: Mapping[str, Any],
-) -> Described:
+) -> RunDefinition:
     excepthook.install()
     beside = {key: tables[key] for key in ("stages", "tensor") if key in tables}
     extra = {
@@ -65,11 +65,11 @@ def from_python(
             "eval_data is given, but no loss to judge it by", "Pass loss as well: a function of (model, batch)."
         )
 
-    def ingredients() -> Ingredients:
+    def ingredients() -> RunInputs:
         factory = (lambda: model) if isinstance(model, nn.Module) else model
         named = getattr(job.data, "collate", "")
         own = load_object(named, place="data.collate") if collate is None and named else collate
-        return Ingredients(
+        return RunInputs(
             spec=UserSpec(
                 job.model.name,
                 factory,
@@ -82,10 +82,10 @@ def from_python(
             eval_source=None if eval_data is None else as_source(eval_data, collate=own),
         )
 
-    return Described(job, ingredients)
+    return RunDefinition(job, ingredients)
 
 
-def hooks_of(job: Job) -> list[Hook]:
+def make_hooks(job: Job) -> list[Hook]:
     """The hooks a job asks for: TensorBoard, and the user's own by dotted name."""
     hooks: list[Hook] = [TensorBoard()] if job.telemetry.tensorboard else []
     for path in job.run.hooks:

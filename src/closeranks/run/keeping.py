@@ -33,56 +33,56 @@ from closeranks.elastic.keeper import Snapshot, SnapshotDestinations, SnapshotRe
 from closeranks.elastic.shelf import SnapshotPaths
 from closeranks.elastic.vote import Ballot
 from closeranks.run.component import Component
-from closeranks.run.context import Context
-from closeranks.run.overseer import Overseer
-from closeranks.run.restoring import TakenOver, images, kept_by
-from closeranks.run.state import State
+from closeranks.run.context import RunContext
+from closeranks.run.overseer import AgentClient
+from closeranks.run.restoring import RestoredGeneration, choose_backup_ranks, rank_images
+from closeranks.run.state import RunState
 from closeranks.telemetry.recorder import to_line
 
 if TYPE_CHECKING:
-    from closeranks.run.ledger import Settled
+    from closeranks.run.ledger import StepResult
 
 _NUM_FIRST = 2
 """The first snapshots of a generation, one for each slot of the pair: allocating the slot may take far longer than a
 copy."""
 
 
-class Keeping(Component):
+class SessionSnapshots(Component):
     """The snapshots of one session, in the order of its steps."""
 
     def __init__(
         self,
-        context: Context,
-        state: State,
+        context: RunContext,
+        state: RunState,
         capture: Capture,
-        taken: TakenOver,
+        taken: RestoredGeneration,
         emit: Callable[[Event], None],
-        overseer: Overseer,
+        overseer: AgentClient,
         rhythm: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._context, self._state, self._capture = context, state, capture
         self._emit, self._overseer, self._rhythm = emit, overseer, rhythm
-        self._boundaries = context.boundaries
-        self._told: deque[StepDone] = deque(maxlen=context.boundaries.gap)
+        self._boundaries = context.sync_schedule
+        self._told: deque[StepDone] = deque(maxlen=context.sync_schedule.gap)
         """Results of the last steps: the next generation reports them if rank 0 was lost before it could."""
         self._taken = taken
-        self._images = images(context, state)
-        self._kept_by = kept_by(context, state, self._images)
+        self._images = rank_images(context, state)
+        self._kept_by = choose_backup_ranks(context, state, self._images)
         self._keeper = SnapshotWriter(self._berths(taken.shelf)) if taken.shelf else None
         every = context.job.elastic.snapshot_every
         self._is_auto = every == "auto"
-        self._every = max(1, every) if isinstance(every, int) else int(taken.origin.tree.get("every", 1))
-        self._told_every = taken.origin.tree.get("every")
-        self._first = self._begun = self._done = taken.origin.step
+        self._every = max(1, every) if isinstance(every, int) else int(taken.start_point.tree.get("every", 1))
+        self._told_every = taken.start_point.tree.get("every")
+        self._first = self._begun = self._done = taken.start_point.step
         self._sealed = -1
         self._is_warned = False
         self._stepped_at, self._lost_s = 0.0, 0.0
         self._num_heard, self._has_decided = 0, False
         self._steps, self._stalls, self._lates, self._sends = (list[float]() for _ in range(4))
 
-    def introduce(self, warnings: Sequence[str]) -> None:
+    def emit_start_events(self, warnings: Sequence[str]) -> None:
         """Emit the events that say where this generation starts. ``warnings``: warnings about the run."""
-        for event in self._taken.told(warnings, is_lead=self._context.world.is_lead):
+        for event in self._taken.start_events(warnings, is_lead=self._context.world.is_lead):
             self._emit(event)
 
     def start(self, step: int) -> None:
@@ -92,7 +92,7 @@ class Keeping(Component):
         self._stepped_at = time.monotonic()
         if self._taken.is_in_place:
             self._sealed = step
-            self._overseer.kept(step)
+            self._overseer.note_snapshot(step)
         else:
             self._capture.begin(self._state.tensors(), self._snapshot(self._keeper, step))
 
@@ -101,7 +101,7 @@ class Keeping(Component):
         is_time = step - self._begun >= self._every and self._boundaries.is_boundary(step)
         return self._keeper is not None and is_time
 
-    def after(self, step: int) -> list[Snapshot]:
+    def after_step(self, step: int) -> list[Snapshot]:
         """Called after a commit, once nothing else changes the state before the next step. Returns the targets of a
         snapshot, empty if none is due."""
         if self._keeper is None:
@@ -117,7 +117,7 @@ class Keeping(Component):
             self._keeper.make_ready(self._capture, self._state.tensors())
         return []
 
-    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+    def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
         self._told.append(entry.done)
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
@@ -143,7 +143,7 @@ class Keeping(Component):
     def hand_over(self, step: int, save: Callable[[], object]) -> None:
         """Collective, when a generation ends by agreement: the next one finds exactly this step in memory, whichever
         host leaves, or else in a checkpoint."""
-        self._context.pace.enter(WorkerPhase.SNAPSHOT)
+        self._context.step_timer.enter_phase(WorkerPhase.SNAPSHOT)
         is_safe = self.seal(step) and survives_host_loss(self._context.hosts, self._images, self._kept_by)
         if not is_safe and self._context.job.checkpoint.save:
             save()
@@ -181,7 +181,7 @@ class Keeping(Component):
     def _hear(self, joined: SnapshotResult) -> None:
         if joined.is_sealed:
             self._sealed = joined.step
-            self._overseer.kept(joined.step)
+            self._overseer.note_snapshot(joined.step)
         self._num_heard += 1
         if self._num_heard == _NUM_FIRST + 1:
             for costs in (self._stalls, self._lates, self._sends):
@@ -224,10 +224,10 @@ class Keeping(Component):
             self._told_every = self._every
             if self._context.world.is_lead:
                 every = max(self._every, self._boundaries.gap)
-                self._emit(Snapshotting(step, every, keeper.num_bytes, cost_s, self.copies))
+                self._emit(Snapshotting(step, every, keeper.num_bytes, cost_s, self.redundancy))
 
     @property
-    def copies(self) -> str:
+    def redundancy(self) -> str:
         """Where the second copy of each rank's state is, for people."""
         hosts = self._context.hosts
         pairs = [(hosts[rank], hosts[keeper]) for rank, keeper in enumerate(self._kept_by) if keeper is not None]
@@ -254,7 +254,7 @@ class Keeping(Component):
         )
 
     def _pair(self, shelf: SnapshotPaths, box: int, seat: RankPlacement, files: tuple[int, int]) -> tuple[str, str]:
-        first = slot_to_overwrite(self._taken.copies, self._taken.state, seat, files)
+        first = slot_to_overwrite(self._taken.found_copies, self._taken.state, seat, files)
         second = files[0] if first == files[1] else files[1]
         return shelf.paths[box][first], shelf.paths[box][second]
 
@@ -262,7 +262,7 @@ class Keeping(Component):
         """Collective. A group of its own, so that snapshots cannot be confused with the messages of training."""
         timeout = timedelta(seconds=self._context.job.run.timeout_s)
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        self._context.opened.closers.append(lambda: dist.destroy_process_group(group))
+        self._context.world_group.closers.append(lambda: dist.destroy_process_group(group))
         return group
 
 

@@ -23,7 +23,7 @@ from closeranks.telemetry.device import peak_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class StepResult:
     """The result of one step, and the requests that the ranks made with its vote."""
 
     done: StepDone
@@ -49,7 +49,7 @@ class _Entry:
     """Measured when the verdict was pushed, if it is settled much later; None: measured when it is settled."""
 
 
-class Ledger:
+class StepResults:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._pending: deque[_Entry] = deque()
@@ -57,16 +57,16 @@ class Ledger:
         self._num_bad = 0
         self._marked_at = time.monotonic()
 
-    def push(self, index: int, verdict: Verdict) -> Iterator[Settled]:
+    def push(self, index: int, verdict: Verdict) -> Iterator[StepResult]:
         """Queue a new verdict and settle those that are due."""
-        is_late = self._engine.context.boundaries.gap > 1
+        is_late = self._engine.context.sync_schedule.gap > 1
         self._pending.append(_Entry(index, verdict, self._measure(index) if is_late else None))
         if is_late and verdict.is_closed and self._lag:
             verdict.read()  # sync point, once per synchronisation interval
             self._even_out()
         yield from self._settle(0 if is_late else self._lag)
 
-    def flush(self) -> Iterator[Settled]:
+    def flush(self) -> Iterator[StepResult]:
         """Settle everything that can be: before evaluation, saving and the end. Sync point."""
         yield from self._settle(0)
 
@@ -74,12 +74,12 @@ class Ledger:
         """Exclude the time since the last step, which was not training."""
         self._marked_at = time.monotonic()
 
-    def _settle(self, keep: int) -> Iterator[Settled]:
+    def _settle(self, keep: int) -> Iterator[StepResult]:
         while len(self._pending) > keep and self._pending[0].verdict.is_closed:
             entry = self._pending.popleft()
             outcome = entry.verdict.read()
             account = self._account(entry.index, outcome, entry.spent or self._measure(entry.index))
-            yield Settled(account, outcome.requests, outcome.extra)
+            yield StepResult(account, outcome.requests, outcome.extra)
             self._watch(entry.index, outcome)
 
     def _measure(self, index: int) -> _Spent:
@@ -133,12 +133,12 @@ class Ledger:
             first = index + 2 - self._num_bad
             raise DataError(
                 f"loss or gradients have not been finite for {self._num_bad} steps in a row, since step {first}",
-                advice(model.precision.name, job.optim.clip),
+                non_finite_advice(model.precision.name, job.optim.clip),
                 step=index + 1,
             )
 
 
-def advice(precision: str, clip: float) -> str:
+def non_finite_advice(precision: str, clip: float) -> str:
     """What to change if loss or gradients stay non-finite."""
     ways = ["lower optim.lr", "check the loss and the data for extreme values and for divisions by zero"]
     if clip == 0:

@@ -27,16 +27,16 @@ from closeranks.elastic.apart import LocalSgdVote
 from closeranks.elastic.vote import Verdict, Vote
 from closeranks.parallel.apply import is_sharded
 from closeranks.parallel.group import Group
-from closeranks.run.accuracy import Accuracy
+from closeranks.run.accuracy import CompressionQuality
 from closeranks.run.component import Component, Unique
-from closeranks.run.context import Context
-from closeranks.run.gradients import unsent
+from closeranks.run.context import RunContext
+from closeranks.run.gradients import error_feedback_state
 from closeranks.run.job import Job
-from closeranks.run.memories import restore_memories
-from closeranks.run.model import Model, as_state
-from closeranks.run.saved import MODEL, SYNC, Row, Saved
-from closeranks.run.supply import Supply
-from closeranks.run.ways import in_words, must_be_exact, plan_of
+from closeranks.run.memories import restore_error_feedback
+from closeranks.run.model import Model, make_state_tensor
+from closeranks.run.saved import MODEL, SYNC, ReplicaIndex, SavedState
+from closeranks.run.supply import Batches
+from closeranks.run.ways import compression_schedule, describe_compression, must_stay_uncompressed
 from closeranks.sync.balance import even_shares, rebalanced
 from closeranks.sync.compress.build import compressed_ways
 from closeranks.sync.compress.compressed import Plan
@@ -46,7 +46,7 @@ from closeranks.sync.rounds import part
 from closeranks.sync.ways import WayMaker, flat_ways
 
 if TYPE_CHECKING:
-    from closeranks.run.ledger import Settled
+    from closeranks.run.ledger import StepResult
 
 _OUTER, _MOMENTUM, _WEIGHTS = "outer/", "outer/momentum/", "outer/weights/"
 
@@ -56,16 +56,18 @@ class LocalSgd(Component):
 
     unique = Unique.REPLICA
 
-    def __init__(self, context: Context, model: Model, reducer: Reducer, supply: Supply) -> None:
+    def __init__(self, context: RunContext, model: Model, reducer: Reducer, supply: Batches) -> None:
         job, home = context.job, context.groups.home
         self._context, self._model, self._supply = context, model, supply
         self._plan = _plan(job, home.across, context.schedule.num_steps)
         self.outer = _make_outer(context, model, reducer, self._plan)
-        self._accuracy = Accuracy(self._plan, context.groups.world, context.device, tells=context.world.is_lead)
-        self._is_streaming = context.boundaries.num_fragments > 1
+        self._accuracy = CompressionQuality(
+            self._plan, context.groups.world, context.device, tells=context.world.is_lead
+        )
+        self._is_streaming = context.sync_schedule.num_fragments > 1
         compress = job.sync.compress
         self._has_owners = context.layout.data > 1 and compress.name not in ("none", "powersgd")
-        self.row = Row(home.number, home.count)
+        self.replica = ReplicaIndex(home.number, home.count)
         self.vote: Vote = LocalSgdVote(
             home.world,
             context.groups.world,
@@ -78,28 +80,28 @@ class LocalSgd(Component):
     def after_update(self, index: int, verdict: Verdict) -> None:
         """At a boundary, take the outer step: all replicas have the same weights again, of the fragments it covers."""
         context, step = self._context, index + 1
-        if not context.boundaries.is_boundary(step):
+        if not context.sync_schedule.is_boundary(step):
             return
-        context.pace.enter(WorkerPhase.OUTER_STEP)
+        context.step_timer.enter_phase(WorkerPhase.OUTER_STEP)
         shares, home = self._supply.loader.shares, context.groups.home
         share = shares[home.number] / sum(shares) if shares else None
-        self.outer.meet(step, context.boundaries.fragments(step), share)
+        self.outer.meet(step, context.sync_schedule.fragments(step), share)
         self._accuracy.measure(step, step, self.outer.losses)
         for statistics in self._model.statistics:
             statistics.average(home.across)
         if self._supply.is_balanced and step < context.schedule.num_steps:
             self._rebalance(step)
 
-    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
-        self._accuracy.settle(entry.done, emit)
+    def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
+        self._accuracy.report(entry.done, emit)
 
     def started(self) -> Mapping[str, Any]:
         job = self._context.job
-        said = {"apart": words(job.sync.local, self._context.groups.home.count)}
+        said = {"apart": describe_local_sgd(job.sync.local, self._context.groups.home.count)}
         compress = job.sync.compress
         if compress.name != "none" and self._context.layout.data > 1:
-            plan = plan_of(compress, self._context.schedule.num_steps)
-            said["sync"] = in_words(compress, plan, "what was learnt apart").replace("travel ", "travels ")
+            plan = compression_schedule(compress, self._context.schedule.num_steps)
+            said["sync"] = describe_compression(compress, plan, "what was learnt apart").replace("travel ", "travels ")
         return said
 
     def _rebalance(self, step: int) -> None:
@@ -108,23 +110,23 @@ class LocalSgd(Component):
         context, loader = self._context, self._supply.loader
         home, world = context.groups.home, context.groups.world
         told = torch.zeros(home.count, world.size, dtype=torch.float64, device=context.device)
-        told[home.number, world.rank] = context.pace.pop_own()
+        told[home.number, world.rank] = context.step_timer.pop_compute_s()
         seconds = world.sum(told).amax(1).tolist()
         width = context.groups.data.size // home.count
         shares = loader.shares or even_shares(context.schedule.num_micro_batches(0), home.count, width)
         now = rebalanced(shares, seconds, width)
         if now != shares:
-            self._supply.reshare(now, step)
+            self._supply.set_shares(now, step)
 
     # State
 
     def tensors(self) -> Iterator[StateTensor]:
         for leaf, anchor, momentum in self.outer.kept():
             if self._is_streaming:
-                yield self._model.leaf_state(MODEL, leaf, leaf.piece.name, anchor)
+                yield self._model.shard_state(MODEL, leaf, leaf.piece.name, anchor)
             if momentum is not None:
-                yield self._model.leaf_state(SYNC, leaf, f"{_MOMENTUM}{leaf.piece.name}", momentum)
-        yield from map(unsent, self._memory())
+                yield self._model.shard_state(SYNC, leaf, f"{_MOMENTUM}{leaf.piece.name}", momentum)
+        yield from map(error_feedback_state, self._memory())
         if self._is_streaming:
             yield from self._own_weights()
 
@@ -132,7 +134,7 @@ class LocalSgd(Component):
         """Views of the anchor are made anew on each call, which is at most once per synchronisation."""
         return object() if self._is_streaming else None
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         """The anchor is read from the saved state, not copied from the weights even if these are equal: on an
         accelerator their copy may still be in flight."""
         self.outer.restart()
@@ -142,7 +144,7 @@ class LocalSgd(Component):
             if momentum is not None and key in found:
                 saved.read_into(SYNC, key, replace(leaf.piece, name=key), momentum)
             saved.read_into(MODEL, leaf.piece.name, leaf.piece, anchor)
-        restore_memories(list(self._memory()), saved, SYNC, has_owners=self._has_owners)
+        restore_error_feedback(list(self._memory()), saved, SYNC, has_owners=self._has_owners)
         for one in self._own_weights() if self._is_streaming else ():
             if one.key in found:
                 saved.read_into(SYNC, one.key, one.piece, one.tensor)
@@ -157,11 +159,13 @@ class LocalSgd(Component):
         """The weights of this replica. With several fragments they differ from the anchor even at a synchronisation,
         which covers one fragment."""
         home = self._context.groups.home
-        for one in self._model.kept():
+        for one in self._model.local_tensors():
             if one.piece.name in self._model.applied.trainable:
                 piece = replace(one.piece, name=f"{_WEIGHTS}{one.piece.name}")
-                holders = home.replica if one.is_cut else home.data
-                yield replace(as_state(SYNC, piece, one.tensor, holders, is_ours=one.is_ours), per_replica=True)
+                holders = home.replica if one.is_sharded else home.data
+                yield replace(
+                    make_state_tensor(SYNC, piece, one.tensor, holders, is_ours=one.is_saved_here), per_replica=True
+                )
 
     def _memory(self) -> Iterator[Remembered]:
         """Error feedback of the compressed deltas. Ranks of one replica that hold the same parameter shards have the
@@ -173,7 +177,7 @@ class LocalSgd(Component):
             yield replace(one, piece=piece, is_ours=one.is_ours and is_first)
 
 
-def _make_outer(context: Context, model: Model, reducer: Reducer, plan: Plan | None) -> Outer:
+def _make_outer(context: RunContext, model: Model, reducer: Reducer, plan: Plan | None) -> Outer:
     local, layout, home = context.job.sync.local, context.layout, context.groups.home
     applied = model.applied
     sizes = {name: prod(shape) for name, shape in applied.shapes.items() if name in applied.trainable}
@@ -189,7 +193,7 @@ def _make_outer(context: Context, model: Model, reducer: Reducer, plan: Plan | N
         home.count,
         _ways(context.job, home.across, plan),
         flat_ways(home.across),
-        exact=whole | {one.piece.name for one in applied.held if must_be_exact(layout, one)},
+        exact=whole | {one.piece.name for one in applied.held if must_stay_uncompressed(layout, one)},
         alone=whole | shared,
     )
 
@@ -206,7 +210,7 @@ def _ways(job: Job, across: Group, plan: Plan | None) -> WayMaker:
     return flat_ways(across) if plan is None else compressed_ways(job.sync.compress, across, plan)
 
 
-def words(local: LocalConfig, num_replicas: int) -> str:
+def describe_local_sgd(local: LocalConfig, num_replicas: int) -> str:
     """``2 replicas train apart and meet every 32 steps: DiLoCo, outer lr 0.7, momentum 0.9``."""
     who = f"{num_replicas} replicas train apart and meet" if num_replicas > 1 else "1 replica meets itself"
     when = f"every {local.every} steps" if local.every > 1 else "after every step"

@@ -47,7 +47,7 @@ def train(
     from closeranks.run.session import Session
 
     beside = {"eval_data": eval_data, "hooks": hooks, "metrics": metrics, "collate": collate}
-    return drive(Session(model, data, loss, **beside, **tables))
+    return run_session(Session(model, data, loss, **beside, **tables))
 
 
 def train_job(job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Result:
@@ -55,7 +55,7 @@ def train_job(job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) 
     _say_what_takes_long()
     from closeranks.run.session import Session
 
-    return drive(Session.from_job(job, folder, hooks))
+    return run_session(Session.from_job(job, folder, hooks))
 
 
 def _say_what_takes_long() -> None:
@@ -67,7 +67,7 @@ def _say_what_takes_long() -> None:
         print("closeranks: loading PyTorch's distributed parts ...", flush=True)
 
 
-def drive(session: Session) -> Result:
+def run_session(session: Session) -> Result:
     from closeranks.telemetry.device import is_out_of_memory
 
     with session:
@@ -77,11 +77,11 @@ def drive(session: Session) -> Result:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise out_of_memory(session, error) from error
+            raise out_of_memory_error(session, error) from error
     return session.result
 
 
-def out_of_memory(session: Session, error: BaseException) -> SetupError:
+def out_of_memory_error(session: Session, error: BaseException) -> SetupError:
     """An error that explains the allocator's: what took the memory, and what to change."""
     from closeranks.run.optimizer import OptimizerStep
     from closeranks.telemetry.device import explain_out_of_memory

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Remembered
-from closeranks.run.saved import Saved
+from closeranks.run.saved import SavedState
 from closeranks.sync.memory import OWED, RESIDUAL, rows_to_read
 
 
-def restore_memories(memories: Sequence[Remembered], saved: Saved, section: str, *, has_owners: bool) -> None:
+def restore_error_feedback(
+    memories: Sequence[Remembered], saved: SavedState, section: str, *, has_owners: bool
+) -> None:
     """What a state does not hold, or holds with another shape, starts as in a fresh run. ``has_owners``: whether sums
     are compressed by their owners, here or on any rank."""
     shapes = saved.shapes(section)

@@ -26,29 +26,29 @@ from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.stages import stage_ranges
 from closeranks.run.component import Component
-from closeranks.run.context import Context
-from closeranks.run.saved import MODEL, Saved, check_alike
+from closeranks.run.context import RunContext
+from closeranks.run.saved import MODEL, SavedState, check_same_shapes
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ModelTensor:
     """A parameter or buffer of the model as this rank holds it."""
 
     piece: Piece
     tensor: Tensor
-    is_ours: bool
+    is_saved_here: bool
     """False if a rank on another axis than data holds the same values and saves them."""
     holders: Group | None
     """The ranks along the data axis that hold the same values; None: only this rank counts."""
     is_steady: bool
     """Whether nothing but the optimizer changes it."""
-    is_cut: bool = False
+    is_sharded: bool = False
     """Whether it is sharded over the data ranks."""
 
     @property
-    def is_spoken(self) -> bool:
+    def is_primary(self) -> bool:
         """Whether this rank holds the primary copy: each value has exactly one."""
-        return self.is_ours and (self.holders is None or self.holders.rank == 0)
+        return self.is_saved_here and (self.holders is None or self.holders.rank == 0)
 
 
 class RunningStatistics(Component):
@@ -78,7 +78,7 @@ class Model(Component):
         spec: ModelSpec,
         applied: Applied,
         precision: Precision,
-        context: Context,
+        context: RunContext,
         *,
         saves_trained: bool = True,
     ) -> None:
@@ -92,27 +92,29 @@ class Model(Component):
         self.loss_divisor = loss_divisor(spec, context.schedule.micro_batch) if precision.scales_loss else 1.0
         """Losses are sums: divided by a micro-batch's size, they stay within fp16's range under the scale."""
 
-    def kept(self) -> Iterator[Kept]:
+    def local_tensors(self) -> Iterator[ModelTensor]:
         """Every parameter and persistent buffer of this rank; a tied parameter under its first name."""
         groups = self._groups
         for held in self.applied.held:
             tensor, piece = local_part(held, groups.shard)
             is_cut = is_sharded(held)
             holders = groups.replica if is_cut else groups.data
-            yield Kept(piece, tensor, held.is_spoken, holders, is_steady=True, is_cut=is_cut)
+            yield ModelTensor(piece, tensor, held.is_spoken, holders, is_steady=True, is_sharded=is_cut)
         speaks_here = groups.data.rank == 0 and groups.tensor.rank == 0
         names: set[str] = set()
         for name, tensor in _buffers(self.applied.stages.values()):
             speaks = speaks_here and name not in names and self._speaker_of(name) == groups.pipeline.rank
             names.add(name)
             # Any forward may change a buffer.
-            yield Kept(Piece.whole(name, tuple(tensor.shape)), tensor, speaks, None, is_steady=False)
+            yield ModelTensor(Piece.whole(name, tuple(tensor.shape)), tensor, speaks, None, is_steady=False)
 
     def tensors(self) -> Iterator[StateTensor]:
         for one in self._saved():
-            yield as_state(MODEL, one.piece, one.tensor, one.holders, is_ours=one.is_ours, is_steady=one.is_steady)
+            yield make_state_tensor(
+                MODEL, one.piece, one.tensor, one.holders, is_ours=one.is_saved_here, is_steady=one.is_steady
+            )
 
-    def leaf_state(
+    def shard_state(
         self, section: str, leaf: Leaf, key: str, tensor: Tensor, *, per_replica: bool = False
     ) -> StateTensor:
         """A state tensor that belongs to a parameter shard, under its own key: of the shard's shape, or a scalar."""
@@ -124,25 +126,25 @@ class Model(Component):
         # order.
         is_cut = self.layout.zero in (1, 2) or name in self._cut
         holders = groups.replica if is_cut else groups.data
-        return replace(as_state(section, piece, tensor, holders, is_ours=is_ours), per_replica=per_replica)
+        return replace(make_state_tensor(section, piece, tensor, holders, is_ours=is_ours), per_replica=per_replica)
 
     def version(self) -> object:
         # FSDP2 never moves the parameters that it has sharded.
         places = [held.parameter.data_ptr() for held in self.applied.held if not is_sharded(held)]
         return places, [id(tensor) for stage in self.applied.stages.values() for tensor in stage.buffers()]
 
-    def check(self, saved: Saved) -> None:
-        check_alike(self.applied.shapes, saved.shapes(MODEL))
+    def check(self, saved: SavedState) -> None:
+        check_same_shapes(self.applied.shapes, saved.shapes(MODEL))
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         for one in self._saved():
             saved.read_into(MODEL, one.piece.name, one.piece, one.tensor)
 
-    def _saved(self) -> Iterator[Kept]:
+    def _saved(self) -> Iterator[ModelTensor]:
         left_out = frozenset[str]() if self._saves_trained else self.applied.trainable
-        return (one for one in self.kept() if one.piece.name not in left_out)
+        return (one for one in self.local_tensors() if one.piece.name not in left_out)
 
-    def unsaved(self) -> list[str]:
+    def unsaved_warnings(self) -> list[str]:
         """Warnings about state of modules that is neither parameter nor buffer, and so is in no checkpoint."""
         found = [(n, m) for stage in self.applied.stages.values() for n, m in stage.named_modules()]
         names = [name for name, module in found if type(module).get_extra_state is not nn.Module.get_extra_state]
@@ -156,10 +158,10 @@ class Model(Component):
         if chain is None or layout.pipeline == 1:
             return 0
         ranges = stage_ranges(chain.costs, layout)
-        return buffer_speaker(name, chain.units, ranges, placement(layout.schedule, layout.pipeline))
+        return primary_buffer_rank(name, chain.units, ranges, placement(layout.schedule, layout.pipeline))
 
 
-def as_state(
+def make_state_tensor(
     section: str, piece: Piece, tensor: Tensor, holders: Group | None, *, is_ours: bool, is_steady: bool = True
 ) -> StateTensor:
     rank, size = (holders.rank, holders.size) if holders else (0, 1)
@@ -178,7 +180,7 @@ def loss_divisor(spec: ModelSpec, micro_batch: int) -> float:
 def load_model(module: nn.Module, weights: Weights) -> None:
     """Copy weights and buffers into a whole module of the same shape, one tensor at a time."""
     own = dict(whole_tensors(module))
-    check_alike({name: tuple(tensor.shape) for name, tensor in own.items()}, weights.names())
+    check_same_shapes({name: tuple(tensor.shape) for name, tensor in own.items()}, weights.names())
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(weights.read(name, Piece.whole(name, tuple(tensor.shape)), tensor.dtype))
@@ -195,7 +197,9 @@ def _buffers(stages: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def buffer_speaker(name: str, units: Sequence[str], ranges: Sequence[range], placed: Sequence[Sequence[int]]) -> int:
+def primary_buffer_rank(
+    name: str, units: Sequence[str], ranges: Sequence[range], placed: Sequence[Sequence[int]]
+) -> int:
     """The pipeline rank that saves a buffer: that of its unit's first stage; 0 for a buffer outside all units, which
     every rank has.
 

@@ -10,27 +10,27 @@ from pathlib import Path
 
 from closeranks.core.events import Event, RunEnded, encode
 from closeranks.core.world import World
-from closeranks.run.overseer import Alone, Overseer, current_overseer
+from closeranks.run.overseer import AgentClient, StandaloneClient, current_agent_client
 from closeranks.telemetry.config import TelemetryConfig
 from closeranks.telemetry.pages import write_pages
 from closeranks.telemetry.progress import Progress
 from closeranks.telemetry.recorder import Recorder
 
 
-def overseen(recorder: Recorder, folder: Path, telemetry: TelemetryConfig, world: World) -> Overseer:
+def connect_agent_client(recorder: Recorder, folder: Path, telemetry: TelemetryConfig, world: World) -> AgentClient:
     """The agent client of this session: that of an agent or a launcher, or a standalone one. It receives the events
     that rank 0 records."""
-    overseer = current_overseer() or narrate(folder, telemetry, world)
+    overseer = current_agent_client() or standalone_client(folder, telemetry, world)
     if world.is_lead:
         recorder.add_sink(lambda event: overseer.send_event(encode(event)))
     return overseer
 
 
-def narrate(folder: Path, telemetry: TelemetryConfig, world: World) -> Overseer:
+def standalone_client(folder: Path, telemetry: TelemetryConfig, world: World) -> AgentClient:
     """The client of a session without an agent."""
     if world.launcher == "testing" or not world.is_lead:
-        return Alone()
-    return Alone(_Narrator(folder, telemetry).handle)
+        return StandaloneClient()
+    return StandaloneClient(_Narrator(folder, telemetry).handle)
 
 
 class _Narrator:

@@ -24,10 +24,10 @@ from closeranks.elastic.vote import Verdict
 from closeranks.optim.noise import Averages, Measured
 from closeranks.optim.norms import norm_squared
 from closeranks.run.component import Component
-from closeranks.run.saved import Saved
+from closeranks.run.saved import SavedState
 
 if TYPE_CHECKING:
-    from closeranks.run.ledger import Settled
+    from closeranks.run.ledger import StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Sums:
         return total, number
 
 
-class NoiseGauge(Component):
+class GradientNoiseScale(Component):
     """Measures the first backward of every ``every``-th step; with 0 it does nothing."""
 
     def __init__(
@@ -97,7 +97,7 @@ class NoiseGauge(Component):
             self._own = None
             self._sent[index + 1] = _Sums.send(self._group.sum(own))
 
-    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+    def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
         done = entry.done
         sums = self._sent.pop(done.step, None)
         if sums is None or not done.taken:
@@ -114,7 +114,7 @@ class NoiseGauge(Component):
         """Empty if nothing is measured."""
         return {"noise": self._averages.state() if self._every else {}}
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         """If the saved run did not measure, start with empty averages."""
         if self._every and (state := saved.tree.get("noise")):
             self._averages = Averages.of_state(state)

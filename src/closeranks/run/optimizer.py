@@ -15,8 +15,8 @@ from closeranks.optim.scaler import LossScale
 from closeranks.parallel.mesh import Groups
 from closeranks.run.component import Component
 from closeranks.run.model import Model
-from closeranks.run.saved import OPTIMIZER, OTHER, Saved
-from closeranks.run.usage import Usage
+from closeranks.run.saved import OPTIMIZER, OTHER, SavedState
+from closeranks.run.usage import UnusedParameters
 
 _SCALE = "loss_scale/"
 
@@ -24,12 +24,14 @@ _SCALE = "loss_scale/"
 class OptimizerStep(Component):
     """``name``: the algorithm, as in ``optim.name``."""
 
-    def __init__(self, optimizer: Optimizer, name: str, model: Model, reducer: Reducer, usage: Usage) -> None:
+    def __init__(
+        self, optimizer: Optimizer, name: str, model: Model, reducer: Reducer, usage: UnusedParameters
+    ) -> None:
         self.optimizer, self._name = optimizer, name
         self._model, self._reducer, self._usage = model, reducer, usage
 
     def update(self, index: int, verdict: Verdict) -> None:
-        absent, gates = self._usage.skips(verdict)  # parameters that no rank had a gradient for
+        absent, gates = self._usage.skipped_updates(verdict)  # parameters that no rank had a gradient for
         gradients = self._reducer.gradients()
         self.optimizer.step(index, gradients, verdict.factor, verdict.taken, absent=absent, gates=gates)
 
@@ -42,9 +44,9 @@ class OptimizerStep(Component):
     def tensors(self) -> Iterator[StateTensor]:
         """Named ``parameter/exp_avg``; the same on all ranks that synchronise gradients in every step."""
         for leaf, key, tensor in self.optimizer.memory():
-            yield self._model.leaf_state(OPTIMIZER, leaf, f"{leaf.piece.name}/{key}", tensor, per_replica=True)
+            yield self._model.shard_state(OPTIMIZER, leaf, f"{leaf.piece.name}/{key}", tensor, per_replica=True)
 
-    def check(self, saved: Saved) -> None:
+    def check(self, saved: SavedState) -> None:
         algorithm = saved.tree.get("algorithm")
         if algorithm != self._name:
             what = f"the saved optimizer is '{algorithm}', the job's is '{self._name}'"
@@ -63,7 +65,7 @@ class OptimizerStep(Component):
                 f"the saved optimizer has no {missing[0]}", "Use the optimizer settings of the saved run."
             )
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         for one in self.tensors():
             saved.read_into(OPTIMIZER, one.key, one.piece, one.tensor)
         self.optimizer.restored()
@@ -84,7 +86,7 @@ class LossScaling(Component):
                 OTHER, piece.name, piece, tensor, is_steady=False, is_saved_here=self._is_ours, per_replica=True
             )
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         keys = [key for key in saved.shapes(OTHER) if key.startswith(_SCALE)]
         self.loss_scale.load_state(
             {key.removeprefix(_SCALE): saved.read(OTHER, key, Piece.whole(key, ())) for key in keys}

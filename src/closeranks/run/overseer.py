@@ -21,7 +21,7 @@ from closeranks.core.requests import DRAIN, SAVE, Pending, Request
 from closeranks.elastic.shelf import SnapshotPaths
 
 
-class Overseer(Protocol):
+class AgentClient(Protocol):
     has_regrouped: bool
     """Set when this generation ended by agreement, for another to continue."""
 
@@ -33,34 +33,34 @@ class Overseer(Protocol):
         """Publish the worker's step and phase, which stay readable from outside even after it died."""
         ...
 
-    def tick(self, *, counts: bool = True) -> None:
+    def micro_batch_done(self, *, counts: bool = True) -> None:
         """A heartbeat: one more micro-batch of the step is done."""
         ...
 
-    def own(self, seconds: float, lane: int = 0) -> None:
+    def note_compute_time(self, seconds: float, lane: int = 0) -> None:
         """Report this worker's own compute time per micro-batch, of a step that is over."""
         ...
 
-    def kept(self, step: int) -> None:
+    def note_snapshot(self, step: int) -> None:
         """A copy of this step's state is sealed in memory."""
         ...
 
     def send_event(self, event: dict[str, Any]) -> None: ...
 
 
-class Alone:
+class StandaloneClient:
     """Used without an agent, when a shell or a scheduler started the process: requests are signals, once ``listen`` was
     called."""
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self._asked = Pending()
-        self.ending = "drained"
+        self.end_reason = "drained"
         """Why a drain was requested: ``drained`` by a scheduler, ``interrupted`` by Ctrl-C, ``disconnected`` by the
         loss of the terminal."""
         self._on_event = on_event
         self.has_regrouped = False
 
-    def listen(self) -> None:
+    def install_signal_handlers(self) -> None:
         """Install signal handlers: SIGTERM, SIGHUP and a first SIGINT request a drain, SIGUSR1 a save.
 
         Called when training is about to start: before that there is nothing to save and a signal should end the process
@@ -77,13 +77,13 @@ class Alone:
     def progress(self, step: int, phase: int) -> None:
         return None
 
-    def tick(self, *, counts: bool = True) -> None:
+    def micro_batch_done(self, *, counts: bool = True) -> None:
         return None
 
-    def own(self, seconds: float, lane: int = 0) -> None:
+    def note_compute_time(self, seconds: float, lane: int = 0) -> None:
         return None
 
-    def kept(self, step: int) -> None:
+    def note_snapshot(self, step: int) -> None:
         return None
 
     def send_event(self, event: dict[str, Any]) -> None:
@@ -97,9 +97,9 @@ class Alone:
             return
         self._asked.add(DRAIN)
         if number == signal.SIGHUP:
-            self.ending = "disconnected"
+            self.end_reason = "disconnected"
         if number == signal.SIGINT:  # a second Ctrl-C interrupts at once
-            self.ending = "interrupted"
+            self.end_reason = "interrupted"
             signal.signal(number, signal.default_int_handler)
 
 
@@ -117,16 +117,16 @@ class _Place:
     """What the worker's entry point knows before any session is opened."""
 
     link: WorkerLink | None = None
-    overseer: Overseer | None = None
+    overseer: AgentClient | None = None
     shelf: SnapshotPaths = SnapshotPaths()
     folder: Path | None = None
     """The launcher's folder, with its logs; the first session that names no folder writes there too."""
 
 
-def settle_in(
+def configure_worker(
     *,
     link: WorkerLink | None = None,
-    overseer: Overseer | None = None,
+    overseer: AgentClient | None = None,
     folder: Path | None = None,
     shelf: SnapshotPaths | None = None,
 ) -> None:
@@ -138,7 +138,7 @@ def settle_in(
     _Place.shelf = shelf or SnapshotPaths()
 
 
-def take_shelf() -> SnapshotPaths:
+def take_snapshot_paths() -> SnapshotPaths:
     """The snapshot memory for the next session of this process; empty if there is none."""
     shelf, _Place.shelf = _Place.shelf, replace(_Place.shelf, run=_Place.shelf.run + 1)
     return shelf
@@ -148,7 +148,7 @@ def current_link() -> WorkerLink | None:
     return _Place.link
 
 
-def current_overseer() -> Overseer | None:
+def current_agent_client() -> AgentClient | None:
     """None in a script that none of our commands started."""
     return _Place.overseer
 

@@ -20,7 +20,14 @@ from typing import Any
 
 from closeranks.core.errors import SetupError, UserError, decode, encode
 from closeranks.core.world import World
-from closeranks.run.folder import choose_folder, continues, holds_run, prepare_folder, unwritable, withdraw_folder
+from closeranks.run.folder import (
+    choose_folder,
+    continues_run,
+    holds_run,
+    prepare_folder,
+    remove_refused_folder,
+    unwritable_error,
+)
 from closeranks.run.job import Job
 from closeranks.run.overseer import take_folder
 from closeranks.storage.lease import InUseError, Lease, UnlistedError
@@ -39,7 +46,7 @@ _OWNED: list[tuple[str, Owned]] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class OwnedRunFolder:
     """A run folder that this process owns."""
 
     folder: Path
@@ -53,7 +60,7 @@ def agree_on_folder(job: Job, world: World, share_text: Callable[[str], str], he
     if not world.is_lead:
         return _told(share_text(""))
     try:
-        claim = held.enter_context(claimed(job, Path(sys.argv[0]).stem or "run", take_folder()))
+        claim = held.enter_context(owned_run_folder(job, Path(sys.argv[0]).stem or "run", take_folder()))
         prepare_folder(job, claim.folder)
         # Absolute: a user's code may change the working folder.
         word: dict[str, Any] = {"folder": str(claim.folder.absolute())}
@@ -70,7 +77,7 @@ def _told(text: str) -> Path:
 
 
 @contextmanager
-def claimed(job: Job, stem: str, own: Path | None = None) -> Iterator[Claim]:
+def owned_run_folder(job: Job, stem: str, own: Path | None = None) -> Iterator[OwnedRunFolder]:
     """The folder that this run writes to, owned together with its checkpoint places. ``own``: a folder that the
     launcher has made for it."""
     until = time.monotonic() + job.run.wait_s
@@ -82,7 +89,7 @@ def claimed(job: Job, stem: str, own: Path | None = None) -> Iterator[Claim]:
             yield claim
         except UserError:
             if claim.is_new and not RunFolder(claim.folder).job.exists():
-                withdraw_folder(claim.folder)
+                remove_refused_folder(claim.folder)
             raise
 
 
@@ -108,13 +115,13 @@ def check_owned() -> None:
             raise SetupError(what, "This run ends without saving; the other goes on from the last checkpoint.")
 
 
-def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: ExitStack) -> Claim:
+def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: ExitStack) -> OwnedRunFolder:
     """A run that continues another needs that folder. A new run tries the next free folder if another run has just
     taken this one."""
     for _ in range(_MAX_TRIES):
         folder = choose_folder(job, stem, own)
         is_new = not folder.exists()
-        must_have = continues(job, stem)
+        must_have = continues_run(job, stem)
         with ExitStack() as tried:
             try:
                 _own(tried, LocalStorage(folder), until if must_have else 0.0)
@@ -125,10 +132,10 @@ def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: Exi
                 own = None
                 continue
             except StorageError as error:
-                raise unwritable(folder, _cause(error)) from error
+                raise unwritable_error(folder, _cause(error)) from error
             if must_have or folder == own or not holds_run(folder):
                 held.push(tried.pop_all())
-                return Claim(folder, is_new)
+                return OwnedRunFolder(folder, is_new)
     raise SetupError(f"no free folder was found for the run beside {choose_folder(job, stem)}", "Set run.folder.")
 
 

@@ -30,7 +30,7 @@ import torch
 
 from closeranks.agent.progress import WorkerPhase
 from closeranks.core.linux import ThreadClock
-from closeranks.run.overseer import Alone, Overseer
+from closeranks.run.overseer import AgentClient, StandaloneClient
 
 _NUM_OWN = 1000
 """Steps for which a rank keeps its own time."""
@@ -43,14 +43,14 @@ class Stopwatch(Protocol):
 
     def stop(self, num_micro: int) -> None: ...
 
-    def taken(self) -> Sequence[float]:
+    def pop_times(self) -> Sequence[float]:
         """Seconds per micro-batch of the steps measured since the last call."""
         ...
 
     def close(self) -> None: ...
 
 
-class ClockWatch:
+class CpuStopwatch:
     """Measures with a clock of the host."""
 
     def __init__(self, clock: Callable[[], float], close: Callable[[], None] = lambda: None) -> None:
@@ -64,12 +64,12 @@ class ClockWatch:
     def stop(self, num_micro: int) -> None:
         self._taken.append((self._clock() - self._started_at) / num_micro)
 
-    def taken(self) -> Sequence[float]:
+    def pop_times(self) -> Sequence[float]:
         taken, self._taken = self._taken, []
         return taken
 
 
-class DeviceWatch:
+class CudaStopwatch:
     """Measures with events on the current stream of an accelerator; they are read steps later, once it passed them."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class DeviceWatch:
             self._pending.append((self._started, self._mark(), num_micro))
             self._started = None
 
-    def taken(self) -> Sequence[float]:
+    def pop_times(self) -> Sequence[float]:
         taken = []
         while self._pending and self._pending[0][1].query():
             first, last, num_micro = self._pending.popleft()
@@ -101,36 +101,36 @@ class DeviceWatch:
         return event
 
 
-class NoWatch:
+class NullStopwatch:
     """For layouts in which a rank's own time cannot be separated from waiting for others."""
 
     def start(self) -> None: ...
 
     def stop(self, num_micro: int) -> None: ...
 
-    def taken(self) -> Sequence[float]:
+    def pop_times(self) -> Sequence[float]:
         return ()
 
     def close(self) -> None: ...
 
 
-def stopwatch(device: torch.device, *, is_apart: bool) -> Stopwatch:
+def make_stopwatch(device: torch.device, *, is_apart: bool) -> Stopwatch:
     """See [Note: own time]. ``is_apart``: no rank waits for another within forward and backward."""
     if device.type == "cuda":
-        return DeviceWatch() if is_apart else NoWatch()
+        return CudaStopwatch() if is_apart else NullStopwatch()
     if is_apart:
-        return ClockWatch(time.perf_counter)
+        return CpuStopwatch(time.perf_counter)
     clock = ThreadClock()
-    return ClockWatch(clock, clock.close)
+    return CpuStopwatch(clock, clock.close)
 
 
-class Pace:
+class StepTimer:
     """The progress and the times of one worker's steps."""
 
-    def __init__(self, overseer: Overseer | None, watch: Stopwatch, *, lane: int = 0, is_even: bool = True) -> None:
+    def __init__(self, overseer: AgentClient | None, watch: Stopwatch, *, lane: int = 0, is_even: bool = True) -> None:
         """``lane``: ranks with the same lane do the same work. ``is_even``: all ranks process micro-batches in step, so
         their counts can be compared."""
-        self._overseer = overseer or Alone()
+        self._overseer = overseer or StandaloneClient()
         self._watch = watch
         self._lane, self._is_even = lane, is_even
         self._step, self._phase = -1, WorkerPhase.START
@@ -140,40 +140,40 @@ class Pace:
     def begin(self, step: int) -> None:
         """Step ``step`` is open (the first is 1). Until it takes its data, time is spent in the user's loop."""
         self._step = step
-        self.enter(WorkerPhase.HOOK)
+        self.enter_phase(WorkerPhase.HOOK)
 
-    def enter(self, phase: WorkerPhase) -> None:
+    def enter_phase(self, phase: WorkerPhase) -> None:
         self._phase = phase
         self._overseer.progress(self._step, phase)
 
     @contextmanager
-    def within(self, phase: WorkerPhase) -> Iterator[None]:
+    def in_phase(self, phase: WorkerPhase) -> Iterator[None]:
         """A phase nested in another: hooks, a compiler."""
         outer = self._phase
-        self.enter(phase)
+        self.enter_phase(phase)
         try:
             yield
         finally:
-            self.enter(outer)
+            self.enter_phase(outer)
 
     def start(self) -> None:
-        self.enter(WorkerPhase.COMPUTE)
+        self.enter_phase(WorkerPhase.COMPUTE)
         self._watch.start()
 
-    def tick(self) -> None:
-        self._overseer.tick(counts=self._is_even)
+    def micro_batch_done(self) -> None:
+        self._overseer.micro_batch_done(counts=self._is_even)
 
     def stop(self, num_micro: int) -> None:
         """All micro-batches are done. Until the commit, time is spent in the user's loop."""
         self._watch.stop(num_micro)
-        self.enter(WorkerPhase.HOOK)
+        self.enter_phase(WorkerPhase.HOOK)
 
-    def tell(self) -> None:
-        for seconds in self._watch.taken():
-            self._overseer.own(seconds, self._lane)
+    def report_times(self) -> None:
+        for seconds in self._watch.pop_times():
+            self._overseer.note_compute_time(seconds, self._lane)
             self._own.append(seconds)
 
-    def pop_own(self) -> float:
+    def pop_compute_s(self) -> float:
         """Median of this rank's own seconds per micro-batch since the last call; 0: none was measured."""
         own, self._own = list(self._own), deque(maxlen=_NUM_OWN)
         return median(own) if own else 0.0
@@ -187,7 +187,7 @@ class _Compiler:
     """Makes a compilation in the middle of a run a phase of its own, so that a step that takes a minute to compile is
     not taken for a hang. Active only if the compiler is imported already; importing it costs seconds."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: StepTimer) -> None:
         self._pace = pace
         self._stack: list[Any] = []
         self._handler = sys.modules["torch._dynamo.callback"].callback_handler if _is_loaded() else None
@@ -196,7 +196,7 @@ class _Compiler:
             self._handler.register_end_callback(self._end)
 
     def _begin(self, *_: object) -> None:
-        self._stack.append(inside := self._pace.within(WorkerPhase.COMPILE))
+        self._stack.append(inside := self._pace.in_phase(WorkerPhase.COMPILE))
         inside.__enter__()
 
     def _end(self, *_: object) -> None:

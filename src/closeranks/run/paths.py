@@ -18,22 +18,22 @@ _KEYS = ("path", "eval_path", "weights")
 T = TypeVar("T", bound=Table)
 
 
-def beside(job: Job, job_file: Path) -> Job:
+def resolve_paths(job: Job, job_file: Path) -> Job:
     """The job with resolved paths of data and weights: those that exist only beside its file become absolute."""
     folder = job_file.parent
     checkpoint, data = _located(job.checkpoint, folder), _located(job.data, folder)
     return job.model_copy(update={"checkpoint": checkpoint, "data": data})
 
 
-def found(job: Job, job_file: Path) -> Job:
+def resolve_existing_paths(job: Job, job_file: Path) -> Job:
     """The same, and raises if a path is missing: it may be missing on one host only."""
-    job = beside(job, job_file)
-    for problem in missing(job, job_file):
+    job = resolve_paths(job, job_file)
+    for problem in missing_paths(job, job_file):
         raise DataError(f"{problem.place}: {problem.what}", problem.fix)
     return job
 
 
-def missing(job: Job, job_file: Path) -> list[Problem]:
+def missing_paths(job: Job, job_file: Path) -> list[Problem]:
     """Relative paths that are in neither place, each with its key and where it was looked for."""
     places = f"the working folder {Path.cwd()}"
     if job_file.parent.resolve() != Path.cwd():

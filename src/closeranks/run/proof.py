@@ -37,7 +37,7 @@ from closeranks.run.component import Component
 from closeranks.run.hooks import Hook
 from closeranks.run.job import Job
 from closeranks.run.loop import train_job
-from closeranks.run.overseer import settle_in
+from closeranks.run.overseer import configure_worker
 from closeranks.run.session import Session
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
@@ -58,7 +58,7 @@ class _FirstGradients(Component):
             take(verdict.factor)
 
 
-class Record(Hook):
+class LayoutRecord(Hook):
     """Writes a run's losses, first gradients and final weights into a folder that all ranks share."""
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +75,11 @@ class Record(Hook):
         self._steps.append(step)
 
     def on_end(self, session: Session) -> None:
-        self._write(session, WEIGHTS, ((one.piece, one.tensor) for one in session.engine.model.kept() if one.is_spoken))
+        self._write(
+            session,
+            WEIGHTS,
+            ((one.piece, one.tensor) for one in session.engine.model.local_tensors() if one.is_primary),
+        )
         if session.world.is_lead:
             rows = [{"loss": step.loss, "grad_norm": step.grad_norm, "metrics": step.metrics} for step in self._steps]
             (self._folder / _SUMMARY).write_text(json.dumps(rows))
@@ -100,7 +104,7 @@ def _gradients(session: Session, factor: Tensor) -> Iterator[tuple[Piece, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class LayoutDifference:
     """The difference between two runs in one loss or tensor, zero if there is none."""
 
     kind: Literal["loss", "gradient", "weight"]
@@ -111,23 +115,23 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class LayoutComparison:
     """Two records, quantity by quantity in the order of the model."""
 
-    differences: tuple[Difference, ...]
+    differences: tuple[LayoutDifference, ...]
 
     def largest(self, kind: str) -> float:
         return max((one.relative for one in self.differences if one.kind == kind), default=math.inf)
 
-    def first_beyond(self, tolerances: Mapping[str, float]) -> Difference | None:
+    def first_exceeding(self, tolerances: Mapping[str, float]) -> LayoutDifference | None:
         """The first difference beyond the tolerance of its kind; kinds without a tolerance may differ."""
         beyond = (one for one in self.differences if not one.relative <= tolerances.get(one.kind, math.inf))
         return next(beyond, None)
 
 
-def compare(record: Path, reference: Path) -> Comparison:
+def compare_records(record: Path, reference: Path) -> LayoutComparison:
     """Losses first, then gradients, then weights: in the order in which an error shows."""
-    return Comparison(
+    return LayoutComparison(
         (
             *_compare_losses(record, reference),
             *_compare_tensors("gradient", record / GRADIENTS, reference / GRADIENTS, GRADIENTS),
@@ -136,32 +140,32 @@ def compare(record: Path, reference: Path) -> Comparison:
     )
 
 
-def losses(record: Path) -> list[float]:
+def recorded_losses(record: Path) -> list[float]:
     return [row["loss"] for row in json.loads((record / _SUMMARY).read_text())]
 
 
-def _compare_losses(record: Path, reference: Path) -> Iterator[Difference]:
+def _compare_losses(record: Path, reference: Path) -> Iterator[LayoutDifference]:
     for number, (ours, theirs) in enumerate(
-        zip_longest(losses(record), losses(reference), fillvalue=math.nan), start=1
+        zip_longest(recorded_losses(record), recorded_losses(reference), fillvalue=math.nan), start=1
     ):
         relative = abs(ours - theirs) / abs(theirs) if theirs else abs(ours)
-        yield Difference("loss", f"step {number}", math.inf if math.isnan(relative) else relative)
+        yield LayoutDifference("loss", f"step {number}", math.inf if math.isnan(relative) else relative)
 
 
 def _compare_tensors(
     kind: Literal["gradient", "weight"], record: Path, reference: Path, section: str
-) -> Iterator[Difference]:
+) -> Iterator[LayoutDifference]:
     ours, theirs = open_newest(str(record)), open_newest(str(reference))
     found, wanted = ours.shapes(section), theirs.shapes(section)
     tensors = (theirs.read(section, name, Piece.whole(name, shape)) for name, shape in wanted.items())
     floor = _LEAST_SHARE * math.hypot(*(tensor.double().norm().item() for tensor in tensors))
     for name in (*wanted, *(name for name in found if name not in wanted)):
         if found.get(name) != wanted.get(name):
-            yield Difference(kind, name, math.inf)
+            yield LayoutDifference(kind, name, math.inf)
             continue
         whole = Piece.whole(name, wanted[name])
         both = (side.read(section, name, whole) for side in (ours, theirs))
-        yield Difference(kind, name, relative_difference(*both, floor=floor))
+        yield LayoutDifference(kind, name, relative_difference(*both, floor=floor))
 
 
 def relative_difference(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
@@ -178,6 +182,6 @@ def relative_difference(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> 
 
 def record_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     """Worker entry point that trains a job and records it."""
-    settle_in(link=link)
-    train_job(Job.model_validate(payload["job"]), Path(payload["folder"]), [Record(Path(payload["record"]))])
+    configure_worker(link=link)
+    train_job(Job.model_validate(payload["job"]), Path(payload["folder"]), [LayoutRecord(Path(payload["record"]))])
     return 0

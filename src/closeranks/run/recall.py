@@ -15,21 +15,21 @@ from closeranks.capture.slots import SealedSlot, SlotError
 from closeranks.checkpoint.catalogue import FOLDER, find_checkpoints
 from closeranks.core.errors import CheckpointError
 from closeranks.run.job import Job
-from closeranks.run.past import Past, past_of
+from closeranks.run.past import BatchHistory, batch_history_of
 from closeranks.run.rescued_files import find_rescued
 from closeranks.storage.protocol import StorageError
 
 _AUTO = "auto"
 
 
-def look_back(job: Job, folder: Path) -> Past:
+def find_batch_history(job: Job, folder: Path) -> BatchHistory:
     """The batch history of a resumed job, from the newest state whose tree can be read; empty if there is none.
 
     If that state later proves damaged, an older one of the same run is restored, whose steps end at the same samples.
     """
     config = job.checkpoint
     if not config.resume:
-        return Past()
+        return BatchHistory()
     is_auto = config.resume == _AUTO
     place = (config.folder or str(folder / FOLDER)) if is_auto else config.resume
     try:
@@ -42,9 +42,11 @@ def look_back(job: Job, folder: Path) -> Past:
     if rescued is not None and rescued.step > (newest.step if newest else -1):
         with suppress(SlotError, OSError):  # reported when the state is restored
             tree = SealedSlot(rescued.files[0]).index.tree
-    return past_of(tree, job.train.global_batch)
+    return batch_history_of(tree, job.train.global_batch)
 
 
-def share_past(job: Job, folder: Path, *, looks: bool, share_text: Callable[[str], str]) -> Past:
+def broadcast_batch_history(job: Job, folder: Path, *, looks: bool, share_text: Callable[[str], str]) -> BatchHistory:
     """Collective. The rank with ``looks`` looks it up and broadcasts it."""
-    return Past.from_json(json.loads(share_text(json.dumps(look_back(job, folder).to_json()) if looks else "")))
+    return BatchHistory.from_json(
+        json.loads(share_text(json.dumps(find_batch_history(job, folder).to_json()) if looks else ""))
+    )

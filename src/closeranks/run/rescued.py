@@ -13,45 +13,45 @@ from closeranks.capture.slots import SealedSlot, SlotError
 from closeranks.core.errors import CheckpointError
 from closeranks.elastic.recalling import SnapshotReader
 from closeranks.parallel.group import Group
-from closeranks.run.rescued_files import Rescued, find_rescued
-from closeranks.run.saved_tree import sound_tree
-from closeranks.run.state import State
+from closeranks.run.rescued_files import RescuedState, find_rescued
+from closeranks.run.saved_tree import validate_tree
+from closeranks.run.state import RunState
 
 
-def share_rescued(group: Group, run: Path) -> Rescued | None:
+def broadcast_rescued(group: Group, run: Path) -> RescuedState | None:
     """Collective. Rank 0 looks and broadcasts, so that all ranks try the same state."""
     found = find_rescued(run) if group.rank == 0 else None
     text = json.dumps([found.step, found.folder, found.files]) if found is not None else ""
     if not (text := group.share_text(text)):
         return None
     step, folder, files = json.loads(text)
-    return Rescued(step, folder, tuple(files))
+    return RescuedState(step, folder, tuple(files))
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class RescueOutcome:
     """The outcome on one rank."""
 
-    recalled: SnapshotReader | None = None
+    reader: SnapshotReader | None = None
     problem: str = ""
     refusal: tuple[str, str] | None = None
     """Why the state does not fit the job, and what to do."""
 
 
-def read_rescued(state: State, rescued: Rescued, *, may_be_done: bool) -> Read:
+def restore_rescued(state: RunState, rescued: RescuedState, *, may_be_done: bool) -> RescueOutcome:
     """Restore the run from it. Never raises for a bad state: ranks may see different parts of it and agree first."""
     try:
         with SnapshotReader([SealedSlot(file) for file in rescued.files]) as recalled:
             try:
-                sound_tree(recalled.tree, rescued.folder)
+                validate_tree(recalled.tree, rescued.folder)
             except CheckpointError as error:
-                return Read(problem=error.what)
+                return RescueOutcome(problem=error.what)
             state.check(recalled, may_be_done=may_be_done)
             state.restore(recalled)
     except CheckpointError as error:
-        return Read(refusal=(error.what, error.fix))
+        return RescueOutcome(refusal=(error.what, error.fix))
     except SlotError as error:
-        return Read(problem=str(error))
+        return RescueOutcome(problem=str(error))
     except OSError as error:
-        return Read(problem=f"it cannot be read ({error.strerror})")
-    return Read(recalled)
+        return RescueOutcome(problem=f"it cannot be read ({error.strerror})")
+    return RescueOutcome(recalled)

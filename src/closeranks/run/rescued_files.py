@@ -16,7 +16,7 @@ from closeranks.elastic.choosing import SnapshotCopy, SnapshotLocation, complete
 
 
 @dataclass(frozen=True, slots=True)
-class Rescued:
+class RescuedState:
     """The newest complete state in a run folder."""
 
     step: int
@@ -25,7 +25,7 @@ class Rescued:
     """One for each image."""
 
 
-def find_rescued(run: Path) -> Rescued | None:
+def find_rescued(run: Path) -> RescuedState | None:
     files = sorted(str(path) for path in (run / FOLDER).glob("[!.]*/box-*"))
     copies = [
         SnapshotCopy(SnapshotLocation(0, number, 0), about)
@@ -38,10 +38,10 @@ def find_rescued(run: Path) -> Rescued | None:
     found = {
         copy.about.image: files[copy.location.local_index] for copy in reversed(copies) if copy.about.key == states[0]
     }
-    return Rescued(states[0][1], str(run / FOLDER), tuple(found[image] for image in sorted(found)))
+    return RescuedState(states[0][1], str(run / FOLDER), tuple(found[image] for image in sorted(found)))
 
 
-def forget_rescued(run: Path, step: int) -> None:
+def remove_rescued(run: Path, step: int) -> None:
     """Called when a checkpoint of this step is committed: older rescued snapshots must not be mixed with those of a
     later loss."""
     if (run / FOLDER).exists() and ((found := find_rescued(run)) is None or found.step <= step):

@@ -22,12 +22,12 @@ _TABLE = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class ResizedJob:
     """A job adapted to a number of workers."""
 
     job: Job
     num_workers: int
-    words: str = ""
+    summary: str = ""
     """The differences from the job at its full size, for people; empty if there are none."""
 
     @property
@@ -35,7 +35,7 @@ class Fitted:
         return layout_for(self.job, self.num_workers)
 
 
-def fit(job: Job, num_available: int, num_wanted: int = 0) -> Fitted | None:
+def resize_job(job: Job, num_available: int, num_wanted: int = 0) -> ResizedJob | None:
     """The job on at most ``num_available`` workers; None if it cannot run on so few or ``elastic.min_workers`` is more.
 
     ``job`` is the one the run was started with, never a resized one, so that a run can grow back to its full size.
@@ -48,7 +48,7 @@ def fit(job: Job, num_available: int, num_wanted: int = 0) -> Fitted | None:
         fitted = fitted if layout == layout_for(fitted, num_workers) else _with_layout(fitted, layout)
         if num_workers >= job.elastic.min_workers and not check_workers(fitted, num_workers):
             words = _words(full, layout, job, fitted) if num_wanted or job.layout.data else ""
-            return Fitted(fitted, num_workers, words)
+            return ResizedJob(fitted, num_workers, words)
     return None
 
 
@@ -115,13 +115,13 @@ def _text(layout: Layout) -> str:
     return str(layout if layout.pipeline > 1 else replace(layout, schedule="1f1b"))
 
 
-def samples_of(job: Job, step: int, ends: Sequence[Cursor] = ()) -> str:
+def describe_samples(job: Job, step: int, ends: Sequence[Cursor] = ()) -> str:
     """Which samples a step takes, for people: by their position in the run's order, as ``data show`` counts."""
     first = position_after(step - 1, job.train.global_batch, ends)
     last = first + job.train.global_batch - 1
     return f"samples {first} to {last} of the run; `closeranks data show {first} JOB.toml` shows the first"
 
 
-def limits_of(config: ElasticConfig) -> FaultLimits:
+def fault_limits(config: ElasticConfig) -> FaultLimits:
     """The values of the table ``[elastic]`` that the agent needs."""
     return FaultLimits(**{field.name: getattr(config, field.name) for field in fields(FaultLimits)})

@@ -48,11 +48,11 @@ from closeranks.elastic.shelf import SnapshotPaths
 from closeranks.elastic.shipping import receive_slot, send_slot
 from closeranks.elastic.vote import Ballot
 from closeranks.run.component import Component, Unique
-from closeranks.run.context import Context
+from closeranks.run.context import RunContext
 from closeranks.run.engine import Engine
-from closeranks.run.resuming import restore, resume_own
-from closeranks.run.saving import Origin, next_part, place_of
-from closeranks.run.state import State as RunState
+from closeranks.run.resuming import load_initial_state, resume_own_checkpoint
+from closeranks.run.saving import StartPoint, checkpoint_place, next_attempt
+from closeranks.run.state import RunState as RunState
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.recorder import last_step, parse_line
 
@@ -70,40 +70,40 @@ _USUAL = ("empty", "torn")
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
+class RestoredGeneration:
     """Where a generation starts, and what it found in memory."""
 
-    origin: Origin
+    start_point: StartPoint
     shelf: SnapshotPaths
     folder: Path
     event: Restored | None = None
-    copies: tuple[SnapshotCopy, ...] = ()
+    found_copies: tuple[SnapshotCopy, ...] = ()
     """All copies found in the snapshot memory of all hosts."""
     state: StateKey | None = None
     """The one that the generation starts from; its copies must be kept until the first new snapshot is sealed."""
     is_in_place: bool = False
     """Whether every rank and every peer has that state in the slot where it would be written."""
 
-    def told(self, warnings: Sequence[str], *, is_lead: bool) -> Iterator[Event]:
+    def start_events(self, warnings: Sequence[str], *, is_lead: bool) -> Iterator[Event]:
         """The events at the start of a generation: a later one does not repeat those of the first."""
         if self.event is not None:
             if is_lead:
                 yield self.event
-                yield from _untold(self.folder, self.origin)
+                yield from _untold(self.folder, self.start_point)
             return
-        if self.origin.path:
-            yield Resumed(self.origin.step, self.origin.path)
-        for text in (*self.origin.notes, *warnings) if is_lead else ():
+        if self.start_point.path:
+            yield Resumed(self.start_point.step, self.start_point.path)
+        for text in (*self.start_point.notes, *warnings) if is_lead else ():
             yield Warned(text)
 
 
-def take_over(engine: Engine, state: RunState, folder: Path, shelf: SnapshotPaths) -> TakenOver:
+def restore_generation(engine: Engine, state: RunState, folder: Path, shelf: SnapshotPaths) -> RestoredGeneration:
     """Collective."""
     context = engine.context
     if not shelf:
-        return TakenOver(restore(context, state, folder), shelf, folder)
+        return RestoredGeneration(load_initial_state(context, state, folder), shelf, folder)
     if context.world.generation == 0:
-        begun = TakenOver(restore(context, state, folder), shelf, folder)
+        begun = RestoredGeneration(load_initial_state(context, state, folder), shelf, folder)
         _note_beginning(context, folder)  # only now: a refused job leaves the folder unchanged
         return begun
     began_at = time.monotonic()
@@ -113,18 +113,18 @@ def take_over(engine: Engine, state: RunState, folder: Path, shelf: SnapshotPath
     choice, tree = memory.recall()
     if choice is not None:
         step, sources = choice.step, {choice.source_of(rank, seat.host) for rank, seat in enumerate(memory.seats)}
-        found = Origin(step, "", tree)
+        found = StartPoint(step, "", tree)
         source = "peer" if "peer" in sources else "memory"
     else:
         found, source = _from_disk(context, state, folder, memory)
     event = Restored(found.step, source, context.world.generation, time.monotonic() - began_at, memory.notes)
     if choice is None:
-        return TakenOver(found, shelf, folder, event, memory.copies)
+        return RestoredGeneration(found, shelf, folder, event, memory.copies)
     if not (folder / _BEGINNING).exists():  # the run folder was removed: all that is saved from now on is this run's
         _note_beginning(context, folder)
-    keepers = kept_by(context, state, [seat.image for seat in memory.seats])
+    keepers = choose_backup_ranks(context, state, [seat.image for seat in memory.seats])
     is_there = is_in_place(choice, memory.sound(), memory.seats, keepers)
-    return TakenOver(found, shelf, folder, event, memory.copies, choice.state, is_there)
+    return RestoredGeneration(found, shelf, folder, event, memory.copies, choice.state, is_there)
 
 
 class _FirstStep(Component):
@@ -139,7 +139,7 @@ class _FirstStep(Component):
             self._label = ""
 
 
-def _untold(folder: Path, origin: Origin) -> Iterator[Event]:
+def _untold(folder: Path, origin: StartPoint) -> Iterator[Event]:
     """The last step, or those of the last synchronisation interval, if other ranks have its state but rank 0 was lost
     before it recorded the results."""
     lines = [parse_line(line.encode()) for line in origin.tree.get("last", "").splitlines()]
@@ -149,12 +149,12 @@ def _untold(folder: Path, origin: Origin) -> Iterator[Event]:
             yield event
 
 
-def images(context: Context, state: RunState) -> tuple[str, ...]:
+def rank_images(context: RunContext, state: RunState) -> tuple[str, ...]:
     """The image of every rank."""
     return images_of(context.groups.mesh, are_own=state.unique is Unique.RANK)
 
 
-def kept_by(context: Context, state: RunState, images: Sequence[str]) -> tuple[int | None, ...]:
+def choose_backup_ranks(context: RunContext, state: RunState, images: Sequence[str]) -> tuple[int | None, ...]:
     """The rank that keeps a second copy of each rank's image; see ``elastic.second_copies``."""
     wish, hosts = context.job.elastic.second_copies, context.hosts
     is_spared = len(set(hosts)) > 1 and state.unique is not Unique.NOTHING
@@ -163,18 +163,18 @@ def kept_by(context: Context, state: RunState, images: Sequence[str]) -> tuple[i
     return backup_ranks(hosts, images)
 
 
-def _from_disk(context: Context, state: RunState, folder: Path, memory: _Memory) -> tuple[Origin, str]:
+def _from_disk(context: RunContext, state: RunState, folder: Path, memory: _Memory) -> tuple[StartPoint, str]:
     passed: list[str] = []
-    found = resume_own(context, state, folder, _first_part(context, folder), passed)
+    found = resume_own_checkpoint(context, state, folder, _first_part(context, folder), passed)
     if found is None and (memory.is_spoilt or passed):
         _begin_anew(context, folder, memory, passed)
     if found is not None or memory.has_lost:
         memory.notes.append("no state is whole in memory")
     memory.notes.extend(passed)
-    return (found, "checkpoint") if found is not None else (restore(context, state, folder), "start")
+    return (found, "checkpoint") if found is not None else (load_initial_state(context, state, folder), "start")
 
 
-def _begin_anew(context: Context, folder: Path, memory: _Memory, passed: Sequence[str]) -> NoReturn:
+def _begin_anew(context: RunContext, folder: Path, memory: _Memory, passed: Sequence[str]) -> NoReturn:
     """Collective. See [Note: a spoilt beginning]; this run's checkpoints, none of which is sound, no longer count."""
     memory.void()
     _note_beginning(context, folder)
@@ -187,7 +187,7 @@ def _begin_anew(context: Context, folder: Path, memory: _Memory, passed: Sequenc
 class _Memory:
     """The contents of the snapshot memory of all hosts, the same on all ranks."""
 
-    context: Context
+    context: RunContext
     run_state: RunState
     shelf: SnapshotPaths
     seats: tuple[RankPlacement, ...] = ()
@@ -200,7 +200,7 @@ class _Memory:
     """Whether there ever was more than the first snapshot, which is sealed before the vote of the first step."""
 
     def __post_init__(self) -> None:
-        self.seats = rank_placements(self.context.hosts, images(self.context, self.run_state))
+        self.seats = rank_placements(self.context.hosts, rank_images(self.context, self.run_state))
         host = self.seats[self.context.world.rank].host
         is_speaker = self.seats[self.context.world.rank].local_index == 0  # all ranks of a host see the same
         told = _told(self.shelf, host) if is_speaker else [[], [], False]
@@ -256,7 +256,7 @@ def _told(shelf: SnapshotPaths, host: int) -> list[Any]:
     return [rows, notes, is_used]
 
 
-Problem = list[Any]
+CopyProblem = list[Any]
 """Location of a copy (host, worker's memory on that host, file), and what is wrong with it."""
 
 
@@ -264,7 +264,7 @@ Problem = list[Any]
 class _Attempt:
     """One attempt to read one state."""
 
-    context: Context
+    context: RunContext
     run_state: RunState
     shelf: SnapshotPaths
     seats: Sequence[RankPlacement]
@@ -275,7 +275,7 @@ class _Attempt:
     def rank(self) -> int:
         return self.context.world.rank
 
-    def read(self) -> tuple[Mapping[str, Any], list[Problem]]:
+    def read(self) -> tuple[Mapping[str, Any], list[CopyProblem]]:
         """Restore the run's state; never raises for a bad copy: other ranks may find it sound."""
         paths, problems = self._fetch()
         if problems:
@@ -297,13 +297,13 @@ class _Attempt:
     def _path(self, copy: SnapshotCopy) -> str:
         return self.shelf.paths[copy.location.local_index][copy.location.file]
 
-    def _fetch(self) -> tuple[dict[str, str], list[Problem]]:
+    def _fetch(self) -> tuple[dict[str, str], list[CopyProblem]]:
         """Fetch the copies that this host lacks, one after the other in the same order on all ranks. Returns their
         paths by image, and the problems."""
         if not self.choice.fetches:
             return {}, []
         got: dict[str, str] = {}
-        problems: list[Problem] = []
+        problems: list[CopyProblem] = []
         for fetch in self.choice.fetches:
             if fetch.source == self.rank:
                 problems += self._give(fetch.copy, fetch.target)
@@ -322,10 +322,10 @@ class _Attempt:
             paths |= theirs if self.seats[rank].host == host else {}
         return paths, problems
 
-    def _give(self, copy: SnapshotCopy, to: int) -> list[Problem]:
+    def _give(self, copy: SnapshotCopy, to: int) -> list[CopyProblem]:
         try:
             slot: SealedSlot | None = SealedSlot(self._path(copy))
-            problems: list[Problem] = []
+            problems: list[CopyProblem] = []
         except (SlotError, OSError) as error:
             slot, problems = None, [_problem(copy, str(error))]
         for work in send_slot(None if slot is None else slot.bytes, to):
@@ -342,18 +342,18 @@ class _Attempt:
         return slot, path
 
 
-def _problem(copy: SnapshotCopy, what: str) -> Problem:
+def _problem(copy: SnapshotCopy, what: str) -> CopyProblem:
     return [copy.location.host, copy.location.local_index, copy.location.file, what]
 
 
-def _note_beginning(context: Context, folder: Path) -> None:
+def _note_beginning(context: RunContext, folder: Path) -> None:
     """Record the first attempt number under which this run saves: checkpoints with lower numbers belong to other runs,
     or to the one it was resumed from."""
     if not context.world.is_lead or not context.job.checkpoint.save:
         return
     path = folder / _BEGINNING
     try:
-        first_part = next_part(place_of(context.job, folder), context.job.checkpoint.remote)
+        first_part = next_attempt(checkpoint_place(context.job, folder), context.job.checkpoint.remote)
         folder.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".tmp").write_text(json.dumps({"first_part": first_part}))
         path.with_suffix(".tmp").replace(path)
@@ -362,7 +362,7 @@ def _note_beginning(context: Context, folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _first_part(context: Context, folder: Path) -> int:
+def _first_part(context: RunContext, folder: Path) -> int:
     number = 0
     if context.world.is_lead:
         try:

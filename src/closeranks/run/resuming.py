@@ -18,34 +18,34 @@ from closeranks.checkpoint.manifest import parse_folder
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
-from closeranks.run.context import Context
-from closeranks.run.rescued import Read, read_rescued, share_rescued
-from closeranks.run.saved_tree import sound_tree
-from closeranks.run.saving import AUTO, Origin, place_of
-from closeranks.run.state import State
+from closeranks.run.context import RunContext
+from closeranks.run.rescued import RescueOutcome, broadcast_rescued, restore_rescued
+from closeranks.run.saved_tree import validate_tree
+from closeranks.run.saving import AUTO, StartPoint, checkpoint_place
+from closeranks.run.state import RunState
 from closeranks.run.weights import load_weights
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import StorageError
 
 
-def restore(context: Context, state: State, folder: Path) -> Origin:
+def load_initial_state(context: RunContext, state: RunState, folder: Path) -> StartPoint:
     """Load the state that the job starts from: a checkpoint's, or a fresh one with the weights that the job names."""
-    origin = resume(context, state, folder) or Origin()
+    origin = resume(context, state, folder) or StartPoint()
     weights = context.job.checkpoint.weights
     if weights and not origin.path:
         opened = open_weights(weights)
-        origin = Origin(path=opened.path, notes=load_weights(state.model, context.groups.pipeline, opened))
+        origin = StartPoint(path=opened.path, notes=load_weights(state.model, context.groups.pipeline, opened))
         state.weights_loaded()
-    return replace(origin, notes=(*origin.notes, *state.model.unsaved()))
+    return replace(origin, notes=(*origin.notes, *state.model.unsaved_warnings()))
 
 
-def resume(context: Context, state: State, folder: Path) -> Origin | None:
+def resume(context: RunContext, state: RunState, folder: Path) -> StartPoint | None:
     """Restore the state that ``checkpoint.resume`` names. None: there is none and the job allows that."""
     config = context.job.checkpoint
     if not config.resume:
         return None
     is_auto = config.resume == AUTO  # a scheduler may run the job again, even after its end
-    place = place_of(context.job, folder) if is_auto else config.resume
+    place = checkpoint_place(context.job, folder) if is_auto else config.resume
     candidates = _share_candidates(context, place, config.remote)
     passed: list[str] = []
     found = _rescued(context, state, folder if is_auto else Path(place), candidates, passed, may_be_done=is_auto)
@@ -59,50 +59,54 @@ def resume(context: Context, state: State, folder: Path) -> Origin | None:
     )
 
 
-def resume_own(context: Context, state: State, folder: Path, first_part: int, passed: list[str]) -> Origin | None:
+def resume_own_checkpoint(
+    context: RunContext, state: RunState, folder: Path, first_part: int, passed: list[str]
+) -> StartPoint | None:
     """The newest sound checkpoint among those that this run itself has saved, from ``first_part`` on; None if there is
     none. Notes about checkpoints that were skipped are appended to ``passed``."""
-    candidates = _share_candidates(context, place_of(context.job, folder), context.job.checkpoint.remote, first_part)
+    candidates = _share_candidates(
+        context, checkpoint_place(context.job, folder), context.job.checkpoint.remote, first_part
+    )
     return _first_sound(context, state, candidates, passed, may_be_done=True)
 
 
 def _first_sound(
-    context: Context, state: State, candidates: Sequence[tuple[str, str]], passed: list[str], *, may_be_done: bool
-) -> Origin | None:
+    context: RunContext, state: RunState, candidates: Sequence[tuple[str, str]], passed: list[str], *, may_be_done: bool
+) -> StartPoint | None:
     for url, name in candidates:
         found = _try(state, url, name, may_be_done=may_be_done)
         reasons = _together(context, found)
         if not reasons:
             assert found.reader is not None
-            return Origin(found.step, found.reader.path, found.reader.tree, tuple(passed))
+            return StartPoint(found.step, found.reader.path, found.reader.tree, tuple(passed))
         passed.append(f"{name} was passed over: {reasons[0]}")
     return None
 
 
 def _rescued(
-    context: Context,
-    state: State,
+    context: RunContext,
+    state: RunState,
     run: Path,
     candidates: Sequence[tuple[str, str]],
     passed: list[str],
     *,
     may_be_done: bool,
-) -> Origin | None:
+) -> StartPoint | None:
     """The rescued state, if it is newer than every checkpoint."""
-    rescued = share_rescued(context.groups.world, run)
+    rescued = broadcast_rescued(context.groups.world, run)
     newest = max((step for _, name in candidates for step, _ in [parse_folder(name) or (0, 0)]), default=-1)
     if rescued is None or rescued.step <= newest:
         return None
-    read = read_rescued(state, rescued, may_be_done=may_be_done)
+    read = restore_rescued(state, rescued, may_be_done=may_be_done)
     reasons = _together(context, read)
     if not reasons:
-        assert read.recalled is not None
-        return Origin(rescued.step, rescued.folder, read.recalled.tree, is_rescued=True)
+        assert read.reader is not None
+        return StartPoint(rescued.step, rescued.folder, read.reader.tree, is_rescued=True)
     passed.append(f"{rescued.folder} was passed over: {reasons[0]}")
     return None
 
 
-def _together(context: Context, found: _Attempt | Read) -> list[str]:
+def _together(context: RunContext, found: _Attempt | RescueOutcome) -> list[str]:
     """Collective. The reasons why any rank could not read the state. If it does not fit the job on any rank, every rank
     raises that error."""
     told = [json.loads(text) for text in context.groups.world.gather_text(json.dumps([found.problem, found.refusal]))]
@@ -112,7 +116,7 @@ def _together(context: Context, found: _Attempt | Read) -> list[str]:
     return [problem for problem, _ in told if problem]
 
 
-def _share_candidates(context: Context, place: str, remote: str, first_part: int = 0) -> list[tuple[str, str]]:
+def _share_candidates(context: RunContext, place: str, remote: str, first_part: int = 0) -> list[tuple[str, str]]:
     """Collective. Rank 0 looks and broadcasts, so that all ranks try the same checkpoints in the same order."""
     text = ""
     if context.world.is_lead:
@@ -133,11 +137,11 @@ class _Attempt:
     """Why the state does not fit the job, and what to do."""
 
 
-def _try(state: State, url: str, name: str, *, may_be_done: bool) -> _Attempt:
+def _try(state: RunState, url: str, name: str, *, may_be_done: bool) -> _Attempt:
     """Never raises for a bad state: ranks may see different parts of it and must agree first."""
     try:
         reader = CheckpointReader(open_storage(url), name)
-        sound_tree(reader.tree, reader.path)
+        validate_tree(reader.tree, reader.path)
     except (CheckpointError, StorageError) as error:
         return _Attempt(None, 0, _sentence(error))
     try:

@@ -18,13 +18,13 @@ from closeranks.models.config import LlamaConfig
 from closeranks.models.generate import generate
 from closeranks.parallel.materialise import materialise
 from closeranks.run.model import load_model
-from closeranks.run.saved_tree import saved_job
+from closeranks.run.saved_tree import load_saved_job
 
 
 def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[bytes]:
     """The continuation, byte by byte, as the model samples it."""
     saved = open_newest(str(folder))
-    job = saved_job(saved.tree, saved.path)
+    job = load_saved_job(saved.tree, saved.path)
     if job.data.name != "text":
         raise ModelError(
             f"{folder} holds a model of '{job.data.name}' data, not of text", "Name a run trained on text."

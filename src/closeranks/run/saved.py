@@ -23,7 +23,7 @@ MODEL, OPTIMIZER, OTHER, SYNC, EMA = "model", "optimizer", "other", "sync", "ema
 """Sections of the state."""
 
 
-class Saved(Protocol):
+class SavedState(Protocol):
     """A saved state, read piece by piece: ``checkpoint.reader.CheckpointReader`` is one."""
 
     @property
@@ -43,17 +43,17 @@ class Saved(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReplicaIndex:
     """The index of this rank's replica, and the number of replicas."""
 
     number: int
     count: int
 
 
-class RowReader:
+class ReplicaStateReader:
     """A saved state as one replica reads it, see [Note: rows]."""
 
-    def __init__(self, saved: Saved, number: int) -> None:
+    def __init__(self, saved: SavedState, number: int) -> None:
         self._saved, self._number = saved, number
         self._shapes: dict[str, Mapping[str, tuple[int, ...]]] = {}
 
@@ -79,7 +79,7 @@ class RowReader:
         return piece if len(shape) <= len(piece.shape) else _row_of(piece, self._number % shape[0], shape[0])
 
 
-def as_row(one: StateTensor, row: Row) -> StateTensor:
+def as_replica_row(one: StateTensor, row: ReplicaIndex) -> StateTensor:
     """This replica's own tensor as its row of the saved tensor of all replicas; shares its memory."""
     tensor = one.tensor if one.piece.flat is not None else one.tensor.unsqueeze(0)
     return replace(one, piece=_row_of(one.piece, row.number, row.count), tensor=tensor)
@@ -90,7 +90,7 @@ def _row_of(piece: Piece, number: int, count: int) -> Piece:
     return Piece(piece.name, (count, *piece.shape), (number, *piece.start), (1, *piece.size), piece.flat)
 
 
-def check_alike(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+def check_same_shapes(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse the tensors of another model."""
     if wanted.keys() != found.keys():
         odd = sorted(wanted.keys() ^ found.keys())

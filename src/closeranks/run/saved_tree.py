@@ -72,7 +72,7 @@ class _Tree(_Values):
     hub: dict[str, Any] | None = None
 
 
-def sound_tree(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+def validate_tree(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Returns the tree itself. ``path``: of the checkpoint, for the error."""
     try:
         _Tree.model_validate(tree)
@@ -84,9 +84,9 @@ def sound_tree(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return tree
 
 
-def saved_job(tree: Mapping[str, Any], path: str) -> Job:
+def load_saved_job(tree: Mapping[str, Any], path: str) -> Job:
     """The job that saved a state. Nothing that it names is imported."""
-    config = sound_tree(tree, path).get("config")
+    config = validate_tree(tree, path).get("config")
     if config is None:
         raise ModelError(f"{path} does not say which job saved it", "Name a run that `closeranks train` made.")
     try:

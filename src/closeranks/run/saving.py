@@ -31,12 +31,12 @@ from closeranks.core.refuges import advice, refuges
 from closeranks.core.requests import SAVE
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.run.component import Component
-from closeranks.run.context import Context
-from closeranks.run.hub_files import kept_hub
+from closeranks.run.context import RunContext
+from closeranks.run.hub_files import saved_hub_metadata
 from closeranks.run.job import Job
 from closeranks.run.ownership import check_owned
-from closeranks.run.rescued_files import forget_rescued
-from closeranks.run.state import State
+from closeranks.run.rescued_files import remove_rescued
+from closeranks.run.state import RunState
 from closeranks.storage.open import absolute, open_storage
 from closeranks.storage.protocol import StorageError
 
@@ -47,13 +47,13 @@ _EARLY_S = 10.0
 """When "auto" prepares for its first save: shorter runs need no buffer and no process."""
 
 
-def place_of(job: Job, folder: Path) -> str:
+def checkpoint_place(job: Job, folder: Path) -> str:
     """Where a run's checkpoints are."""
     return absolute(job.checkpoint.folder or str(folder / FOLDER))
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class StartPoint:
     """The step and the state that a run starts from."""
 
     step: int = 0
@@ -65,17 +65,17 @@ class Origin:
     """Whether it is no checkpoint but a rescued state, written by hosts that had lost the job's leader."""
 
 
-class Saving(Component):
+class SessionCheckpoints(Component):
     """The saves of one session, in the order of its steps."""
 
     def __init__(
         self,
-        context: Context,
-        state: State,
+        context: RunContext,
+        state: RunState,
         capture: Capture,
         folder: Path,
         emit: Callable[[Event], None],
-        origin: Origin,
+        origin: StartPoint,
     ) -> None:
         config = context.job.checkpoint
         self._context, self._state, self._capture = context, state, capture
@@ -86,7 +86,9 @@ class Saving(Component):
         self._settings = replace(settings, place=absolute(settings.place), remote=remote)
         mtbf_s = seconds_of(config.mtbf) if config.mtbf else None
         every = config.every if config.save else 0
-        self._hub = kept_hub(folder, origin.tree, config.weights) if context.world.is_lead and config.save else {}
+        self._hub = (
+            saved_hub_metadata(folder, origin.tree, config.weights) if context.world.is_lead and config.save else {}
+        )
         history = origin.tree.get("rhythm") or {"is_ending": True}
         self._rhythm = SaveSchedule.from_state(every, mtbf_s, context.world.size, history)
         self._is_asked = self._is_granted = self._is_pending = False
@@ -116,7 +118,7 @@ class Saving(Component):
 
     def _asks(self, step: int) -> bool:
         """Whether this rank requests a save in the vote of ``step``; called once in every step."""
-        self.settle()
+        self.poll_reports()
         check_owned()
         last_s, self._asked_s = self._asked_s, time.monotonic()
         if last_s is not None:
@@ -141,24 +143,24 @@ class Saving(Component):
             what = f"a save takes longer than checkpoint.every = {every} steps: one that is due meanwhile is left out"
             self._emit(Warned(what, step))
 
-    def grant(self) -> None:
+    def grant_save(self) -> None:
         """The vote granted a save: all ranks save at the next boundary."""
         self._is_asked, self._is_granted = False, True
 
     @property
-    def is_granted(self) -> bool:
+    def is_save_granted(self) -> bool:
         """Whether ``proceed`` will save, once nothing else happens between two steps."""
         return self._is_granted
 
-    def proceed(self, step: int) -> list[SaveTarget]:
+    def begin_save(self, step: int) -> list[SaveTarget]:
         """Called on all ranks. The targets of the save that was granted; empty if none was."""
         if not self._is_granted:
             return []
         self._is_granted = False
-        self._context.pace.enter(WorkerPhase.SAVE)
+        self._context.step_timer.enter_phase(WorkerPhase.SAVE)
         return self._ask(step)
 
-    def evaluated(self, result: Evaluated) -> None:
+    def on_eval(self, result: Evaluated) -> None:
         """Called on all ranks, with the same loss. A state among the best so far is copied at once, before hooks may
         change anything."""
         self._judged, self._asked_s = result, None  # the time since the last step was not training
@@ -169,7 +171,7 @@ class Saving(Component):
                 self._capture.begin(self._state.tensors(), targets)
                 self._finish_copy()
 
-    def settle(self) -> None:
+    def poll_reports(self) -> None:
         """Report the outcome of earlier saves; never blocks."""
         for report in self._own.poll() if self._own is not None else ():
             self._hear(report)
@@ -302,7 +304,7 @@ class Saving(Component):
         world, told = self._context.world, ""
         if world.is_lead:
             try:
-                told = json.dumps([secrets.token_hex(4), next_part(settings.place, settings.remote), ""])
+                told = json.dumps([secrets.token_hex(4), next_attempt(settings.place, settings.remote), ""])
             except CloseranksError as error:
                 told = json.dumps(["", 0, error.what])
         token, part, problem = json.loads(self._context.groups.world.share_text(told))
@@ -315,9 +317,9 @@ class Saving(Component):
         if not self._context.world.is_lead:
             return None
         hub = {"hub": self._hub} if self._hub else {}
-        return {**self._state.document(step), **hub, "rhythm": self._rhythm.state(is_ending=is_ending)}
+        return {**self._state.checkpoint_tree(step), **hub, "rhythm": self._rhythm.state(is_ending=is_ending)}
 
-    def rhythm_state(self) -> dict[str, Any]:
+    def schedule_state(self) -> dict[str, Any]:
         """State of the save schedule, for the next generation."""
         return self._rhythm.state(is_ending=False)
 
@@ -342,7 +344,7 @@ class Saving(Component):
                 self._good.add(here)
                 stall_s = self._stalls.get(report.step, 0.0)
                 if report.tier == "primary":
-                    forget_rescued(self._folder, report.step)
+                    remove_rescued(self._folder, report.step)
                     self._is_pending = False
                     self._rhythm.record_save(report.step, stall_s, report.seconds, now_s)
                 path = self._own.path_of(report.step) if report.tier == "primary" else report.path
@@ -360,7 +362,7 @@ class Saving(Component):
                     self._emit(Pruned(report.step, list(report.names)))
 
 
-def next_part(place: str, remote: str) -> int:
+def next_attempt(place: str, remote: str) -> int:
     """The attempt number under which this opening of a run saves: one more than that of every checkpoint at either
     place. A remote place that cannot be reached now is ignored: it may be reached later."""
     try:

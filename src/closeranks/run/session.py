@@ -19,24 +19,24 @@ from closeranks.core.errors import UserError
 from closeranks.core.events import Evaluated, RunStarted, StepDone, Warned
 from closeranks.core.protocols import Batch, Loss
 from closeranks.core.requests import SAVE
-from closeranks.run.agreement import Agreement
+from closeranks.run.agreement import SharedSetup
 from closeranks.run.build import build
-from closeranks.run.collector import CollectorPause
-from closeranks.run.copies import Copies
-from closeranks.run.ending import FINISHED, Ending
+from closeranks.run.collector import GarbageCollection
+from closeranks.run.copies import StateCapture
+from closeranks.run.ending import FINISHED, SessionEnd
 from closeranks.run.evaluate import evaluate
 from closeranks.run.folder import record_job
 from closeranks.run.hooks import Hook, Hooks
-from closeranks.run.ingredients import Described, from_job, from_python, hooks_of
+from closeranks.run.ingredients import RunDefinition, from_job, from_python, make_hooks
 from closeranks.run.job import Job
-from closeranks.run.ledger import Ledger, Settled
-from closeranks.run.narrator import overseen
+from closeranks.run.ledger import StepResult, StepResults
+from closeranks.run.narrator import connect_agent_client
 from closeranks.run.opening import prepare_process, started_event
-from closeranks.run.overseer import take_shelf
-from closeranks.run.restoring import take_over
+from closeranks.run.overseer import take_snapshot_paths
+from closeranks.run.restoring import restore_generation
 from closeranks.run.result import Result
-from closeranks.run.step import Step, check_at_rest
-from closeranks.run.work import loss_here
+from closeranks.run.step import Step, check_between_steps
+from closeranks.run.work import compute_loss
 from closeranks.telemetry.profiler import StepProfiler
 from closeranks.telemetry.recorder import Recorder
 
@@ -70,40 +70,40 @@ class Session:
         session._open(from_job(job), hooks, folder)
         return session
 
-    def _open(self, described: Described, hooks: Sequence[Hook], folder: Path | None) -> None:
+    def _open(self, described: RunDefinition, hooks: Sequence[Hook], folder: Path | None) -> None:
         self.job, self.world = described.job, detect_world()
         prepare_process(self.job, self.world)
         with ExitStack() as opened:  # if opening fails half-way, everything is closed again
-            agreement = Agreement(self.job, self.world, opened, folder)
-            self._built = build(self.job, self.world, described.ingredients(), agreement.past)
+            agreement = SharedSetup(self.job, self.world, opened, folder)
+            self._built = build(self.job, self.world, described.load_inputs(), agreement.batch_history)
             self.engine, self.state, self.context = self._built.engine, self._built.state, self._built.engine.context
-            opened.callback(self.context.opened.close)
+            opened.callback(self.context.world_group.close)
             self.job, self.folder = self.context.job, agreement.folder(self.context.groups.world)
             self.recorder = Recorder(self.folder, self.world.rank, must_open=self.world.is_first)
             self._emit = self.recorder.emit
             opened.callback(self.recorder.close)
             self._furnish(hooks)
             self._opened = opened.pop_all()
-        ends = (self._profiler.close, self.engine.supply.close, self._collector.release, self._emit_end)
+        ends = (self._profiler.close, self.engine.batches.close, self._collector.enable, self._emit_end)
         for close in (*ends, self._copies.close, self._end_hooks):
             self._opened.callback(close)
 
     def _furnish(self, hooks: Sequence[Hook]) -> None:
-        self._overseer = overseen(self.recorder, self.folder, self.job.telemetry, self.world)
-        self._hooks = Hooks([*hooks, *hooks_of(self.job)])
+        self._overseer = connect_agent_client(self.recorder, self.folder, self.job.telemetry, self.world)
+        self._hooks = Hooks([*hooks, *make_hooks(self.job)])
         self._profiler = StepProfiler.of(self.job.telemetry.profile, self.folder, self.world.rank, self._emit)
-        self._collector = CollectorPause(self.job.train.gc_every)
-        self._ending = Ending()
+        self._collector = GarbageCollection(self.job.train.gc_every)
+        self._ending = SessionEnd()
         self._is_begun = self._is_entered = False
         self._step: Step | None = None
         self._last: StepDone | None = None
         self._eval: Evaluated | None = None
-        taken = take_over(self.engine, self.state, self.folder, take_shelf())
-        self.num_done = taken.origin.step
+        taken = restore_generation(self.engine, self.state, self.folder, take_snapshot_paths())
+        self.num_done = taken.start_point.step
         """Steps finished so far, those before a resume included."""
-        self._copies = Copies(self.context, self.state, taken, self._emit, self._overseer)
-        self.engine.components.add(self._copies.saving, self._copies.keeping, self._copies)
-        self._ledger = Ledger(self.engine)
+        self._copies = StateCapture(self.context, self.state, taken, self._emit, self._overseer)
+        self.engine.components.add(self._copies.checkpoints, self._copies.snapshots, self._copies)
+        self._ledger = StepResults(self.engine)
 
     @property
     def model(self) -> nn.Module:
@@ -115,22 +115,22 @@ class Session:
 
     def loss(self, batch: Batch) -> Loss:
         """The job's own loss of one micro-batch."""
-        return loss_here(self.engine.model, batch)
+        return compute_loss(self.engine.model, batch)
 
     def started_event(self) -> RunStarted:
         """The event that describes the run when it starts."""
-        return started_event(self.engine, self._built.started, self.num_done, self.folder)
+        return started_event(self.engine, self._built.started_fields, self.num_done, self.folder)
 
     def stop(self, reason: str) -> None:
         """Ask for an early end: all ranks stop together at the end of a following step, and the state is saved."""
-        self._ending.wish(reason)
+        self._ending.request_stop(reason)
 
     def evaluate(self) -> Evaluated:
         """Evaluate the model on held-out data; every rank must call it."""
         self._pause(WorkerPhase.EVALUATE)
         self._eval = evaluate(self.engine, self._built.eval_source, self.num_done)
         self._emit(self._eval)
-        self._copies.saving.evaluated(self._eval)
+        self._copies.checkpoints.on_eval(self._eval)
         self._hooks.on_eval(self, self._eval)
         self._ledger.restart_clock()
         return self._eval
@@ -139,7 +139,7 @@ class Session:
         """Write a checkpoint to ``place``, or among the run's own, and wait until it is committed; every rank must call
         it."""
         self._pause(WorkerPhase.SAVE)
-        path = self._copies.saving.save_now(self.num_done, place, is_hurried=self._ending.reason == "drained")
+        path = self._copies.checkpoints.save_now(self.num_done, place, is_hurried=self._ending.reason == "drained")
         self._ledger.restart_clock()
         return path
 
@@ -160,10 +160,10 @@ class Session:
                     self._commit(step)
             self._conclude()
         except GeneratorExit:  # the user's loop left early or raised: only a surrounding `with` knows which
-            self._ending.leave()
+            self._ending.mark_loop_exit()
             raise
         except BaseException as error:
-            self._ending.fail(error)
+            self._ending.mark_failed(error)
             raise
         finally:
             if not self._is_entered:
@@ -174,20 +174,20 @@ class Session:
         if self.world.is_lead and (problem := record_job(self.job, self.folder, must=self.world.is_first)):
             self._emit(Warned(problem))
         self._emit(self.started_event())
-        self._copies.keeping.introduce(self._built.warnings)
+        self._copies.snapshots.emit_start_events(self._built.warnings)
         self.model.train()
         self._hooks.on_start(self)
-        self.engine.supply.start(self.num_done, self.folder, self._emit, must_log=self.world.is_first)
-        self._collector.hold()
-        self._copies.keeping.start(self.num_done)
+        self.engine.batches.start(self.num_done, self.folder, self._emit, must_log=self.world.is_first)
+        self._collector.disable()
+        self._copies.snapshots.start(self.num_done)
         self._ledger.restart_clock()
 
     def _commit(self, step: Step) -> None:
         verdict = step.commit(self._overseer.poll() | self._ending.requests())
         self.num_done += 1
         self._note(self._ledger.push(step.index, verdict))
-        self._collector.at_boundary(self.num_done)
-        if self.context.boundaries.passes(self.num_done, self.job.train.eval_every) and self._may_judge:
+        self._collector.run(self.num_done)
+        if self.context.sync_schedule.passes(self.num_done, self.job.train.eval_every) and self._may_judge:
             self.evaluate()
         if self._copies.are_due(self.num_done):
             self._note(self._ledger.flush())  # the saved state must list every skipped sample
@@ -195,11 +195,11 @@ class Session:
 
     def _pause(self, phase: WorkerPhase) -> None:
         """Called before anything but training: checks that no step is in progress, and reads every verdict."""
-        check_at_rest(self.context.boundaries, self._step, self.num_done)
+        check_between_steps(self.context.sync_schedule, self._step, self.num_done)
         self._note(self._ledger.flush())
-        self.context.pace.enter(phase)
+        self.context.step_timer.enter_phase(phase)
 
-    def _note(self, settled: Iterable[Settled]) -> None:
+    def _note(self, settled: Iterable[StepResult]) -> None:
         for entry in settled:
             self._last = entry.done
             self._emit(entry.done)
@@ -207,16 +207,16 @@ class Session:
                 tell(entry, self._emit)
             self._hooks.on_step(self, entry.done)
             if entry.requests and self.num_done < self.context.schedule.num_steps:  # the end saves anyway
-                self._ending.act(entry.requests)
+                self._ending.apply_requests(entry.requests)
                 if SAVE in entry.requests and not self._ending:
-                    self._copies.saving.grant()
+                    self._copies.checkpoints.grant_save()
 
     def _conclude(self) -> None:
         """Saves before it evaluates, so that bad evaluation data does not cost the state; with ``keep_best`` evaluates
         first, as the checkpoint is saved with its loss."""
         self._note(self._ledger.flush())
         if self._ending.is_regrouped:
-            self._copies.keeping.hand_over(self.num_done, self.save)
+            self._copies.snapshots.hand_over(self.num_done, self.save)
             return
         acts: list[Callable[[], object]] = [self.save] if self.job.checkpoint.save else []
         has_judged = self._eval is not None and self._eval.step == self.num_done
@@ -230,12 +230,12 @@ class Session:
         self._opened.close()
 
     def _end_hooks(self) -> None:
-        with self._ending.guarded(self._emit):
+        with self._ending.keep_first_error(self._emit):
             self._hooks.on_end(self)
 
     def _emit_end(self) -> None:
         if not self._ending.is_regrouped:
-            self._emit(self._ending.event(self.num_done))
+            self._emit(self._ending.ended_event(self.num_done))
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -243,5 +243,5 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._ending.fail(error)
+            self._ending.mark_failed(error)
         self.close()

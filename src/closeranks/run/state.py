@@ -18,10 +18,10 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import CheckpointError
 from closeranks.data.orders import Change, change_between
 from closeranks.run.component import Components, Unique
-from closeranks.run.context import Context
+from closeranks.run.context import RunContext
 from closeranks.run.model import Model
 from closeranks.run.optimizer import OptimizerStep
-from closeranks.run.saved import Row, RowReader, Saved, as_row
+from closeranks.run.saved import ReplicaIndex, ReplicaStateReader, SavedState, as_replica_row
 
 _KEYS = {
     "seed": "run.seed",
@@ -30,12 +30,17 @@ _KEYS = {
 }
 
 
-class State:
+class RunState:
     """``identity``: values that must be equal for a resumed run to be the same run. ``row``: the replica that this rank
     belongs to, if each replica has a state of its own."""
 
     def __init__(
-        self, context: Context, model: Model, components: Components, identity: Mapping[str, Any], row: Row | None
+        self,
+        context: RunContext,
+        model: Model,
+        components: Components,
+        identity: Mapping[str, Any],
+        row: ReplicaIndex | None,
     ) -> None:
         self._context, self.model, self._components = context, model, components
         self._identity, self._row = dict(identity), row
@@ -62,7 +67,7 @@ class State:
             found |= tree()
         return found
 
-    def document(self, step: int) -> dict[str, Any]:
+    def checkpoint_tree(self, step: int) -> dict[str, Any]:
         """The complete non-tensor part of a checkpoint."""
         context = self._context
         return {
@@ -78,7 +83,7 @@ class State:
             "versions": {"closeranks": __version__, "torch": torch.__version__, "python": platform.python_version()},
         }
 
-    def check(self, saved: Saved, *, may_be_done: bool = False) -> int:
+    def check(self, saved: SavedState, *, may_be_done: bool = False) -> int:
         """Refuse a state that this job cannot resume from, before any tensor is read; returns the number of finished
         steps.
 
@@ -111,9 +116,9 @@ class State:
             raise CheckpointError(what, "Resume from another checkpoint of the run.")
         return step
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         """Restore a saved state that passed ``check``. If this raises, the state is restored only in part."""
-        found = RowReader(saved, self._context.groups.home.number)
+        found = ReplicaStateReader(saved, self._context.groups.home.number)
         for restore in self._components.phases["restore"]:
             restore(found)
 
@@ -126,7 +131,7 @@ class State:
         found: dict[tuple[str, object], StateTensor] = {}
         for tensors in self._components.phases["tensors"]:
             for one in tensors():
-                named = as_row(one, self._row) if self._row is not None and one.per_replica else one
+                named = as_replica_row(one, self._row) if self._row is not None and one.per_replica else one
                 # Two stages of a rank may each hold a tied parameter: the same values, saved once.
                 known = found.get((named.section, named.piece))
                 if known is None or (named.is_saved_here and not known.is_saved_here):

@@ -23,8 +23,8 @@ from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.models.losses import as_loss
 from closeranks.optim.norms import norm_squared
 from closeranks.run.engine import Engine
-from closeranks.run.tally import Tally
-from closeranks.run.work import PipelineWork, misfits_explained
+from closeranks.run.tally import LossSums
+from closeranks.run.work import MicroBatchCallbacks, explain_shape_errors
 from closeranks.sync.rounds import Rounds
 
 
@@ -33,15 +33,15 @@ class Step:
 
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine, self._model, context = engine, engine.model, engine.context
-        self._pace, self._phases = context.pace, engine.components.phases
+        self._pace, self._phases = context.step_timer, engine.components.phases
         self.index = index
         """Number of steps finished before this one."""
-        self._assigned = engine.supply.loader.assigned(index)
+        self._assigned = engine.batches.loader.assigned(index)
         self._loaded: Sequence[Loaded] = ()
         self._num_taken = self._num_done = 0
         self._is_taken = self._is_committed = False
         self._scale = engine.loss_scale.scale / self._model.loss_divisor
-        self._tally = Tally(self._model.spec.metrics, context.device, speaks=context.speaks)
+        self._tally = LossSums(self._model.spec.metrics, context.device, speaks=context.reports_loss)
         for begin in self._phases["begin"]:
             begin(index)
         self._pace.begin(index + 1)
@@ -49,7 +49,7 @@ class Step:
     def run(self) -> None:
         """Run all micro-batches with the job's own loss: one after the other, or by the pipeline's schedule."""
         model = self._model
-        with misfits_explained(model):
+        with explain_shape_errors(model):
             if model.pipeline is None:
                 for batch in self:
                     self.backward(model.spec.loss(model.module, batch))
@@ -57,7 +57,7 @@ class Step:
             loaded = self._take()
             self._num_taken = len(loaded)
             if loaded:  # a short last step may leave a replica without work
-                work = PipelineWork(model, self._engine.reducer, self._pace, loaded, self._open, self._weighed)
+                work = MicroBatchCallbacks(model, self._engine.reducer, self._pace, loaded, self._open, self._weighed)
                 model.pipeline.run(work)
                 self._pace.stop(len(loaded))
             self._num_done = self._num_taken
@@ -92,7 +92,7 @@ class Step:
         for after in self._phases["after_backward"]:
             after(self._tally.weight, self._scale)
         self._num_done += 1
-        self._pace.tick()
+        self._pace.micro_batch_done()
         if self._num_done == len(self._assigned):
             self._pace.stop(self._num_done)
 
@@ -102,27 +102,27 @@ class Step:
             what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
             raise UserError(what, "Call it once for every batch that the step yields.", step=self.index + 1)
         engine, tally, pace = self._engine, self._tally, self._pace
-        pace.enter(WorkerPhase.REDUCE)
+        pace.enter_phase(WorkerPhase.REDUCE)
         engine.reducer.finish()
         norm = norm_squared(engine.reducer.spoken(), engine.context.device)
         ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, frozenset(requests))
-        pace.enter(WorkerPhase.SNAPSHOT)
+        pace.enter_phase(WorkerPhase.SNAPSHOT)
         for before in self._phases["before_vote"]:
             before(self.index, ballot)
-        pace.enter(WorkerPhase.VOTE)
-        is_boundary = engine.context.boundaries.is_boundary(self.index + 1)
+        pace.enter_phase(WorkerPhase.VOTE)
+        is_boundary = engine.context.sync_schedule.is_boundary(self.index + 1)
         verdict = engine.vote.cast(ballot, self._scale, is_boundary=is_boundary)  # the ONE small all-reduce
-        pace.enter(WorkerPhase.SNAPSHOT)
+        pace.enter_phase(WorkerPhase.SNAPSHOT)
         for after in self._phases["after_vote"]:
             after(self.index, verdict)
-        pace.enter(WorkerPhase.UPDATE)
+        pace.enter_phase(WorkerPhase.UPDATE)
         for update in self._phases["update"]:
             update(self.index, verdict)
         for after in self._phases["after_update"]:
             after(self.index, verdict)
         for end in self._phases["end"]:
             end(self.index)
-        pace.tell()
+        pace.report_times()
         self._is_committed = True
         return verdict
 
@@ -137,15 +137,15 @@ class Step:
             what = "the micro-batches of this step are taken already: it was run or iterated before"
             raise UserError(what, "Call step.run() once, or iterate over the step once.", step=self.index + 1)
         self._is_taken = True
-        self._pace.enter(WorkerPhase.DATA)
-        self._loaded = self._engine.supply.take(self.index, self._assigned)
+        self._pace.enter_phase(WorkerPhase.DATA)
+        self._loaded = self._engine.batches.load_step(self.index, self._assigned)
         self._pace.start()
         return self._loaded
 
     def _open(self, micro_batch: MicroBatch, stage: int = 0) -> None:
         """Called before a micro-batch's forward in one of this rank's stages."""
         context = self._engine.context
-        seed_streams(context.device, derive_seed(context.job.run.seed, "step", self.index, micro_batch.index))
+        seed_generators(context.device, derive_seed(context.job.run.seed, "step", self.index, micro_batch.index))
         for before in self._phases["before_forward"]:
             before(micro_batch, stage)
 
@@ -163,7 +163,7 @@ class Step:
         return UserError(f"{what} out of turn", fix, step=self.index + 1)
 
 
-def check_at_rest(boundaries: Rounds, step: Step | None, num_done: int) -> None:
+def check_between_steps(boundaries: Rounds, step: Step | None, num_done: int) -> None:
     """Refuse a collective action while a step is in progress or replicas differ. ``step``: the newest one."""
     if step is not None and step.is_underway:
         raise UserError("evaluate() or save() was called within a step", "Call it before the step's first batch.")
@@ -172,7 +172,7 @@ def check_at_rest(boundaries: Rounds, step: Step | None, num_done: int) -> None:
         raise UserError(f"evaluate() or save() was called {why}", fix, step=num_done)
 
 
-def seed_streams(device: torch.device, seed: int) -> None:
+def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the generators that this step can use. ``torch.manual_seed`` seeds every device, at 100x the cost."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

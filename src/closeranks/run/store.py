@@ -21,7 +21,7 @@ from closeranks.agent.link import WorkerLink
 from closeranks.agent.store import bind_store, store_address
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
-from closeranks.run.voice import LOST
+from closeranks.run.voice import STORE_LOST
 
 _NUMBERS = count()
 _COUNT_S = 5.0
@@ -45,7 +45,7 @@ def launcher_store(world: World) -> Store:
     return _fixed_store(world)
 
 
-def meet(world: World) -> None:
+def wait_for_all_ranks(world: World) -> None:
     """Rank 0 waits until all ranks have arrived: if it failed and left earlier, a late rank would wait in vain."""
     store, prefix = launcher_store(world), f"closeranks/{world.generation}"
     if store.add(f"{prefix}/arrived", 1) == world.size:
@@ -72,7 +72,7 @@ def count_failure(world: World) -> int | None:
         store.set_timeout(timedelta(seconds=_COUNT_S))
         return int(store.add(f"closeranks/{world.generation}/failures", 1))
     except (OSError, RuntimeError):  # torch's own store errors are all of the latter kind
-        return LOST
+        return STORE_LOST
 
 
 def _agent_store(world: World, link: WorkerLink) -> Store:

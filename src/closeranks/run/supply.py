@@ -25,18 +25,18 @@ from closeranks.data.timing import StageTimes
 from closeranks.elastic.vote import Ballot
 from closeranks.parallel.mesh import Groups
 from closeranks.run.component import Component
-from closeranks.run.saved import Saved
+from closeranks.run.saved import SavedState
 from closeranks.telemetry.folder import RunFolder
 
 if TYPE_CHECKING:
-    from closeranks.run.ledger import Settled
+    from closeranks.run.ledger import StepResult
 
 _NAMED = 3
 """Samples skipped in one step that are reported one by one; a damaged block may affect thousands."""
 
 
 @dataclass
-class Supply(Component):
+class Batches(Component):
     """The data of one run, as its steps see it."""
 
     loader: Loader
@@ -63,7 +63,7 @@ class Supply(Component):
         return self.groups.world.rank
 
     @property
-    def speaks(self) -> bool:
+    def counts_samples(self) -> bool:
         """Ranks of one replica read the same samples; one of them counts them."""
         return self.groups.tensor.rank == 0 and self.groups.pipeline.rank == 0
 
@@ -71,7 +71,7 @@ class Supply(Component):
         """Start to read for ``step`` and those after it. ``must_log``: a log of samples that cannot be opened is an
         error; otherwise it is a warning, and opening is tried again."""
         self.loader.start(step)
-        if self.logs_samples and self.speaks:
+        if self.logs_samples and self.counts_samples:
             self._open_log(RunFolder(folder).samples(self.rank), emit, must_log)
 
     def _open_log(self, path: Path, emit: Callable[[Event], None], must_log: bool) -> None:
@@ -91,14 +91,14 @@ class Supply(Component):
             fix = "Make it writable, or set data.log_samples = false."
             raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=self.rank) from error
 
-    def take(self, step: int, assigned: Sequence[MicroBatch]) -> Sequence[Loaded]:
+    def load_step(self, step: int, assigned: Sequence[MicroBatch]) -> Sequence[Loaded]:
         """Load the micro-batches of a step that are ``assigned`` to this rank. The samples of a padding micro-batch are
         counted by another rank."""
         loaded = self.loader.take(step)
         if self.must_agree:
             self._agree(loaded, step)
         self._times += self.loader.last_times
-        if self.speaks:
+        if self.counts_samples:
             own = [one for one, planned in zip(loaded, assigned, strict=True) if not planned.is_spare]
             if bad := tuple(sample for one in own for sample in one.skipped):
                 self._found[step] = bad
@@ -121,7 +121,7 @@ class Supply(Component):
     def before_vote(self, index: int, ballot: Ballot) -> None:
         ballot.num_bad = len(self._found.get(index, ()))
 
-    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+    def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
         """If the vote of a step counted bad samples, gather which ones they are, warn, and stop if there are too
         many."""
         done = entry.done
@@ -132,16 +132,16 @@ class Supply(Component):
         own = json.dumps([sample.to_json() for sample in self._found.pop(done.step - 1, ())])
         heard = [BadSample.from_json(row) for text in self.groups.world.gather_text(own) for row in json.loads(text)]
         fresh = self.quarantine.add(merge(heard))
-        for text in skipped_in_words(fresh) if self.rank == 0 else ():
+        for text in describe_skipped(fresh) if self.rank == 0 else ():
             emit(Warned(text, done.step))
         self.quarantine.check(done.step)
 
     @property
-    def described(self) -> str:
+    def order_description(self) -> str:
         """The sample order, for people; empty for the usual one."""
         return self.order.described
 
-    def reshare(self, shares: tuple[int, ...], step: int) -> None:
+    def set_shares(self, shares: tuple[int, ...], step: int) -> None:
         """Called on all ranks, after ``step``: sets how many micro-batches each replica takes from now on."""
         before = self.loader.shares
         self.loader.reshare(shares)
@@ -153,7 +153,7 @@ class Supply(Component):
         shares = {"shares": list(self.loader.shares)} if self.loader.shares else {}
         return {"data": {"quarantine": self.quarantine.state(), **shares}}
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         """Saved shares are ignored if the number of replicas differs or this run does not balance by speed."""
         state = saved.tree.get("data", {})
         self.quarantine.load(state.get("quarantine", ()))
@@ -195,7 +195,7 @@ class Supply(Component):
         self._log.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
-def check_lengths(told: Sequence[str], identity: str) -> None:
+def check_dataset_lengths(told: Sequence[str], identity: str) -> None:
     """Check that all ranks have opened the same data: otherwise each would read a different part of it."""
     others = [rank for rank, length in enumerate(told) if length != told[0]]
     if others:
@@ -203,7 +203,7 @@ def check_lengths(told: Sequence[str], identity: str) -> None:
         raise DataError(what, "Give every rank the same data: the same files, and a length that does not change.")
 
 
-def skipped_in_words(fresh: Sequence[BadSample]) -> list[str]:
+def describe_skipped(fresh: Sequence[BadSample]) -> list[str]:
     """Warnings about the samples that one step skipped; the checkpoint lists them all."""
     said = [f"sample {bad.sample} is skipped: {bad.told}" for bad in fresh[:_NAMED]]
     if (more := len(fresh) - len(said)) > 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 from closeranks.core.protocols import Loss
 
 
-class Tally:
+class LossSums:
     """Loss, weight and metrics of the micro-batches added so far."""
 
     def __init__(self, metrics: Sequence[str], device: torch.device, *, speaks: bool = True) -> None:
@@ -31,6 +31,6 @@ class Tally:
         for name, value in loss.metrics.items():
             self.metrics[name] += value.detach() if isinstance(value, Tensor) else value
 
-    def row(self) -> Tensor:
+    def as_vector(self) -> Tensor:
         """Loss, weight, then the metrics, as one vector."""
         return torch.stack([self.loss, self.weight, *self.metrics.values()])

@@ -24,10 +24,10 @@ from closeranks.core.events import Event, Warned
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.facts.counters import Counters
 from closeranks.run.component import Component
-from closeranks.run.saved import Saved
+from closeranks.run.saved import SavedState
 
 if TYPE_CHECKING:
-    from closeranks.run.ledger import Settled
+    from closeranks.run.ledger import StepResult
 
 _NAME = "usage"
 _WARN_AFTER = 5
@@ -37,15 +37,15 @@ _MAX_GATES = 16
 host waits for the vote."""
 
 
-class Skips(NamedTuple):
+class SkippedUpdates(NamedTuple):
     """The parameters that the optimizer skips in a step: by name, or by a flag on the device that is 1 if the parameter
     is updated."""
 
-    absent: Collection[str] = ()
+    names: Collection[str] = ()
     gates: Mapping[str, Tensor] | None = None
 
 
-class Usage(Component):
+class UnusedParameters(Component):
     """The optimizer calls ``skips`` after the vote."""
 
     def __init__(
@@ -76,9 +76,9 @@ class Usage(Component):
         """Number of parameters in the last warning of this process."""
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
-        ballot.extra[_NAME] = self.votes(self._absent())
+        ballot.extra[_NAME] = self.ballot_counts(self._absent())
 
-    def votes(self, absent: Collection[str]) -> Tensor:
+    def ballot_counts(self, absent: Collection[str]) -> Tensor:
         """1 if this rank lacks any gradient (else 0), then the counters. Made anew only if the set of missing gradients
         has changed."""
         if self._lacking != absent:
@@ -87,17 +87,17 @@ class Usage(Component):
             self._where = None
         return self._votes
 
-    def skips(self, verdict: Verdict) -> Skips:
+    def skipped_updates(self, verdict: Verdict) -> SkippedUpdates:
         """Parameters that no rank had a gradient for. No host sync on an accelerator, up to ``_MAX_GATES`` of them."""
         if not self._lacking:
-            return Skips()
+            return SkippedUpdates()
         if self._is_alone:
-            return Skips(self._lacking)
+            return SkippedUpdates(self._lacking)
         if self._device.type == "cpu" or not self._can_gate or len(self._lacking) > _MAX_GATES:
-            return Skips(self._counters.zero_in(verdict.extra[_NAME][1:].tolist(), self._lacking))
-        return Skips(gates=self._gates(verdict.extra[_NAME][1:]))
+            return SkippedUpdates(self._counters.zero_in(verdict.extra[_NAME][1:].tolist(), self._lacking))
+        return SkippedUpdates(gates=self._gates(verdict.extra[_NAME][1:]))
 
-    def settled(self, entry: Settled, emit: Callable[[Event], None]) -> None:
+    def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
         """Warns about parameters that never got a gradient, early in the run and at its end."""
         done, sums = entry.done, entry.extra[_NAME]
         if not done.taken:
@@ -110,14 +110,18 @@ class Usage(Component):
         )
         if self._never and is_news:
             self._num_told = len(self._never)
-            emit(Warned(words([name for name in self._names if name in self._never], self._num_taken), done.step))
+            emit(
+                Warned(
+                    unused_warning([name for name in self._names if name in self._never], self._num_taken), done.step
+                )
+            )
 
     def tree(self) -> dict[str, Any]:
         """Empty if every parameter got a gradient."""
         never = {"never": sorted(self._never), "num_taken": self._num_taken}
         return {"usage": never if self._never else {}}
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedState) -> None:
         """States of earlier versions do not have it."""
         state = saved.tree.get("usage")
         if not isinstance(state, dict):
@@ -141,7 +145,7 @@ class Usage(Component):
         return dict(zip(names, counts.clamp(max=1.0).unbind(), strict=True))
 
 
-def words(names: Sequence[str], num_steps: int) -> str:
+def unused_warning(names: Sequence[str], num_steps: int) -> str:
     """``no gradient reached 'a.weight' and 'a.bias' in 5 steps, so they were not updated. ...``"""
     shown = [f"'{name}'" for name in names[:3]]
     if len(names) > len(shown):

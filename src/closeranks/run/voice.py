@@ -22,18 +22,18 @@ _LEAD_FIRST_S = 5.0
 """How long a rank that cannot ask the others lets rank 0 print first, which has most likely hit the same error."""
 
 
-LOST = 0
+STORE_LOST = 0
 """The ``place`` of a rank that failed after the store was lost, and rank 0 with it."""
 
 
-class Turn(Enum):
+class ReportTurn(Enum):
     NOW = "now"
     AFTER_THE_LEAD = "after the lead"
     NEVER = "never"
     LEAVE_LATE = "never, and not before the lead had its say"
 
 
-def turn_of(error: BaseException, world: World, place: int | None) -> Turn:
+def report_turn(error: BaseException, world: World, place: int | None) -> ReportTurn:
     """When this rank may print its error. ``place``: 1 for the first rank that failed, 2 for the second, and so on;
     None before there was a store to count with.
 
@@ -41,16 +41,16 @@ def turn_of(error: BaseException, world: World, place: int | None) -> Turn:
     host only (a file that is missing here), so it is printed late rather than never. A rank 0 that has exited has
     printed its error, unless it was killed: then rank 1 reports the loss.
     """
-    if place == LOST:
-        return Turn.NOW if world.rank == 1 and is_consequence(error) else Turn.NEVER
+    if place == STORE_LOST:
+        return ReportTurn.NOW if world.rank == 1 and is_consequence(error) else ReportTurn.NEVER
     if place is not None:
-        return Turn.NOW if place == 1 else Turn.NEVER
+        return ReportTurn.NOW if place == 1 else ReportTurn.NEVER
     if world.is_lead:
-        return Turn.NOW
-    return Turn.LEAVE_LATE if isinstance(error, ConfigError) else Turn.AFTER_THE_LEAD
+        return ReportTurn.NOW
+    return ReportTurn.LEAVE_LATE if isinstance(error, ConfigError) else ReportTurn.AFTER_THE_LEAD
 
 
-def account_of(error: BaseException, world: World, num_done: int) -> CloseranksError:
+def describe_failure(error: BaseException, world: World, num_done: int) -> CloseranksError:
     """The error to print: our own errors as they are, a lost peer in a sentence, anything else with its traceback."""
     if isinstance(error, CloseranksError):
         return error
@@ -62,10 +62,10 @@ def account_of(error: BaseException, world: World, num_done: int) -> CloseranksE
     return RunFailed(f"rank {world.rank} failed after step {num_done}:\n{text}", rank=world.rank)
 
 
-def speak(account: CloseranksError, turn: Turn) -> None:
-    if turn in (Turn.AFTER_THE_LEAD, Turn.LEAVE_LATE):
+def print_error(account: CloseranksError, turn: ReportTurn) -> None:
+    if turn in (ReportTurn.AFTER_THE_LEAD, ReportTurn.LEAVE_LATE):
         # The launcher sends SIGTERM once rank 0 has printed its error and exited.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(account.exit_code))
         time.sleep(_LEAD_FIRST_S)
-    if turn in (Turn.NOW, Turn.AFTER_THE_LEAD):
+    if turn in (ReportTurn.NOW, ReportTurn.AFTER_THE_LEAD):
         print(f"closeranks: {account}", file=sys.stderr, flush=True)

@@ -36,10 +36,10 @@ from closeranks.elastic.keeper import SnapshotDestinations, SnapshotWriter
 from closeranks.elastic.recalling import SnapshotReader
 from closeranks.models.build import spec_for
 from closeranks.run import heirloom
-from closeranks.run.build import Ingredients, build
+from closeranks.run.build import RunInputs, build
 from closeranks.run.job import Job, layout_for
 from closeranks.run.opening import started_event
-from closeranks.run.state import State
+from closeranks.run.state import RunState
 from closeranks.run.step import Step
 
 _SEQ_LEN, _MICRO_BATCH = 16, 2
@@ -76,20 +76,20 @@ _FINDERS = (
 """What torch.compile looks up once per process and caches."""
 
 
-def warm(payload: Mapping[str, Any]) -> None:
+def warm_up(payload: Mapping[str, Any]) -> None:
     """Warm up for workers with this payload; called once in the zygote, after its first workers have started."""
     job = Job.model_validate(payload["job"])
     if job.train.compile:
-        learn_compiler()
-    heirloom.keep_sources(job.data, job.run.seed)
-    if not may_compute():
+        warm_up_compiler()
+    heirloom.cache_sources(job.data, job.run.seed)
+    if not can_run_backward():
         return
-    with unchanged():
-        for kind in kinds(job):
-            rehearse(kind)
+    with preserve_process_state():
+        for kind in warmup_jobs(job):
+            run_dummy_step(kind)
 
 
-def learn_compiler() -> None:
+def warm_up_compiler() -> None:
     """Do what torch.compile does once in every process: find its modules, compute the cache keys of its own and
     triton's version and, when it compiles for the CPU, probe the CPU's features with a program for each. With a warm
     cache that is most of the first compiled step. Not every version of torch has all of these: missing ones are
@@ -112,7 +112,7 @@ def _patterns() -> Iterator[str]:
         yield from (one.name for one in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
 
 
-def may_compute() -> bool:
+def can_run_backward() -> bool:
     """Whether a backward can run without starting threads. The first one queries the driver of every accelerator that
     torch was built for, even if its devices are hidden, and the driver starts a thread."""
     return torch.accelerator.current_accelerator() is None or not _has_devices()
@@ -122,7 +122,7 @@ def _has_devices() -> bool:
     return any(name.startswith(_DEVICES) for name in os.listdir("/dev"))
 
 
-def kinds(job: Job) -> list[Job]:
+def warmup_jobs(job: Job) -> list[Job]:
     """The jobs to run a dummy step of: the job itself with a small model, on as few ranks as have the same axes.
 
     Only the first stage of a pipeline can run without the others; a model without a pipeline covers what the last stage
@@ -167,31 +167,31 @@ class _Nothing:
         return {"tokens": torch.zeros(len(indices), _SEQ_LEN + 1, dtype=torch.uint8)}
 
 
-def rehearse(job: Job) -> None:
+def run_dummy_step(job: Job) -> None:
     """Run one step as rank 0, from the build to a snapshot of the state."""
     size = layout_for(job, 0).num_ranks
     source = open_source(job.data, "train", 0) if job.model.name in _OURS else _Nothing(job.train.global_batch)
-    ingredients = Ingredients(spec_for(job.model, seq_len=job.data.seq_len), source, None)
+    ingredients = RunInputs(spec_for(job.model, seq_len=job.data.seq_len), source, None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         built = build(job, World(0, size, 0, size), ingredients)
         engine = built.engine
         try:
-            started_event(engine, built.started, 0, Path())
+            started_event(engine, built.started_fields, 0, Path())
             engine.model.module.train()
-            engine.supply.loader.start(0)
+            engine.batches.loader.start(0)
             step = Step(engine, 0)
             step.run()
             step.commit()
             _keep_and_recall(built.state)
         finally:
-            engine.supply.close()
-            engine.context.opened.close()
+            engine.batches.close()
+            engine.context.world_group.close()
     finally:
         dist.destroy_process_group()
 
 
-def _keep_and_recall(state: State) -> None:
+def _keep_and_recall(state: RunState) -> None:
     """Take a snapshot of the state into private memory, and restore it. Does not use ``take_over``, which counts the
     sessions of a process."""
     with ExitStack() as opened:
@@ -199,7 +199,7 @@ def _keep_and_recall(state: State) -> None:
         capture, keeper = Capture(), SnapshotWriter(SnapshotDestinations(own=(paths[0], paths[1])))
         opened.callback(keeper.close)
         opened.callback(capture.close)
-        about, tree = SlotHeader(0, 1, "stand-in", 1), json.dumps(state.document(1)).encode()
+        about, tree = SlotHeader(0, 1, "stand-in", 1), json.dumps(state.checkpoint_tree(1)).encode()
         capture.begin(state.tensors(), keeper.snapshot(about, tree))
         keeper.wait()
         state.restore(SnapshotReader([SealedSlot(paths[0])]))
@@ -212,17 +212,17 @@ def _memory(opened: ExitStack) -> str:
 
 
 @contextmanager
-def unchanged() -> Iterator[None]:
+def preserve_process_state() -> Iterator[None]:
     """Restore RNG states and settings at the end, so that each worker starts as if nothing had been drawn or set."""
     running, threads, stream = num_threads(), torch.get_num_threads(), torch.get_rng_state()
     numpy_stream, python_stream = np.random.get_state(), random.getstate()
     hook = sys.excepthook  # torch installs one that prefixes every line with the rank
     torch.set_num_threads(1)
-    heirloom.inherit({heirloom.KEY: 1.0, heirloom.BUCKET_KEY: 1.0})  # no measurements for a dummy step
+    heirloom.load_payload({heirloom.KEY: 1.0, heirloom.BUCKET_KEY: 1.0})  # no measurements for a dummy step
     try:
         yield
     finally:
-        heirloom.inherit({})
+        heirloom.load_payload({})
         sys.excepthook = hook
         torch.set_num_threads(threads)
         torch.set_rng_state(stream)

@@ -26,45 +26,49 @@ from closeranks.sync.ways import TwoLevels, Way, WayMaker, flat_ways
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ReductionChoice:
     """The reduction algorithm; ``ways`` None: torch's own collectives."""
 
-    ways: WayMaker | None
-    words: str
+    reductions: WayMaker | None
+    summary: str
     """For people; empty for the usual reduction."""
-    has_owners: bool = False
+    recompresses_sums: bool = False
     """Whether the owner of each sum compresses it again."""
-    plan: Plan | None = None
+    compression: Plan | None = None
     """When gradients are compressed; None: never."""
 
 
-def choose_ways(job: Job, layout: Layout, groups: Groups, world: World, num_steps: int) -> Choice:
+def choose_reduction(job: Job, layout: Layout, groups: Groups, world: World, num_steps: int) -> ReductionChoice:
     """Collective if there are several hosts: it creates process groups."""
     config = job.sync.gradients
     if layout.data == 1:
-        return Choice(None, "")
-    plan = plan_of(config, num_steps)
+        return ReductionChoice(None, "")
+    plan = compression_schedule(config, num_steps)
     levels = _levels(job, layout, groups, world)
     over = groups.data if layout.zero == 0 else groups.replica if groups.replica.size > 1 else groups.shard
     if config.name == "none":
         if levels is None:
-            return Choice(None, "")
+            return ReductionChoice(None, "")
         inside, across = levels
-        return Choice(_two_levels(inside, flat_ways(across)), _of_levels(inside, across))
+        return ReductionChoice(_two_levels(inside, flat_ways(across)), _of_levels(inside, across))
     if levels is None or config.name == "powersgd":  # which sends so little that hosts do not matter
         scatters = layout.zero > 0 and groups.replica.size == 1
         ways = compressed_ways(config, over, plan, scatters=scatters)
-        return Choice(ways, in_words(config, plan), not scatters and config.name != "powersgd", plan)
+        return ReductionChoice(
+            ways, describe_compression(config, plan), not scatters and config.name != "powersgd", plan
+        )
     inside, across = levels
     ways = _two_levels(inside, compressed_ways(config, across, plan))
-    return Choice(ways, f"{_of_levels(inside, across)}; across, {in_words(config, plan)}", True, plan)
+    return ReductionChoice(
+        ways, f"{_of_levels(inside, across)}; across, {describe_compression(config, plan)}", True, plan
+    )
 
 
-def plan_of(config: CompressConfig, num_steps: int) -> Plan:
+def compression_schedule(config: CompressConfig, num_steps: int) -> Plan:
     return Plan(config.num_warmup(num_steps), config.measure_every)
 
 
-def frozen_from(job: Job, layout: Layout, num_steps: int) -> int | None:
+def freeze_step(job: Job, layout: Layout, num_steps: int) -> int | None:
     """The step from which only signs are sent and adamw's second moments are frozen, as in 1-bit Adam; None: never."""
     config = job.sync.gradients
     is_adam = config.name == "onebit" and job.optim.name == "adamw" and layout.data > 1
@@ -94,14 +98,14 @@ def _two_levels(inside: Group, across: WayMaker) -> WayMaker:
     return make
 
 
-def must_be_exact(layout: Layout, one: Held) -> bool:
+def must_stay_uncompressed(layout: Layout, one: Held) -> bool:
     """Whether a parameter must not be compressed. Ranks of other axes than data that hold the same values, or partial
     sums of the same gradient, would diverge: each compresses them together with different neighbouring parameters."""
     is_copied = layout.tensor > 1 and one.piece.is_whole
     return bool(one.partial_over) or not one.is_spoken or is_copied
 
 
-def in_words(config: CompressConfig, plan: Plan, what: str = "gradients") -> str:
+def describe_compression(config: CompressConfig, plan: Plan, what: str = "gradients") -> str:
     """Describes the compression, for people."""
     since = f" after {plan.num_warmup} steps" if plan.num_warmup else ""
     rest = ", the rest is remembered" if config.feedback else ", the rest is lost"

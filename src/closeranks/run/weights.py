@@ -17,7 +17,7 @@ from closeranks.checkpoint.weights.protocol import Weights, row_bands
 from closeranks.core.errors import CheckpointError
 from closeranks.models.hub import Match, match
 from closeranks.parallel.group import Group
-from closeranks.run.model import Kept, Model
+from closeranks.run.model import Model, ModelTensor
 
 
 def load_weights(model: Model, stages: Group, weights: Weights) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def load_weights(model: Model, stages: Group, weights: Weights) -> tuple[str, ..
 
     ``stages``: the group of the pipeline's ranks."""
     found = match(model.applied.shapes, weights.names(), _ties(model, stages), weights.path)
-    own = list(model.kept())
+    own = list(model.local_tensors())
     for one in own:
         _check_format(one, weights, found)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def _ties(model: Model, stages: Group) -> dict[str, str]:
     return {alias: name for one in told for alias, name in one.items()}
 
 
-def _check_format(one: Kept, weights: Weights, found: Match) -> None:
+def _check_format(one: ModelTensor, weights: Weights, found: Match) -> None:
     name = found.names[one.piece.name]
     stored, held = weights.dtype(name), one.tensor.dtype
     is_alike = stored.is_floating_point == held.is_floating_point and stored.is_complex == held.is_complex
@@ -54,19 +54,19 @@ def _check_format(one: Kept, weights: Weights, found: Match) -> None:
         raise CheckpointError(what, "Use weights that are not quantised.")
 
 
-def _fill(one: Kept, weights: Weights, name: str) -> None:
+def _fill(one: ModelTensor, weights: Weights, name: str) -> None:
     for target, part in _parts_of(one, weights, name):
         target.copy_(part)
 
 
-def _compare(one: Kept, weights: Weights, name: str) -> None:
+def _compare(one: ModelTensor, weights: Weights, name: str) -> None:
     for target, part in _parts_of(one, weights, name):
         if not torch.equal(target.cpu(), part):
             what = f"'{name}' and '{one.piece.name}' differ in {weights.path}, and the model ties them"
             raise CheckpointError(what, "Set model.tied = false, or leave one of them out of the weights.")
 
 
-def _parts_of(one: Kept, weights: Weights, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts_of(one: ModelTensor, weights: Weights, name: str) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's tensor band by band, each with the weights for it in the tensor's dtype."""
     for band in row_bands(one.piece, max(one.tensor.element_size(), weights.dtype(name).itemsize)):
         target = one.tensor.narrow(0, band.first, band.length) if one.tensor.ndim else one.tensor

@@ -16,9 +16,9 @@ from closeranks.core.errors import SetupError
 
 
 @contextmanager
-def whole_folder(place: Path) -> Iterator[Path]:
+def atomic_folder(place: Path) -> Iterator[Path]:
     """A folder to fill; it is renamed to ``place`` if the block ends without an error."""
-    refuse_taken(place)
+    refuse_existing(place)
     place = place.absolute()
     rising = place.with_name(f".{place.name}.{os.getpid()}.unfinished")
     try:
@@ -37,7 +37,7 @@ def whole_folder(place: Path) -> Iterator[Path]:
         raise
 
 
-def refuse_taken(place: Path) -> None:
+def refuse_existing(place: Path) -> None:
     """Checked before hours of work: only an empty or missing folder may be filled."""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise SetupError(f"{place} is there already, and is not overwritten", "Name another place, or remove it first.")

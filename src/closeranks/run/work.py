@@ -19,13 +19,13 @@ from closeranks.data.order import MicroBatch
 from closeranks.data.reader import Loaded
 from closeranks.parallel.tensor import shapes_explained
 from closeranks.run.model import Model
-from closeranks.run.pace import Pace
+from closeranks.run.pace import StepTimer
 
-Open = Callable[[MicroBatch, int], None]
-Weigh = Callable[[MicroBatch, Loss], Tensor]
+BeforeForward = Callable[[MicroBatch, int], None]
+ScaleLoss = Callable[[MicroBatch, Loss], Tensor]
 
 
-def loss_here(model: Model, batch: Batch) -> Loss:
+def compute_loss(model: Model, batch: Batch) -> Loss:
     """The job's own loss of a batch, for a user's own loop."""
     if model.pipeline is not None:
         what = "session.loss(batch) needs the whole model, but in a pipeline each rank holds some stages of it alone"
@@ -33,18 +33,24 @@ def loss_here(model: Model, batch: Batch) -> Loss:
     return model.spec.loss(model.module, batch)
 
 
-def misfits_explained(model: Model) -> AbstractContextManager[None]:
+def explain_shape_errors(model: Model) -> AbstractContextManager[None]:
     """Wraps the job's own forwards to explain shape errors under tensor parallelism; does nothing without it."""
     if model.layout.tensor == 1:
         return nullcontext()
     return shapes_explained(held.piece for held in model.applied.held)
 
 
-class PipelineWork:
+class MicroBatchCallbacks:
     """The callbacks for a sequence of loaded micro-batches."""
 
     def __init__(
-        self, model: Model, reducer: Reducer, pace: Pace, loaded: Sequence[Loaded], before: Open, after: Weigh
+        self,
+        model: Model,
+        reducer: Reducer,
+        pace: StepTimer,
+        loaded: Sequence[Loaded],
+        before: BeforeForward,
+        after: ScaleLoss,
     ) -> None:
         assert model.spec.chain is not None
         self._model, self._reducer, self._pace = model, reducer, pace
@@ -63,16 +69,16 @@ class PipelineWork:
 
     def before_forward(self, stage: int, micro: int) -> None:
         """``stage``: index among this rank's own stages."""
-        self._pace.tick()
+        self._pace.micro_batch_done()
         self._before(self._loaded[micro].micro_batch, stage)
 
-    def enter(self, module: nn.Module, micro: int) -> Tensor:
+    def first_input(self, module: nn.Module, micro: int) -> Tensor:
         return self._chain.enter(module, self._batch(micro))
 
-    def beside(self, module: nn.Module, micro: int) -> Any:
+    def shared_inputs(self, module: nn.Module, micro: int) -> Any:
         return self._chain.beside(module, self._batch(micro))
 
-    def leave(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
+    def loss_from_output(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
         loss = self._chain.leave(module, output, self._batch(micro))
         return self._after(self._loaded[micro].micro_batch, loss)
 
@@ -81,7 +87,7 @@ class PipelineWork:
 
     def end_backward(self, stage: int) -> None:
         self._reducer.end_backward(stage)
-        self._pace.tick()
+        self._pace.micro_batch_done()
 
     def _batch(self, micro: int) -> Batch:
         return self._model.precision.cast(self._loaded[micro].batch)

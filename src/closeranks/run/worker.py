@@ -20,29 +20,29 @@ import numpy.ma  # noqa: F401
 from closeranks.agent.link import WorkerLink
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import ENDINGS, Interrupted
-from closeranks.run.heirloom import inherit
+from closeranks.run.heirloom import load_payload
 from closeranks.run.job import Job
-from closeranks.run.loop import drive, train_job
-from closeranks.run.overseer import Alone, settle_in
+from closeranks.run.loop import run_session, train_job
+from closeranks.run.overseer import StandaloneClient, configure_worker
 from closeranks.run.session import Session
-from closeranks.run.store import count_failure, meet
-from closeranks.run.voice import Turn, account_of, speak, turn_of
+from closeranks.run.store import count_failure, wait_for_all_ranks
+from closeranks.run.voice import ReportTurn, describe_failure, print_error, report_turn
 from closeranks.telemetry.pages import write_pages
 from closeranks.telemetry.progress import Progress
 
 
 def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     """Train the job of the payload in the folder that the command line prepared."""
-    settle_in(link=link)
-    inherit(payload)
+    configure_worker(link=link)
+    load_payload(payload)
     train_job(Job.model_validate(payload["job"]), Path(payload["folder"]).absolute())
     return 0
 
 
 def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     """Run a user's script as ``python script.py args`` would; its sessions use this worker's world."""
-    settle_in(link=link, folder=Path(payload["folder"]))
-    inherit(payload)
+    configure_worker(link=link, folder=Path(payload["folder"]))
+    load_payload(payload)
     sys.argv = [payload["script"], *payload["args"]]
     sys.path.insert(0, str(Path(payload["script"]).resolve().parent))
     try:
@@ -53,7 +53,7 @@ def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     return 0
 
 
-def train_here(job: Job, job_file: str, overrides: Sequence[str]) -> NoReturn:
+def train_in_process(job: Job, job_file: str, overrides: Sequence[str]) -> NoReturn:
     """Train in this process, which torchrun or srun has started.
 
     It exits as the agent's workers do, without interpreter shutdown: a torch thread that runs during the shutdown
@@ -82,16 +82,16 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
     """
     world, failure, session = detect_world(), "", None
     with Progress(log_every=job.telemetry.log_every) as progress:
-        overseer = Alone(progress.handle)
-        settle_in(overseer=overseer)
+        overseer = StandaloneClient(progress.handle)
+        configure_worker(overseer=overseer)
         try:
-            meet(world)  # before anything can fail: failed ranks are counted there
+            wait_for_all_ranks(world)  # before anything can fail: failed ranks are counted there
             session = Session.from_job(_named(job, Path(job_file).stem))
-            overseer.listen()
-            result = drive(session)
+            overseer.install_signal_handlers()
+            result = run_session(session)
         except Exception as error:
-            account = account_of(error, world, session.num_done if session else 0)
-            speak(account, turn_of(error, world, count_failure(world)))
+            account = describe_failure(error, world, session.num_done if session else 0)
+            print_error(account, report_turn(error, world, count_failure(world)))
             failure = str(account)
             return account.exit_code
         finally:
@@ -99,10 +99,10 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
                 write_pages(session.folder, progress.note, job_file=job_file, overrides=overrides, failure=failure)
     if not world.is_lead or result.reason != "drained":
         return 0
-    ending = ENDINGS[overseer.ending](
+    ending = ENDINGS[overseer.end_reason](
         f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}."
     )
-    speak(ending, Turn.NOW)
+    print_error(ending, ReportTurn.NOW)
     return ending.exit_code
 
 

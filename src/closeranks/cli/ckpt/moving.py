@@ -18,7 +18,7 @@ from closeranks.cli.terminal import say
 from closeranks.core.errors import UserError
 
 if TYPE_CHECKING:
-    from closeranks.run.exchange import Moved
+    from closeranks.run.exchange import HubConversion
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _UNITS["TIB"] = 2**40
@@ -79,7 +79,7 @@ def in_words(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def tell(moved: Moved, last: str) -> None:
+def tell(moved: HubConversion, last: str) -> None:
     """What came of it: the notes, the place, and what to do with it."""
     for note in moved.notes:
         say(f"note: {note}", err=True)

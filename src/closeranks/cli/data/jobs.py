@@ -20,11 +20,11 @@ from closeranks.data.order import Order, Schedule
 from closeranks.data.orders import order_of
 from closeranks.data.source import PlacedSource, placed
 from closeranks.data.sources.open import open_source
-from closeranks.run.context import schedule_of
+from closeranks.run.context import batch_schedule
 from closeranks.run.folder import choose_folder
 from closeranks.run.job import Job, load_job
-from closeranks.run.paths import beside
-from closeranks.run.recall import look_back
+from closeranks.run.paths import resolve_paths
+from closeranks.run.recall import find_batch_history
 
 DEFAULT = "job.toml"
 
@@ -75,12 +75,12 @@ def sort_words(words: Sequence[str], folder: Path) -> Words:
 
 def open_reading(words: Words) -> Reading:
     path = Path(words.place)
-    job = beside(load_job(path, words.overrides).value, path)
+    job = resolve_paths(load_job(path, words.overrides).value, path)
     look_beside(path)
     source = placed(open_source(job.data, "train", job.run.seed))
     order = order_of(job.data, source, job.run.seed)
-    past = look_back(job, choose_folder(job, path.stem))
-    return Reading(words.place, job, source, order, schedule_of(past.applied_to(job), len(source), past.ends))
+    past = find_batch_history(job, choose_folder(job, path.stem))
+    return Reading(words.place, job, source, order, batch_schedule(past.apply_to(job), len(source), past.ends))
 
 
 def turn_at(reading: Reading, position: int) -> Turn | None:

@@ -110,10 +110,10 @@ def _opened(words: Sequence[str], wish: Wish) -> Iterator[Opened]:
     place = sort_words(words, Path.cwd())
     if place.is_job:
         from closeranks.run.job import load_job
-        from closeranks.run.paths import beside
+        from closeranks.run.paths import resolve_paths
 
         path = Path(place.place)
-        yield from open_config(beside(load_job(path, place.overrides).value, path).data)
+        yield from open_config(resolve_paths(load_job(path, place.overrides).value, path).data)
         return
     if place.overrides:
         what = f"'{place.overrides[0]}' changes a job, and '{place.place}' is none"

@@ -25,7 +25,7 @@ from closeranks.elastic.faults.fault import KINDS, InjectedFault, check_faults
 from closeranks.elastic.faults.grammar import ParsedFaults, parse_faults
 from closeranks.elastic.faults.inject import Injector
 from closeranks.elastic.faults.means import unavailable_kinds
-from closeranks.run.folder import choose_folder, unused
+from closeranks.run.folder import choose_folder, make_unused_folder
 from closeranks.run.job import Job, check_workers, load_job
 from closeranks.telemetry.folder import RunFolder
 
@@ -61,7 +61,7 @@ def all_kinds(num_workers: int) -> tuple[ParsedFaults, dict[str, str]]:
 def drill(orders: Orders) -> bool:
     """Whether every fault was survived, and the run is equal to the one that never failed."""
     job, num_workers = _prepare(orders)
-    folder = unused(Path(orders.folder or Path("runs") / f"drill-{orders.path.stem}"))
+    folder = make_unused_folder(Path(orders.folder or Path("runs") / f"drill-{orders.path.stem}"))
     try:
         return _drill_in(folder, orders, job, num_workers)
     finally:
