@@ -13,12 +13,12 @@ from data_work import SEQ_LEN, Work, records, stream
 
 from closeranks.data.config import RecordsConfig, TokensConfig
 from closeranks.data.loader import Loader
-from closeranks.data.order import Schedule
+from closeranks.data.order import BatchSchedule
 from closeranks.data.orders import order_of
 from closeranks.data.settings import ReadSettings
-from closeranks.data.shards.manifest import About
+from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
-from closeranks.data.source import placed
+from closeranks.data.source import as_loader_source
 from closeranks.data.sources.open import open_source
 
 SHARD_BYTES = 16 << 20
@@ -35,12 +35,12 @@ class Closeranks:
             with TokenShardWriter(folder, dtype="uint16", vocab_size=50_000, shard_bytes=SHARD_BYTES) as tokens:
                 for part in np.array_split(stream(work.num_samples), 100):
                     tokens.append(part)
-                tokens.finish_alone(About(vocab_size=50_000))
+                tokens.finish_and_commit(DatasetInfo(vocab_size=50_000))
             return
         with RecordShardWriter(folder, shard_bytes=SHARD_BYTES) as writer:
             for data, label in records(work.num_samples):
                 writer.append({"data": np.frombuffer(data, dtype=np.uint8), "label": label})
-            writer.finish_alone(About())
+            writer.finish_and_commit(DatasetInfo())
 
     def open(self, work: Work, *, endless: bool) -> Iterable[dict[str, Any]]:
         loader, num_steps = open_loader(work, 1e6 if endless else 1)
@@ -58,8 +58,8 @@ def open_loader(work: Work, epochs: float) -> tuple[Loader, int]:
     }
     config = TokensConfig(seq_len=SEQ_LEN, **values) if work.kind == "tokens" else RecordsConfig(**values)
     source = open_source(config, "train", work.seed)
-    order = order_of(config, placed(source), work.seed)
-    schedule = Schedule.for_epochs(len(source), work.batch, work.batch, epochs)
+    order = order_of(config, as_loader_source(source), work.seed)
+    schedule = BatchSchedule.for_epochs(len(source), work.batch, work.batch, epochs)
     return Loader(source, order, schedule, settings=ReadSettings.of(config)), schedule.num_steps
 
 

@@ -40,19 +40,19 @@ def resume_figures(folder: Path, sizes: list[int]) -> dict[str, Any]:
 
 
 def _write(kind: str, place: Path, size: int) -> None:
-    from closeranks.data.shards.manifest import About
+    from closeranks.data.shards.manifest import DatasetInfo
     from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
 
     if kind == "tokens":
         with TokenShardWriter(place, dtype="uint16", vocab_size=65_536) as tokens:
             for first in range(0, size + 1, 1 << 20):
                 tokens.append(np.arange(first, min(first + (1 << 20), size + 1)).astype(np.uint16))
-            tokens.finish_alone(About(vocab_size=65_536))
+            tokens.finish_and_commit(DatasetInfo(vocab_size=65_536))
         return
     with RecordShardWriter(place) as writer:
         for number in range(size):
             writer.append({"x": number})
-        writer.finish_alone(About())
+        writer.finish_and_commit(DatasetInfo())
 
 
 def _resume(kind: str, place: Path) -> dict[str, Any]:
@@ -68,11 +68,11 @@ def main() -> None:
 
     from closeranks.data.config import RecordsConfig, TokensConfig
     from closeranks.data.loader import Loader
-    from closeranks.data.order import Schedule
+    from closeranks.data.order import BatchSchedule
     from closeranks.data.orders import order_of
     from closeranks.data.settings import ReadSettings
     from closeranks.data.shards import records, tokens  # noqa: F401  opened by name later
-    from closeranks.data.source import placed
+    from closeranks.data.source import as_loader_source
     from closeranks.data.sources.open import open_source
 
     torch.set_num_threads(1)
@@ -80,9 +80,9 @@ def main() -> None:
     began = time.perf_counter()
     config = TokensConfig(path=place, seq_len=1) if kind == "tokens" else RecordsConfig(path=place)
     source = open_source(config, "train", 7)
-    schedule = Schedule.for_epochs(len(source), 32, 32, 1)
+    schedule = BatchSchedule.for_epochs(len(source), 32, 32, 1)
     step = int(0.9 * schedule.num_steps)
-    loader = Loader(source, order_of(config, placed(source), 7), schedule, settings=ReadSettings.of(config))
+    loader = Loader(source, order_of(config, as_loader_source(source), 7), schedule, settings=ReadSettings.of(config))
     loader.start(step)
     loader.take(step)
     seconds = time.perf_counter() - began

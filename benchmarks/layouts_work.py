@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from workload import BETAS, CLIP, WEIGHT_DECAY, StepLog, Workload
 
-from closeranks.data.order import Schedule
+from closeranks.data.order import BatchSchedule
 from closeranks.run.job import Job, load_job
 
 
@@ -51,7 +51,7 @@ class LayoutWork(Workload):
     def micro_batches(self, data_rank: int) -> list[list[Any]]:
         """The samples of every step of a data rank, micro-batch by micro-batch."""
         total = len(self.source)
-        schedule = Schedule.for_steps(total, self.global_batch, self.batch, self.num_steps)
+        schedule = BatchSchedule.for_steps(total, self.global_batch, self.batch, self.num_steps)
         shares = (schedule.assigned(step, data_rank, self.num_ranks) for step in range(self.num_steps))
         return [[micro.indices(total, self.seed) for micro in share] for share in shares]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from closeranks.core.protocols import Source
-from closeranks.data.order import Schedule
+from closeranks.data.order import BatchSchedule
 from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
 from closeranks.optim.schedule import lr_factor
@@ -91,7 +91,7 @@ class Workload:
     def indices(self, rank: int) -> list[Any]:
         """The samples of every step of a rank, in the order in which closeranks reads them."""
         total = len(self.source)
-        schedule = Schedule.for_steps(total, self.batch * self.num_ranks, self.batch, self.num_steps)
+        schedule = BatchSchedule.for_steps(total, self.batch * self.num_ranks, self.batch, self.num_steps)
         shares = (schedule.assigned(step, rank, self.num_ranks) for step in range(self.num_steps))
         return [share[0].indices(total, self.seed) for share in shares]
 

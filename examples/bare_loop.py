@@ -8,7 +8,7 @@ import torch
 from closeranks.core.keys import derive_seed
 from closeranks.data.config import TextConfig
 from closeranks.data.loader import Loader
-from closeranks.data.order import FullOrder, Schedule
+from closeranks.data.order import BatchSchedule, FullOrder
 from closeranks.data.sources.open import open_source
 from closeranks.elastic.vote import Ballot, Vote
 from closeranks.models.build import spec_for
@@ -25,7 +25,7 @@ SEED, STEPS = 0, 30
 device, group = torch.device("cpu"), Group(rank=0, size=1)
 
 source = open_source(TextConfig(seq_len=64), "train", SEED)
-schedule = Schedule.for_steps(len(source), global_batch=16, micro_batch=8, steps=STEPS)
+schedule = BatchSchedule.for_steps(len(source), global_batch=16, micro_batch=8, steps=STEPS)
 loader = Loader(source, FullOrder(len(source), SEED), schedule, device=device)
 
 spec = spec_for(LlamaConfig(preset="tiny", num_layers=2), seq_len=64)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from closeranks.core.events import StepDone
-from closeranks.data.shards.manifest import About
+from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import TokenShardWriter
 from closeranks.telemetry.recorder import read_events
 from tests.cli.commands import Done, closeranks
@@ -32,7 +32,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with TokenShardWriter(folder, dtype="uint8", vocab_size=256, shard_bytes=3000) as writer:
         for part in np.array_split(tokens, NUM_SHARDS):
             writer.append(part)
-        writer.finish_alone(About(vocab_size=256))
+        writer.finish_and_commit(DatasetInfo(vocab_size=256))
     assert len(list(folder.glob("*.crs"))) == NUM_SHARDS
     return folder
 

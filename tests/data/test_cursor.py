@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.data.cursor import Cursor, ends_at, position_after, steps_to
-from closeranks.data.order import Schedule
+from closeranks.data.order import BatchSchedule
 
 
 def test_a_short_step_stays_short_and_full_ones_follow() -> None:
     ends = ends_at(Cursor(141, 4500), 32)
     assert ends == (Cursor(141, 4500),)
-    schedule = Schedule.for_epochs(1500, 32, 4, 6, ends)
+    schedule = BatchSchedule.for_epochs(1500, 32, 4, 6, ends)
     assert [schedule.position(step) for step in (139, 140, 141, 142, 281, 282)] == [4448, 4480, 4500, 4532, 8980, 9000]
     assert schedule.num_steps == 282
-    assert Schedule.for_steps(1500, 32, 4, 200, ends).position(200) == 4500 + 59 * 32
+    assert BatchSchedule.for_steps(1500, 32, 4, 200, ends).position(200) == 4500 + 59 * 32
 
 
 def test_a_step_that_was_full_leaves_no_trace() -> None:
@@ -32,7 +32,7 @@ def test_a_step_that_was_full_leaves_no_trace() -> None:
 def test_asking_again_for_what_is_done_leaves_nothing_to_do() -> None:
     ends = (Cursor(4, 27),)
     for epochs in (0.5, 1):
-        schedule = Schedule.for_epochs(27, 8, 4, epochs, ends)
+        schedule = BatchSchedule.for_epochs(27, 8, 4, epochs, ends)
         assert schedule.num_steps <= 4
         assert schedule.position(4) == 27
 
@@ -49,10 +49,10 @@ def test_every_sample_is_taken_once_an_epoch_however_often_a_run_is_continued(
     cursor, ends, taken = Cursor(0, 0), (), np.empty(0, np.int64)
     for is_by_steps, more in parts:
         if is_by_steps:
-            schedule = Schedule.for_steps(num_samples, global_batch, micro_batch, cursor.step + more, ends)
+            schedule = BatchSchedule.for_steps(num_samples, global_batch, micro_batch, cursor.step + more, ends)
         else:
             epochs = (cursor.position + more * num_samples) / num_samples
-            schedule = Schedule.for_epochs(num_samples, global_batch, micro_batch, epochs, ends)
+            schedule = BatchSchedule.for_epochs(num_samples, global_batch, micro_batch, epochs, ends)
         for step in range(cursor.step, schedule.num_steps):
             batches = schedule.micro_batches(step)
             assert sum(one.num_samples for one in batches) == schedule.position(step + 1) - schedule.position(step)

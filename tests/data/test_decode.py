@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.decode import decode, decode_batch, image_fault, is_image
+from closeranks.data.decode import decode, decode_batch, image_error, is_image
 from closeranks.data.timing import measure
 
 
@@ -118,13 +118,13 @@ def test_bytes_that_are_no_image_are_told_in_words(data: bytes, words: str) -> N
     with pytest.raises(BadRecordError) as caught:
         decode({"jpg": data})
     assert str(caught.value) == f"bad record: field 'jpg' {words}."
-    assert image_fault(data, in_full=False) == image_fault(data, in_full=True) == words
+    assert image_error(data, in_full=False) == image_error(data, in_full=True) == words
 
 
 def test_a_cut_image_is_found_in_full_and_a_sound_one_is_none() -> None:
     sound = encoded(picture((40, 30)), "JPEG")
-    assert image_fault(sound, in_full=True) == ""
-    assert "is no sound image" in image_fault(sound[:-200], in_full=True)
+    assert image_error(sound, in_full=True) == ""
+    assert "is no sound image" in image_error(sound[:-200], in_full=True)
 
 
 def test_an_image_as_hugging_face_stores_it() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from closeranks.core.errors import DataError
 from closeranks.core.protocols import Batch
 from closeranks.data.loader import Loader
-from closeranks.data.order import FullOrder, Ints, Schedule
+from closeranks.data.order import BatchSchedule, FullOrder, Ints
 from closeranks.data.quarantine import BadSample, Quarantine
 from closeranks.data.settings import ReadSettings
 from closeranks.data.timing import StageTimes
@@ -29,7 +29,7 @@ def loader_of(source: CountingSource, *, steps: int = 5, batch: int = 8, **optio
     size = len(source)
     settings = ReadSettings(**{name: value for name, value in options.items() if name not in PLACES})
     places = {name: value for name, value in options.items() if name in PLACES}
-    schedule = Schedule.for_steps(size, batch, 2, steps)
+    schedule = BatchSchedule.for_steps(size, batch, 2, steps)
     return Loader(source, FullOrder(size, 5), schedule, settings=settings, **places)
 
 
@@ -124,7 +124,7 @@ def test_ranks_that_must_keep_up_with_the_others_get_a_spare() -> None:
     for step in range(5):
         first, second = (loader.take(step) for loader in ranks)
         assert len(first) == len(second) == 2
-        assert [one.micro_batch.is_spare for one in (*first, *second)] == [False, False, False, True]
+        assert [one.micro_batch.is_padding for one in (*first, *second)] == [False, False, False, True]
         assert ids(second[1:]) == ids(second[:1])
     for loader in ranks:
         loader.close()
@@ -176,7 +176,7 @@ def test_never_reads_further_ahead_than_asked() -> None:
 
 
 def bad_sample(step: int, micro_batch: int) -> int:
-    return int(Schedule.for_steps(20, 8, 2, 5).micro_batches(step)[micro_batch].indices(20, 5)[0])
+    return int(BatchSchedule.for_steps(20, 8, 2, 5).micro_batches(step)[micro_batch].indices(20, 5)[0])
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -363,7 +363,7 @@ def test_a_resumed_run_leaves_out_the_same_samples() -> None:
 
 def test_a_schedule_for_other_data_is_refused() -> None:
     with pytest.raises(DataError, match="has changed while the run was opened: 10 samples first, then 20"):
-        Loader(CountingSource(20), FullOrder(20, 5), Schedule.for_steps(10, 8, 2, 1))
+        Loader(CountingSource(20), FullOrder(20, 5), BatchSchedule.for_steps(10, 8, 2, 1))
 
 
 # On a device

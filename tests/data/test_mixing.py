@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
 from closeranks.data import mixing
-from closeranks.data.mixing import MixtureOrder, Turns
+from closeranks.data.mixing import MixtureOrder, WeightedInterleave
 from closeranks.data.order import FullOrder, SequentialOrder
 
 # Equal, lopsided, and hardly commensurable weights; up to a dozen of them.
 weights = st.lists(st.integers(1, 12) | st.integers(1, 500) | st.integers(980, 1000), min_size=1, max_size=12)
 
 
-def assert_within_one(turns: Turns, first: int, length: int) -> None:
+def assert_within_one(turns: WeightedInterleave, first: int, length: int) -> None:
     """In whole numbers: |draws - share * positions| < 1 before and after every draw, and draws are counted through."""
     parts, draws = turns.at(np.arange(first, first + length))
     total = turns.total
@@ -36,15 +36,15 @@ def assert_within_one(turns: Turns, first: int, length: int) -> None:
 @example([1], 10**12)
 def test_draws_are_within_one_of_their_share_at_every_prefix(several: list[int], first: int) -> None:
     """Windows cross the seams between stretches, where the walk begins anew."""
-    turns = Turns.of([float(weight) for weight in several])
-    seam = (first // turns.stretch + 1) * turns.stretch
+    turns = WeightedInterleave.of([float(weight) for weight in several])
+    seam = (first // turns.chunk_size + 1) * turns.chunk_size
     assert_within_one(turns, max(0, seam - 600), 1200)
 
 
 @given(weights, st.integers(1, 60), st.integers(0, 10**9))
 def test_any_position_can_be_begun_from(several: list[int], length: int, first: int) -> None:
     """The proof's claim itself: counts at two positions close together are joined by a walk that keeps every window."""
-    turns = Turns.of([float(weight) for weight in several])
+    turns = WeightedInterleave.of([float(weight) for weight in several])
     begun, done = mixing._counts(turns, first), mixing._counts(turns, first + length)
     assert sum(begun) == first
     parts = mixing._walk(turns, first, length, begun, done)
@@ -59,7 +59,7 @@ def test_any_position_can_be_begun_from(several: list[int], length: int, first: 
 @given(st.lists(st.floats(0.05, 20.0), min_size=1, max_size=6), st.integers(0, 10**12))
 def test_weights_of_any_digits(several: list[float], first: int) -> None:
     """Against the weights as they were given, rounded or not."""
-    turns = Turns.of(several)
+    turns = WeightedInterleave.of(several)
     parts, draws = turns.at(np.arange(first, first + 300))
     shares = [Fraction(weight) / sum(map(Fraction, several)) for weight in several]
     for place, part, draw in zip(range(first, first + 300), parts.tolist(), draws.tolist(), strict=True):
@@ -69,26 +69,26 @@ def test_weights_of_any_digits(several: list[float], first: int) -> None:
 
 
 def test_simple_weights_are_kept_exactly() -> None:
-    assert Turns.of([0.5, 0.3, 0.2]).weights == (5, 3, 2)
-    assert Turns.of([0.1, 0.2, 0.7]).weights == (1, 2, 7)
-    assert Turns.of([3, 6]).weights == (1, 2)
-    assert Turns.of([123456789012, 23456789]).weights == (123456789012, 23456789)
+    assert WeightedInterleave.of([0.5, 0.3, 0.2]).weights == (5, 3, 2)
+    assert WeightedInterleave.of([0.1, 0.2, 0.7]).weights == (1, 2, 7)
+    assert WeightedInterleave.of([3, 6]).weights == (1, 2)
+    assert WeightedInterleave.of([123456789012, 23456789]).weights == (123456789012, 23456789)
 
 
 def test_a_period_holds_exactly_its_weights() -> None:
-    parts, _ = Turns.of([0.5, 0.3, 0.2]).at(np.arange(50))
+    parts, _ = WeightedInterleave.of([0.5, 0.3, 0.2]).at(np.arange(50))
     for period in parts.reshape(5, 10):
         assert np.bincount(period).tolist() == [5, 3, 2]
 
 
 def test_turns_never_change() -> None:
-    parts, draws = Turns.of([0.5, 0.3, 0.2]).at(np.arange(4090, 4106))
+    parts, draws = WeightedInterleave.of([0.5, 0.3, 0.2]).at(np.arange(4090, 4106))
     assert parts.tolist() == PARTS
     assert draws.tolist() == DRAWS
 
 
 def test_any_place_costs_the_same() -> None:
-    turns = Turns.of([0.61, 0.29, 0.0999, 0.0001])
+    turns = WeightedInterleave.of([0.61, 0.29, 0.0999, 0.0001])
     began = time.process_time()
     turns.at(np.array([10**14]))
     assert time.process_time() - began < 0.4  # 30 ms where nobody else computes
@@ -96,9 +96,9 @@ def test_any_place_costs_the_same() -> None:
 
 def test_a_weight_too_small_is_said() -> None:
     with pytest.raises(DataError, match=r"weight 1e-07 is less than a millionth of a mixture of 1"):
-        Turns.of([1.0, 1e-7])
+        WeightedInterleave.of([1.0, 1e-7])
     with pytest.raises(ValueError, match="above 0"):
-        Turns.of([1.0, 0.0])
+        WeightedInterleave.of([1.0, 0.0])
     with pytest.raises(ValueError, match="2 parts"):
         MixtureOrder((SequentialOrder(3), SequentialOrder(4)), (1.0,))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
 from closeranks.core.keys import derive_seed
-from closeranks.data.order import MicroBatch, Schedule, permute
+from closeranks.data.order import BatchSchedule, MicroBatch, permute
 from closeranks.data.permutation import sample_indices
 
 keys = st.integers(0, 2**63 - 1)
@@ -129,7 +129,7 @@ counts = st.integers(1, 70)
 def test_ranks_share_out_exactly_the_micro_batches(
     num_samples: int, global_batch: int, micro_batch: int, data_size: int, num_steps: int, total: int | None
 ) -> None:
-    schedule = Schedule(num_samples, global_batch, micro_batch, num_steps, total)
+    schedule = BatchSchedule(num_samples, global_batch, micro_batch, num_steps, total)
     for step in range(num_steps + 2):
         whole = schedule.micro_batches(step)
         shares = [schedule.assigned(step, rank, data_size) for rank in range(data_size)]
@@ -145,16 +145,16 @@ def test_ranks_share_out_exactly_the_micro_batches(
 def test_spares_make_the_shares_even_and_count_nowhere(
     num_samples: int, global_batch: int, micro_batch: int, data_size: int, num_steps: int
 ) -> None:
-    schedule = Schedule(num_samples, global_batch, micro_batch, num_steps)
+    schedule = BatchSchedule(num_samples, global_batch, micro_batch, num_steps)
     for step in range(num_steps):
         shares = [schedule.assigned(step, rank, data_size, even=True) for rank in range(data_size)]
         assert len({len(share) for share in shares}) == 1
-        assert tuple(one for share in shares for one in share if not one.is_spare) == schedule.micro_batches(step)
-        for spare in (one for share in shares for one in share if one.is_spare):
+        assert tuple(one for share in shares for one in share if not one.is_padding) == schedule.micro_batches(step)
+        for spare in (one for share in shares for one in share if one.is_padding):
             assert replace(spare, is_spare=False) == schedule.micro_batches(step)[-1]
 
 
-def _check_step(schedule: Schedule, step: int, whole: tuple[MicroBatch, ...]) -> None:
+def _check_step(schedule: BatchSchedule, step: int, whole: tuple[MicroBatch, ...]) -> None:
     positions = [position for one in whole for position in range(one.first, one.last)]
     assert positions == list(range(schedule.position(step), schedule.position(step + 1)))
     assert [(one.step, one.index) for one in whole] == [(step, index) for index in range(len(whole))]
@@ -168,7 +168,7 @@ def _check_step(schedule: Schedule, step: int, whole: tuple[MicroBatch, ...]) ->
 def test_epochs_show_every_sample_that_often(
     num_samples: int, global_batch: int, micro_batch: int, epochs: int
 ) -> None:
-    schedule = Schedule.for_epochs(num_samples, global_batch, micro_batch, epochs)
+    schedule = BatchSchedule.for_epochs(num_samples, global_batch, micro_batch, epochs)
     assert schedule.total_samples == epochs * num_samples
     assert schedule.num_steps == -(-schedule.total_samples // global_batch)
     steps = [schedule.micro_batches(step) for step in range(schedule.num_steps)]
@@ -180,7 +180,7 @@ def test_epochs_show_every_sample_that_often(
 
 
 def test_the_last_step_of_an_epoch_is_short() -> None:
-    schedule = Schedule.for_epochs(num_samples=10, global_batch=4, micro_batch=2, epochs=1)
+    schedule = BatchSchedule.for_epochs(num_samples=10, global_batch=4, micro_batch=2, epochs=1)
     assert schedule.num_steps == 3
     assert schedule.micro_batches(2) == (MicroBatch(2, 0, 8, 10),)
     assert schedule.assigned(2, 0, 2) == (MicroBatch(2, 0, 8, 10),)
@@ -188,12 +188,12 @@ def test_the_last_step_of_an_epoch_is_short() -> None:
 
 
 def test_half_an_epoch() -> None:
-    schedule = Schedule.for_epochs(num_samples=11, global_batch=4, micro_batch=4, epochs=0.5)
+    schedule = BatchSchedule.for_epochs(num_samples=11, global_batch=4, micro_batch=4, epochs=0.5)
     assert (schedule.total_samples, schedule.num_steps) == (6, 2)
 
 
 def test_steps_run_over_the_end_of_an_epoch() -> None:
-    schedule = Schedule.for_steps(num_samples=5, global_batch=4, micro_batch=4, steps=2)
+    schedule = BatchSchedule.for_steps(num_samples=5, global_batch=4, micro_batch=4, steps=2)
     (second,) = schedule.micro_batches(1)
     assert (second.first, second.last) == (4, 8)
     expected = [*sample_indices(np.array([4]), 5, 1), *sample_indices(np.array([5, 6, 7]), 5, 1)]
@@ -201,7 +201,7 @@ def test_steps_run_over_the_end_of_an_epoch() -> None:
 
 
 def test_the_micro_batch_does_not_depend_on_ranks() -> None:
-    schedule = Schedule.for_steps(100, 12, 3, 4)
+    schedule = BatchSchedule.for_steps(100, 12, 3, 4)
     alone = {(m.step, m.index): m.indices(100, 5).tolist() for m in schedule.assigned(2, 0, 1)}
     four = {(m.step, m.index): m.indices(100, 5).tolist() for rank in range(4) for m in schedule.assigned(2, rank, 4)}
     assert alone == four
@@ -209,11 +209,11 @@ def test_the_micro_batch_does_not_depend_on_ranks() -> None:
 
 def test_bad_schedules() -> None:
     with pytest.raises(DataError, match="the dataset is empty"):
-        Schedule(0, 4, 2, 1)
+        BatchSchedule(0, 4, 2, 1)
     with pytest.raises(ValueError, match="at least one sample"):
-        Schedule(5, 0, 2, 1)
+        BatchSchedule(5, 0, 2, 1)
     with pytest.raises(ValueError, match="no data rank 2 of 2"):
-        Schedule(5, 4, 2, 1).assigned(0, 2, 2)
+        BatchSchedule(5, 4, 2, 1).assigned(0, 2, 2)
 
 
 GOLDEN_TEN = [1, 0, 9, 3, 5, 6, 2, 8, 7, 4]

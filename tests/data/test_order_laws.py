@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.data.mixing import MixtureOrder
-from closeranks.data.order import BlockOrder, FullOrder, Order, Schedule, SequentialOrder
+from closeranks.data.order import BatchSchedule, BlockOrder, FullOrder, SampleOrder, SequentialOrder
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Life:
 
 
 @st.composite
-def singles(draw: st.DrawFn) -> Order:
+def singles(draw: st.DrawFn) -> SampleOrder:
     size, seed = draw(st.integers(1, 60)), draw(st.integers(0, 2**40))
     kind = draw(st.sampled_from(["full", "blocks", "none"]))
     if kind == "blocks":
@@ -51,13 +51,13 @@ batches = st.tuples(st.integers(1, 24), st.integers(1, 9))
 
 
 def play(
-    order: Order, batch: tuple[int, int], several: list[Life], skipped: frozenset[int]
+    order: SampleOrder, batch: tuple[int, int], several: list[Life], skipped: frozenset[int]
 ) -> dict[int, tuple[int, bool]]:
     """Position to (sample, whether it counted), as the run leaves it behind. A position counted twice fails."""
     kept: dict[int, tuple[int, bool]] = {}
     step = 0
     for life in several:
-        schedule = Schedule.for_steps(order.num_samples, *batch, step + life.num_steps)
+        schedule = BatchSchedule.for_steps(order.num_samples, *batch, step + life.num_steps)
         steps = range(step, step + life.num_steps)
         seen = [_one_step(order, schedule, now, life, skipped) for now in steps]
         kept_steps = seen[: max(len(seen) - life.lost, 0)]
@@ -69,7 +69,7 @@ def play(
 
 
 def _one_step(
-    order: Order, schedule: Schedule, step: int, life: Life, skipped: frozenset[int]
+    order: SampleOrder, schedule: BatchSchedule, step: int, life: Life, skipped: frozenset[int]
 ) -> dict[int, tuple[int, bool]]:
     places: dict[int, tuple[int, bool]] = {}
     counts = set()
@@ -78,7 +78,7 @@ def _one_step(
         counts.add(len(mine))
         for one in mine:
             for place, sample in zip(range(one.first, one.last), order.between(one.first, one.last), strict=True):
-                if not one.is_spare:
+                if not one.is_padding:
                     assert place not in places
                     places[place] = (int(sample), int(sample) not in skipped)
     assert not life.even or len(counts) == 1, "a rank with fewer micro-batches would leave the others waiting"
@@ -87,7 +87,7 @@ def _one_step(
 
 @given(singles() | mixtures(), batches, lives, st.frozensets(st.integers(0, 80), max_size=10))
 def test_the_order_is_one_whatever_happens_to_the_run(
-    order: Order, batch: tuple[int, int], several: list[Life], skipped: frozenset[int]
+    order: SampleOrder, batch: tuple[int, int], several: list[Life], skipped: frozenset[int]
 ) -> None:
     places = play(order, batch, several, skipped)
     assert sorted(places) == list(range(len(places))), "no position is left out"
@@ -98,7 +98,7 @@ def test_the_order_is_one_whatever_happens_to_the_run(
 
 @given(singles(), batches, lives, st.frozensets(st.integers(0, 80), max_size=10))
 def test_every_sample_counts_once_an_epoch(
-    order: Order, batch: tuple[int, int], several: list[Life], skipped: frozenset[int]
+    order: SampleOrder, batch: tuple[int, int], several: list[Life], skipped: frozenset[int]
 ) -> None:
     places = play(order, batch, several, skipped)
     size = order.num_samples
@@ -135,7 +135,7 @@ def test_each_part_of_a_mixture_has_every_sample_once_an_epoch_of_its_own(order:
 
 
 @given(singles() | mixtures(), st.lists(st.integers(0, 10**13), min_size=1, max_size=12))
-def test_any_position_is_found_without_those_before_it(order: Order, positions: list[int]) -> None:
+def test_any_position_is_found_without_those_before_it(order: SampleOrder, positions: list[int]) -> None:
     together = order.at(np.array(positions))
     assert together.tolist() == [int(order.at(np.array([one]))[0]) for one in positions]
     assert ((together >= 0) & (together < order.num_samples)).all()

@@ -10,8 +10,8 @@ import pytest
 from closeranks.core.keys import derive_seed
 from closeranks.data.config import MixtureConfig, TextConfig
 from closeranks.data.mixing import MixtureOrder
-from closeranks.data.order import BlockOrder, FullOrder, Order, SequentialOrder
-from closeranks.data.orders import Change, change_between, order_of
+from closeranks.data.order import BlockOrder, FullOrder, SampleOrder, SequentialOrder
+from closeranks.data.orders import OrderChange, order_change, order_of
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,19 @@ MIXTURE = MixtureOrder((FullOrder(10, 3), FullOrder(20, 4)), (3.0, 1.0))
 @pytest.mark.parametrize(
     ("saved", "here", "told"),
     [
-        (FullOrder(50, 3), BLOCKS, Change("data.shuffle", "data.shuffle", "'full'", "'blocks'")),
-        (BLOCKS, SequentialOrder(50), Change("data.shuffle", "data.shuffle", "'blocks'", "'none'")),
-        (BLOCKS, BlockOrder(50, 3, 8, 16), Change("data.shuffle_block", "data.shuffle_block", "7", "8")),
-        (BLOCKS, BlockOrder(50, 3, 7, 4), Change("data.shuffle_window", "data.shuffle_window", "16", "4")),
+        (FullOrder(50, 3), BLOCKS, OrderChange("data.shuffle", "data.shuffle", "'full'", "'blocks'")),
+        (BLOCKS, SequentialOrder(50), OrderChange("data.shuffle", "data.shuffle", "'blocks'", "'none'")),
+        (BLOCKS, BlockOrder(50, 3, 8, 16), OrderChange("data.shuffle_block", "data.shuffle_block", "7", "8")),
+        (BLOCKS, BlockOrder(50, 3, 7, 4), OrderChange("data.shuffle_window", "data.shuffle_window", "16", "4")),
     ],
 )
-def test_a_change_of_order_is_told_by_the_words_of_the_job(saved: Order, here: Order, told: Change) -> None:
-    assert change_between(saved.described, here.described) == told
+def test_a_change_of_order_is_told_by_the_words_of_the_job(
+    saved: SampleOrder, here: SampleOrder, told: OrderChange
+) -> None:
+    assert order_change(saved.signature, here.signature) == told
 
 
 def test_another_mixture_is_told_as_one() -> None:
     other = MixtureOrder(MIXTURE.parts, (2.0, 1.0))
-    assert change_between(MIXTURE.described, other.described).name == "mixture"
-    assert change_between(MIXTURE.described, BLOCKS.described).name == "mixture"
+    assert order_change(MIXTURE.signature, other.signature).name == "mixture"
+    assert order_change(MIXTURE.signature, BLOCKS.signature).name == "mixture"

@@ -15,7 +15,7 @@ from closeranks.data.packing import (
     best_fit,
     block_bounds,
     default_block_tokens,
-    lay_out,
+    fill_rows,
     pack,
     pack_block,
     read_segments,
@@ -186,7 +186,7 @@ def test_rows_are_the_same_in_any_batch(lengths: list[int], row_tokens: int, run
 
     def read(which: Any) -> Any:
         starts, sizes, counts = packed.segments(which)
-        return lay_out(read_segments(store, starts, sizes), sizes, counts, row_tokens)
+        return fill_rows(read_segments(store, starts, sizes), sizes, counts, row_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_RUN", run)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from closeranks.data.order import BlockOrder, FullOrder, Ints, SequentialOrder
-from closeranks.data.quality import Quality, compare, measure, table
+from closeranks.data.quality import ShuffleQuality, compare, measure, table
 
 SIZE = 40_000
 BATCH = 100
@@ -23,7 +23,7 @@ def shuffled(seed: int) -> Ints:
     return np.random.default_rng(seed).permutation(SIZE).astype(np.int64)
 
 
-def assert_random(quality: Quality) -> None:
+def assert_random(quality: ShuffleQuality) -> None:
     """Standard deviations for n samples in m = n / batch batches, by theory or from ten thousand numpy permutations."""
     num_batches = SIZE / BATCH
     assert abs(quality.drift) < 4.5 / np.sqrt(SIZE)
@@ -77,7 +77,7 @@ def test_blocks_get_better_with_the_window() -> None:
         assert_random(quality)  # one window over everything is a full shuffle
 
 
-def _of_blocks(window: int, seed: int) -> Quality:
+def _of_blocks(window: int, seed: int) -> ShuffleQuality:
     return measure(BlockOrder(SIZE, seed, BLOCK, window).between(0, SIZE), batch=BATCH, block=BLOCK)
 
 

@@ -27,14 +27,14 @@ def test_state_comes_back_whole(before: list[BadSample], after: list[BadSample])
     again = Quarantine(5, [BadSample(99, "", "stale")])
     again.load(json.loads(json.dumps(quarantine.state())))
     assert again.samples == quarantine.samples
-    assert again.known() == quarantine.known()
+    assert again.by_sample() == quarantine.by_sample()
     assert len(again) == len({bad.sample for bad in before + after})
 
 
 def test_a_sample_keeps_its_first_reason() -> None:
     quarantine = Quarantine(5, [BadSample(3, "", "torn")])
     assert quarantine.add([BadSample(3, "", "missing"), BadSample(4, "", "missing")]) == (BadSample(4, "", "missing"),)
-    assert quarantine.known()[3].reason == "torn"
+    assert quarantine.by_sample()[3].reason == "torn"
     assert 3 in quarantine
     assert 5 not in quarantine
 
@@ -42,9 +42,9 @@ def test_a_sample_keeps_its_first_reason() -> None:
 def test_the_ceiling_is_the_last_number_allowed() -> None:
     quarantine = Quarantine(2, [BadSample(1, "'a', byte 0", "torn"), BadSample(2, "", "NaN")])
     quarantine.check(7)
-    assert not quarantine.is_over
+    assert not quarantine.exceeds_limit
     quarantine.add([BadSample(number, "", "NaN") for number in (5, 6)])
-    assert quarantine.is_over
+    assert quarantine.exceeds_limit
     with pytest.raises(DataError) as caught:
         quarantine.check(7)
     assert str(caught.value) == (
@@ -54,11 +54,11 @@ def test_the_ceiling_is_the_last_number_allowed() -> None:
 
 
 def test_a_place_is_told_once() -> None:
-    assert BadSample(1, "'a', byte 0", "torn").told == "torn ('a', byte 0)"
-    assert BadSample(1, "'a', byte 0", "'a', byte 0: torn").told == "'a', byte 0: torn"
-    assert BadSample(1, "", "torn").told == "torn"
+    assert BadSample(1, "'a', byte 0", "torn").message == "torn ('a', byte 0)"
+    assert BadSample(1, "'a', byte 0", "'a', byte 0: torn").message == "'a', byte 0: torn"
+    assert BadSample(1, "", "torn").message == "torn"
     damaged = "'a' is damaged: block 3, bytes 0 to 99"
-    assert BadSample(1, "'a', byte 7", damaged).told == f"{damaged} (byte 7)"
-    assert BadSample(1, "'a'", damaged).told == damaged
-    assert BadSample(1, "sample 4 of web, 'a', byte 7", damaged).told == f"{damaged} (sample 4 of web, byte 7)"
-    assert BadSample(1, "'b', byte 7", damaged).told == f"{damaged} ('b', byte 7)"
+    assert BadSample(1, "'a', byte 7", damaged).message == f"{damaged} (byte 7)"
+    assert BadSample(1, "'a'", damaged).message == damaged
+    assert BadSample(1, "sample 4 of web, 'a', byte 7", damaged).message == f"{damaged} (sample 4 of web, byte 7)"
+    assert BadSample(1, "'b', byte 7", damaged).message == f"{damaged} ('b', byte 7)"

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import BadRecordError, DataError, SetupError
 from closeranks.core.protocols import Batch
-from closeranks.data.checks import Checks
+from closeranks.data.checks import SampleChecks
 from closeranks.data.config import ChecksConfig
-from closeranks.data.order import FullOrder, Ints, Schedule, SequentialOrder
+from closeranks.data.order import BatchSchedule, FullOrder, Ints, SequentialOrder
 from closeranks.data.quarantine import BadSample
-from closeranks.data.reader import Loaded, Reader, ReadPlan, Share, map_tensors
-from closeranks.data.rows import RowReader, name_samples, read_plain
+from closeranks.data.reader import BatchReader, LoadedBatch, ReadPlan, WorkerSlice, map_tensors
+from closeranks.data.rows import SampleReader, name_samples, read_samples
 from closeranks.data.settings import ReadSettings
-from closeranks.data.source import placed
+from closeranks.data.source import as_loader_source
 from closeranks.data.sources.user import MapSource
 
 from .doubles import ChangedSource, CountingSource, FailingSource, StoredSource
@@ -25,17 +25,17 @@ from .doubles import ChangedSource, CountingSource, FailingSource, StoredSource
 SKIP = ReadSettings(on_bad="skip")
 
 
-def reader(source: CountingSource, step: int = 0, **options: Any) -> Reader:
+def reader(source: CountingSource, step: int = 0, **options: Any) -> BatchReader:
     size = len(source)
-    plan = ReadPlan(source, FullOrder(size, 5), Schedule.for_epochs(size, 8, 2, epochs=1), **options)
-    return Reader(plan, step)
+    plan = ReadPlan(source, FullOrder(size, 5), BatchSchedule.for_epochs(size, 8, 2, epochs=1), **options)
+    return BatchReader(plan, step)
 
 
-def in_order(source: CountingSource | MapSource, micro: int = 4, **options: Any) -> list[Loaded]:
+def in_order(source: CountingSource | MapSource, micro: int = 4, **options: Any) -> list[LoadedBatch]:
     """One epoch in the order of the data, one micro-batch a step."""
-    schedule = Schedule.for_epochs(len(source), micro, micro, epochs=1)
+    schedule = BatchSchedule.for_epochs(len(source), micro, micro, epochs=1)
     plan = ReadPlan(source, SequentialOrder(len(source)), schedule, **options)
-    one = Reader(plan, 0)
+    one = BatchReader(plan, 0)
     return [loaded for step in range(schedule.num_steps) for loaded in one.read(step)]
 
 
@@ -58,10 +58,10 @@ def test_ranks_together_read_what_one_reads(data_size: int) -> None:
 def test_shares_together_are_the_rank_in_order(
     num_samples: int, batch: int, micro: int, ranks: int, count: int, start: int
 ) -> None:
-    schedule = Schedule.for_epochs(num_samples, batch, micro, epochs=2)
+    schedule = BatchSchedule.for_epochs(num_samples, batch, micro, epochs=2)
     plan = ReadPlan(CountingSource(num_samples), FullOrder(num_samples, 3), schedule, ranks - 1, ranks)
-    whole = list(plan.sequence(start, Share()))
-    shares = [iter(plan.sequence(start, Share(number, count))) for number in range(count)]
+    whole = list(plan.micro_batches_from(start, WorkerSlice()))
+    shares = [iter(plan.micro_batches_from(start, WorkerSlice(number, count))) for number in range(count)]
     assert [next(shares[number % count]) for number in range(len(whole))] == whole
     assert [next(share, None) for share in shares] == [None] * count
     assert whole == [one for step in range(start, schedule.num_steps) for one in plan.assigned(step)]
@@ -70,7 +70,7 @@ def test_shares_together_are_the_rank_in_order(
 def test_a_rank_reads_only_its_own_samples() -> None:
     source = CountingSource(20)
     reader(source, data_rank=1, data_size=2).read(0)
-    expected = [m.indices(20, 5).tolist() for m in Schedule.for_epochs(20, 8, 2, epochs=1).assigned(0, 1, 2)]
+    expected = [m.indices(20, 5).tolist() for m in BatchSchedule.for_epochs(20, 8, 2, epochs=1).assigned(0, 1, 2)]
     assert source.read_indices == expected
 
 
@@ -153,7 +153,7 @@ def test_a_sample_that_names_itself_is_named_once() -> None:
 def test_what_a_store_says_to_do_is_told(known: dict[int, BadSample]) -> None:
     error = BadRecordError("sample 3 is torn", "Copy the shard again.")
     with pytest.raises(DataError) as caught:
-        RowReader(placed(FailingSource(9, 3, error)), ReadSettings(), known).read(np.arange(5), ())
+        SampleReader(as_loader_source(FailingSource(9, 3, error)), ReadSettings(), known).read(np.arange(5), ())
     assert caught.value.fix == ("Copy the shard again, or set data.on_bad = 'skip' to train without such samples.")
 
 
@@ -162,7 +162,7 @@ def test_nan_stops_the_run_too() -> None:
         in_order(StoredSource(20, nan=(6,)))
     assert "sample 6 of stored is bad: 'x' holds NaN or infinity ('shard-0', byte 6)." in str(caught.value)
     assert "data.check_finite = false" in caught.value.fix
-    let_in = in_order(StoredSource(20, nan=(6,)), settings=ReadSettings(checks=Checks(finite=False)))
+    let_in = in_order(StoredSource(20, nan=(6,)), settings=ReadSettings(checks=SampleChecks(finite=False)))
     assert sum(one.micro_batch.num_samples for one in let_in) == 20
 
 
@@ -176,8 +176,8 @@ def test_skipped_samples_are_not_in_their_batch_and_are_told() -> None:
     assert second.batch["id"].tolist() == [4, 5, 7]
     assert second.skipped == (BadSample(6, "'shard-0', byte 6", "'x' holds NaN or infinity"),)
     assert third.batch["id"].tolist() == [8, 9, 10, 11]
-    assert (third.skipped, third.micro_batch.num_skipped, third.micro_batch.is_spare) == ((), 0, False)
-    assert not any(one.micro_batch.is_spare for one in (first, second, third))
+    assert (third.skipped, third.micro_batch.num_skipped, third.micro_batch.is_padding) == ((), 0, False)
+    assert not any(one.micro_batch.is_padding for one in (first, second, third))
 
 
 def test_samples_are_read_one_by_one_only_where_a_record_is_bad() -> None:
@@ -202,13 +202,13 @@ def test_known_samples_are_not_read_again() -> None:
 def test_a_micro_batch_without_a_good_sample_becomes_a_spare_of_those_that_follow() -> None:
     source = StoredSource(12, damaged=(0, 1, 2, 3, 4), nan=(5,))
     first, second, third = in_order(source, settings=SKIP)
-    assert first.micro_batch.is_spare
+    assert first.micro_batch.is_padding
     assert (first.micro_batch.num_samples, first.micro_batch.num_skipped) == (0, 4)
     assert [bad.sample for bad in first.skipped] == [0, 1, 2, 3]
     assert first.batch["id"].tolist() == [6, 7]
     assert [bad.sample for bad in second.skipped] == [4, 5]
     assert second.batch["id"].tolist() == [6, 7]
-    assert not second.micro_batch.is_spare
+    assert not second.micro_batch.is_padding
     assert third.batch["id"].tolist() == [8, 9, 10, 11]
 
 
@@ -237,7 +237,7 @@ def test_a_schema_finds_the_odd_one_among_records_that_do_not_stack() -> None:
             batch = super().read(indices)
             return {**batch, "x": batch["x"][:, :1]} if 2 in indices else batch
 
-    checks = Checks.of(ChecksConfig(fields={"x": "float32[2]"}), finite=True)
+    checks = SampleChecks.of(ChecksConfig(fields={"x": "float32[2]"}), finite=True)
     first, _ = in_order(Ragged(8), settings=ReadSettings(checks=checks, on_bad="skip"))
     assert first.batch["id"].tolist() == [0, 1, 3]
     assert first.skipped[0].reason == "'x' is float32[1], not float32[2]"
@@ -252,23 +252,23 @@ def test_whatever_is_bad_every_good_sample_comes_exactly_once(
         return
     known = {number: BadSample(number, "", "known") for number in damaged} if is_known else {}
     loaded = in_order(StoredSource(30, tuple(damaged), tuple(nan)), micro, settings=SKIP, known=known)
-    counted = [int(n) for one in loaded if not one.micro_batch.is_spare for n in one.batch["id"]]
+    counted = [int(n) for one in loaded if not one.micro_batch.is_padding for n in one.batch["id"]]
     assert counted == [n for n in range(30) if n not in bad]
     assert sorted(n.sample for one in loaded for n in one.skipped) == sorted(bad)
     for one in loaded:
-        assert one.micro_batch.num_samples == (0 if one.micro_batch.is_spare else len(one.batch["id"]))
+        assert one.micro_batch.num_samples == (0 if one.micro_batch.is_padding else len(one.batch["id"]))
 
 
 def test_reading_outside_of_any_order() -> None:
     source = StoredSource(12, damaged=(1, 8, 9, 10, 11))
-    rows = read_plain(source, np.arange(4), SKIP)
+    rows = read_samples(source, np.arange(4), SKIP)
     assert (rows.batch["id"].tolist(), rows.num_rows) == ([0, 2, 3], 3)
     assert [bad.sample for bad in rows.skipped] == [1]
-    rows = read_plain(source, np.arange(8, 12), SKIP)
+    rows = read_samples(source, np.arange(8, 12), SKIP)
     assert (rows.batch["id"].tolist(), rows.num_rows, len(rows.skipped)) == ([0, 2, 3], 0, 4)
     with pytest.raises(DataError, match="sample 1 of stored is bad"):
-        read_plain(source, np.arange(4), ReadSettings())
-    rows = read_plain(CountingSource(4), np.arange(4), ReadSettings())
+        read_samples(source, np.arange(4), ReadSettings())
+    rows = read_samples(CountingSource(4), np.arange(4), ReadSettings())
     assert (rows.num_rows, rows.skipped) == (4, ())
 
 
@@ -289,10 +289,10 @@ def test_a_source_hears_of_every_sample_before_it_is_read(
             return super().read(indices)
 
     source = Listening(num_samples)
-    schedule = Schedule.for_epochs(num_samples, micro * per_step, micro, epochs=1)
+    schedule = BatchSchedule.for_epochs(num_samples, micro * per_step, micro, epochs=1)
     settings = ReadSettings(max_wanted=max_wanted)
     plan = ReadPlan(source, FullOrder(num_samples, 1), schedule, 0, ranks, settings)
-    one = Reader(plan, 0)
+    one = BatchReader(plan, 0)
     for step in range(schedule.num_steps):
         one.read(step)
     num_read = len(source.read_indices)
@@ -303,7 +303,7 @@ def test_settings_come_from_the_job() -> None:
     from closeranks.data.config import TextConfig
 
     config = TextConfig(prefetch=3, workers=2, on_bad="skip", check_finite=False)
-    assert ReadSettings.of(config) == ReadSettings(3, 2, Checks(finite=False), "skip")
+    assert ReadSettings.of(config) == ReadSettings(3, 2, SampleChecks(finite=False), "skip")
 
 
 def test_map_tensors_reaches_into_containers() -> None:

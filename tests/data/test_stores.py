@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from closeranks.data.stores import Columnar, Records, narrowed, typical_block
+from closeranks.data.stores import ColumnarRecords, Records, select_fields, typical_block
 from tests.data.sources.memory_stores import MemoryRecords
 
 
@@ -41,11 +41,11 @@ class Table(MemoryRecords):
     ],
 )
 def test_only_columns_that_are_needed_are_read(names: list[str], columns: list[str]) -> None:
-    found = narrowed(Table(["a.b", "b", "json"]), names)
-    assert isinstance(found, Columnar)
+    found = select_fields(Table(["a.b", "b", "json"]), names)
+    assert isinstance(found, ColumnarRecords)
     assert [*found.column_names] == columns
 
 
 def test_records_without_columns_stay_what_they_are() -> None:
     records = MemoryRecords([{"a": 1}])
-    assert narrowed(records, ["a"]) is records
+    assert select_fields(records, ["a"]) is records

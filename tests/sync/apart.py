@@ -16,7 +16,7 @@ from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.core.events import StepDone
 from closeranks.core.pieces import Piece
 from closeranks.data.orders import order_of
-from closeranks.data.source import placed
+from closeranks.data.source import as_loader_source
 from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import Layout
 from closeranks.models.build import spec_for
@@ -83,7 +83,7 @@ def by_hand(job: Job, num_replicas: int, num_ranks: int) -> tuple[list[float], d
     spec = spec_for(job.model, seq_len=job.data.seq_len)
     source = open_source(job.data, "train", job.run.seed)
     assert source is not None
-    order, schedule = order_of(job.data, placed(source), job.run.seed), batch_schedule(job, len(source))
+    order, schedule = order_of(job.data, as_loader_source(source), job.run.seed), batch_schedule(job, len(source))
     local, optim = job.sync.local, job.optim
     replicas = []
     for _ in range(num_replicas):

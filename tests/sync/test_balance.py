@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.data.schedule import Schedule
+from closeranks.data.schedule import BatchSchedule
 from closeranks.sync.balance import GAIN, best_shares, even_shares, rebalanced, step_seconds
 
 speeds = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
@@ -44,7 +44,7 @@ def test_a_replica_of_half_the_speed_has_half_the_work() -> None:
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 30), st.booleans(), st.data())
 def test_every_micro_batch_is_taken_once(num: int, width: int, more: int, even: bool, data: st.DataObject) -> None:
     num_micro = num * width + more
-    schedule = Schedule.for_steps(1000, num_micro, 1, 3)
+    schedule = BatchSchedule.for_steps(1000, num_micro, 1, 3)
     ranks = range(num * width)
     plain = [schedule.assigned(1, rank, len(ranks)) for rank in ranks]
     counts = tuple(sum(map(len, plain[width * number : width * (number + 1)])) for number in range(num))
@@ -52,7 +52,7 @@ def test_every_micro_batch_is_taken_once(num: int, width: int, more: int, even: 
     seconds = data.draw(st.lists(st.floats(0.1, 5.0), min_size=num, max_size=num))
     shares = best_shares(num_micro, seconds, width)
     dealt = [schedule.assigned(1, rank, len(ranks), even=even, shares=shares) for rank in ranks]
-    taken = [one.index for own in dealt for one in own if not one.is_spare]
+    taken = [one.index for own in dealt for one in own if not one.is_padding]
     assert taken == list(range(num_micro))
     for number in range(num):
         sizes = {len(own) for own in dealt[width * number : width * (number + 1)]}

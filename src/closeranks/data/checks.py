@@ -29,7 +29,7 @@ Hook: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class FieldSchema:
     """What the schema says of one tensor: ``uint8[28,28]``; None stands for any size."""
 
     name: str
@@ -49,7 +49,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ValueLimits:
     """Smallest and largest value, or fewest and most elements, of one tensor."""
 
     name: str
@@ -61,17 +61,17 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Checks:
+class SampleChecks:
     """What every sample must be. Can be pickled; hooks are named, and loaded where they are called."""
 
     finite: bool = True
-    ranges: tuple[Limits, ...] = ()
-    lengths: tuple[Limits, ...] = ()
-    fields: tuple[Field, ...] = ()
+    ranges: tuple[ValueLimits, ...] = ()
+    lengths: tuple[ValueLimits, ...] = ()
+    fields: tuple[FieldSchema, ...] = ()
     hooks: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: ChecksConfig, *, finite: bool) -> Checks:
+    def of(cls, config: ChecksConfig, *, finite: bool) -> SampleChecks:
         """``UserError`` where a rule cannot be understood or a hook cannot be loaded."""
         checks = cls(
             finite,
@@ -84,7 +84,7 @@ class Checks:
             _hook(path)
         return checks
 
-    def find(self, batch: Batch, num_rows: int) -> Reasons:
+    def find_bad_rows(self, batch: Batch, num_rows: int) -> Reasons:
         """The bad rows of a batch, the first reason of each. Costs a look at each tensor where there is no rule."""
         self._refuse_unknown(batch)
         found: Reasons = {}
@@ -106,7 +106,7 @@ class Checks:
 
     def _refuse_unknown(self, batch: Batch) -> None:
         """A rule for what no sample has is a mistake in the job, never a sample's fault that could be skipped."""
-        tables: dict[str, Sequence[Field | Limits]] = {
+        tables: dict[str, Sequence[FieldSchema | ValueLimits]] = {
             "fields": self.fields,
             "lengths": self.lengths,
             "ranges": self.ranges,
@@ -124,13 +124,13 @@ def _add(found: Reasons, reasons: Mapping[int, str | None]) -> None:
             found.setdefault(row, reason)
 
 
-def _limits(place: str, name: str, least: float, most: float) -> Limits:
+def _limits(place: str, name: str, least: float, most: float) -> ValueLimits:
     if not least <= most:
         raise UserError(f"data.checks.{place} = [{least:g}, {most:g}] allows nothing", "Give the smaller one first.")
-    return Limits(name, least, most)
+    return ValueLimits(name, least, most)
 
 
-def parse_field(name: str, text: str) -> Field:
+def parse_field(name: str, text: str) -> FieldSchema:
     """``float32[]`` is one number, ``uint8[28,28]`` a picture, ``int64[?]`` a list of any length."""
     place = f"data.checks.fields.{name} = '{text}'"
     parts = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,?]*)\]\s*", text)
@@ -143,10 +143,10 @@ def parse_field(name: str, text: str) -> Field:
     if not all(size == "?" or size.isdecimal() for size in sizes):
         raise UserError(f"{place} has a size that is neither a number nor ?", "Write it as 'uint8[28,28]'.")
     dtype = str(getattr(torch, parts[1])).removeprefix("torch.")  # torch has two names for some
-    return Field(name, dtype, tuple(None if size == "?" else int(size) for size in sizes))
+    return FieldSchema(name, dtype, tuple(None if size == "?" else int(size) for size in sizes))
 
 
-def _misfit(rule: Field, batch: Batch) -> str | None:
+def _misfit(rule: FieldSchema, batch: Batch) -> str | None:
     value = batch[rule.name]
     if not isinstance(value, Tensor):
         return f"'{rule.name}' is no tensor"
@@ -156,7 +156,7 @@ def _misfit(rule: Field, batch: Batch) -> str | None:
     return f"'{rule.name}' is {dtype}[{','.join(map(str, shape))}], not {rule}"
 
 
-def _wrong_lengths(limits: Limits, batch: Batch, num_rows: int) -> Mapping[int, str | None]:
+def _wrong_lengths(limits: ValueLimits, batch: Batch, num_rows: int) -> Mapping[int, str | None]:
     value = batch[limits.name]
     if not isinstance(value, Tensor):
         return {row: _wrong_length(limits, len(value[row])) for row in range(num_rows)}
@@ -164,12 +164,12 @@ def _wrong_lengths(limits: Limits, batch: Batch, num_rows: int) -> Mapping[int, 
     return dict.fromkeys(range(num_rows), reason) if reason else {}
 
 
-def _wrong_length(limits: Limits, length: int) -> str | None:
+def _wrong_length(limits: ValueLimits, length: int) -> str | None:
     is_right = limits.least <= length <= limits.most
     return None if is_right else f"'{limits.name}' has length {length}, not {limits}"
 
 
-def _out_of_range(limits: Limits, batch: Batch, num_rows: int) -> Mapping[int, str | None]:
+def _out_of_range(limits: ValueLimits, batch: Batch, num_rows: int) -> Mapping[int, str | None]:
     """NaN is neither below nor above; it is out of any range."""
     value = batch[limits.name]
     if not isinstance(value, Tensor):

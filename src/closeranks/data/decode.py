@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.formats.json_fault import json_fault
+from closeranks.data.formats.json_fault import json_error
 from closeranks.data.stores import Record
 from closeranks.data.timing import stage
 
@@ -72,7 +72,9 @@ def decode_batch(
     with stage("decode"):
         if where is None:
             return [decode(record, image_size, fields) for record in records]
-        return [decode(record, image_size, fields, Late(where, number)) for number, record in enumerate(records)]
+        return [
+            decode(record, image_size, fields, LazyLocation(where, number)) for number, record in enumerate(records)
+        ]
 
 
 def is_image(name: str, value: Any) -> bool:
@@ -111,7 +113,7 @@ def looks_like_image(value: bytes | bytearray | memoryview) -> bool:
     return head.startswith(b"BM") and int.from_bytes(head[2:6], "little") == len(value) and head[6:10] == bytes(4)
 
 
-class Late:
+class LazyLocation:
     """A place that is only looked up when it is shown."""
 
     def __init__(self, where: Where, number: int) -> None:
@@ -188,7 +190,7 @@ def _of_bytes(name: str, kind: str, value: bytes | bytearray | memoryview, image
     except UnicodeDecodeError as error:
         raise _Unusable(name, f"is not UTF-8 (byte {error.start})") from error
     except (ValueError, RecursionError) as error:
-        raise _Unusable(name, f"is no {'number' if kind in NUMBERS else 'JSON'}: {json_fault(error)}") from error
+        raise _Unusable(name, f"is no {'number' if kind in NUMBERS else 'JSON'}: {json_error(error)}") from error
 
 
 def _nested(value: Any) -> Any:
@@ -258,7 +260,7 @@ def _image(name: str, data: bytes | bytearray | memoryview, image_size: int) -> 
         raise _Unusable(name, _image_words(data, error)) from error
 
 
-def image_fault(data: bytes | bytearray | memoryview, *, in_full: bool) -> str:
+def image_error(data: bytes | bytearray | memoryview, *, in_full: bool) -> str:
     """Why these bytes are no image; empty where they are one. ``in_full``: all of it is unpacked; else what can be told
     without that is looked at: its header, and the checksums of a PNG. Without Pillow: whether there are any bytes."""
     try:

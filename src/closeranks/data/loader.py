@@ -17,16 +17,16 @@ import torch
 
 from closeranks.core.errors import CloseranksError
 from closeranks.core.protocols import Source
-from closeranks.data.loading.ahead import Ahead
-from closeranks.data.loading.crew import Crew
-from closeranks.data.loading.nursery import Nursery
-from closeranks.data.loading.placing import Placing
-from closeranks.data.order import MicroBatch, Order, Schedule
+from closeranks.data.loading.ahead import PrefetchThread
+from closeranks.data.loading.crew import LoaderWorkerPool
+from closeranks.data.loading.nursery import ForkServerClient
+from closeranks.data.loading.placing import DeviceTransfer
+from closeranks.data.order import BatchSchedule, MicroBatch, SampleOrder
 from closeranks.data.quarantine import Quarantine
-from closeranks.data.reader import Loaded, Reader, ReadPlan
-from closeranks.data.rows import length_changed
+from closeranks.data.reader import BatchReader, LoadedBatch, ReadPlan
+from closeranks.data.rows import length_changed_error
 from closeranks.data.settings import ReadSettings
-from closeranks.data.source import placed
+from closeranks.data.source import as_loader_source
 from closeranks.data.timing import StageTimes
 
 
@@ -36,8 +36,8 @@ class Loader:
     def __init__(
         self,
         source: Source,
-        order: Order,
-        schedule: Schedule,
+        order: SampleOrder,
+        schedule: BatchSchedule,
         *,
         data_rank: int = 0,
         data_size: int = 1,
@@ -49,16 +49,16 @@ class Loader:
         """What stands in ``quarantine`` when ``start`` is called is not read; what is found bad is told by ``take``
         and added by the loop."""
         if order.num_samples != schedule.num_samples:
-            raise length_changed(schedule.num_samples, order.num_samples, placed(source).identity)
+            raise length_changed_error(schedule.num_samples, order.num_samples, as_loader_source(source).identity)
         self._plan = ReadPlan(source, order, schedule, data_rank, data_size, settings or ReadSettings(), even)
         self._quarantine = quarantine
-        self._placing = Placing(device)
+        self._placing = DeviceTransfer(device)
         self._next: int | None = None
-        self._nursery: Nursery | None = None
-        self._crew: Crew | None = None
-        self._reader: Reader | None = None
-        self._ahead: Ahead | None = None
-        self._load: Callable[[int], list[Loaded]] | None = None
+        self._nursery: ForkServerClient | None = None
+        self._crew: LoaderWorkerPool | None = None
+        self._reader: BatchReader | None = None
+        self._ahead: PrefetchThread | None = None
+        self._load: Callable[[int], list[LoadedBatch]] | None = None
         self._failure: CloseranksError | None = None
         self.wait_s = 0.0
         """How long ``take`` has waited for reading, over the life of the loader."""
@@ -74,7 +74,7 @@ class Loader:
         """This rank's micro-batches of a step."""
         return self._plan.assigned(step)
 
-    def reshare(self, shares: tuple[int, ...]) -> None:
+    def set_shares(self, shares: tuple[int, ...]) -> None:
         """From here on, by these shares. What was read ahead by others is read again."""
         before, self._plan = self._plan.shares, replace(self._plan, shares=shares)
         if self._next is not None and shares != before:
@@ -85,23 +85,23 @@ class Loader:
         as long as the loader."""
         self._stop()
         self._next, self._failure = step, None
-        known = {} if self._quarantine is None else self._quarantine.known()
+        known = {} if self._quarantine is None else self._quarantine.by_sample()
         plan, settings = replace(self._plan, known=known), self._plan.settings
         steps = range(step, plan.schedule.num_steps)
         if not steps:
             return
         if settings.workers:
-            self._crew = Crew(plan, step, self._nursery_now())
+            self._crew = LoaderWorkerPool(plan, step, self._nursery_now())
             load = self._crew.read
         else:
-            self._reader = Reader(plan, step)
+            self._reader = BatchReader(plan, step)
             load = self._reader.read
-        self._load = self._placing.loading(load)
+        self._load = self._placing.with_pinning(load)
         if settings.prefetch and not (settings.workers and not self._placing.is_cuda):
             depth = 1 if settings.workers else settings.prefetch  # processes read ahead themselves; a thread pins
-            self._ahead = Ahead(self._load, steps, depth, plan.source.identity)
+            self._ahead = PrefetchThread(self._load, steps, depth, plan.source.identity)
 
-    def take(self, step: int) -> list[Loaded]:
+    def take(self, step: int) -> list[LoadedBatch]:
         """This rank's micro-batches of ``step``, on the device; an empty list where it has none."""
         if step != self._next or step >= self._plan.schedule.num_steps:
             place = "is not started" if self._next is None else f"stands before step {self._next}"
@@ -119,7 +119,7 @@ class Loader:
             self.wait_s += time.perf_counter() - began
         self._next = step + 1
         self.last_times = sum((one.times for one in loaded), StageTimes())
-        return self._placing.placed(loaded)
+        return self._placing.to_device(loaded)
 
     def close(self) -> None:
         """Stop reading ahead; threads and processes are gone when this returns, within seconds. Safe to call twice;
@@ -127,7 +127,7 @@ class Loader:
         nursery, self._nursery = self._nursery, None
         self._stop(nursery)
 
-    def _stop(self, nursery: Nursery | None = None) -> None:
+    def _stop(self, nursery: ForkServerClient | None = None) -> None:
         """Whoever reads leaves; so does the nursery, where it is given: else another start need not wait for it."""
         self._next = self._load = None
         crew, self._crew = self._crew, None
@@ -144,9 +144,9 @@ class Loader:
         if reader is not None and not (ahead and ahead.is_alive):
             reader.source.close()
 
-    def _nursery_now(self) -> Nursery:
+    def _nursery_now(self) -> ForkServerClient:
         if self._nursery is not None and not self._nursery.is_alive:
             self._nursery.close()
             self._nursery = None
-        self._nursery = self._nursery or Nursery()
+        self._nursery = self._nursery or ForkServerClient()
         return self._nursery

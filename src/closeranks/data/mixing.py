@@ -33,7 +33,7 @@ from math import lcm
 import numpy as np
 
 from closeranks.core.errors import DataError
-from closeranks.data.order import Order
+from closeranks.data.order import SampleOrder
 from closeranks.data.permutation import Ints
 
 _LARGEST_TOTAL = 1 << 40
@@ -44,7 +44,7 @@ _STRETCH = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class WeightedInterleave:
     """Whose turn it is: ``weights`` are whole numbers."""
 
     weights: tuple[int, ...]
@@ -54,17 +54,17 @@ class Turns:
         return sum(self.weights)
 
     @property
-    def rhythm(self) -> int:
+    def cycle_length(self) -> int:
         """Positions in which every part has at least one turn, whatever came before."""
         return -(-self.total // min(self.weights))
 
     @property
-    def stretch(self) -> int:
+    def chunk_size(self) -> int:
         """Positions that are worked out together; never less than the rhythm, so that beginning costs as little."""
-        return max(_STRETCH, self.rhythm)
+        return max(_STRETCH, self.cycle_length)
 
     @classmethod
-    def of(cls, weights: Sequence[float]) -> Turns:
+    def of(cls, weights: Sequence[float]) -> WeightedInterleave:
         """Exactly in the proportion of the decimals as they are written, unless their common denominator is beyond
         2**40: then shares are off by about 1e-12, one draw in 1e12."""
         if not weights or not all(weight > 0.0 for weight in weights):
@@ -82,21 +82,21 @@ class Turns:
         """The part whose turn it is at each position, and how many turns that part had before."""
         places = np.asarray(positions, dtype=np.int64)
         parts, draws = np.empty_like(places), np.empty_like(places)
-        stretches = places // self.stretch
+        stretches = places // self.chunk_size
         for number in np.unique(stretches):
             here = stretches == number
             table = _table(self, int(number))
-            offsets = places[here] - number * self.stretch
+            offsets = places[here] - number * self.chunk_size
             parts[here], draws[here] = table.parts[offsets], table.draws[offsets]
         return parts, draws
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureOrder(Order):
+class MixtureOrder(SampleOrder):
     """Several orders in fixed proportions. Samples are numbered through, part after part; each part goes through its
     own epochs at its own pace. An epoch of the whole is as many positions as all parts have samples."""
 
-    parts: tuple[Order, ...]
+    parts: tuple[SampleOrder, ...]
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -127,8 +127,8 @@ class MixtureOrder(Order):
 
 
 @lru_cache(maxsize=64)
-def _turns(weights: tuple[float, ...]) -> Turns:
-    return Turns.of(weights)
+def _turns(weights: tuple[float, ...]) -> WeightedInterleave:
+    return WeightedInterleave.of(weights)
 
 
 def _reduced(whole: list[int]) -> list[int]:
@@ -150,10 +150,10 @@ class _Table:
 
 
 @lru_cache(maxsize=4)
-def _table(turns: Turns, number: int) -> _Table:
-    first = number * turns.stretch
-    begun, done = _counts(turns, first), _counts(turns, first + turns.stretch)
-    parts = _walk(turns, first, turns.stretch, begun, done)
+def _table(turns: WeightedInterleave, number: int) -> _Table:
+    first = number * turns.chunk_size
+    begun, done = _counts(turns, first), _counts(turns, first + turns.chunk_size)
+    parts = _walk(turns, first, turns.chunk_size, begun, done)
     draws = np.empty_like(parts)
     for part, count in enumerate(begun):
         own = np.flatnonzero(parts == part)
@@ -162,15 +162,15 @@ def _table(turns: Turns, number: int) -> _Table:
 
 
 @lru_cache(maxsize=16)
-def _counts(turns: Turns, position: int) -> tuple[int, ...]:
+def _counts(turns: WeightedInterleave, position: int) -> tuple[int, ...]:
     """Turns that each part has had before ``position``, such that those before and those after can be kept."""
-    first = max(0, position - turns.rhythm)
+    first = max(0, position - turns.cycle_length)
     begun = _apportioned(turns, first)
     taken = np.bincount(_walk(turns, first, position - first, begun), minlength=len(begun))
     return tuple(count + int(more) for count, more in zip(begun, taken, strict=True))
 
 
-def _apportioned(turns: Turns, position: int) -> tuple[int, ...]:
+def _apportioned(turns: WeightedInterleave, position: int) -> tuple[int, ...]:
     """(F): shares rounded down, and one more for those whose next deadline is earliest."""
     total = turns.total
     counts = [weight * position // total for weight in turns.weights]
@@ -181,7 +181,9 @@ def _apportioned(turns: Turns, position: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _walk(turns: Turns, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None = None) -> Ints:
+def _walk(
+    turns: WeightedInterleave, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None = None
+) -> Ints:
     """Whose turn it is from ``first`` on: the released turn with the earliest deadline. About 0.4 us a position.
 
     ``done``: the counts to arrive at.
@@ -205,7 +207,7 @@ def _walk(turns: Turns, first: int, length: int, begun: Sequence[int], done: Seq
 
 
 def _jobs(
-    turns: Turns, part: int, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None
+    turns: WeightedInterleave, part: int, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None
 ) -> tuple[Ints, Ints]:
     """Release and deadline, counted from ``first``, of the turns that a part may have in a walk."""
     total, weight = turns.total, turns.weights[part]

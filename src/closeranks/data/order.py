@@ -16,21 +16,21 @@ import numpy as np
 from closeranks.core.errors import DataError
 from closeranks.core.keys import derive_seed
 from closeranks.data.permutation import Ints, numbered_keys, permute, permute_each, sample_indices, unpermute
-from closeranks.data.schedule import MicroBatch, Schedule
+from closeranks.data.schedule import BatchSchedule, MicroBatch
 
 __all__ = [
     "BlockOrder",
     "FullOrder",
     "Ints",
     "MicroBatch",
-    "Order",
-    "Schedule",
+    "SampleOrder",
+    "BatchSchedule",
     "SequentialOrder",
     "permute",
 ]
 
 
-class Order(ABC):
+class SampleOrder(ABC):
     """Positions of a run to samples. A value: equal orders give equal samples."""
 
     __slots__ = ()
@@ -46,13 +46,13 @@ class Order(ABC):
         return self.at(np.arange(first, last, dtype=np.int64))
 
     @property
-    def described(self) -> str:
+    def signature(self) -> str:
         """What a resumed run must find unchanged; empty for the usual order, which seed and size describe."""
         return repr(self)
 
 
 @dataclass(frozen=True, slots=True)
-class FullOrder(Order):
+class FullOrder(SampleOrder):
     """Each epoch a permutation of its own: any sample may stand next to any other."""
 
     num_samples: int
@@ -65,12 +65,12 @@ class FullOrder(Order):
         return sample_indices(positions, self.num_samples, self.seed)
 
     @property
-    def described(self) -> str:
+    def signature(self) -> str:
         return ""
 
 
 @dataclass(frozen=True, slots=True)
-class SequentialOrder(Order):
+class SequentialOrder(SampleOrder):
     """As they are stored, again and again."""
 
     num_samples: int
@@ -83,7 +83,7 @@ class SequentialOrder(Order):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockOrder(Order):
+class BlockOrder(SampleOrder):
     """Neighbours stay near: blocks of ``block`` samples are shuffled, then the samples of each ``window`` blocks.
 
     An epoch lays the blocks in a keyed order, one behind the other; from ``window`` of them at a time it takes all

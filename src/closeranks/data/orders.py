@@ -14,12 +14,12 @@ from typing import Protocol, cast
 from closeranks.core.keys import derive_seed
 from closeranks.data.config import DataConfig, MixtureConfig
 from closeranks.data.mixing import MixtureOrder
-from closeranks.data.order import BlockOrder, FullOrder, Order, SequentialOrder
+from closeranks.data.order import BlockOrder, FullOrder, SampleOrder, SequentialOrder
 
 _BLOCK = 1024
 
 
-class Sized(Protocol):
+class BlockedSource(Protocol):
     """What an order must know of a source."""
 
     @property
@@ -30,14 +30,14 @@ class Sized(Protocol):
     def __len__(self) -> int: ...
 
 
-class _Mixed(Sized, Protocol):
+class _Mixed(BlockedSource, Protocol):
     """The source of a mixture."""
 
     @property
-    def parts(self) -> Sequence[Sized]: ...
+    def parts(self) -> Sequence[BlockedSource]: ...
 
 
-def order_of(config: DataConfig, source: Sized, seed: int) -> Order:
+def order_of(config: DataConfig, source: BlockedSource, seed: int) -> SampleOrder:
     """The order of a run. In a mixture, what ``[data]`` says of shuffling goes for each part, with its own blocks."""
     if not isinstance(config, MixtureConfig):
         return _single(config, source, seed)
@@ -46,7 +46,7 @@ def order_of(config: DataConfig, source: Sized, seed: int) -> Order:
     return MixtureOrder(orders, tuple(part.weight for part in config.parts.values()))
 
 
-def _single(config: DataConfig, source: Sized, seed: int) -> Order:
+def _single(config: DataConfig, source: BlockedSource, seed: int) -> SampleOrder:
     if config.shuffle == "none":
         return SequentialOrder(len(source))
     if config.shuffle == "blocks":
@@ -56,7 +56,7 @@ def _single(config: DataConfig, source: Sized, seed: int) -> Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class OrderChange:
     """What differs between the orders of two runs, for people."""
 
     name: str
@@ -67,18 +67,18 @@ class Change:
     """Both empty where the difference is more than a word."""
 
 
-def change_between(saved: str, here: str) -> Change:
+def order_change(saved: str, here: str) -> OrderChange:
     """Of two orders that are not the same, as ``Order.described`` gives them."""
     one, other = _shuffle_of(saved), _shuffle_of(here)
     if MixtureOrder.__name__ in (one, other):
-        return Change("mixture", "data.parts, their weights and data.shuffle")
+        return OrderChange("mixture", "data.parts, their weights and data.shuffle")
     if one != other:
-        return Change("data.shuffle", "data.shuffle", f"'{one}'", f"'{other}'")
+        return OrderChange("data.shuffle", "data.shuffle", f"'{one}'", f"'{other}'")
     for field, key in (("block", "data.shuffle_block"), ("window", "data.shuffle_window")):
         values = [re.findall(rf"\b{field}=(\d+)", text) for text in (saved, here)]
         if values[0] != values[1] and all(values):
-            return Change(key, key, values[0][0], values[1][0])
-    return Change("order of the data", "what [data] says of shuffling")
+            return OrderChange(key, key, values[0][0], values[1][0])
+    return OrderChange("order of the data", "what [data] says of shuffling")
 
 
 def _shuffle_of(described: str) -> str:

@@ -33,7 +33,7 @@ _SLICE = 1 << 17
 _RUN = 128
 
 
-class Segments(NamedTuple):
+class PackedSegments(NamedTuple):
     """Pieces of documents in the order they are laid into rows: ``counts`` says how many each row takes."""
 
     starts: Ints
@@ -63,11 +63,11 @@ class Packing:
         """Share of the rows that is not padding."""
         return self.num_tokens / max(1, self.num_rows * self.row_tokens)
 
-    def segments(self, rows: Ints) -> Segments:
+    def segments(self, rows: Ints) -> PackedSegments:
         firsts = self.firsts[rows]
         counts = self.firsts[rows + 1] - firsts
         places = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        return Segments(self.starts[places], self.lengths[places].astype(np.int64), counts)
+        return PackedSegments(self.starts[places], self.lengths[places].astype(np.int64), counts)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """As it is saved; ``from_arrays`` is the inverse."""
@@ -122,7 +122,7 @@ def block_bounds(ends: npt.NDArray[Any], block_tokens: int) -> Iterator[Ints]:
         begin, waiting = int(waiting[:count][-1]), waiting[count:]
 
 
-def pack_block(starts: Ints, lengths: Ints, row_tokens: int) -> Segments:
+def pack_block(starts: Ints, lengths: Ints, row_tokens: int) -> PackedSegments:
     """The rows of one block of documents, in the order of their first tokens."""
     useful = lengths >= 2
     starts, lengths = starts[useful], lengths[useful]
@@ -140,7 +140,7 @@ def pack_block(starts: Ints, lengths: Ints, row_tokens: int) -> Segments:
     np.minimum.at(row_begins, rows, all_starts)
     order = np.lexsort((all_starts, row_begins[rows]))
     counts = np.bincount(rows, minlength=num_rows)[np.argsort(row_begins)]
-    return Segments(all_starts[order], all_lengths[order], counts)
+    return PackedSegments(all_starts[order], all_lengths[order], counts)
 
 
 def best_fit(lengths: Ints, row_tokens: int) -> Ints:
@@ -209,14 +209,14 @@ def _read_exactly(store: Tokens, starts: Ints, lengths: Ints) -> npt.NDArray[Any
     return flat
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     tokens: npt.NDArray[Any]
     """[n, row_tokens], 0 where there is padding."""
     documents: npt.NDArray[np.int32]
     """Number of the document in its row, from 0; -1 for padding. [n, row_tokens]"""
 
 
-def lay_out(flat: npt.NDArray[Any], lengths: Ints, counts: Ints, row_tokens: int) -> Rows:
+def fill_rows(flat: npt.NDArray[Any], lengths: Ints, counts: Ints, row_tokens: int) -> PackedRows:
     """Segments one after the other from the left of each row, padding to the right."""
     row = np.repeat(np.arange(len(counts)), counts)
     used = np.bincount(row, weights=lengths, minlength=len(counts)).astype(np.int64)
@@ -226,4 +226,4 @@ def lay_out(flat: npt.NDArray[Any], lengths: Ints, counts: Ints, row_tokens: int
     tokens[taken] = flat
     documents = np.full((len(counts), row_tokens), -1, dtype=np.int32)
     documents[taken] = np.repeat(number, lengths)
-    return Rows(tokens, documents)
+    return PackedRows(tokens, documents)

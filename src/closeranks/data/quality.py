@@ -13,14 +13,14 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from closeranks.data.order import BlockOrder, FullOrder, Ints, Order, SequentialOrder
+from closeranks.data.order import BlockOrder, FullOrder, Ints, SampleOrder, SequentialOrder
 
 _BINS = 16
 _LABELS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
+class ShuffleQuality:
     """Measures of one epoch. In brackets: the value for a random permutation."""
 
     drift: float
@@ -39,7 +39,7 @@ class Quality:
     """Stored blocks that a batch is read from, on average: what locality saves."""
 
 
-def measure(epoch: Ints, *, batch: int, block: int) -> Quality:
+def measure(epoch: Ints, *, batch: int, block: int) -> ShuffleQuality:
     """The quality of one epoch: ``epoch[i]`` is the sample at its position i, each from ``range(len(epoch))`` once."""
     size = len(epoch)
     if size < max(_BINS, 2 * batch):
@@ -47,7 +47,7 @@ def measure(epoch: Ints, *, batch: int, block: int) -> Quality:
     places = np.arange(size)
     labels = epoch * _LABELS // size
     distance = size / 3.0
-    return Quality(
+    return ShuffleQuality(
         drift=_correlation(places, epoch),
         displacement=float(np.abs(epoch - places).mean()) / distance,
         neighbours=float(np.abs(np.diff(epoch)).mean()) / distance,
@@ -58,7 +58,7 @@ def measure(epoch: Ints, *, batch: int, block: int) -> Quality:
     )
 
 
-def standard_orders(num_samples: int, seed: int, block: int, windows: Sequence[int]) -> Mapping[str, Order]:
+def standard_orders(num_samples: int, seed: int, block: int, windows: Sequence[int]) -> Mapping[str, SampleOrder]:
     """What a job can choose between."""
     blocks = {f"blocks, window {window}": BlockOrder(num_samples, seed, block, window) for window in windows}
     return {"full": FullOrder(num_samples, seed), **blocks, "none": SequentialOrder(num_samples)}
@@ -66,7 +66,7 @@ def standard_orders(num_samples: int, seed: int, block: int, windows: Sequence[i
 
 def compare(
     num_samples: int, *, seed: int = 0, batch: int = 256, block: int = 1024, windows: Sequence[int] = (1, 4, 16, 64)
-) -> Mapping[str, Quality]:
+) -> Mapping[str, ShuffleQuality]:
     """The first epoch of every order beside numpy's permutation of the same size."""
     epochs = {"numpy": np.random.default_rng(seed).permutation(num_samples).astype(np.int64)}
     for name, order in standard_orders(num_samples, seed, block, windows).items():
@@ -74,9 +74,9 @@ def compare(
     return {name: measure(epoch, batch=batch, block=block) for name, epoch in epochs.items()}
 
 
-def table(rows: Mapping[str, Quality]) -> str:
+def table(rows: Mapping[str, ShuffleQuality]) -> str:
     """One line an order, one column a measure."""
-    names = [field.name for field in fields(Quality)]
+    names = [field.name for field in fields(ShuffleQuality)]
     width = max(len("order"), *(len(name) for name in rows))
     lines = ["  ".join([f"{'order':<{width}}", *(f"{name:>12}" for name in names)])]
     for name, quality in rows.items():

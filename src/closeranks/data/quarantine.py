@@ -26,7 +26,7 @@ class BadSample:
     reason: str
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         """Reason and place; what the reason names already, the place or a file of it, stands there once."""
         if self.place in self.reason:
             return self.reason
@@ -69,7 +69,7 @@ class Quarantine:
         """In the order of their numbers."""
         return tuple(sorted(self._found.values()))
 
-    def known(self) -> dict[int, BadSample]:
+    def by_sample(self) -> dict[int, BadSample]:
         """By number, as it stands now; a reader leaves these out without reading them."""
         return dict(self._found)
 
@@ -80,13 +80,13 @@ class Quarantine:
         return fresh
 
     @property
-    def is_over(self) -> bool:
+    def exceeds_limit(self) -> bool:
         return len(self._found) > self.max_bad
 
     def check(self, step: int | None = None) -> None:
         """``DataError`` once more samples were skipped than the job allows."""
-        if self.is_over:
-            shown = "; ".join(f"sample {bad.sample}: {bad.told}" for bad in self.samples[:3])
+        if self.exceeds_limit:
+            shown = "; ".join(f"sample {bad.sample}: {bad.message}" for bad in self.samples[:3])
             more = f"; and {len(self) - 3} more" if len(self) > 3 else ""
             what = f"{len(self)} bad samples were skipped, more than data.max_bad = {self.max_bad} ({shown}{more})"
             raise DataError(what, "Mend the data, or raise data.max_bad to let the run lose more of it.", step=step)

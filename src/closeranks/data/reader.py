@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from closeranks.core.protocols import Batch, Source
-from closeranks.data.loading.coming import Coming
-from closeranks.data.order import MicroBatch, Order, Schedule
+from closeranks.data.loading.coming import SampleLookahead
+from closeranks.data.order import BatchSchedule, MicroBatch, SampleOrder
 from closeranks.data.quarantine import BadSample
-from closeranks.data.rows import MAX_STAND_INS, RowReader
+from closeranks.data.rows import MAX_STAND_INS, SampleReader
 from closeranks.data.settings import ReadSettings
-from closeranks.data.source import PlacedSource, placed
+from closeranks.data.source import LoaderSource, as_loader_source
 from closeranks.data.stores import Ints
 from closeranks.data.timing import StageTimes, measure
 
@@ -27,7 +27,7 @@ Packed: TypeAlias = tuple[Batch, tuple[BadSample, ...], tuple[float, float, floa
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedBatch:
     """A micro-batch with its samples."""
 
     micro_batch: MicroBatch
@@ -36,13 +36,13 @@ class Loaded:
     """Samples of the micro-batch that its batch lacks."""
     times: StageTimes = field(default_factory=StageTimes)
 
-    def packed(self) -> Packed:
+    def to_message(self) -> Packed:
         """What another process does not know already, in few and plain pieces: each object costs when it is sent."""
         times = self.times
         return self.batch, self.skipped, (times.read_s, times.fetch_s, times.decode_s, times.collate_s)
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, packed: Packed) -> Loaded:
+    def from_message(cls, micro_batch: MicroBatch, packed: Packed) -> LoadedBatch:
         batch, skipped, times = packed
         return cls(_without(micro_batch, len(skipped)), batch, skipped, StageTimes(*times))
 
@@ -51,12 +51,12 @@ def _without(micro_batch: MicroBatch, num_skipped: int) -> MicroBatch:
     """A micro-batch of which so many samples were bad; one that has none left weighs nothing."""
     if not num_skipped:
         return micro_batch
-    is_spare = micro_batch.is_spare or num_skipped == micro_batch.last - micro_batch.first
+    is_spare = micro_batch.is_padding or num_skipped == micro_batch.last - micro_batch.first
     return replace(micro_batch, is_spare=is_spare, num_skipped=num_skipped)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WorkerSlice:
     """Every ``count``-th micro-batch of a rank, from ``number`` on: what one of several processes reads."""
 
     number: int = 0
@@ -68,8 +68,8 @@ class ReadPlan:
     """Everything that decides what a rank reads; can be sent to another process if the source can."""
 
     source: Source
-    order: Order
-    schedule: Schedule
+    order: SampleOrder
+    schedule: BatchSchedule
     data_rank: int = 0
     data_size: int = 1
     settings: ReadSettings = field(default_factory=ReadSettings)
@@ -83,7 +83,7 @@ class ReadPlan:
     def assigned(self, step: int) -> tuple[MicroBatch, ...]:
         return self.schedule.assigned(step, self.data_rank, self.data_size, even=self.even, shares=self.shares)
 
-    def sequence(self, step: int, share: Share) -> Iterator[MicroBatch]:
+    def micro_batches_from(self, step: int, share: WorkerSlice) -> Iterator[MicroBatch]:
         """All micro-batches of a share from ``step`` to the end of the run, counted from ``step`` on."""
         number = 0
         for later in range(step, self.schedule.num_steps):
@@ -93,27 +93,27 @@ class ReadPlan:
                 number += 1
 
 
-class Reader:
+class BatchReader:
     """Reads a plan, micro-batch after micro-batch from one step on; a reader stands at one place."""
 
-    def __init__(self, plan: ReadPlan, step: int, share: Share | None = None) -> None:
+    def __init__(self, plan: ReadPlan, step: int, share: WorkerSlice | None = None) -> None:
         self.plan = plan
-        self.source: PlacedSource = placed(plan.source)
-        self._rows = RowReader(self.source, plan.settings, plan.known)
-        sequence = plan.sequence(step, share or Share())
-        self._coming = Coming(self.source, plan.order, sequence, plan.settings.max_wanted)
+        self.source: LoaderSource = as_loader_source(plan.source)
+        self._rows = SampleReader(self.source, plan.settings, plan.known)
+        sequence = plan.micro_batches_from(step, share or WorkerSlice())
+        self._coming = SampleLookahead(self.source, plan.order, sequence, plan.settings.max_wanted)
 
-    def read(self, step: int) -> list[Loaded]:
+    def read(self, step: int) -> list[LoadedBatch]:
         """All micro-batches of the step the reader stands before; none where the step has fewer than there are ranks.
         Only for a reader without a share."""
         return [self.read_next() for _ in self.plan.assigned(step)]
 
-    def read_next(self) -> Loaded:
+    def read_next(self) -> LoadedBatch:
         planned = self._coming.next()
         micro_batch = planned.micro_batch
         with measure() as times:
             rows = self._rows.read(planned.ids, self._after(micro_batch))
-        return Loaded(_without(micro_batch, len(rows.skipped)), rows.batch, rows.skipped, times)
+        return LoadedBatch(_without(micro_batch, len(rows.skipped)), rows.batch, rows.skipped, times)
 
     def _after(self, micro_batch: MicroBatch) -> Iterator[Ints]:
         """The samples that follow in the order, as many at a time: stand-ins for a batch that is bad throughout."""

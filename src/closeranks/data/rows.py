@@ -20,7 +20,7 @@ from closeranks.core.errors import BadRecordError, CloseranksError, DataError
 from closeranks.core.protocols import Batch, Source
 from closeranks.data.quarantine import BadSample
 from closeranks.data.settings import ReadSettings
-from closeranks.data.source import PlacedSource, placed
+from closeranks.data.source import LoaderSource, as_loader_source
 from closeranks.data.stores import Ints
 
 MAX_STAND_INS = 64
@@ -28,7 +28,7 @@ MAX_STAND_INS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CheckedBatch:
     """What was read of the samples asked for."""
 
     batch: Batch
@@ -38,27 +38,27 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class RowReader:
+class SampleReader:
     """Reads batches from a source by the job's rules."""
 
-    source: PlacedSource
+    source: LoaderSource
     settings: ReadSettings
     known: Mapping[int, BadSample]
     """Samples in quarantine: left out without reading them."""
 
-    def read(self, ids: Ints, next_ids: Iterable[Ints]) -> Rows:
+    def read(self, ids: Ints, next_ids: Iterable[Ints]) -> CheckedBatch:
         """``next_ids``: where to look for stand-ins when every sample is bad, batch by batch."""
         if not self.known and self.settings.on_bad == "stop":
-            return Rows(self._checked(ids), len(ids))
+            return CheckedBatch(self._checked(ids), len(ids))
         batch, skipped = self._good(ids)
         if batch is not None:
-            return Rows(batch, len(ids) - len(skipped), skipped)
+            return CheckedBatch(batch, len(ids) - len(skipped), skipped)
         for others in next_ids:
             batch, _ = self._good(others)
             if batch is not None:
-                return Rows(batch, 0, skipped)
+                return CheckedBatch(batch, 0, skipped)
         what = f"{name_samples(ids)} of {self.source.identity} are bad, and so are all that follow for a long while"
-        raise DataError(f"{what}; the first: {skipped[0].told}", "Mend the data: hardly any of it can be read.")
+        raise DataError(f"{what}; the first: {skipped[0].message}", "Mend the data: hardly any of it can be read.")
 
     def _checked(self, ids: Ints) -> Batch:
         """The batch of these samples, or a ``DataError`` for the first of them that is bad."""
@@ -69,7 +69,7 @@ class RowReader:
             if not found:  # bad only together: the error itself knows best
                 raise
             raise self._stopped(found[0], error.fix) from error
-        reasons = self.settings.checks.find(batch, len(ids))
+        reasons = self.settings.checks.find_bad_rows(batch, len(ids))
         if reasons:
             raise self._stopped(self._bad(ids, reasons)[0])
         return batch
@@ -87,7 +87,7 @@ class RowReader:
                 if not found:
                     raise
             else:
-                found = self._bad(left, self.settings.checks.find(batch, len(left)))
+                found = self._bad(left, self.settings.checks.find_bad_rows(batch, len(left)))
                 if not found:
                     return batch, tuple(skipped)
             if self.settings.on_bad == "stop":
@@ -101,7 +101,7 @@ class RowReader:
         for number in range(len(ids)):
             one = ids[number : number + 1]
             try:
-                found += self._bad(one, self.settings.checks.find(read_batch(self.source, one), 1))
+                found += self._bad(one, self.settings.checks.find_bad_rows(read_batch(self.source, one), 1))
             except BadRecordError as error:
                 found += self._bad(one, {0: error.what})
             if limit is not None and len(found) >= limit:
@@ -125,19 +125,19 @@ class RowReader:
         fix = f"{advice.rstrip('.') or 'Mend or remove it'}, or {otherwise}"
         if "NaN or infinity" in bad.reason:
             fix += " data.check_finite = false lets NaN in."
-        return DataError(f"sample {bad.sample} of {self.source.identity} is bad: {bad.told}", fix)
+        return DataError(f"sample {bad.sample} of {self.source.identity} is bad: {bad.message}", fix)
 
 
-def read_plain(source: Source, ids: Ints, settings: ReadSettings) -> Rows:
+def read_samples(source: Source, ids: Ints, settings: ReadSettings) -> CheckedBatch:
     """These samples by the job's rules, outside of any order. ``num_rows`` is 0 where all were bad; the batch then
     holds the next good samples of the source, for whom a forward pass is a collective."""
-    whole = placed(source)
+    whole = as_loader_source(source)
     size = len(whole)
     after = ((ids[-1] + 1 + number * len(ids) + np.arange(len(ids))) % size for number in range(MAX_STAND_INS))
-    return RowReader(whole, settings, {}).read(ids, after)
+    return SampleReader(whole, settings, {}).read(ids, after)
 
 
-def read_batch(source: PlacedSource, ids: Ints) -> Batch:
+def read_batch(source: LoaderSource, ids: Ints) -> Batch:
     """What the source gives, in the shape of a batch; whatever goes wrong is an error that names data and samples."""
     try:
         batch = source.read(ids)
@@ -150,7 +150,7 @@ def read_batch(source: PlacedSource, ids: Ints) -> Batch:
     return batch
 
 
-def length_changed(before: int, now: int, identity: str) -> DataError:
+def length_changed_error(before: int, now: int, identity: str) -> DataError:
     what = f"the length of {identity} has changed while the run was opened: {before} samples first, then {now}"
     fix = "Let __len__ give the same number every time: what has no fixed length must be stored first."
     return DataError(what, fix)

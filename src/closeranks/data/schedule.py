@@ -24,7 +24,7 @@ class MicroBatch:
     index: int
     first: int
     last: int
-    is_spare: bool = False
+    is_padding: bool = False
     """Worked off for the others' sake and counted nowhere: its loss weighs nothing."""
     num_skipped: int = 0
     """Bad samples that were left out of it once it was read."""
@@ -39,7 +39,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class BatchSchedule:
     """How the positions of a run fall into steps and micro-batches, and those to the data ranks.
 
     A step is ``global_batch`` positions, cut into micro-batches of ``micro_batch``; the last of a step may be short.
@@ -63,14 +63,14 @@ class Schedule:
     @classmethod
     def for_steps(
         cls, num_samples: int, global_batch: int, micro_batch: int, steps: int, ends: tuple[Cursor, ...] = ()
-    ) -> Schedule:
+    ) -> BatchSchedule:
         """``steps`` full steps (but for ``ends``), over as many epochs as that takes."""
         return cls(num_samples, global_batch, micro_batch, steps, ends=ends)
 
     @classmethod
     def for_epochs(
         cls, num_samples: int, global_batch: int, micro_batch: int, epochs: float, ends: tuple[Cursor, ...] = ()
-    ) -> Schedule:
+    ) -> BatchSchedule:
         """Every sample ``epochs`` times (a fraction of an epoch rounds to samples); the last step may be short."""
         total = total_for_epochs(num_samples, epochs)
         return cls(num_samples, global_batch, micro_batch, steps_to(total, global_batch, ends), total, ends)

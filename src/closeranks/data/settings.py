@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from closeranks.data.checks import Checks
+from closeranks.data.checks import SampleChecks
 from closeranks.data.config import DataConfig
 
 
@@ -18,7 +18,7 @@ class ReadSettings:
     """Steps read ahead; 0 reads inside the step."""
     workers: int = 0
     """Processes that read; 0: a thread."""
-    checks: Checks = field(default_factory=Checks)
+    checks: SampleChecks = field(default_factory=SampleChecks)
     on_bad: Literal["stop", "skip"] = "stop"
     max_wanted: int = 64
     """Micro-batches whose samples a source hears of before they are read."""
@@ -26,5 +26,5 @@ class ReadSettings:
     @classmethod
     def of(cls, config: DataConfig) -> ReadSettings:
         """``UserError`` where a check of the job cannot be understood."""
-        checks = Checks.of(config.checks, finite=config.check_finite)
+        checks = SampleChecks.of(config.checks, finite=config.check_finite)
         return cls(config.prefetch, config.workers, checks, config.on_bad)

@@ -13,7 +13,7 @@ from closeranks.data.stores import Ints
 
 
 @runtime_checkable
-class PlacedSource(Source, Protocol):
+class LoaderSource(Source, Protocol):
     """Samples that lie somewhere. ``read`` raises ``BadRecordError`` when a sample itself is at fault, and any other
     error when the data as a whole cannot be read (a missing file, a lost connection)."""
 
@@ -24,7 +24,7 @@ class PlacedSource(Source, Protocol):
         """Where a sample lies, for people; empty where there is nothing to say."""
         ...
 
-    def want(self, indices: Ints) -> None:
+    def prefetch(self, indices: Ints) -> None:
         """These will be read soon, in this order: begin to fetch what lies far away. Returns at once."""
         ...
 
@@ -50,12 +50,12 @@ class PlainSource:
     def where(self, index: int) -> str:
         return ""
 
-    def want(self, indices: Ints) -> None:
+    def prefetch(self, indices: Ints) -> None:
         return None
 
     def close(self) -> None:
         return None
 
 
-def placed(source: Source) -> PlacedSource:
-    return source if isinstance(source, PlacedSource) else PlainSource(source)
+def as_loader_source(source: Source) -> LoaderSource:
+    return source if isinstance(source, LoaderSource) else PlainSource(source)

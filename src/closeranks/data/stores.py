@@ -23,7 +23,7 @@ Record: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordLocation:
     """Where something lies, for people: ``file`` as they know it (a path or URL), ``offset`` in bytes or rows."""
 
     file: str
@@ -48,7 +48,7 @@ class Records(Protocol):
         """In the order asked for. ``BadRecordError`` for the first that is damaged."""
         ...
 
-    def where(self, index: int) -> Place: ...
+    def where(self, index: int) -> RecordLocation: ...
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         """Names of the files these records lie in, in the order first needed, without repeats."""
@@ -82,7 +82,7 @@ class Tokens(Protocol):
         """``length`` tokens from each start, one row each, across documents and files alike. [n, length]"""
         ...
 
-    def where(self, start: int) -> Place: ...
+    def where(self, start: int) -> RecordLocation: ...
 
     def files_of(self, starts: Ints, length: int) -> Sequence[str]: ...
 
@@ -92,7 +92,7 @@ class Tokens(Protocol):
 
 
 @runtime_checkable
-class Columnar(Records, Protocol):
+class ColumnarRecords(Records, Protocol):
     """Records whose fields lie apart, so that those nobody asks for need not be decoded."""
 
     @property
@@ -103,7 +103,7 @@ class Columnar(Records, Protocol):
         ...
 
 
-class Checked(Protocol):
+class CheckableIndex(Protocol):
     @property
     def path(self) -> Path: ...
 
@@ -113,17 +113,17 @@ class Checked(Protocol):
 
 
 @runtime_checkable
-class Indexed(Protocol):
+class IndexedStore(Protocol):
     """A store that reads by a saved index, of which opening checks a part."""
 
     @property
-    def indexes(self) -> Sequence[Checked]: ...
+    def indexes(self) -> Sequence[CheckableIndex]: ...
 
 
-def narrowed(records: Records, names: Collection[str]) -> Records:
+def select_fields(records: Records, names: Collection[str]) -> Records:
     """Only what these fields need, where a format can leave the others out; ``json.label`` needs ``json``. No names, or
     one that is no column: as they are, for whoever reads to say what is missing."""
-    if not names or not isinstance(records, Columnar):
+    if not names or not isinstance(records, ColumnarRecords):
         return records
     found = {name: _column_of(name, records.column_names) for name in names}
     return records.select([*dict.fromkeys(found.values())]) if "" not in found.values() else records

@@ -18,11 +18,11 @@ from closeranks.core.errors import ConfigError
 from closeranks.core.protocols import ModelSpec, Reducer, Source
 from closeranks.core.world import World
 from closeranks.data.loader import Loader
-from closeranks.data.order import Schedule
+from closeranks.data.order import BatchSchedule
 from closeranks.data.orders import order_of
 from closeranks.data.quarantine import Quarantine
 from closeranks.data.settings import ReadSettings
-from closeranks.data.source import placed
+from closeranks.data.source import as_loader_source
 from closeranks.elastic.vote import Vote
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import tensor_crossing
@@ -107,7 +107,7 @@ class _Plan(NamedTuple):
     job: Job
     layout: Layout
     num_replicas: int
-    schedule: Schedule
+    schedule: BatchSchedule
 
 
 def _plan(job: Job, world: World, ingredients: RunInputs, past: BatchHistory) -> _Plan:
@@ -264,10 +264,10 @@ def make_step_timer(
 
 
 def make_batches(
-    job: Job, ingredients: RunInputs, schedule: Schedule, groups: Groups, device: torch.device, *, even: bool
+    job: Job, ingredients: RunInputs, schedule: BatchSchedule, groups: Groups, device: torch.device, *, even: bool
 ) -> Batches:
     source, sources = ingredients.source, (ingredients.source, ingredients.eval_source)
-    order, quarantine = order_of(job.data, placed(source), job.run.seed), Quarantine(job.data.max_bad)
+    order, quarantine = order_of(job.data, as_loader_source(source), job.run.seed), Quarantine(job.data.max_bad)
     loader = Loader(
         source,
         order,
@@ -279,7 +279,7 @@ def make_batches(
         even=even,
         quarantine=quarantine,
     )
-    opened = tuple(placed(each) for each in sources if each is not None)
+    opened = tuple(as_loader_source(each) for each in sources if each is not None)
     check_dataset_lengths(groups.world.gather_text(str(order.num_samples)), opened[0].identity)
     return Batches(
         loader,

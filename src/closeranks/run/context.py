@@ -14,7 +14,7 @@ from closeranks.core.environment import gpus_are_per_task
 from closeranks.core.errors import ConfigError, Problem, SetupError
 from closeranks.core.world import World
 from closeranks.data.cursor import Cursor
-from closeranks.data.order import Schedule
+from closeranks.data.order import BatchSchedule
 from closeranks.facts.layout import Layout
 from closeranks.parallel.group import OpenedGroup
 from closeranks.parallel.mesh import Groups
@@ -32,7 +32,7 @@ class RunContext:
     groups: Groups
     world_group: OpenedGroup
     """Its ``closers`` run when the run ends."""
-    schedule: Schedule
+    schedule: BatchSchedule
     sync_schedule: Rounds
     """After which steps all ranks hold the same model: after every one, except with Local SGD and DiLoCo."""
     step_timer: StepTimer
@@ -73,15 +73,15 @@ def device_index(wanted: str, world: World, available: int, *, is_own: bool = Fa
     return world.local_rank if available >= world.local_size else None
 
 
-def batch_schedule(job: Job, num_samples: int, ends: tuple[Cursor, ...] = ()) -> Schedule:
+def batch_schedule(job: Job, num_samples: int, ends: tuple[Cursor, ...] = ()) -> BatchSchedule:
     """Which samples fall into which step, for a length in steps or in epochs. ``ends``: of earlier parts of the run."""
     train, micro = job.train, micro_batch_size(job)
     if train.epochs is not None:
-        return Schedule.for_epochs(num_samples, train.global_batch, micro, train.epochs, ends)
-    return Schedule.for_steps(num_samples, train.global_batch, micro, train.steps or 1, ends)
+        return BatchSchedule.for_epochs(num_samples, train.global_batch, micro, train.epochs, ends)
+    return BatchSchedule.for_steps(num_samples, train.global_batch, micro, train.steps or 1, ends)
 
 
-def check_last_step(job: Job, schedule: Schedule, num_ranks: int) -> None:
+def check_last_step(job: Job, schedule: BatchSchedule, num_ranks: int) -> None:
     """Synchronised batch norm is a collective in every forward: a rank with one micro-batch more would hang."""
     num_micro = schedule.num_micro_batches(schedule.num_steps - 1)
     if job.layout.batch_norm == "sync" and num_micro % num_ranks:

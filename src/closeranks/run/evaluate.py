@@ -19,10 +19,10 @@ from closeranks.core.events import Evaluated
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Loss, Source
 from closeranks.data.order import MicroBatch
-from closeranks.data.reader import Loaded, map_tensors
-from closeranks.data.rows import read_plain
+from closeranks.data.reader import LoadedBatch, map_tensors
+from closeranks.data.rows import read_samples
 from closeranks.data.settings import ReadSettings
-from closeranks.data.source import placed
+from closeranks.data.source import as_loader_source
 from closeranks.run.context import RunContext
 from closeranks.run.engine import Engine
 from closeranks.run.job import micro_batch_size
@@ -68,14 +68,14 @@ def _sums(engine: Engine, source: Source) -> Tensor:
     tally = LossSums(model.spec.metrics, context.device, speaks=context.reports_loss)
     num_bad = 0
 
-    def read(planned: MicroBatch) -> Loaded:
+    def read(planned: MicroBatch) -> LoadedBatch:
         nonlocal num_bad
         loaded = _read(context, source, planned)
-        num_bad += len(loaded.skipped) if engine.batches.counts_samples and not planned.is_spare else 0
+        num_bad += len(loaded.skipped) if engine.batches.counts_samples and not planned.is_padding else 0
         return loaded
 
     def count(micro_batch: MicroBatch, loss: Loss) -> Tensor:
-        if not micro_batch.is_spare:
+        if not micro_batch.is_padding:
             tally.add(loss)
         return loss.total
 
@@ -106,7 +106,7 @@ def _want(source: Source, share: Sequence[MicroBatch]) -> None:
     """Let remote data be fetched in the order in which it will be read."""
     ids = [np.arange(micro_batch.first, micro_batch.last, dtype=np.int64) for micro_batch in share]
     if ids:
-        placed(source).want(np.concatenate(ids))
+        as_loader_source(source).prefetch(np.concatenate(ids))
 
 
 def num_pipelined_micro_batches(num_stages: int) -> int:
@@ -124,14 +124,14 @@ def _share(context: RunContext, num_samples: int, *, is_even: bool) -> Iterator[
         number = first + data.rank
         if number < count or is_even:
             index = min(number, count - 1)
-            yield MicroBatch(0, index, index * size, min(index * size + size, limit), is_spare=number >= count)
+            yield MicroBatch(0, index, index * size, min(index * size + size, limit), is_padding=number >= count)
 
 
-def _read(context: RunContext, source: Source, micro_batch: MicroBatch) -> Loaded:
+def _read(context: RunContext, source: Source, micro_batch: MicroBatch) -> LoadedBatch:
     """Follows the job's rules for bad samples. A micro-batch of bad samples alone is computed and not counted."""
     ids = np.arange(micro_batch.first, micro_batch.last, dtype=np.int64)
-    rows = read_plain(source, ids, ReadSettings.of(context.job.data))
+    rows = read_samples(source, ids, ReadSettings.of(context.job.data))
     if rows.skipped:
-        is_spare = micro_batch.is_spare or rows.num_rows == 0
+        is_spare = micro_batch.is_padding or rows.num_rows == 0
         micro_batch = replace(micro_batch, is_spare=is_spare, num_skipped=len(rows.skipped))
-    return Loaded(micro_batch, map_tensors(rows.batch, lambda tensor: tensor.to(context.device)), rows.skipped)
+    return LoadedBatch(micro_batch, map_tensors(rows.batch, lambda tensor: tensor.to(context.device)), rows.skipped)

@@ -63,7 +63,7 @@ class RunningStatistics(Component):
             statistics.begin()
 
     def before_forward(self, micro_batch: MicroBatch, stage: int) -> None:
-        self._statistics[stage].next(counts=not micro_batch.is_spare)
+        self._statistics[stage].next(counts=not micro_batch.is_padding)
 
     def update(self, index: int, verdict: Verdict) -> None:
         for statistics in self._statistics:

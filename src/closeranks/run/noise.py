@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from closeranks.core.events import Event, NoiseSeen
 from closeranks.core.protocols import Group
-from closeranks.data.schedule import MicroBatch, Schedule
+from closeranks.data.schedule import BatchSchedule, MicroBatch
 from closeranks.elastic.vote import Verdict
 from closeranks.optim.noise import Averages, Measured
 from closeranks.optim.norms import norm_squared
@@ -59,7 +59,12 @@ class GradientNoiseScale(Component):
     """Measures the first backward of every ``every``-th step; with 0 it does nothing."""
 
     def __init__(
-        self, every: int, parameters: Iterable[nn.Parameter], schedule: Schedule, group: Group, device: torch.device
+        self,
+        every: int,
+        parameters: Iterable[nn.Parameter],
+        schedule: BatchSchedule,
+        group: Group,
+        device: torch.device,
     ) -> None:
         self._every, self._schedule, self._group, self._device = every, schedule, group, device
         self._averages = Averages()
@@ -77,7 +82,7 @@ class GradientNoiseScale(Component):
 
     def before_backward(self, micro_batch: MicroBatch) -> None:
         """A short or padding micro-batch is not measured: it does not have the small batch's size."""
-        is_whole = not micro_batch.is_spare and micro_batch.num_samples == self._schedule.micro_batch
+        is_whole = not micro_batch.is_padding and micro_batch.num_samples == self._schedule.micro_batch
         if self._awaits_first and is_whole:
             self._squares = {}
         self._awaits_first = False

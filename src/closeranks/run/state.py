@@ -16,7 +16,7 @@ import torch
 from closeranks import __version__
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import CheckpointError
-from closeranks.data.orders import Change, change_between
+from closeranks.data.orders import OrderChange, order_change
 from closeranks.run.component import Components, Unique
 from closeranks.run.context import RunContext
 from closeranks.run.model import Model
@@ -150,8 +150,8 @@ class RunState:
                     fix = "Give it the same samples again, or start a new run with this one as checkpoint.weights."
                     raise CheckpointError(what, fix)
                 place = _KEYS.get(key, "data")
-                plain = Change(place, place, repr(found), repr(value))
-                change = change_between(str(found), str(value)) if key == "order" else plain
+                plain = OrderChange(place, place, repr(found), repr(value))
+                change = order_change(str(found), str(value)) if key == "order" else plain
                 values = f": {change.saved}, not {change.here}" if change.saved else ""
                 what = f"the state was saved with another {change.name}{values}"
                 raise CheckpointError(what, f"Set {change.keys} back, or start anew without checkpoint.resume.")

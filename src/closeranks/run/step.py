@@ -18,7 +18,7 @@ from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
 from closeranks.core.requests import Request
 from closeranks.data.order import MicroBatch
-from closeranks.data.reader import Loaded
+from closeranks.data.reader import LoadedBatch
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.models.losses import as_loss
 from closeranks.optim.norms import norm_squared
@@ -37,7 +37,7 @@ class Step:
         self.index = index
         """Number of steps finished before this one."""
         self._assigned = engine.batches.loader.assigned(index)
-        self._loaded: Sequence[Loaded] = ()
+        self._loaded: Sequence[LoadedBatch] = ()
         self._num_taken = self._num_done = 0
         self._is_taken = self._is_committed = False
         self._scale = engine.loss_scale.scale / self._model.loss_divisor
@@ -131,7 +131,7 @@ class Step:
         """Whether batches have run whose gradients are not applied yet."""
         return self._num_taken > 0 and not self._is_committed
 
-    def _take(self) -> Sequence[Loaded]:
+    def _take(self) -> Sequence[LoadedBatch]:
         """This rank's micro-batches, once."""
         if self._is_taken:
             what = "the micro-batches of this step are taken already: it was run or iterated before"
@@ -152,7 +152,7 @@ class Step:
     def _weighed(self, micro_batch: MicroBatch, loss: Loss | Tensor) -> Tensor:
         """Count a micro-batch's loss, and scale it for its backward; a padding micro-batch has no weight."""
         part = as_loss(loss, micro_batch.num_samples, self._model.spec.metrics)
-        if micro_batch.is_spare:
+        if micro_batch.is_padding:
             return part.total * 0.0
         self._tally.add(part)
         return part.total * self._scale if self._model.precision.scales_loss else part.total

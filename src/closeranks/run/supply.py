@@ -17,10 +17,10 @@ from closeranks.core.appending import AppendFile
 from closeranks.core.errors import DataError, SetupError
 from closeranks.core.events import Event, Warned
 from closeranks.data.loader import Loader
-from closeranks.data.order import MicroBatch, Order
+from closeranks.data.order import MicroBatch, SampleOrder
 from closeranks.data.quarantine import BadSample, Quarantine, merge
-from closeranks.data.reader import Loaded
-from closeranks.data.source import PlacedSource
+from closeranks.data.reader import LoadedBatch
+from closeranks.data.source import LoaderSource
 from closeranks.data.timing import StageTimes
 from closeranks.elastic.vote import Ballot
 from closeranks.parallel.mesh import Groups
@@ -41,9 +41,9 @@ class Batches(Component):
 
     loader: Loader
     quarantine: Quarantine
-    order: Order
+    order: SampleOrder
     groups: Groups
-    sources: tuple[PlacedSource, ...]
+    sources: tuple[LoaderSource, ...]
     """The sources for training and evaluation."""
     logs_samples: bool = False
     must_agree: bool = False
@@ -91,7 +91,7 @@ class Batches(Component):
             fix = "Make it writable, or set data.log_samples = false."
             raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=self.rank) from error
 
-    def load_step(self, step: int, assigned: Sequence[MicroBatch]) -> Sequence[Loaded]:
+    def load_step(self, step: int, assigned: Sequence[MicroBatch]) -> Sequence[LoadedBatch]:
         """Load the micro-batches of a step that are ``assigned`` to this rank. The samples of a padding micro-batch are
         counted by another rank."""
         loaded = self.loader.take(step)
@@ -99,7 +99,7 @@ class Batches(Component):
             self._agree(loaded, step)
         self._times += self.loader.last_times
         if self.counts_samples:
-            own = [one for one, planned in zip(loaded, assigned, strict=True) if not planned.is_spare]
+            own = [one for one, planned in zip(loaded, assigned, strict=True) if not planned.is_padding]
             if bad := tuple(sample for one in own for sample in one.skipped):
                 self._found[step] = bad
             if self._log is not None:
@@ -139,12 +139,12 @@ class Batches(Component):
     @property
     def order_description(self) -> str:
         """The sample order, for people; empty for the usual one."""
-        return self.order.described
+        return self.order.signature
 
     def set_shares(self, shares: tuple[int, ...], step: int) -> None:
         """Called on all ranks, after ``step``: sets how many micro-batches each replica takes from now on."""
         before = self.loader.shares
-        self.loader.reshare(shares)
+        self.loader.set_shares(shares)
         if shares != before:
             told = "+".join(map(str, shares))
             self._news[step] = f"replicas share the micro-batches of a step as {told} from now on, by their speed"
@@ -158,9 +158,9 @@ class Batches(Component):
         state = saved.tree.get("data", {})
         self.quarantine.load(state.get("quarantine", ()))
         shares = tuple(map(int, state.get("shares", ())))
-        self.loader.reshare(shares if self.is_balanced and len(shares) == self.groups.home.count else ())
+        self.loader.set_shares(shares if self.is_balanced and len(shares) == self.groups.home.count else ())
 
-    def _agree(self, loaded: Sequence[Loaded], step: int) -> None:
+    def _agree(self, loaded: Sequence[LoadedBatch], step: int) -> None:
         """Ranks of one replica each read the same samples: if one finds a sample bad that another does not (a damaged
         copy on one host), their batches differ in size and a collective would hang."""
         own = json.dumps([self.groups.data.rank, [bad.sample for one in loaded for bad in one.skipped]])
@@ -180,7 +180,7 @@ class Batches(Component):
             self._log.close()
             self._log = None
 
-    def _write(self, step: int, loaded: Sequence[Loaded]) -> None:
+    def _write(self, step: int, loaded: Sequence[LoadedBatch]) -> None:
         assert self._log is not None
         rows = [
             {
@@ -205,7 +205,7 @@ def check_dataset_lengths(told: Sequence[str], identity: str) -> None:
 
 def describe_skipped(fresh: Sequence[BadSample]) -> list[str]:
     """Warnings about the samples that one step skipped; the checkpoint lists them all."""
-    said = [f"sample {bad.sample} is skipped: {bad.told}" for bad in fresh[:_NAMED]]
+    said = [f"sample {bad.sample} is skipped: {bad.message}" for bad in fresh[:_NAMED]]
     if (more := len(fresh) - len(said)) > 0:
         said.append(f"and {more} more sample{'s are' if more > 1 else ' is'} skipped at this step")
     return said

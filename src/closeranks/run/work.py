@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from closeranks.core.errors import UserError
 from closeranks.core.protocols import Batch, Chain, Loss, Reducer
 from closeranks.data.order import MicroBatch
-from closeranks.data.reader import Loaded
+from closeranks.data.reader import LoadedBatch
 from closeranks.parallel.tensor import shapes_explained
 from closeranks.run.model import Model
 from closeranks.run.pace import StepTimer
@@ -48,7 +48,7 @@ class MicroBatchCallbacks:
         model: Model,
         reducer: Reducer,
         pace: StepTimer,
-        loaded: Sequence[Loaded],
+        loaded: Sequence[LoadedBatch],
         before: BeforeForward,
         after: ScaleLoss,
     ) -> None:

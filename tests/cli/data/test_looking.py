@@ -13,7 +13,7 @@ from PIL import Image
 from closeranks.cli.data.proving import prove
 from closeranks.data.files.open import open_files
 from closeranks.data.formats import index_file
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.jsonl import JsonlRecords
 from tests.cli.data.calling import data
 from tests.data.building.material import json_lines, png, rows, tar_bytes, tiny_tokenizer
@@ -132,7 +132,7 @@ def test_damage_in_the_part_of_an_index_that_opening_does_not_look_at(
     (tmp_path / "d" / "a.jsonl").write_bytes(b"{}\n" * 300_000)
     monkeypatch.setattr(index_file, "FULL_CHECK_BYTES", 0)
     monkeypatch.setattr(index_file, "NUM_DRAWN", 0)
-    index = JsonlRecords(open_files(str(tmp_path / "d")), IndexPlace()).indexes[0]
+    index = JsonlRecords(open_files(str(tmp_path / "d")), IndexLocation()).indexes[0]
     content = bytearray(index.path.read_bytes())
     content[(3 << 20) // 2] ^= 1  # in the second of three blocks
     index.path.write_bytes(content)

@@ -16,8 +16,8 @@ import pytest
 import zstandard
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.building.build import Reporter, Request, Summary, build_shards
-from closeranks.data.building.encode import describe, open_encoder
+from closeranks.data.building.build import BuildReporter, BuildRequest, BuildSummary, build_shards
+from closeranks.data.building.encode import encoder_spec, open_encoder
 from closeranks.data.files.open import open_files
 from closeranks.data.shards.manifest import read_manifest
 from closeranks.data.shards.records import ShardRecords
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.world
 MDS = Path(__file__).parents[1] / "formats" / "golden" / "mds"
 
 
-def build(out: Path, *inputs: Path, **asked: Any) -> Summary:
+def build(out: Path, *inputs: Path, **asked: Any) -> BuildSummary:
     asked = {"num_processes": 1, **asked}
-    return build_shards(Request(inputs=tuple(map(str, inputs)), out=out, **asked))
+    return build_shards(BuildRequest(inputs=tuple(map(str, inputs)), out=out, **asked))
 
 
 def documents(out: Path) -> list[list[int]]:
@@ -156,12 +156,12 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
     made = rows(50)
     (tmp_path / "a.jsonl").write_bytes(json_lines(made))
     summary = build(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=str(tokenizer))
-    encoder = open_encoder(describe(str(tokenizer), "auto"))
+    encoder = open_encoder(encoder_spec(str(tokenizer), "auto"))
     expected = [encoder.encode([str(row["text"]).encode()]).tokens.tolist() for row in made]
     assert documents(tmp_path / "out") == expected
     manifest = read_manifest(open_files(str(tmp_path / "out")))
     assert (manifest.head.dtype, manifest.about.vocab_size) == ("uint16", 600)
-    assert manifest.about.tokenizer_digest == describe(str(tokenizer), "auto").digest
+    assert manifest.about.tokenizer_digest == encoder_spec(str(tokenizer), "auto").digest
     assert summary.text_bytes == sum(len(str(row["text"]).encode()) for row in made)
 
 
@@ -221,8 +221,8 @@ def test_the_same_inputs_elsewhere_and_later_write_the_same_bytes(tmp_path: Path
 def test_progress_counts_every_byte_of_the_inputs(mixed: list[Path], tmp_path: Path) -> None:
     totals: list[tuple[int, int]] = []
     told: list[int] = []
-    reporter = Reporter(on_total=lambda total, done: totals.append((total, done)), on_bytes=told.append)
-    request = Request(tuple(map(str, mixed)), tmp_path / "out", shard_bytes=30_000, num_processes=2)
+    reporter = BuildReporter(on_total=lambda total, done: totals.append((total, done)), on_bytes=told.append)
+    request = BuildRequest(tuple(map(str, mixed)), tmp_path / "out", shard_bytes=30_000, num_processes=2)
     summary = build_shards(request, reporter)
     total = sum(
         path.stat().st_size for place in mixed for path in ([place] if place.is_file() else place.rglob("*.py"))
@@ -281,7 +281,7 @@ def test_files_that_are_no_images_stop_the_build_or_are_left_out(tmp_path: Path)
     given = {"a": png(1), "b": b"", "c": png(2)[:-9], "d": b"text", "e": png(3)}
     for name, content in given.items():
         (folder / f"{name}.png").write_bytes(content)
-    request = Request((str(folder),), tmp_path / "out", kind="records", num_processes=1)
+    request = BuildRequest((str(folder),), tmp_path / "out", kind="records", num_processes=1)
     with pytest.raises(BadRecordError, match=r"photos/b\.png', byte 0: the image is empty"):
         build_shards(request)
     summary = build_shards(replace(request, on_bad="skip", is_overwriting=True))

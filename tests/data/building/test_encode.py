@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from closeranks.core.errors import DataError
 from closeranks.data.building import encode
-from closeranks.data.building.encode import ByteEncoder, FileEncoder, describe, open_encoder
+from closeranks.data.building.encode import ByteEncoder, TokenizerEncoder, encoder_spec, open_encoder
 from tests.data.building.material import tiny_tokenizer
 
 
@@ -31,7 +31,7 @@ def test_bytes_are_the_tokens_and_every_document_ends_with_the_end(texts: list[b
 
 
 def test_a_file_encodes_each_document_as_the_library_does_alone(tokenizer_file: Path) -> None:
-    spec = describe(str(tokenizer_file), "auto")
+    spec = encoder_spec(str(tokenizer_file), "auto")
     texts = ["import os\n", "", "def f(x):\n    return x", "Grüße, 世界 🎉"]
     encoded = open_encoder(spec).encode([text.encode() for text in texts])
     library = Tokenizer.from_file(str(tokenizer_file))
@@ -44,7 +44,7 @@ def test_a_file_encodes_each_document_as_the_library_does_alone(tokenizer_file: 
 def test_a_vocabulary_beyond_16_bits_takes_32(tokenizer_file: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.add_tokens([f"added{number}" for number in range(66000)])
-    encoder = FileEncoder(tokenizer, None)
+    encoder = TokenizerEncoder(tokenizer, None)
     assert encoder.dtype == np.uint32
     assert encoder.encode([b"added65999"]).tokens.tolist() == [encoder.vocab_size - 1]
 
@@ -60,8 +60,8 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tokenizer_file: Path
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "cut.json"))
-    cut = open_encoder(describe(str(tmp_path / "cut.json"), "none")).encode([b"import os, sys, json"])
-    whole = open_encoder(describe(str(tokenizer_file), "none")).encode([b"import os, sys, json"])
+    cut = open_encoder(encoder_spec(str(tmp_path / "cut.json"), "none")).encode([b"import os, sys, json"])
+    whole = open_encoder(encoder_spec(str(tokenizer_file), "none")).encode([b"import os, sys, json"])
     assert cut.tokens.tolist() == whole.tokens.tolist()
     assert 2 < len(cut.tokens) < 50
 
@@ -76,19 +76,19 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tokenizer_file: Path
 )
 def test_what_cannot_be_is_said(tokenizer: str, eos: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        describe(tokenizer, eos)
+        encoder_spec(tokenizer, eos)
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match=r"config\.json' is not a tokenizer file"):
-        describe(str(tmp_path / "config.json"), "auto")
+        encoder_spec(str(tmp_path / "config.json"), "auto")
 
 
 def test_a_file_that_changed_is_refused(tokenizer_file: Path, tmp_path: Path) -> None:
     copy = tmp_path / "tokenizer.json"
     copy.write_bytes(tokenizer_file.read_bytes())
-    spec = describe(str(copy), "auto")
+    spec = encoder_spec(str(copy), "auto")
     copy.write_bytes(copy.read_bytes() + b"\n")
     with pytest.raises(DataError, match="has changed since the build began"):
         open_encoder(spec)
@@ -97,4 +97,4 @@ def test_a_file_that_changed_is_refused(tokenizer_file: Path, tmp_path: Path) ->
 def test_a_file_without_an_end_has_none(tokenizer_file: Path, tmp_path: Path) -> None:
     text = tokenizer_file.read_text().replace("<|endoftext|>", "<|whatever|>")
     (tmp_path / "t.json").write_text(text)
-    assert describe(str(tmp_path / "t.json"), "auto").eos is None
+    assert encoder_spec(str(tmp_path / "t.json"), "auto").eos is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from closeranks.data.building.inputs import Input, kind_of, sort_out
+from closeranks.data.building.inputs import BuildInput, classify_inputs, kind_of
 from closeranks.data.files.protocol import FileInfo
 
 
@@ -48,27 +48,27 @@ def test_a_bin_beside_its_idx_is_megatrons() -> None:
 
 
 def test_a_folder_is_what_most_of_its_bytes_are_and_tells_what_it_leaves_out() -> None:
-    found = sort_out(infos(a__jsonl=100, b__jsonl__gz=100, README__md=50, x__pyc=900), 3, is_folder=True)
-    assert found.inputs == (Input(3, "a.jsonl", "jsonl", 100), Input(3, "b.jsonl.gz", "jsonl", 100))
+    found = classify_inputs(infos(a__jsonl=100, b__jsonl__gz=100, README__md=50, x__pyc=900), 3, is_folder=True)
+    assert found.inputs == (BuildInput(3, "a.jsonl", "jsonl", 100), BuildInput(3, "b.jsonl.gz", "jsonl", 100))
     assert found.left_out == ("README.md", "x.pyc")
 
 
 def test_a_format_takes_its_folder_as_one() -> None:
-    found = sort_out(infos(a__parquet=100, b__parquet=100, README__md=50), 0, is_folder=True)
-    assert found.inputs == (Input(0, "", "parquet", 200),)
+    found = classify_inputs(infos(a__parquet=100, b__parquet=100, README__md=50), 0, is_folder=True)
+    assert found.inputs == (BuildInput(0, "", "parquet", 200),)
 
 
 def test_a_file_that_is_named_is_taken_whatever_it_is() -> None:
-    assert sort_out(infos(x__bin=10), 0, is_folder=False).inputs == (Input(0, "x.bin", "text", 10),)
+    assert classify_inputs(infos(x__bin=10), 0, is_folder=False).inputs == (BuildInput(0, "x.bin", "text", 10),)
 
 
 def test_a_kind_that_was_asked_for_wins() -> None:
-    found = sort_out(infos(a__json=100, b__json=100), 0, is_folder=True, wanted="text")
+    found = classify_inputs(infos(a__json=100, b__json=100), 0, is_folder=True, wanted="text")
     assert [one.kind for one in found.inputs] == ["text", "text"]
 
 
 def test_compressed_inputs_count_for_more() -> None:
-    assert Input(0, "a.jsonl.gz", "jsonl", 100).content_bytes == 400
-    assert Input(0, "a.tar.gz", "tar", 100).compression == "gz"
-    assert Input(0, "a.tar.zst", "tar", 100).compression == "zst"
-    assert Input(0, "a.tgz", "tar", 100).compression == "gz"
+    assert BuildInput(0, "a.jsonl.gz", "jsonl", 100).content_bytes == 400
+    assert BuildInput(0, "a.tar.gz", "tar", 100).compression == "gz"
+    assert BuildInput(0, "a.tar.zst", "tar", 100).compression == "zst"
+    assert BuildInput(0, "a.tgz", "tar", 100).compression == "gz"

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.data.building.lengths import Lengths
+from closeranks.data.building.lengths import LengthHistogram
 
 few = st.lists(st.integers(0, 70_000), min_size=1, max_size=40)
 
 
 @given(few, st.integers(1, 7), st.sampled_from([0.0, 0.25, 0.5, 0.95, 1.0]))
 def test_counts_and_quantiles_equal_those_of_all_lengths(values: list[int], at_once: int, share: float) -> None:
-    lengths = Lengths()
+    lengths = LengthHistogram()
     for first in range(0, len(values), at_once):
         lengths.add(np.array(values[first : first + at_once]))
     assert (lengths.count, lengths.total) == (len(values), sum(values))
@@ -25,7 +25,7 @@ def test_counts_and_quantiles_equal_those_of_all_lengths(values: list[int], at_o
 
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=40))
 def test_bars_hold_every_length_once(values: list[int]) -> None:
-    lengths = Lengths()
+    lengths = LengthHistogram()
     lengths.add(np.array(values))
     bars = lengths.bars()
     for bar in bars:
@@ -34,6 +34,6 @@ def test_bars_hold_every_length_once(values: list[int]) -> None:
 
 
 def test_nothing_is_nothing() -> None:
-    lengths = Lengths()
+    lengths = LengthHistogram()
     lengths.add(np.zeros(0, dtype=np.int64))
     assert (lengths.count, lengths.bars(), lengths.quantile(0.5), lengths.mean) == (0, [], 0.0, 0.0)

@@ -15,9 +15,9 @@ import pytest
 
 from closeranks.core.errors import DataError, RunFailed, SetupError
 from closeranks.data.building import build
-from closeranks.data.building.build import Reporter, Request, Summary, build_shards
+from closeranks.data.building.build import BuildReporter, BuildRequest, BuildSummary, build_shards
 from closeranks.data.building.crew import _deaf_to_interrupts
-from closeranks.data.building.journal import Journal, Standing, decide, differences
+from closeranks.data.building.journal import BuildJournal, OutputFolderState, decide, differences
 from tests.cli.data.calling import data
 from tests.data.building.material import contents, json_lines, rows, texts_folder
 
@@ -43,14 +43,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def undisturbed(inputs: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    build_shards(Request(inputs, out, shard_bytes=SHARD, num_processes=2))
+    build_shards(BuildRequest(inputs, out, shard_bytes=SHARD, num_processes=2))
     found = contents(out)
     assert len(found) > 6
     return found
 
 
-def again(inputs: tuple[str, ...], out: Path) -> Summary:
-    return build_shards(Request(inputs, out, shard_bytes=SHARD, num_processes=2))
+def again(inputs: tuple[str, ...], out: Path) -> BuildSummary:
+    return build_shards(BuildRequest(inputs, out, shard_bytes=SHARD, num_processes=2))
 
 
 def killed_at(label: str, inputs: tuple[str, ...], out: Path, on_bad: str = "stop") -> None:
@@ -97,7 +97,7 @@ def test_a_part_of_several_shards_goes_on_behind_the_last_that_is_finished(tmp_p
     lines = json_lines(rows(3000)).splitlines(keepends=True)
     lines[5] = lines[2000] = b"[]\n"
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(lines)))
-    request = Request((str(tmp_path / "a.jsonl.gz"),), tmp_path / "out", shard_bytes=30_000, on_bad="skip")
+    request = BuildRequest((str(tmp_path / "a.jsonl.gz"),), tmp_path / "out", shard_bytes=30_000, on_bad="skip")
     build_shards(replace(request, out=tmp_path / "whole"))
     killed_at("shard named:3", request.inputs, tmp_path / "out", "skip")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.crs")}
@@ -124,9 +124,9 @@ def test_a_worker_that_is_killed_is_named_and_the_build_goes_on_when_asked(
             struck.extend(children(os.getpid())[-1:])
             os.kill(struck[0], signal.SIGKILL)
 
-    request = Request(inputs, tmp_path / "out", shard_bytes=SHARD, num_processes=2)
+    request = BuildRequest(inputs, tmp_path / "out", shard_bytes=SHARD, num_processes=2)
     with pytest.raises(RunFailed, match=r"process \d+ was killed by SIGKILL .* give the same command again"):
-        build_shards(request, Reporter(on_bytes=strike))
+        build_shards(request, BuildReporter(on_bytes=strike))
     assert not (tmp_path / "out" / "dataset.json").exists()
     again(inputs, tmp_path / "out")
     assert contents(tmp_path / "out") == undisturbed
@@ -229,16 +229,16 @@ def test_other_settings_are_refused_and_can_overwrite(inputs: tuple[str, ...], t
     out = tmp_path / "out"
     again(inputs, out)
     with pytest.raises(DataError, match=r"another build: shard-size was 30000 and is now 99999.*--overwrite"):
-        build_shards(Request(inputs, out, shard_bytes=99_999))
-    summary = build_shards(Request(inputs, out, shard_bytes=99_999, is_overwriting=True, num_processes=1))
-    build_shards(Request(inputs, tmp_path / "new", shard_bytes=99_999, num_processes=1))
+        build_shards(BuildRequest(inputs, out, shard_bytes=99_999))
+    summary = build_shards(BuildRequest(inputs, out, shard_bytes=99_999, is_overwriting=True, num_processes=1))
+    build_shards(BuildRequest(inputs, tmp_path / "new", shard_bytes=99_999, num_processes=1))
     assert contents(out) == contents(tmp_path / "new")
     assert summary.num_shards == len(list(out.glob("*.crs")))
 
 
 def test_inputs_that_changed_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
-    request = Request((str(tmp_path / "a.txt"),), tmp_path / "out", num_processes=1)
+    request = BuildRequest((str(tmp_path / "a.txt"),), tmp_path / "out", num_processes=1)
     build_shards(request)
     (tmp_path / "a.txt").write_text("two")
     with pytest.raises(DataError, match="its inputs have changed since"):
@@ -250,7 +250,7 @@ def test_a_folder_with_other_files_is_refused_even_to_overwrite(tmp_path: Path) 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
     for is_overwriting in (False, True):
-        request = Request((str(tmp_path / "a.txt"),), tmp_path / "out", is_overwriting=is_overwriting)
+        request = BuildRequest((str(tmp_path / "a.txt"),), tmp_path / "out", is_overwriting=is_overwriting)
         with pytest.raises(DataError, match=r"is not empty: it holds thesis\.tex"):
             build_shards(request)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
@@ -258,8 +258,8 @@ def test_a_folder_with_other_files_is_refused_even_to_overwrite(tmp_path: Path) 
 
 def test_two_builds_do_not_share_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
-    with Journal(tmp_path / "out").hold(), pytest.raises(SetupError, match="another process is building"):
-        build_shards(Request((str(tmp_path / "a.txt"),), tmp_path / "out"))
+    with BuildJournal(tmp_path / "out").lock(), pytest.raises(SetupError, match="another process is building"):
+        build_shards(BuildRequest((str(tmp_path / "a.txt"),), tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_two_builds_do_not_share_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_done_with_a_folder(state: str, is_overwriting: bool, choice: str) -> None:
-    assert decide(Standing(state), "out", is_overwriting) == choice  # type: ignore[arg-type]
+    assert decide(OutputFolderState(state), "out", is_overwriting) == choice  # type: ignore[arg-type]
 
 
 def test_differences_are_told_in_words() -> None:

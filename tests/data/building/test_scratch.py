@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.data.building.scratch import scratch
+from closeranks.data.building.scratch import temporary_folder
 
 HOLD = """
 from closeranks.data.building.scratch import scratch
@@ -30,7 +30,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_folder_goes_with_its_block(temporary: Path) -> None:
-    with scratch() as one, scratch() as other:
+    with temporary_folder() as one, temporary_folder() as other:
         (one / "index").write_text("x")
         assert {one, other} == set(temporary.iterdir())
     assert list(temporary.iterdir()) == []
@@ -46,7 +46,7 @@ def test_what_a_killed_build_left_goes_and_what_is_in_use_stays(temporary: Path)
         holders[0].wait()
         assert (killed / "index").exists()
         (temporary / "closeranks-build-file").write_text("no folder")
-        with scratch() as mine:
+        with temporary_folder() as mine:
             assert {entry for entry in temporary.iterdir() if entry.is_dir()} == {alive, mine}
     finally:
         for holder in holders:

@@ -25,8 +25,8 @@ def test_a_folder_is_listed_and_its_files_are_held_where_they_lie(folder: Path, 
     assert files.is_local
     assert files.url == str(folder)
     assert [(info.name, info.num_bytes) for info in files.list()] == [("a/deep/er.txt", 13), ("b.txt", 5)]
-    files.want(["b.txt"])
-    with files.hold("a/deep/er.txt") as path:
+    files.prefetch(["b.txt"])
+    with files.local_path("a/deep/er.txt") as path:
         assert path == folder / "a/deep/er.txt"
     assert files.read("b.txt") == b"b.txt"
     assert files.read(".index/x") == b".index/x"
@@ -39,7 +39,7 @@ def test_a_folder_is_listed_and_its_files_are_held_where_they_lie(folder: Path, 
 def test_a_file_is_a_folder_of_one(folder: Path) -> None:
     files = open_files(str(folder / "b.txt"))
     assert [info.name for info in files.list()] == ["b.txt"]
-    with files.hold("b.txt") as path:
+    with files.local_path("b.txt") as path:
         assert path == folder / "b.txt"
     assert files.read("b.txt") == b"b.txt"
     assert files.full_name("b.txt") == files.url == str(folder / "b.txt")
@@ -61,10 +61,10 @@ def test_a_file_that_changed_is_not_handed_out(folder: Path, change: str) -> Non
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     with (
         pytest.raises(DataError, match=r"b\.txt is not the file that was listed.*Put the old file back"),
-        files.hold("b.txt"),
+        files.local_path("b.txt"),
     ):
         pytest.fail("held")
-    with files.hold("a/deep/er.txt"):
+    with files.local_path("a/deep/er.txt"):
         pass
 
 
@@ -75,10 +75,10 @@ def test_what_is_not_there_is_a_sentence(folder: Path) -> None:
     with pytest.raises(DataError, match=r"there are no files in \S+/empty"):
         open_files(str(folder / "empty")).list()
     files = open_files(str(folder))
-    for act in (lambda: files.hold("gone").__enter__(), lambda: files.read("gone")):
+    for act in (lambda: files.local_path("gone").__enter__(), lambda: files.read("gone")):
         with pytest.raises(DataError, match=r"set/gone failed: there is no such file"):
             act()
-    for act in (lambda: files.hold("../out").__enter__(), lambda: files.read("/etc/passwd")):
+    for act in (lambda: files.local_path("../out").__enter__(), lambda: files.read("/etc/passwd")):
         with pytest.raises(DataError, match="not a name inside"):
             act()
 
@@ -88,5 +88,5 @@ def test_what_may_not_be_read_is_a_sentence(folder: Path) -> None:
     with as_nobody():
         with pytest.raises(DataError, match=f"{folder} failed: permission denied"):
             open_files(str(folder)).list()
-        with pytest.raises(DataError, match="permission denied"), open_files(str(folder)).hold("b.txt"):
+        with pytest.raises(DataError, match="permission denied"), open_files(str(folder)).local_path("b.txt"):
             pytest.fail("held")

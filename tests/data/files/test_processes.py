@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.data.files.room import CLAIM, FILE, PART, Room, Terms
+from closeranks.data.files.room import CLAIM, FILE, PART, CacheSpace, CacheTimeouts
 from closeranks.storage.download import RANGE_BYTES
 from tests.data.files.test_remote import DATA, SIZES, gets, upload
 from tests.storage import servers
@@ -103,7 +103,7 @@ def test_several_processes_fetch_each_file_once(moto: Server, prefix: str, tmp_p
 
 def watched(folder: Path, limit: int, done: threading.Event, seen: list[int]) -> None:
     """What lies in the cache, looked at under its lock: without, what is renamed meanwhile would count twice."""
-    room = Room(folder, limit, Terms())
+    room = CacheSpace(folder, limit, CacheTimeouts())
     while not done.is_set():
         with room.locked():
             sizes = []

@@ -19,7 +19,7 @@ import fsspec.config
 import pytest
 
 from closeranks.core.errors import DataError, SetupError
-from closeranks.data.files.cache import Cache, Outcome
+from closeranks.data.files.cache import FileCache, PrefetchOutcome
 from closeranks.data.files.open import open_files
 from closeranks.data.files.protocol import Files
 from tests.data.files.test_ahead import end_of_threads
@@ -59,7 +59,7 @@ def gets(proxy: Proxy) -> Counter[str]:
 
 
 def read(files: Files, name: str) -> bytes:
-    with files.hold(name) as path:
+    with files.local_path(name) as path:
         return path.read_bytes()
 
 
@@ -96,7 +96,7 @@ def test_a_url_of_one_file_is_a_folder_of_one(moto: Server, prefix: str, open_at
     assert read(one, name) == one.read(name) == DATA[f"set/{name}"]
     assert one.full_name(name) == one.url == f"s3://{prefix}/set/{name}"
     folder = open_at(moto.endpoint)
-    with one.hold(name) as here, folder.hold(f"set/{name}") as there:
+    with one.local_path(name) as here, folder.local_path(f"set/{name}") as there:
         assert here == there, "the same file, however it was named"
 
 
@@ -166,14 +166,14 @@ def test_wishes_are_fetched_in_the_background(moto: Server, prefix: str, open_at
     with proxied(moto.endpoint) as proxy:
         files = open_at(proxy.endpoint)
         names = list(SIZES)
-        files.want([*names[:4], "no such file"])
+        files.prefetch([*names[:4], "no such file"])
         end_of_threads()
         assert sorted(gets(proxy)) == [f"{number:02d}.bin" for number in range(4)]
         for name in names[:4]:
             assert read(files, name) == DATA[name]
         assert set(gets(proxy).values()) == {1}
         proxy.rules = [Rule("GET", "05.bin", times=-1, status=404, code="NoSuchKey")]
-        files.want(["set/05.bin"])
+        files.prefetch(["set/05.bin"])
         end_of_threads()
         with pytest.raises(DataError, match=r"05\.bin"):
             read(files, "set/05.bin")
@@ -184,20 +184,20 @@ def test_wishes_are_fetched_in_the_background(moto: Server, prefix: str, open_at
 
 def test_letting_go_makes_room_for_wishes(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     had_no_room = threading.Event()
-    fetch_ahead = Cache.fetch_ahead
+    fetch_ahead = FileCache.prefetch
 
-    def spied(*args: Any) -> Outcome:
+    def spied(*args: Any) -> PrefetchOutcome:
         outcome = fetch_ahead(*args)
-        if outcome is Outcome.NO_ROOM:
+        if outcome is PrefetchOutcome.NO_ROOM:
             had_no_room.set()
         return outcome
 
-    monkeypatch.setattr(Cache, "fetch_ahead", spied)
+    monkeypatch.setattr(FileCache, "fetch_ahead", spied)
     monkeypatch.setattr("closeranks.data.files.ahead._LOOK_S", 100.0)
     fsspec.filesystem("memory").pipe({f"/{prefix}/{name}": bytes(100) for name in "ab"})
     files = open_files(f"memory://{prefix}", cache=str(tmp_path / "cache"), cache_bytes=150)
-    with files.hold("a"):
-        files.want(["b"])
+    with files.local_path("a"):
+        files.prefetch(["b"])
         assert had_no_room.wait(120)
     end_of_threads()
     assert [path.name[-2:] for path in (tmp_path / "cache").glob("file-*")] == ["-b"]
@@ -205,7 +205,7 @@ def test_letting_go_makes_room_for_wishes(prefix: str, tmp_path: Path, monkeypat
 
 
 def read_in_child(files: Files, name: str, answer: multiprocessing.Queue[bytes]) -> None:  # pragma: no cover
-    files.want(["set/07.bin"])
+    files.prefetch(["set/07.bin"])
     answer.put(read(files, name))
     files.close()
 
@@ -219,8 +219,8 @@ def test_a_forked_child_reads_on_while_its_parent_fetches(
     rule = Rule("GET", "05.bin", then=pausing(asked, forked))
     with proxied(moto.endpoint, rule) as proxy:
         files = open_at(proxy.endpoint)
-        with files.hold("set/00.bin"):
-            files.want(["set/05.bin", "set/06.bin"])
+        with files.local_path("set/00.bin"):
+            files.prefetch(["set/05.bin", "set/06.bin"])
             assert asked.wait(120)
             context = multiprocessing.get_context("fork")
             answer: multiprocessing.Queue[bytes] = context.Queue()

@@ -17,7 +17,7 @@ from PIL import Image
 from closeranks.core.errors import BadRecordError, DataError, SetupError
 from closeranks.data.formats import arrow, arrow_batches
 from closeranks.data.formats.arrow_batches import ArrowRecords
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from tests.data.formats.local_files import FolderFiles
 
 NUM_ROWS = 60
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def opened(root: Path) -> ArrowRecords:
-    return arrow.open_records(FolderFiles(root), IndexPlace(str(root.parent / "index")))
+    return arrow.open_records(FolderFiles(root), IndexLocation(str(root.parent / "index")))
 
 
 def table(first: int, num_rows: int) -> Any:

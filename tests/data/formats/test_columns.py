@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.formats.columns import checked, lengths_of, runs_of, same_type, values_of
+from closeranks.data.formats.columns import contiguous_runs, is_compatible_type, lengths_of, validate_rows, values_of
 
 SMALL = pa.int16()
 HOUR = datetime.timedelta(hours=1)
@@ -67,14 +67,16 @@ def test_types_become_values_wherever_a_slice_begins(array: Any, wanted: list[An
     for shift in range(3):
         shifted = pa.concat_arrays([array.slice(0, 1)] * shift + [array])
         rows = np.arange(shift, len(shifted))
-        assert same(values_of(checked(shifted, runs_of(rows))), wanted)
-    backwards = [values_of(checked(array, runs_of(np.asarray([row]))))[0] for row in reversed(range(len(array)))]
+        assert same(values_of(validate_rows(shifted, contiguous_runs(rows))), wanted)
+    backwards = [
+        values_of(validate_rows(array, contiguous_runs(np.asarray([row]))))[0] for row in reversed(range(len(array)))
+    ]
     assert same(backwards, wanted[::-1])
 
 
 def test_one_size_lists_are_not_copied() -> None:
     array = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(12, dtype=np.float32)), 3)
-    row = values_of(checked(array, [slice(2, 3)]))[0]
+    row = values_of(validate_rows(array, [slice(2, 3)]))[0]
     assert row.tolist() == [6, 7, 8]
     assert row.__array_interface__["data"][0] == array.values.buffers()[1].address + 6 * 4
 
@@ -91,7 +93,7 @@ def test_a_type_of_no_use_is_named() -> None:
 
 @given(st.sets(st.integers(0, 30), min_size=1))
 def test_runs_are_the_rows(rows: set[int]) -> None:
-    runs = runs_of(np.asarray(sorted(rows)))
+    runs = contiguous_runs(np.asarray(sorted(rows)))
     assert [row for run in runs for row in range(run.start, run.stop)] == sorted(rows)
     assert all(one.stop < other.start for one, other in pairwise(runs))
 
@@ -99,10 +101,10 @@ def test_runs_are_the_rows(rows: set[int]) -> None:
 def test_a_wild_offset_is_found_before_it_is_followed() -> None:
     offsets = pa.py_buffer(np.asarray([0, 2, 1 << 30, 4], np.int32))
     lists = pa.Array.from_buffers(pa.list_(pa.int8()), 3, [None, offsets], children=[pa.array([1, 2, 3, 4], pa.int8())])
-    assert values_of(checked(lists, [slice(0, 1)]))[0].tolist() == [1, 2]
+    assert values_of(validate_rows(lists, [slice(0, 1)]))[0].tolist() == [1, 2]
     for row in (1, 2):
         with pytest.raises(pa.ArrowInvalid):
-            checked(lists, [slice(row, row + 1)])
+            validate_rows(lists, [slice(row, row + 1)])
 
 
 def test_lengths_come_from_offsets() -> None:
@@ -113,10 +115,10 @@ def test_lengths_come_from_offsets() -> None:
 
 
 def test_what_becomes_the_same_value_is_the_same_type() -> None:
-    assert same_type(pa.string(), pa.large_string())
-    assert same_type(pa.dictionary(pa.int8(), pa.string()), pa.string())
-    assert same_type(pa.null(), pa.list_(pa.int8()))
-    assert same_type(pa.struct({"a": pa.string()}), pa.struct({"a": pa.large_string()}))
-    assert not same_type(pa.struct({"a": pa.int8()}), pa.struct({"b": pa.int8()}))
-    assert not same_type(pa.list_(pa.int32()), pa.list_(pa.int64()))
-    assert not same_type(pa.int32(), pa.int64())
+    assert is_compatible_type(pa.string(), pa.large_string())
+    assert is_compatible_type(pa.dictionary(pa.int8(), pa.string()), pa.string())
+    assert is_compatible_type(pa.null(), pa.list_(pa.int8()))
+    assert is_compatible_type(pa.struct({"a": pa.string()}), pa.struct({"a": pa.large_string()}))
+    assert not is_compatible_type(pa.struct({"a": pa.int8()}), pa.struct({"b": pa.int8()}))
+    assert not is_compatible_type(pa.list_(pa.int32()), pa.list_(pa.int64()))
+    assert not is_compatible_type(pa.int32(), pa.int64())

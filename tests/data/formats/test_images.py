@@ -11,7 +11,7 @@ import pytest
 from closeranks.core.errors import DataError
 from closeranks.data.files.open import open_files
 from closeranks.data.formats.images import ImageRecords
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 
 
 def write(root: Path, *names: str) -> Path:
@@ -23,7 +23,7 @@ def write(root: Path, *names: str) -> Path:
 
 
 def opened(root: Path) -> ImageRecords:
-    return ImageRecords(open_files(str(root)), IndexPlace())
+    return ImageRecords(open_files(str(root)), IndexLocation())
 
 
 def test_class_folders_are_numbered_by_name(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from hypothesis.extra import numpy as hnp
 from closeranks.core.errors import DataError
 from closeranks.data.formats import index as index_module
 from closeranks.data.formats import index_file
-from closeranks.data.formats.index import Arrays, Index, IndexPlace, Progress, saved_index
-from closeranks.data.formats.index_file import Subject, UnsoundIndex, read_index, write_index
+from closeranks.data.formats.index import Arrays, IndexLocation, MappedIndex, Progress, saved_index
+from closeranks.data.formats.index_file import IndexKey, UnsoundIndex, read_index, write_index
 from tests.data.formats.local_files import FolderFiles
 
 FORK = multiprocessing.get_context("fork")
@@ -53,11 +53,13 @@ def files(tmp_path: Path) -> FolderFiles:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> IndexPlace:
-    return IndexPlace(cache=str(tmp_path / "cache"))
+def place(tmp_path: Path) -> IndexLocation:
+    return IndexLocation(cache=str(tmp_path / "cache"))
 
 
-def opened(place: IndexPlace, files: FolderFiles, build: Callable[[Progress], Arrays], **settings: int) -> Index:
+def opened(
+    place: IndexLocation, files: FolderFiles, build: Callable[[Progress], Arrays], **settings: int
+) -> MappedIndex:
     return saved_index(place, files, files.list(), "rows", build, settings)
 
 
@@ -65,7 +67,7 @@ def index_paths(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
 
 
-def test_it_is_built_once_and_lies_beside_the_data(files: FolderFiles, place: IndexPlace) -> None:
+def test_it_is_built_once_and_lies_beside_the_data(files: FolderFiles, place: IndexLocation) -> None:
     build = Builder()
     first, second = opened(place, files, build), opened(place, files, build)
     assert build.num_calls == 1
@@ -77,7 +79,7 @@ def test_it_is_built_once_and_lies_beside_the_data(files: FolderFiles, place: In
     assert second.path.parent == files.root / ".closeranks-index"
 
 
-def test_settings_and_kinds_have_indexes_of_their_own(files: FolderFiles, place: IndexPlace) -> None:
+def test_settings_and_kinds_have_indexes_of_their_own(files: FolderFiles, place: IndexLocation) -> None:
     build = Builder()
     one, two = opened(place, files, build, length=1), opened(place, files, build, length=2)
     other = saved_index(place, files, files.list(), "others", build, {"length": 1})
@@ -85,7 +87,7 @@ def test_settings_and_kinds_have_indexes_of_their_own(files: FolderFiles, place:
     assert len({one.identity, two.identity, other.identity}) == 3
 
 
-def test_a_changed_file_makes_it_stale(files: FolderFiles, place: IndexPlace) -> None:
+def test_a_changed_file_makes_it_stale(files: FolderFiles, place: IndexLocation) -> None:
     build = Builder()
     opened(place, files, build)
     (files.root / "a.bin").write_bytes(b"FIRST")
@@ -96,19 +98,19 @@ def test_a_changed_file_makes_it_stale(files: FolderFiles, place: IndexPlace) ->
 
 
 def test_a_given_folder_is_used(files: FolderFiles, tmp_path: Path) -> None:
-    index = opened(IndexPlace(folder=str(tmp_path / "mine")), files, Builder())
+    index = opened(IndexLocation(folder=str(tmp_path / "mine")), files, Builder())
     assert index.path.parent == tmp_path / "mine"
     assert not (files.root / ".closeranks-index").exists()
 
 
-def test_far_data_has_its_index_in_the_cache(files: FolderFiles, place: IndexPlace, tmp_path: Path) -> None:
+def test_far_data_has_its_index_in_the_cache(files: FolderFiles, place: IndexLocation, tmp_path: Path) -> None:
     files.is_local = False
     assert opened(place, files, Builder()).path.parent == tmp_path / "cache" / "index"
     assert files.wanted == ["a.bin", "b.bin"]
 
 
 def test_a_folder_that_cannot_be_written_gives_way_to_the_cache(
-    files: FolderFiles, place: IndexPlace, tmp_path: Path
+    files: FolderFiles, place: IndexLocation, tmp_path: Path
 ) -> None:
     (files.root / ".closeranks-index").write_text("a file where the folder would be")
     build = Builder()
@@ -120,13 +122,13 @@ def test_a_folder_that_cannot_be_written_gives_way_to_the_cache(
 def test_no_place_at_all_is_one_sentence(files: FolderFiles, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(DataError, match=r"cannot be saved in '.*taken/index'.*data\.index"):
-        opened(IndexPlace(folder=str(tmp_path / "taken" / "index")), files, Builder())
+        opened(IndexLocation(folder=str(tmp_path / "taken" / "index")), files, Builder())
 
 
 def test_a_full_disk_moves_the_finished_work_elsewhere(
-    files: FolderFiles, place: IndexPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: FolderFiles, place: IndexLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, subject: Subject, arrays: Arrays) -> None:
+    def full(path: Path, subject: IndexKey, arrays: Arrays) -> None:
         if files.root in path.parents:
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
@@ -140,9 +142,9 @@ def test_a_full_disk_moves_the_finished_work_elsewhere(
 
 
 def test_a_place_that_does_not_keep_what_is_written_is_not_used(
-    files: FolderFiles, tmp_path: Path, place: IndexPlace, monkeypatch: pytest.MonkeyPatch
+    files: FolderFiles, tmp_path: Path, place: IndexLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lossy(path: Path, subject: Subject, arrays: Arrays) -> None:
+    def lossy(path: Path, subject: IndexKey, arrays: Arrays) -> None:
         write_index(path, subject, arrays)
         if files.root in path.parents:
             content = bytearray(path.read_bytes())
@@ -157,9 +159,9 @@ def test_a_place_that_does_not_keep_what_is_written_is_not_used(
 
 
 def test_no_room_anywhere_is_one_sentence(
-    files: FolderFiles, place: IndexPlace, monkeypatch: pytest.MonkeyPatch
+    files: FolderFiles, place: IndexLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, subject: Subject, arrays: Arrays) -> None:
+    def full(path: Path, subject: IndexKey, arrays: Arrays) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(index_module, "_write", full)
@@ -169,7 +171,7 @@ def test_no_room_anywhere_is_one_sentence(
     assert build.num_calls == 1
 
 
-def test_an_index_of_nothing_is_one_too(files: FolderFiles, place: IndexPlace) -> None:
+def test_an_index_of_nothing_is_one_too(files: FolderFiles, place: IndexLocation) -> None:
     calls = []
 
     def build(progress: Progress) -> Arrays:
@@ -180,7 +182,7 @@ def test_an_index_of_nothing_is_one_too(files: FolderFiles, place: IndexPlace) -
     assert len(calls) == 1
 
 
-def test_every_flipped_bit_is_found_or_harmless(files: FolderFiles, place: IndexPlace) -> None:
+def test_every_flipped_bit_is_found_or_harmless(files: FolderFiles, place: IndexLocation) -> None:
     path = opened(place, files, Builder()).path
     sound = path.read_bytes()
     draw = random.Random(5)
@@ -198,7 +200,7 @@ def test_every_flipped_bit_is_found_or_harmless(files: FolderFiles, place: Index
 
 
 @pytest.mark.parametrize("keep", [0, 7, 12, 100, -64, -1])
-def test_a_torn_index_is_built_again(files: FolderFiles, place: IndexPlace, keep: int) -> None:
+def test_a_torn_index_is_built_again(files: FolderFiles, place: IndexLocation, keep: int) -> None:
     path = opened(place, files, Builder()).path
     path.write_bytes(path.read_bytes()[:keep])
     build = Builder()
@@ -206,7 +208,7 @@ def test_a_torn_index_is_built_again(files: FolderFiles, place: IndexPlace, keep
     assert build.num_calls == 1
 
 
-def test_more_than_was_written_is_built_again(files: FolderFiles, place: IndexPlace) -> None:
+def test_more_than_was_written_is_built_again(files: FolderFiles, place: IndexLocation) -> None:
     path = opened(place, files, Builder()).path
     path.write_bytes(path.read_bytes() + b"x")
     build = Builder()
@@ -214,7 +216,7 @@ def test_more_than_was_written_is_built_again(files: FolderFiles, place: IndexPl
     assert build.num_calls == 1
 
 
-def test_the_ends_of_large_arrays_are_checked_on_opening(files: FolderFiles, place: IndexPlace) -> None:
+def test_the_ends_of_large_arrays_are_checked_on_opening(files: FolderFiles, place: IndexLocation) -> None:
     build = Builder(3_000_000)
     path = opened(place, files, build).path
     sound = path.read_bytes()
@@ -229,7 +231,7 @@ def test_the_ends_of_large_arrays_are_checked_on_opening(files: FolderFiles, pla
 
 
 def test_a_full_check_finds_what_opening_does_not_look_at(
-    files: FolderFiles, place: IndexPlace, monkeypatch: pytest.MonkeyPatch
+    files: FolderFiles, place: IndexLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_file, "NUM_DRAWN", 0)
     build = Builder(3_000_000)
@@ -244,7 +246,7 @@ def test_a_full_check_finds_what_opening_does_not_look_at(
         again.check()
 
 
-def test_opening_a_large_index_takes_no_time(files: FolderFiles, place: IndexPlace) -> None:
+def test_opening_a_large_index_takes_no_time(files: FolderFiles, place: IndexLocation) -> None:
     build = Builder(10_000_000)
     opened(place, files, build)
     took = []
@@ -256,7 +258,7 @@ def test_opening_a_large_index_takes_no_time(files: FolderFiles, place: IndexPla
     assert min(took) < 0.05
 
 
-def _open_in_process(root: Path, place: IndexPlace, started: object, told: object) -> None:
+def _open_in_process(root: Path, place: IndexLocation, started: object, told: object) -> None:
     def build(progress: Progress) -> Arrays:
         told.put(os.getpid())  # type: ignore[attr-defined]
         return Builder()(progress)
@@ -267,7 +269,7 @@ def _open_in_process(root: Path, place: IndexPlace, started: object, told: objec
 
 
 @pytest.mark.world
-def test_one_process_builds_for_all(files: FolderFiles, place: IndexPlace) -> None:
+def test_one_process_builds_for_all(files: FolderFiles, place: IndexLocation) -> None:
     barrier, told = FORK.Barrier(4), FORK.Queue()
     processes = [FORK.Process(target=_open_in_process, args=(files.root, place, barrier, told)) for _ in range(4)]
     for process in processes:
@@ -279,7 +281,7 @@ def test_one_process_builds_for_all(files: FolderFiles, place: IndexPlace) -> No
     assert told.empty()
 
 
-def _die_while_writing(root: Path, place: IndexPlace, at: str) -> None:
+def _die_while_writing(root: Path, place: IndexLocation, at: str) -> None:
     def die(*_args: object, **_more: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -287,7 +289,7 @@ def _die_while_writing(root: Path, place: IndexPlace, at: str) -> None:
     opened(place, FolderFiles(root), Builder())
 
 
-def _die_on_aside(path: Path, subject: Subject, **more: bool) -> Index:
+def _die_on_aside(path: Path, subject: IndexKey, **more: bool) -> MappedIndex:
     if path.name.endswith(".aside"):
         os.kill(os.getpid(), signal.SIGKILL)
     return read_index(path, subject, **more)
@@ -295,7 +297,7 @@ def _die_on_aside(path: Path, subject: Subject, **more: bool) -> Index:
 
 @pytest.mark.world
 @pytest.mark.parametrize("at", ["build", "written"])
-def test_a_killed_builder_leaves_nothing_that_counts(files: FolderFiles, place: IndexPlace, at: str) -> None:
+def test_a_killed_builder_leaves_nothing_that_counts(files: FolderFiles, place: IndexLocation, at: str) -> None:
     process = FORK.Process(target=_die_while_writing, args=(files.root, place, at))
     process.start()
     process.join(30)
@@ -308,7 +310,7 @@ def test_a_killed_builder_leaves_nothing_that_counts(files: FolderFiles, place: 
     assert index_paths(files.root / ".closeranks-index") == [index.path], "what the dead one left is swept"
 
 
-def test_waiting_ends_when_the_builder_is_stuck(files: FolderFiles, place: IndexPlace) -> None:
+def test_waiting_ends_when_the_builder_is_stuck(files: FolderFiles, place: IndexLocation) -> None:
     building, may_end = threading.Event(), threading.Event()
 
     def stuck(progress: Progress) -> Arrays:
@@ -319,7 +321,7 @@ def test_waiting_ends_when_the_builder_is_stuck(files: FolderFiles, place: Index
     thread = threading.Thread(target=opened, args=(place, files, stuck))
     thread.start()
     building.wait(30)
-    hurried = IndexPlace(cache=place.cache, patience_s=0.2)
+    hurried = IndexLocation(cache=place.cache, timeout_s=0.2)
     try:
         with pytest.raises(DataError, match=rf"process {os.getpid()} on .* no progress"):
             opened(hurried, files, Builder())
@@ -332,7 +334,7 @@ def test_waiting_ends_when_the_builder_is_stuck(files: FolderFiles, place: Index
 
 
 def test_a_builder_that_makes_progress_is_waited_for(
-    files: FolderFiles, place: IndexPlace, monkeypatch: pytest.MonkeyPatch
+    files: FolderFiles, place: IndexLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "_NOTE_EVERY_S", 0.0)
     building = threading.Event()
@@ -349,13 +351,13 @@ def test_a_builder_that_makes_progress_is_waited_for(
     thread.start()
     building.wait(30)
     untouched = Builder()
-    opened(IndexPlace(cache=place.cache, patience_s=0.3), files, untouched)
+    opened(IndexLocation(cache=place.cache, timeout_s=0.3), files, untouched)
     thread.join(30)
     assert untouched.num_calls == 0
 
 
 def test_long_builds_are_told_of(
-    files: FolderFiles, place: IndexPlace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    files: FolderFiles, place: IndexLocation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(index_module, "_QUIET_S", 0.0)
     with caplog.at_level(logging.WARNING):
@@ -363,7 +365,7 @@ def test_long_builds_are_told_of(
     assert f"indexing {files.root}: 50% of" in caplog.text
 
 
-def test_trouble_with_the_data_is_not_blamed_on_the_index(files: FolderFiles, place: IndexPlace) -> None:
+def test_trouble_with_the_data_is_not_blamed_on_the_index(files: FolderFiles, place: IndexLocation) -> None:
     def build(progress: Progress) -> Arrays:
         raise OSError(5, "Input/output error", "a.bin")
 
@@ -371,7 +373,7 @@ def test_trouble_with_the_data_is_not_blamed_on_the_index(files: FolderFiles, pl
         opened(place, files, build)
 
 
-def test_objects_are_not_saved(files: FolderFiles, place: IndexPlace) -> None:
+def test_objects_are_not_saved(files: FolderFiles, place: IndexLocation) -> None:
     with pytest.raises(TypeError, match="holds objects"):
         opened(place, files, lambda progress: {"x": np.array([{}], dtype=object)})
 
@@ -388,7 +390,7 @@ def test_objects_are_not_saved(files: FolderFiles, place: IndexPlace) -> None:
 )
 def test_what_is_written_is_read(arrays: Arrays, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("index") / "it"
-    subject = Subject("any", {"a": 1}, [])
+    subject = IndexKey("any", {"a": 1}, [])
     write_index(path, subject, arrays)
     index = read_index(path, subject, in_full=True)
     assert [*index] == [*arrays]
@@ -396,4 +398,4 @@ def test_what_is_written_is_read(arrays: Arrays, tmp_path_factory: pytest.TempPa
         assert index[name].dtype == array.dtype
         np.testing.assert_array_equal(index[name], array)
     with pytest.raises(UnsoundIndex, match="other files"):
-        read_index(path, Subject("any", {"a": 2}, []))
+        read_index(path, IndexKey("any", {"a": 2}, []))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.open import open_files
 from closeranks.data.formats import jsonl
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.jsonl import JsonlRecords
 
 JSON = st.recursive(
@@ -27,8 +27,8 @@ JSON = st.recursive(
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> IndexPlace:
-    return IndexPlace(folder=str(tmp_path / "index"))
+def place(tmp_path: Path) -> IndexLocation:
+    return IndexLocation(folder=str(tmp_path / "index"))
 
 
 def write(folder: Path, **contents: bytes) -> Path:
@@ -38,7 +38,7 @@ def write(folder: Path, **contents: bytes) -> Path:
     return folder
 
 
-def opened(path: Path, place: IndexPlace) -> JsonlRecords:
+def opened(path: Path, place: IndexLocation) -> JsonlRecords:
     return JsonlRecords(open_files(str(path)), place)
 
 
@@ -67,14 +67,14 @@ def test_what_is_written_is_read(
         (folder / f"{number}.ndjson").write_bytes((text + newline * ends).encode("utf-8", "surrogatepass"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl, "_CHUNK_BYTES", chunk)
-        records = opened(folder, IndexPlace(folder=str(folder / ".index")))
+        records = opened(folder, IndexLocation(folder=str(folder / ".index")))
     rows = [row for rows in files for row in rows]
     assert everything(records) == rows
     order = np.random.default_rng(0).permutation(len(rows))
     assert records.read(order) == [rows[number] for number in order]
 
 
-def test_a_mark_of_byte_order_is_no_content(tmp_path: Path, place: IndexPlace) -> None:
+def test_a_mark_of_byte_order_is_no_content(tmp_path: Path, place: IndexLocation) -> None:
     folder = write(tmp_path / "d", a=b'\xef\xbb\xbf{"x": 1}\n{"x": 2}')
     assert everything(opened(folder, place)) == [{"x": 1}, {"x": 2}]
 
@@ -91,7 +91,7 @@ def test_a_mark_of_byte_order_is_no_content(tmp_path: Path, place: IndexPlace) -
     ],
 )
 def test_a_bad_line_is_named_and_the_others_are_read(
-    tmp_path: Path, place: IndexPlace, line: bytes, reason: str
+    tmp_path: Path, place: IndexLocation, line: bytes, reason: str
 ) -> None:
     folder = write(tmp_path / "d", a=b'{"x": 0}\n' + line + b'\n{"x": 2}\n')
     records = opened(folder, place)
@@ -101,7 +101,7 @@ def test_a_bad_line_is_named_and_the_others_are_read(
     assert str(records.where(1)).endswith("a.jsonl', byte 9")
 
 
-def test_several_files_are_one_row_of_records(tmp_path: Path, place: IndexPlace) -> None:
+def test_several_files_are_one_row_of_records(tmp_path: Path, place: IndexLocation) -> None:
     folder = write(tmp_path / "d", b=b'{"x": 2}\n', a=b'{"x": 0}\n{"x": 1}\n', empty=b"", z=b'{"x": 3}')
     records = opened(folder, place)
     assert [row["x"] for row in everything(records)] == [0, 1, 2, 3]
@@ -114,19 +114,19 @@ def test_several_files_are_one_row_of_records(tmp_path: Path, place: IndexPlace)
         records.read(np.array([-1]))
 
 
-def test_one_file_by_its_path(tmp_path: Path, place: IndexPlace) -> None:
+def test_one_file_by_its_path(tmp_path: Path, place: IndexLocation) -> None:
     folder = write(tmp_path / "d", a=b'{"x": 0}\n', b=b'{"x": 1}\n')
     assert everything(opened(folder / "b.jsonl", place)) == [{"x": 1}]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
-def test_compressed_files_are_to_be_converted(tmp_path: Path, place: IndexPlace, suffix: str) -> None:
+def test_compressed_files_are_to_be_converted(tmp_path: Path, place: IndexLocation, suffix: str) -> None:
     (tmp_path / f"a{suffix}").write_bytes(b"1234")
     with pytest.raises(DataError, match=rf"a{suffix}' is compressed.*closeranks data build"):
         opened(tmp_path, place)
 
 
-def test_the_identity_follows_the_content_and_not_the_place(tmp_path: Path, place: IndexPlace) -> None:
+def test_the_identity_follows_the_content_and_not_the_place(tmp_path: Path, place: IndexLocation) -> None:
     one = write(tmp_path / "one", a=b'{"x": 0}\n{"x": 10}\n')
     same = write(tmp_path / "same", a=b'{"x": 0}\n{"x": 10}\n')
     moved = write(tmp_path / "moved", a=b'{"x": 00}\n{"x":10}\n')
@@ -135,28 +135,28 @@ def test_the_identity_follows_the_content_and_not_the_place(tmp_path: Path, plac
     assert first != third, "lines of other lengths in a file of the same size"
 
 
-def test_a_changed_file_is_indexed_again(tmp_path: Path, place: IndexPlace) -> None:
+def test_a_changed_file_is_indexed_again(tmp_path: Path, place: IndexLocation) -> None:
     folder = write(tmp_path / "d", a=b'{"x": 0}\n')
     opened(folder, place)
     write(folder, a=b'{"x": 5}\n{"x": 6}\n')
     assert everything(opened(folder, place)) == [{"x": 5}, {"x": 6}]
 
 
-def test_an_index_that_points_into_a_line_is_called_wrong(tmp_path: Path, place: IndexPlace) -> None:
+def test_an_index_that_points_into_a_line_is_called_wrong(tmp_path: Path, place: IndexLocation) -> None:
     records = opened(write(tmp_path / "d", a=b'{"x": {}}\n{"x": 6}\n'), place)
     records._starts, records._sizes = records._starts + np.int64(6), records._sizes * 0 + np.uint32(2)
     with pytest.raises(DataError, match=r"byte 6: the index is damaged.*Remove"):
         records.read(np.array([0]))
 
 
-def test_pickled_records_open_their_files_again(tmp_path: Path, place: IndexPlace) -> None:
+def test_pickled_records_open_their_files_again(tmp_path: Path, place: IndexLocation) -> None:
     records = opened(write(tmp_path / "d", a=b'{"x": 0}\n'), place)
     data = pickle.dumps(records)
     assert len(data) < 2000
     assert everything(pickle.loads(data)) == [{"x": 0}]
 
 
-def test_indexing_keeps_no_list_of_lines(tmp_path: Path, place: IndexPlace) -> None:
+def test_indexing_keeps_no_list_of_lines(tmp_path: Path, place: IndexLocation) -> None:
     folder = tmp_path / "d"
     folder.mkdir()
     with (folder / "a.jsonl").open("wb") as file:

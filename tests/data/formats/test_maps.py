@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from closeranks.core.errors import DataError
-from closeranks.data.formats.maps import Maps
+from closeranks.data.formats.maps import MappedFiles
 from tests.data.formats.local_files import FolderFiles
 
 
@@ -22,7 +22,7 @@ def files(tmp_path: Path) -> FolderFiles:
 
 
 def test_the_least_used_is_let_go(files: FolderFiles) -> None:
-    maps = Maps(files, 2)
+    maps = MappedFiles(files, 2)
     first = maps.view("a")
     maps.view("b")
     assert maps.view("a") is first
@@ -35,7 +35,7 @@ def test_the_least_used_is_let_go(files: FolderFiles) -> None:
 
 
 def test_a_view_outlives_its_file(files: FolderFiles) -> None:
-    maps = Maps(files, 1)
+    maps = MappedFiles(files, 1)
     view = maps.view("a")
     maps.view("b")
     (files.root / "a").unlink()
@@ -45,7 +45,7 @@ def test_a_view_outlives_its_file(files: FolderFiles) -> None:
 
 
 def test_empty_and_missing_files(files: FolderFiles) -> None:
-    maps = Maps(files)
+    maps = MappedFiles(files)
     assert maps.view("empty").shape == (0,)
     with pytest.raises(DataError, match="missing"):
         maps.view("nothing")
@@ -53,7 +53,7 @@ def test_empty_and_missing_files(files: FolderFiles) -> None:
 
 
 def test_pickled_maps_open_again(files: FolderFiles) -> None:
-    maps = Maps(files, 3)
+    maps = MappedFiles(files, 3)
     maps.view("a")
     again = pickle.loads(pickle.dumps(maps))
     np.testing.assert_array_equal(again.view("a"), maps.view("a"))

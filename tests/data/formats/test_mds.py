@@ -15,7 +15,7 @@ from PIL import Image
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.formats import mds
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.mds import MdsRecords
 from closeranks.data.formats.mds_values import decoder_of
 from tests.data.formats.local_files import FolderFiles
@@ -25,7 +25,7 @@ LOSSY = ("photo", "photos")
 
 
 def opened(root: Path) -> MdsRecords:
-    return mds.open_records(FolderFiles(root), IndexPlace())
+    return mds.open_records(FolderFiles(root), IndexLocation())
 
 
 @pytest.fixture

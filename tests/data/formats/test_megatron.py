@@ -12,7 +12,7 @@ import pytest
 
 from closeranks.core.errors import DataError
 from closeranks.data.formats import megatron
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.megatron import MegatronTokens
 from tests.data.formats.local_files import FolderFiles
 
@@ -21,7 +21,7 @@ HEADER_BYTES = 34
 
 
 def opened(root: Path, place: Path) -> MegatronTokens:
-    return megatron.open_tokens(FolderFiles(root), IndexPlace(str(place)))
+    return megatron.open_tokens(FolderFiles(root), IndexLocation(str(place)))
 
 
 @pytest.fixture

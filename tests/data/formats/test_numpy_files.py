@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.open import open_files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.numpy_files import NumpyRecords
 from closeranks.data.formats.numpy_tokens import NumpyTokens
 
@@ -38,11 +38,11 @@ def write(root: Path, **arrays: npt.NDArray[Any]) -> Path:
 
 
 def records_of(root: Path) -> NumpyRecords:
-    return NumpyRecords(open_files(str(root)), IndexPlace())
+    return NumpyRecords(open_files(str(root)), IndexLocation())
 
 
 def tokens_of(root: Path, field: str = "") -> NumpyTokens:
-    return NumpyTokens(open_files(str(root)), IndexPlace(), field)
+    return NumpyTokens(open_files(str(root)), IndexLocation(), field)
 
 
 def test_arrays_of_one_length_are_fields(tmp_path: Path) -> None:

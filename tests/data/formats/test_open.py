@@ -16,12 +16,12 @@ from PIL import Image
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.open import open_files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.open import FORMATS, detect, open_records, open_tokens
-from closeranks.data.shards.manifest import About
+from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
 
-PLACE = IndexPlace()
+PLACE = IndexLocation()
 
 
 def line_file(root: Path) -> None:
@@ -71,10 +71,10 @@ def test_shards_come_first(tmp_path: Path) -> None:
     with RecordShardWriter(tmp_path / "records") as records:
         records.append({"text": "abc", "ids": np.array([1, 2])})
         records.append({"text": "de", "ids": np.array([3])})
-        records.finish_alone(About())
+        records.finish_and_commit(DatasetInfo())
     with TokenShardWriter(tmp_path / "tokens", "uint16") as tokens:
         tokens.append([7, 8, 9])
-        tokens.finish_alone(About())
+        tokens.finish_and_commit(DatasetInfo())
     for name in ("records", "tokens"):
         line_file(tmp_path / name)
         assert detect(open_files(str(tmp_path / name))) == "shards"
@@ -89,7 +89,7 @@ def test_data_that_lies_far_away(tmp_path: Path) -> None:
     for number in range(3):
         far.pipe(f"/formats/d/a-{number}.jsonl", b'{"text": "abc"}\n' * (number + 1))
     files = open_files("memory://formats/d", cache=str(tmp_path / "cache"))
-    place = IndexPlace(cache=str(tmp_path / "cache"))
+    place = IndexLocation(cache=str(tmp_path / "cache"))
     records = open_records(files, "", place)
     assert records.read(np.array([5]))[0] == {"text": "abc"}
     assert records.where(5).file == "memory://formats/d/a-2.jsonl"

@@ -12,7 +12,7 @@ import pytest
 
 from closeranks.core.errors import BadRecordError, DataError, SetupError
 from closeranks.data.formats import parquet, parquet_groups
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.parquet_groups import ParquetRecords
 from tests.data.formats.local_files import FolderFiles
 
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(root: Path, **settings: Any) -> ParquetRecords:
-    return parquet.open_records(FolderFiles(root, **settings), IndexPlace(str(root.parent / "index")))
+    return parquet.open_records(FolderFiles(root, **settings), IndexLocation(str(root.parent / "index")))
 
 
 def test_rows_of_all_files_in_any_order(folder: Path) -> None:
@@ -222,4 +222,4 @@ def test_is_known_by_its_names_without_pyarrow(folder: Path, monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "closeranks.data.formats.parquet_groups")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(SetupError, match=r"needs pyarrow.*pip install 'closeranks\[data\]'"):
-        parquet.open_records(files, IndexPlace(str(folder.parent / "index")))
+        parquet.open_records(files, IndexLocation(str(folder.parent / "index")))

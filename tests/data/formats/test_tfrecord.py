@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.open import open_files
 from closeranks.data.formats import tfrecord
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.open import detect, open_tokens
-from closeranks.data.formats.tf_example import NoExample, parse_example
+from closeranks.data.formats.tf_example import InvalidExample, parse_example
 from closeranks.data.formats.tfrecord import TfRecords, masked_crc32c
 from tests.cli.calling import call
 from tests.data.formats.local_files import FolderFiles
@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parent / "golden" / "tfrecord"
 
 
 def opened(root: Path) -> TfRecords:
-    return TfRecords(FolderFiles(root), IndexPlace())
+    return TfRecords(FolderFiles(root), IndexLocation())
 
 
 def expected() -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def test_what_tensorflow_wrote_is_read_by_number(folder: Path) -> None:
 
 
 def test_a_field_is_tokens(folder: Path) -> None:
-    tokens = open_tokens(FolderFiles(folder), "", IndexPlace(), "tokens")
+    tokens = open_tokens(FolderFiles(folder), "", IndexLocation(), "tokens")
     assert tokens.num_tokens == sum(range(1, 8))
     assert tokens.read(np.array([0]), 6)[0].tolist() == [0, 0, 1, 0, 1, 2]
 
@@ -140,7 +140,7 @@ def test_no_bytes_break_the_parser(data: st.DataObject) -> None:
             damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
         parse_example(bytes(damaged))
-    except NoExample:
+    except InvalidExample:
         return
 
 
@@ -157,7 +157,7 @@ def test_the_verbs_take_it(folder: Path, tmp_path: Path) -> None:
     said = call("data", "verify", folder)
     assert (said.code, "every record compared with its checksums" in said.out) == (0, True), said
     assert call("data", "build", folder, "--out", tmp_path / "shards", "--field", "text").code == 0
-    built = open_tokens(open_files(str(tmp_path / "shards")), "", IndexPlace(), "")
+    built = open_tokens(open_files(str(tmp_path / "shards")), "", IndexLocation(), "")
     assert bytes(built.read(np.array([0]), 7)[0].tolist()) == b"line 0 "
     path = folder / "train.tfrecord-00000-of-00002"
     damaged = bytearray(path.read_bytes())

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.open import open_tokens
 from closeranks.data.formats.tokens_of import RecordTokens
-from closeranks.data.stores import Ints, Place, Record
+from closeranks.data.stores import Ints, Record, RecordLocation
 from tests.data.formats.local_files import FolderFiles
 
 
@@ -40,8 +40,8 @@ class ListRecords:
         self.asked.append(indices.tolist())
         return [self.rows[number] for number in indices.tolist()]
 
-    def where(self, index: int) -> Place:
-        return Place("list", index, "row")
+    def where(self, index: int) -> RecordLocation:
+        return RecordLocation("list", index, "row")
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return [f"f{number}" for number in dict.fromkeys((indices // 2).tolist())]
@@ -55,7 +55,9 @@ def opened(folder: Path, rows: Sequence[Any], field: str = "ids") -> tuple[Recor
     if not (folder / "data" / "rows").exists():
         (folder / "data" / "rows").write_bytes(b"x")
     records = ListRecords([row if isinstance(row, dict) else {"ids": row} for row in rows])
-    return RecordTokens(records, FolderFiles(folder / "data"), field, IndexPlace(folder=str(folder / "index"))), records
+    return RecordTokens(
+        records, FolderFiles(folder / "data"), field, IndexLocation(folder=str(folder / "index"))
+    ), records
 
 
 @given(
@@ -180,7 +182,7 @@ def test_of_a_table_only_the_column_of_the_tokens_is_read(tmp_path: Path) -> Non
     folder.mkdir()
     rows = {"text": ["ab", "c"], "picture": [b"x" * 100, b"y" * 100]}
     pq.write_table(pa.table(rows), folder / "a.parquet")
-    files, place = FolderFiles(folder), IndexPlace(folder=str(tmp_path / "index"))
+    files, place = FolderFiles(folder), IndexLocation(folder=str(tmp_path / "index"))
     tokens = open_tokens(files, "", place, "")
     assert isinstance(tokens, RecordTokens)
     for one in (tokens, pickle.loads(pickle.dumps(tokens))):

@@ -20,7 +20,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.open import open_files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.tar_members import BLOCK
 from closeranks.data.formats.webdataset import TarRecords
 
@@ -30,11 +30,11 @@ NAMES = st.text(
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> IndexPlace:
-    return IndexPlace(folder=str(tmp_path / "index"))
+def place(tmp_path: Path) -> IndexLocation:
+    return IndexLocation(folder=str(tmp_path / "index"))
 
 
-def opened(path: Path, place: IndexPlace) -> TarRecords:
+def opened(path: Path, place: IndexLocation) -> TarRecords:
     return TarRecords(open_files(str(path)), place)
 
 
@@ -59,7 +59,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], format: int = tarfil
     return path
 
 
-def test_what_their_writer_wrote_is_what_their_reader_reads(tmp_path: Path, place: IndexPlace) -> None:
+def test_what_their_writer_wrote_is_what_their_reader_reads(tmp_path: Path, place: IndexLocation) -> None:
     draw = np.random.default_rng(0)
     folder = tmp_path / "d"
     folder.mkdir()
@@ -99,7 +99,7 @@ def test_any_names_are_grouped_as_they_group_them(
         expected = theirs(path)
     except ValueError:
         expected = None
-    records = opened(path, IndexPlace(folder=str(folder / "index")))
+    records = opened(path, IndexLocation(folder=str(folder / "index")))
     if expected is None:
         with pytest.raises(BadRecordError, match="two members"):
             everything(records)
@@ -107,7 +107,7 @@ def test_any_names_are_grouped_as_they_group_them(
         assert everything(records) == expected
 
 
-def test_names_beyond_every_limit(tmp_path: Path, place: IndexPlace) -> None:
+def test_names_beyond_every_limit(tmp_path: Path, place: IndexLocation) -> None:
     members = [("n" * 300 + ".txt", b"1"), ("ü" * 120 + "/k.txt", b"2"), ("plain.txt", b"3")]
     for number, format in enumerate((tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
         path = write_tar(tmp_path / f"{number}.tar", members, format)
@@ -115,7 +115,7 @@ def test_names_beyond_every_limit(tmp_path: Path, place: IndexPlace) -> None:
         assert len(theirs(path)) == 3
 
 
-def test_sizes_in_base_256_are_read(tmp_path: Path, place: IndexPlace) -> None:
+def test_sizes_in_base_256_are_read(tmp_path: Path, place: IndexLocation) -> None:
     path = write_tar(tmp_path / "a.tar", [("a.txt", b"hello"), ("b.txt", b"!")])
     data = bytearray(path.read_bytes())
     data[124:136] = b"\x80" + (5).to_bytes(11, "big")
@@ -124,7 +124,7 @@ def test_sizes_in_base_256_are_read(tmp_path: Path, place: IndexPlace) -> None:
     assert [row["txt"] for row in everything(opened(path, place))] == [b"hello", b"!"]
 
 
-def test_a_size_in_pax_counts(tmp_path: Path, place: IndexPlace) -> None:
+def test_a_size_in_pax_counts(tmp_path: Path, place: IndexLocation) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         info = tarfile.TarInfo("a.txt")
@@ -133,7 +133,9 @@ def test_a_size_in_pax_counts(tmp_path: Path, place: IndexPlace) -> None:
     assert everything(opened(path, place)) == [{"__key__": "a", "txt": b"hello"}]
 
 
-def test_what_is_no_plain_file_is_left_out(tmp_path: Path, place: IndexPlace, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_plain_file_is_left_out(
+    tmp_path: Path, place: IndexLocation, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as archive:
         for name, kind in (("d", tarfile.DIRTYPE), ("l.jpg", tarfile.SYMTYPE), ("h.jpg", tarfile.LNKTYPE)):
@@ -150,7 +152,7 @@ def test_what_is_no_plain_file_is_left_out(tmp_path: Path, place: IndexPlace, ca
     assert "7 members" in caplog.text
 
 
-def test_a_sparse_file_is_left_out_with_all_its_headers(tmp_path: Path, place: IndexPlace) -> None:
+def test_a_sparse_file_is_left_out_with_all_its_headers(tmp_path: Path, place: IndexLocation) -> None:
     plain = write_tar(tmp_path / "plain.tar", [("s.bin", b"x" * 700), ("t.txt", b"after")])
     data = bytearray(plain.read_bytes())
     data[156:157], data[482:483] = b"S", b"\x01"
@@ -178,7 +180,7 @@ def whole(tmp_path: Path) -> Path:
         (0, "no end mark"),
     ],
 )
-def test_a_torn_archive_is_refused(whole: Path, place: IndexPlace, keep: int, reason: str) -> None:
+def test_a_torn_archive_is_refused(whole: Path, place: IndexLocation, keep: int, reason: str) -> None:
     whole.write_bytes(whole.read_bytes()[:keep])
     with pytest.raises(DataError, match=reason) as caught:
         opened(whole, place)
@@ -186,7 +188,7 @@ def test_a_torn_archive_is_refused(whole: Path, place: IndexPlace, keep: int, re
     assert "a.tar" in str(caught.value)
 
 
-def test_the_end_mark_can_be_appended_as_the_error_says(whole: Path, place: IndexPlace) -> None:
+def test_the_end_mark_can_be_appended_as_the_error_says(whole: Path, place: IndexLocation) -> None:
     whole.write_bytes(whole.read_bytes()[: 4 * 1536])
     with pytest.raises(DataError, match=r"truncate -s \+1024"):
         opened(whole, place)
@@ -195,7 +197,7 @@ def test_the_end_mark_can_be_appended_as_the_error_says(whole: Path, place: Inde
     assert len(opened(whole, place)) == 4
 
 
-def test_every_damaged_header_is_found(whole: Path, place: IndexPlace) -> None:
+def test_every_damaged_header_is_found(whole: Path, place: IndexLocation) -> None:
     sound = whole.read_bytes()
     for byte in range(1536, 1536 + 512, 7):
         damaged = bytearray(sound)
@@ -206,24 +208,24 @@ def test_every_damaged_header_is_found(whole: Path, place: IndexPlace) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar.zst"])
-def test_compressed_archives_are_to_be_converted(tmp_path: Path, place: IndexPlace, name: str) -> None:
+def test_compressed_archives_are_to_be_converted(tmp_path: Path, place: IndexLocation, name: str) -> None:
     (tmp_path / name).write_bytes(b"1234")
     with pytest.raises(DataError, match=rf"{name}' is compressed.*closeranks data build"):
         opened(tmp_path, place)
 
 
-def test_a_place_names_file_and_byte(whole: Path, place: IndexPlace) -> None:
+def test_a_place_names_file_and_byte(whole: Path, place: IndexLocation) -> None:
     assert str(opened(whole, place).where(1)) == f"'{whole}', byte {1536 + 512}"
 
 
-def test_pickled_records_open_their_files_again(whole: Path, place: IndexPlace) -> None:
+def test_pickled_records_open_their_files_again(whole: Path, place: IndexLocation) -> None:
     records = opened(whole, place)
     data = pickle.dumps(records)
     assert len(data) < 2000
     assert everything(pickle.loads(data)) == everything(records)
 
 
-def test_indexing_and_reading_are_fast(tmp_path: Path, place: IndexPlace) -> None:
+def test_indexing_and_reading_are_fast(tmp_path: Path, place: IndexLocation) -> None:
     # The library takes half a minute for as many: one header of its making, under other names.
     first = write_tar(tmp_path / "first.tar", [("000000.a", b"0" * 100)]).read_bytes()
     path = tmp_path / "a.tar"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import UserError
 from closeranks.data.loading.sending import pack, unpack
-from closeranks.data.loading.transport import Inbox, Outbox, roomy
+from closeranks.data.loading.transport import SharedBatchReader, SharedBatchWriter, padded_size
 from tests.data.doubles import HeldSource, LocalSource, MixedSource
 
 
@@ -22,7 +22,7 @@ class Way:
     """From an outbox to an inbox and back, as the sockets would carry it."""
 
     def __init__(self) -> None:
-        self.outbox, self.inbox = Outbox(), Inbox()
+        self.outbox, self.inbox = SharedBatchWriter(), SharedBatchReader()
 
     def send(self, value: Any) -> Any:
         parcel, fd = self.outbox.put(value)
@@ -121,8 +121,8 @@ def test_no_descriptor_is_left() -> None:
 
 @given(st.integers(0, 1 << 40))
 def test_slots_have_room_but_not_too_much(num_bytes: int) -> None:
-    assert num_bytes <= roomy(num_bytes) <= max(1.25 * num_bytes, num_bytes + (1 << 16))
-    assert roomy(roomy(num_bytes)) == roomy(num_bytes)
+    assert num_bytes <= padded_size(num_bytes) <= max(1.25 * num_bytes, num_bytes + (1 << 16))
+    assert padded_size(padded_size(num_bytes)) == padded_size(num_bytes)
 
 
 # A dataset on its way to the processes

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from closeranks.core.errors import CloseranksError, DataError, SetupError, UserError
-from closeranks.data.loading.crew import Crew, Stopped
+from closeranks.data.loading.crew import LoaderStopped, LoaderWorkerPool
 from closeranks.data.loading.messages import RemoteTraceback
-from closeranks.data.loading.nursery import Nursery
-from closeranks.data.order import FullOrder, Schedule
+from closeranks.data.loading.nursery import ForkServerClient
+from closeranks.data.order import BatchSchedule, FullOrder
 from closeranks.data.quarantine import BadSample
-from closeranks.data.reader import Loaded, Reader, ReadPlan
+from closeranks.data.reader import BatchReader, LoadedBatch, ReadPlan
 from closeranks.data.settings import ReadSettings
 from tests.data.doubles import (
     CountingSource,
@@ -42,8 +42,8 @@ STEPS = 5
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    one = Nursery()
+def nursery() -> Iterator[ForkServerClient]:
+    one = ForkServerClient()
     yield one
     assert processes_of(one) == []
     one.close()
@@ -52,25 +52,25 @@ def nursery() -> Iterator[Nursery]:
 
 def plan_of(source: CountingSource, steps: int = STEPS, known: Any = None, **settings: Any) -> ReadPlan:
     """Four micro-batches of two samples a step."""
-    schedule = Schedule.for_steps(len(source), 8, 2, steps)
+    schedule = BatchSchedule.for_steps(len(source), 8, 2, steps)
     return ReadPlan(source, FullOrder(len(source), 5), schedule, settings=ReadSettings(**settings), known=known or {})
 
 
 @contextlib.contextmanager
-def crew_of(plan: ReadPlan, nursery: Nursery, step: int = 0) -> Iterator[Crew]:
-    crew = Crew(plan, step, nursery)
+def crew_of(plan: ReadPlan, nursery: ForkServerClient, step: int = 0) -> Iterator[LoaderWorkerPool]:
+    crew = LoaderWorkerPool(plan, step, nursery)
     try:
         yield crew
     finally:
         crew.close()
 
 
-def all_of(plan: ReadPlan, nursery: Nursery, step: int = 0) -> list[list[Loaded]]:
+def all_of(plan: ReadPlan, nursery: ForkServerClient, step: int = 0) -> list[list[LoadedBatch]]:
     with crew_of(plan, nursery, step) as crew:
         return [crew.read(later) for later in range(step, plan.schedule.num_steps)]
 
 
-def processes_of(nursery: Nursery) -> list[int]:
+def processes_of(nursery: ForkServerClient) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children").read_text().split()]
 
 
@@ -85,14 +85,14 @@ def sample_at(plan: ReadPlan, step: int, micro_batch: int) -> int:
     return int(plan.order.at(torch.tensor([step * 8 + micro_batch * 2]).numpy())[0])
 
 
-def ids(loaded: list[Loaded]) -> list[int]:
+def ids(loaded: list[LoadedBatch]) -> list[int]:
     return [int(n) for one in loaded for n in one.batch["id"]]
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 0), (1, 1), (3, 1), (3, 4)])
-def test_processes_read_what_the_rank_itself_would(nursery: Nursery, workers: int, prefetch: int) -> None:
+def test_processes_read_what_the_rank_itself_would(nursery: ForkServerClient, workers: int, prefetch: int) -> None:
     plan = plan_of(CountingSource(20), workers=workers, prefetch=prefetch)
-    reader = Reader(plan, 0)
+    reader = BatchReader(plan, 0)
     alone = [reader.read(step) for step in range(STEPS)]
     read = all_of(plan, nursery)
     assert [ids(step) for step in read] == [ids(step) for step in alone]
@@ -106,10 +106,10 @@ def test_processes_read_what_the_rank_itself_would(nursery: Nursery, workers: in
     assert processes_of(nursery) == []
 
 
-def test_batches_of_any_kind_and_size_arrive(nursery: Nursery) -> None:
+def test_batches_of_any_kind_and_size_arrive(nursery: ForkServerClient) -> None:
     """Some are sixty times the size of others."""
     plan = plan_of(MixedSource(20), workers=2)
-    reader = Reader(plan, 0)
+    reader = BatchReader(plan, 0)
     for step, read in enumerate(all_of(plan, nursery)):
         for one, other in zip(read, reader.read(step), strict=True):
             for name in ("id", "wide", "half", "is_even", "strided", "empty"):
@@ -117,13 +117,13 @@ def test_batches_of_any_kind_and_size_arrive(nursery: Nursery) -> None:
             assert one.batch["text"] == other.batch["text"]
 
 
-def test_batches_stay_valid_after_the_crew_is_gone(nursery: Nursery) -> None:
+def test_batches_stay_valid_after_the_crew_is_gone(nursery: ForkServerClient) -> None:
     plan = plan_of(CountingSource(20), steps=12, workers=2)
     read = all_of(plan, nursery)
-    assert [ids(step) for step in read] == [ids(Reader(plan, step).read(step)) for step in range(12)]
+    assert [ids(step) for step in read] == [ids(BatchReader(plan, step).read(step)) for step in range(12)]
 
 
-def test_memory_is_bounded_by_what_is_read_ahead(nursery: Nursery) -> None:
+def test_memory_is_bounded_by_what_is_read_ahead(nursery: ForkServerClient) -> None:
     plan = plan_of(CountingSource(20), steps=60, workers=2, prefetch=2)
     with crew_of(plan, nursery) as crew:
         for step in range(60):
@@ -132,7 +132,7 @@ def test_memory_is_bounded_by_what_is_read_ahead(nursery: Nursery) -> None:
         assert num_slots <= (2 + 1 + 1) * 4  # ahead, asked for, and not yet let go of
 
 
-def test_nobody_reads_further_ahead_than_told(nursery: Nursery, tmp_path: Path) -> None:
+def test_nobody_reads_further_ahead_than_told(nursery: ForkServerClient, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.touch()
     with crew_of(plan_of(LoggedSource(20, str(path)), steps=20, workers=2, prefetch=2), nursery) as crew:
@@ -143,7 +143,7 @@ def test_nobody_reads_further_ahead_than_told(nursery: Nursery, tmp_path: Path) 
             crew.read(step)
 
 
-def test_what_a_dataset_draws_does_not_depend_on_the_number_of_processes(nursery: Nursery) -> None:
+def test_what_a_dataset_draws_does_not_depend_on_the_number_of_processes(nursery: ForkServerClient) -> None:
     drawn = [
         [
             one.batch["drawn"][0].tolist()
@@ -156,7 +156,7 @@ def test_what_a_dataset_draws_does_not_depend_on_the_number_of_processes(nursery
     assert len({tuple(values) for values in drawn[0]}) == STEPS * 4
 
 
-def test_arrays_of_a_dataset_in_memory_are_the_processes_own(nursery: Nursery) -> None:
+def test_arrays_of_a_dataset_in_memory_are_the_processes_own(nursery: ForkServerClient) -> None:
     source = HeldSource(20)
     before = source.array.copy()
     for step in all_of(plan_of(source, workers=1), nursery):
@@ -165,10 +165,10 @@ def test_arrays_of_a_dataset_in_memory_are_the_processes_own(nursery: Nursery) -
     assert (source.array == before).all()
 
 
-def test_bad_samples_are_told(nursery: Nursery) -> None:
+def test_bad_samples_are_told(nursery: ForkServerClient) -> None:
     known = {7: BadSample(7, "there", "known")}
     plan = plan_of(StoredSource(20, damaged=(3,), nan=(11,)), known=known, workers=2, on_bad="skip")
-    reader = Reader(plan, 0)
+    reader = BatchReader(plan, 0)
     for step, read in enumerate(all_of(plan, nursery)):
         alone = reader.read(step)
         assert [one.skipped for one in read] == [one.skipped for one in alone]
@@ -176,7 +176,7 @@ def test_bad_samples_are_told(nursery: Nursery) -> None:
         assert ids(read) == ids(alone)
 
 
-def test_times_come_along(nursery: Nursery) -> None:
+def test_times_come_along(nursery: ForkServerClient) -> None:
     read = all_of(plan_of(SlowSource(20, "decode", 0.01), steps=2, workers=2), nursery)
     assert all(one.times.decode_s >= 0.01 for step in read for one in step)
 
@@ -194,7 +194,7 @@ def test_times_come_along(nursery: Nursery) -> None:
     ],
 )
 def test_an_error_comes_at_its_step_with_its_traceback_and_ever_after(
-    nursery: Nursery, error: BaseException, kind: type[CloseranksError], match: str
+    nursery: ForkServerClient, error: BaseException, kind: type[CloseranksError], match: str
 ) -> None:
     bad = sample_at(plan_of(CountingSource(40)), 1, 2)
     with crew_of(plan_of(FailingSource(40, bad, error), workers=3), nursery) as crew:
@@ -212,7 +212,7 @@ def test_an_error_comes_at_its_step_with_its_traceback_and_ever_after(
     ("status", "match"),
     [(3, "process 3 of 3 that read dying exited with code 3"), (-signal.SIGKILL, "was killed by SIGKILL; if nobody")],
 )
-def test_a_process_that_dies_is_named_with_its_end(nursery: Nursery, status: int, match: str) -> None:
+def test_a_process_that_dies_is_named_with_its_end(nursery: ForkServerClient, status: int, match: str) -> None:
     bad = sample_at(plan_of(CountingSource(40)), 0, 2)
     with crew_of(plan_of(DyingSource(40, bad, status), workers=3, prefetch=1), nursery) as crew:
         for _ in range(2):
@@ -222,7 +222,7 @@ def test_a_process_that_dies_is_named_with_its_end(nursery: Nursery, status: int
     assert "lower data.workers or data.prefetch" in caught.value.fix
 
 
-def test_a_process_killed_from_outside_is_found_by_the_next_read(nursery: Nursery) -> None:
+def test_a_process_killed_from_outside_is_found_by_the_next_read(nursery: ForkServerClient) -> None:
     """Even though all that this read asks for lies there already."""
     with crew_of(plan_of(CountingSource(20), steps=50, workers=2, prefetch=4), nursery) as crew:
         crew.read(0)
@@ -234,7 +234,7 @@ def test_a_process_killed_from_outside_is_found_by_the_next_read(nursery: Nurser
     assert caught.value.exit_code == 1
 
 
-def test_signals_to_the_job_do_not_end_a_process(nursery: Nursery) -> None:
+def test_signals_to_the_job_do_not_end_a_process(nursery: ForkServerClient) -> None:
     with crew_of(plan_of(CountingSource(20), steps=20, workers=2), nursery) as crew:
         crew.read(0)
         for pid in (nursery.pid, *processes_of(nursery)):
@@ -244,7 +244,7 @@ def test_signals_to_the_job_do_not_end_a_process(nursery: Nursery) -> None:
             assert len(crew.read(step)) == 4
 
 
-def test_close_ends_a_process_that_is_stuck_in_a_read(nursery: Nursery, tmp_path: Path) -> None:
+def test_close_ends_a_process_that_is_stuck_in_a_read(nursery: ForkServerClient, tmp_path: Path) -> None:
     path = tmp_path / "here"
     with crew_of(plan_of(StuckSource(20, sample_at(plan_of(CountingSource(20)), 0, 1), str(path)), workers=2), nursery):
         until(path.exists)
@@ -253,12 +253,12 @@ def test_close_ends_a_process_that_is_stuck_in_a_read(nursery: Nursery, tmp_path
     assert processes_of(nursery) == []
 
 
-def test_stop_wakes_whoever_waits(nursery: Nursery, tmp_path: Path) -> None:
+def test_stop_wakes_whoever_waits(nursery: ForkServerClient, tmp_path: Path) -> None:
     path, woken = tmp_path / "here", threading.Event()
     plan = plan_of(StuckSource(20, sample_at(plan_of(CountingSource(20)), 0, 1), str(path)), workers=2)
 
-    def wait_in_vain(crew: Crew) -> None:
-        with pytest.raises(Stopped):
+    def wait_in_vain(crew: LoaderWorkerPool) -> None:
+        with pytest.raises(LoaderStopped):
             crew.read(0)
         woken.set()
 
@@ -271,21 +271,21 @@ def test_stop_wakes_whoever_waits(nursery: Nursery, tmp_path: Path) -> None:
     assert woken.is_set()
 
 
-def test_closing_at_once_leaves_nothing(nursery: Nursery) -> None:
+def test_closing_at_once_leaves_nothing(nursery: ForkServerClient) -> None:
     for _ in range(3):
         with crew_of(plan_of(CountingSource(20), steps=1000, workers=2), nursery):
             pass
     assert processes_of(nursery) == []
 
 
-def test_a_dataset_that_cannot_be_sent_is_refused_before_anything_starts(nursery: Nursery) -> None:
+def test_a_dataset_that_cannot_be_sent_is_refused_before_anything_starts(nursery: ForkServerClient) -> None:
     with pytest.raises(UserError, match="cannot be sent to loader processes"):
-        Crew(plan_of(LocalSource(20), workers=2), 0, nursery)
+        LoaderWorkerPool(plan_of(LocalSource(20), workers=2), 0, nursery)
     assert processes_of(nursery) == []
 
 
 def test_a_dataset_that_does_not_arrive_is_an_error_of_the_first_read(
-    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+    nursery: ForkServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Elsewhere(CountingSource):
         pass
@@ -359,7 +359,7 @@ def _is_running(pid: int) -> bool:
 
 
 def test_the_death_of_the_nursery_is_told() -> None:
-    one = Nursery()
+    one = ForkServerClient()
     with crew_of(plan_of(CountingSource(20), workers=1), one) as crew:
         os.kill(one.pid, signal.SIGKILL)
         match = "parent of the processes that read counting was killed by SIGKILL"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from closeranks.data.shards.manifest import About
+from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -42,11 +42,13 @@ def write(folder: Path) -> None:
     with TokenShardWriter(folder / "tokens", "uint16", vocab_size=VOCAB_SIZE, **settings) as tokens:
         for number, document in enumerate(documents()):
             tokens.append(document, cursor=number + 1)
-        tokens.finish_alone(About(VOCAB_SIZE, "golden", "ab" * 32, {"inputs": ["documents()"], "settings": {"n": 40}}))
+        tokens.finish_and_commit(
+            DatasetInfo(VOCAB_SIZE, "golden", "ab" * 32, {"inputs": ["documents()"], "settings": {"n": 40}})
+        )
     with RecordShardWriter(folder / "records", **settings) as rows:
         for number, record in enumerate(records()):
             rows.append(record, cursor={"file": "records()", "line": number + 1})
-        rows.finish_alone(About(provenance={"inputs": ["records()"]}))
+        rows.finish_and_commit(DatasetInfo(provenance={"inputs": ["records()"]}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from closeranks.data.files.open import open_files
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.manifest import About, Manifest
+from closeranks.data.shards.manifest import DatasetInfo, DatasetManifest
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
 
 VOCAB_SIZE = 1000
@@ -43,20 +43,20 @@ def _record(rng: np.random.Generator, number: int) -> dict[str, Any]:
     return record
 
 
-def write_tokens(folder: Path, docs: Sequence[npt.ArrayLike], **settings: Any) -> Manifest:
+def write_tokens(folder: Path, docs: Sequence[npt.ArrayLike], **settings: Any) -> DatasetManifest:
     settings = {"shard_bytes": 12_000, "block_bytes": 4096, "vocab_size": VOCAB_SIZE, **settings}
     with TokenShardWriter(folder, settings.pop("dtype", "uint16"), **settings) as writer:
         for number, tokens in enumerate(docs):
             writer.append(tokens, cursor=number + 1)
-        return writer.finish_alone(About(settings["vocab_size"], "words", "ab" * 32, {"from": "made up"}))
+        return writer.finish_and_commit(DatasetInfo(settings["vocab_size"], "words", "ab" * 32, {"from": "made up"}))
 
 
-def write_records(folder: Path, rows: Sequence[Mapping[str, Any]], **settings: Any) -> Manifest:
+def write_records(folder: Path, rows: Sequence[Mapping[str, Any]], **settings: Any) -> DatasetManifest:
     settings = {"shard_bytes": 12_000, "block_bytes": 4096, **settings}
     with RecordShardWriter(folder, **settings) as writer:
         for number, record in enumerate(rows):
             writer.append(record, cursor=number + 1)
-        return writer.finish_alone(About(provenance={"from": "made up"}))
+        return writer.finish_and_commit(DatasetInfo(provenance={"from": "made up"}))
 
 
 def opened(folder: Path) -> Files:

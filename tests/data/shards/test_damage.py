@@ -119,18 +119,18 @@ def resealed(path: Path, change: Callable[[bytearray], None]) -> None:
     blocks = [bytes(data[at : min(at + size, shape.table_offset)]) for at in range(0, shape.table_offset, size)]
     table = b"".join(crc32c(block).to_bytes(4, "little") for block in blocks)
     table = table.ljust(shape.footer_offset - shape.table_offset, b"\0")
-    new = layout.Footer(footer.head, shape, footer.largest, layout.blake3(table).digest())
+    new = layout.ShardFooter(footer.head, shape, footer.largest, layout.blake3(table).digest())
     path.write_bytes(data[: shape.table_offset] + table + layout.encode_footer(new))
 
 
 def test_an_index_that_lies_gives_no_garbage(tmp_path: Path) -> None:
     """With every checksum right, even that of ``dataset.json``."""
     from closeranks.data.shards.commit import commit
-    from closeranks.data.shards.manifest import About
+    from closeranks.data.shards.manifest import DatasetInfo
 
     write_records(tmp_path, records())
     manifest = read_manifest(opened(tmp_path))
-    at = manifest.shards[1].shape(4096).index_offset + 8
+    at = manifest.shards[1].regions(4096).index_offset + 8
     for value in (2**62, 2**63 + 5, 0, 3, manifest.shards[1].data_bytes + 8):
         original = (tmp_path / "shard-00001.crs").read_bytes()
 
@@ -139,17 +139,17 @@ def test_an_index_that_lies_gives_no_garbage(tmp_path: Path) -> None:
 
         resealed(tmp_path / "shard-00001.crs", lie)
         refused(tmp_path, read_records, "shard-00001.crs")  # it is not the shard that was listed
-        commit(tmp_path, [shard.name for shard in manifest.shards], About())
+        commit(tmp_path, [shard.name for shard in manifest.shards], DatasetInfo())
         with pytest.raises(DataError, match=r"lies outside|cannot be decoded"):
             read_records(tmp_path)
         assert "index" in str(verify(opened(tmp_path))[0])
         (tmp_path / "shard-00001.crs").write_bytes(original)
-        commit(tmp_path, [shard.name for shard in manifest.shards], About())
+        commit(tmp_path, [shard.name for shard in manifest.shards], DatasetInfo())
 
 
 def test_a_record_that_lies_is_named(tmp_path: Path) -> None:
     from closeranks.data.shards.commit import commit
-    from closeranks.data.shards.manifest import About
+    from closeranks.data.shards.manifest import DatasetInfo
 
     table = [{"x": np.arange(10), "s": "text"} for _ in range(5)]
     write_records(tmp_path, table)
@@ -159,7 +159,7 @@ def test_a_record_that_lies_is_named(tmp_path: Path) -> None:
         data[place.offset + 8 : place.offset + 16] = (11).to_bytes(8, "little")  # eleven elements, not ten
 
     resealed(tmp_path / "shard-00000.crs", lie)
-    commit(tmp_path, ["shard-00000.crs"], About())
+    commit(tmp_path, ["shard-00000.crs"], DatasetInfo())
     store = ShardRecords(opened(tmp_path))
     with pytest.raises(BadRecordError, match=rf"shard-00000.crs', byte {place.offset}: the record cannot be decoded"):
         store.read(np.array([1, 3]))
@@ -202,7 +202,7 @@ def test_only_samples_in_the_damaged_block_are_bad(tmp_path: Path) -> None:
 def test_damaged_tokens_and_damaged_ends_of_documents(tmp_path: Path) -> None:
     docs = [np.arange(900, dtype=np.uint16) for _ in range(3000)]
     manifest = write_tokens(tmp_path, docs, shard_bytes=1 << 20)
-    path, shape = tmp_path / "shard-00001.crs", manifest.shards[1].shape(4096)
+    path, shape = tmp_path / "shard-00001.crs", manifest.shards[1].regions(4096)
     first = manifest.shards[0].data_bytes // 2
     flip(path, 4096 * 3 + 5)
     flip(path, shape.index_offset + 4096)
@@ -233,7 +233,7 @@ def test_a_shard_cut_while_it_is_mapped_is_an_error_not_a_signal(tmp_path: Path)
 
 def test_tokens_beyond_the_vocabulary_are_refused_and_found(tmp_path: Path) -> None:
     from closeranks.data.shards.commit import commit
-    from closeranks.data.shards.manifest import About, Manifest, encode_manifest
+    from closeranks.data.shards.manifest import DatasetInfo, DatasetManifest, encode_manifest
 
     with pytest.raises(BadRecordError, match="holds the token 1000, and tokens are from 0 to 999"):
         write_tokens(tmp_path, [[1, 1000]])
@@ -246,8 +246,8 @@ def test_tokens_beyond_the_vocabulary_are_refused_and_found(tmp_path: Path) -> N
         write_tokens(tmp_path, [], dtype="float32")
     manifest = write_tokens(tmp_path, [[1, 500]])
     with pytest.raises(DataError, match="holds the token 500, and the vocabulary has 400"):
-        commit(tmp_path, ["shard-00000.crs"], About(400))
-    lie = Manifest(manifest.head, About(400), {}, manifest.shards)
+        commit(tmp_path, ["shard-00000.crs"], DatasetInfo(400))
+    lie = DatasetManifest(manifest.head, DatasetInfo(400), {}, manifest.shards)
     (tmp_path / "dataset.json").write_bytes(encode_manifest(lie))
     assert "largest token is 500" in str(verify(opened(tmp_path))[0])
 

@@ -17,7 +17,7 @@ import pytest
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.local import LocalFiles
-from closeranks.data.shards.manifest import Manifest, encode_manifest
+from closeranks.data.shards.manifest import DatasetManifest, encode_manifest
 from closeranks.data.shards.records import ShardRecords
 from closeranks.data.shards.tokens import ShardTokens
 from tests.data.shards.made import documents, opened, records, same, write_records, write_tokens
@@ -36,7 +36,7 @@ class FarFiles(LocalFiles):
 
     @contextmanager
     def hold(self, name: str) -> Iterator[Path]:
-        with super().hold(name) as path:
+        with super().local_path(name) as path:
             self.held.append(name)
             self.holds += 1
             self.most_held = max(self.most_held, len(self.held))
@@ -107,7 +107,7 @@ def test_a_shard_that_cannot_be_mapped_leaves_the_others_readable(tmp_path: Path
     assert store.read(np.array([first + 5]), 10)[0].tolist() == stream[first + 5 : first + 15].tolist()
 
 
-def huge(folder: Path, num_shards: int) -> Manifest:
+def huge(folder: Path, num_shards: int) -> DatasetManifest:
     """A data set of shards that are not there, with a hundred million documents."""
     manifest = write_tokens(folder, documents(3))
     entry = replace(manifest.shards[0], num_items=10**8 // num_shards, data_bytes=200 << 20)

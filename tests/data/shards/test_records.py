@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.shards.encoding import ARRAY_DTYPES, PREFIX, Decoder, decode_forms, encode, encode_forms
+from closeranks.data.shards.encoding import ARRAY_DTYPES, PREFIX, RecordDecoder, decode_schemas, encode, encode_schemas
 from closeranks.data.shards.records import ShardRecords
 from closeranks.data.shards.verify import verify
 from closeranks.data.shards.writer import RecordShardWriter
@@ -35,7 +35,7 @@ def test_decoding_is_the_inverse_of_encoding(record: dict[str, Any]) -> None:
     form, body = encode(record)
     data = memoryview(bytes(16) + PREFIX.pack(3) + body + bytes(8))
     assert len(body) % 8 == 0
-    found = Decoder(decode_forms(encode_forms([form]))[0])(data, 16, 16 + PREFIX.size + len(body))
+    found = RecordDecoder(decode_schemas(encode_schemas([form]))[0])(data, 16, 16 + PREFIX.size + len(body))
     assert same(record, found)
 
 
@@ -45,7 +45,7 @@ def test_a_record_cut_short_or_too_long_does_not_decode(record: dict[str, Any], 
     data = memoryview(PREFIX.pack(0) + body + bytes(64))
     for stop in (PREFIX.size + len(body) - 8 * cut, PREFIX.size + len(body) + 8 * cut):
         with pytest.raises(ValueError, match=r"short|overlap|beyond|fill"):
-            Decoder(form)(data, 0, stop)
+            RecordDecoder(form)(data, 0, stop)
 
 
 @given(
@@ -99,9 +99,9 @@ def test_a_record_that_cannot_be_stored_is_refused_and_the_writer_goes_on(
         with pytest.raises(BadRecordError, match=reason):
             writer.append(record)
         writer.append({"a": 2})
-        from closeranks.data.shards.manifest import About
+        from closeranks.data.shards.manifest import DatasetInfo
 
-        writer.finish_alone(About())
+        writer.finish_and_commit(DatasetInfo())
     assert ShardRecords(opened(tmp_path)).read(np.arange(2)) == [{"a": 1}, {"a": 2}]
 
 

@@ -15,7 +15,7 @@ import pytest
 from closeranks.core.errors import DataError
 from closeranks.core.faults import POINTS
 from closeranks.data.shards.commit import commit
-from closeranks.data.shards.manifest import About
+from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.shard_file import ShardFile
 from closeranks.data.shards.tokens import ShardTokens
 from closeranks.data.shards.verify import verify
@@ -112,7 +112,7 @@ def test_a_torn_shard_of_any_length_is_dropped(tmp_path: Path) -> None:
         with TokenShardWriter(folder, "uint16", vocab_size=1000, shard_bytes=12_000, block_bytes=4096) as writer:
             for number, tokens in enumerate(documents()[writer.cursor :], writer.cursor):
                 writer.append(tokens, cursor=number + 1)
-            writer.finish_alone(About(1000, "words", "ab" * 32, {"from": "made up"}))
+            writer.finish_and_commit(DatasetInfo(1000, "words", "ab" * 32, {"from": "made up"}))
         assert content(folder) == expected
 
 
@@ -125,7 +125,7 @@ def test_shards_of_another_build_are_not_continued(tmp_path: Path) -> None:
     write_tokens(other, documents(), dtype="uint32")
     (other / "shard-00000.crs").rename(tmp_path / "shard-00009.crs")
     with pytest.raises(DataError, match="no one data set: tokens uint16 in blocks of 4096; tokens uint32"):
-        commit(tmp_path, ["shard-00000.crs", "shard-00009.crs"], About())
+        commit(tmp_path, ["shard-00000.crs", "shard-00009.crs"], DatasetInfo())
 
 
 def test_a_finished_shard_that_was_damaged_is_not_continued(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_two_processes_cannot_write_the_same_part(tmp_path: Path) -> None:
             second.append([3])
         writer.append([3])
         (name,) = writer.finish()
-    commit(tmp_path, [name], About(10))
+    commit(tmp_path, [name], DatasetInfo(10))
     assert ShardTokens(opened(tmp_path)).read(np.array([0]), 3).tolist() == [[1, 2, 3]]
 
 
@@ -165,7 +165,7 @@ def test_a_shard_named_while_another_process_waited_for_it_is_not_overwritten(
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(DataError, match="another process"):
         second.append([3])
-    commit(tmp_path, ["shard-00000.crs"], About())
+    commit(tmp_path, ["shard-00000.crs"], DatasetInfo())
     assert verify(opened(tmp_path)) == []
 
 
@@ -217,9 +217,9 @@ def test_a_disk_that_fails_is_said(tmp_path: Path, call: str, monkeypatch: pytes
 
 
 def test_a_shard_file_says_what_it_holds(tmp_path: Path) -> None:
-    from closeranks.data.shards.layout import Head
+    from closeranks.data.shards.layout import ShardHeader
 
-    file = ShardFile(tmp_path / "a.crs", Head("tokens", "uint16", 4096))
+    file = ShardFile(tmp_path / "a.crs", ShardHeader("tokens", "uint16", 4096))
     file.append(b"\1\0\2\0")
     assert (file.num_items, file.num_bytes) == (1, 4 + 16)
     file.abort()

@@ -16,7 +16,7 @@ from closeranks.data.files.open import open_files
 from closeranks.data.shards import tokens as tokens_module
 from closeranks.data.shards.commit import commit
 from closeranks.data.shards.detect import is_shards
-from closeranks.data.shards.manifest import About
+from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.tokens import ShardTokens
 from closeranks.data.shards.verify import verify
 from closeranks.data.shards.writer import TokenShardWriter
@@ -152,8 +152,8 @@ def test_data_appended_later_comes_after(tmp_path: Path) -> None:
     ) as writer:
         for tokens in second:
             writer.append(tokens)
-        about = About(VOCAB_SIZE, "words", "ab" * 32, {"from": "later"})
-        after = writer.finish_alone(about, extend=True)
+        about = DatasetInfo(VOCAB_SIZE, "words", "ab" * 32, {"from": "later"})
+        after = writer.finish_and_commit(about, extend=True)
     assert after.shards[: len(before.shards)] == before.shards
     assert after.about.provenance == {"from": "later", "before": {"from": "made up"}}
     store, stream = ShardTokens(opened(tmp_path)), stream_of(first + second)
@@ -161,7 +161,7 @@ def test_data_appended_later_comes_after(tmp_path: Path) -> None:
     assert all(content(tmp_path)[name] == data for name, data in kept.items() if name != "dataset.json")
     assert commit(tmp_path, [s.name for s in after.shards], about, extend=True) == after, "a second commit adds nothing"
     with pytest.raises(DataError, match="tokenizer is 'other'"):
-        commit(tmp_path, [], About(VOCAB_SIZE, "other"), extend=True)
+        commit(tmp_path, [], DatasetInfo(VOCAB_SIZE, "other"), extend=True)
 
 
 def test_parts_written_apart_make_one_data_set(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_parts_written_apart_make_one_data_set(tmp_path: Path) -> None:
             names = [*writer.finish(), *names]
     assert names == sorted(names)
     assert names[0] == "shard-00000-00000.crs"
-    commit(tmp_path, names, About(VOCAB_SIZE))
+    commit(tmp_path, names, DatasetInfo(VOCAB_SIZE))
     stream = stream_of(docs)
     assert np.array_equal(ShardTokens(opened(tmp_path)).read(np.array([0]), len(stream))[0], stream)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError
 from closeranks.data.files.protocol import FileInfo
-from closeranks.data.stores import Ints, Place, Record
+from closeranks.data.stores import Ints, Record, RecordLocation
 
 
 class MemoryTokens:
@@ -39,8 +39,8 @@ class MemoryTokens:
         assert len(starts) == 0 or (starts.min() >= 0 and int(starts.max()) + length <= self.num_tokens)
         return np.lib.stride_tricks.sliding_window_view(self._tokens, length)[starts]
 
-    def where(self, start: int) -> Place:
-        return Place(f"part-{start // max(1, self.block)}", start % max(1, self.block), "token")
+    def where(self, start: int) -> RecordLocation:
+        return RecordLocation(f"part-{start // max(1, self.block)}", start % max(1, self.block), "token")
 
     def files_of(self, starts: Ints, length: int) -> Sequence[str]:
         block = max(1, self.block)
@@ -71,8 +71,8 @@ class MemoryRecords:
                 raise BadRecordError(f"{self.where(index)}: the checksum does not match", "Copy it again.")
         return [self._records[index] for index in indices.tolist()]
 
-    def where(self, index: int) -> Place:
-        return Place(f"part-{index // 2}", index % 2, "row")
+    def where(self, index: int) -> RecordLocation:
+        return RecordLocation(f"part-{index // 2}", index % 2, "row")
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return [f"part-{number}" for number in dict.fromkeys((indices // 2).tolist())]

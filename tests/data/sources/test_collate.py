@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from closeranks.data.sources.collate import Field, Misfit, as_array, field_of, stack
+from closeranks.data.sources.collate import CollatedField, FieldMismatch, as_array, infer_field, stack
 from closeranks.data.sources.tensors import to_tensor
 
 
@@ -27,17 +27,17 @@ from closeranks.data.sources.tensors import to_tensor
     ],
 )
 def test_what_a_field_is(values: list[Any], said: str) -> None:
-    assert str(field_of(values, is_image=False)) == said
+    assert str(infer_field(values, is_image=False)) == said
 
 
 @pytest.mark.parametrize("values", [["text"], [None], [{}], [[[1], [1, 2]]], [1, "two"], [np.array(["a"])], [10**30]])
 def test_what_cannot_be_a_tensor(values: list[Any]) -> None:
-    assert field_of(values, is_image=False) is None
+    assert infer_field(values, is_image=False) is None
 
 
 def test_numbers_and_arrays_are_stacked() -> None:
-    assert stack(Field(np.dtype(np.int64), ()), [3, np.int32(4), True]).tolist() == [3, 4, 1]
-    both = stack(Field(np.dtype(np.float32), (2,)), [[1, 2], np.array([0.5, 1.5])])
+    assert stack(CollatedField(np.dtype(np.int64), ()), [3, np.int32(4), True]).tolist() == [3, 4, 1]
+    both = stack(CollatedField(np.dtype(np.float32), (2,)), [[1, 2], np.array([0.5, 1.5])])
     assert both.dtype == torch.float32
     assert both.tolist() == [[1, 2], [0.5, 1.5]]
 
@@ -45,17 +45,17 @@ def test_numbers_and_arrays_are_stacked() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        (Field(np.dtype(np.int64), ()), 0.5, r"is float64\[\], which does not fit into int64\[\]"),
-        (Field(np.dtype(np.int64), ()), "three", r"is the text 'three', which is no tensor"),
-        (Field(np.dtype(np.int64), ()), None, r"is nothing, which is no tensor"),
-        (Field(np.dtype(np.float32), (2,)), [1, 2, 3], r"is int64\[3\] where the others are float32\[2\]"),
-        (Field(np.dtype(np.uint8), ()), 256, r"does not fit into uint8"),
-        (Field(np.dtype(np.int64), ()), np.uint64(2**63), r"does not fit into int64"),
-        (Field(np.dtype(np.bool_), ()), 2, r"does not fit into bool"),
+        (CollatedField(np.dtype(np.int64), ()), 0.5, r"is float64\[\], which does not fit into int64\[\]"),
+        (CollatedField(np.dtype(np.int64), ()), "three", r"is the text 'three', which is no tensor"),
+        (CollatedField(np.dtype(np.int64), ()), None, r"is nothing, which is no tensor"),
+        (CollatedField(np.dtype(np.float32), (2,)), [1, 2, 3], r"is int64\[3\] where the others are float32\[2\]"),
+        (CollatedField(np.dtype(np.uint8), ()), 256, r"does not fit into uint8"),
+        (CollatedField(np.dtype(np.int64), ()), np.uint64(2**63), r"does not fit into int64"),
+        (CollatedField(np.dtype(np.bool_), ()), 2, r"does not fit into bool"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named_and_never_bent(field: Field, value: Any, said: str) -> None:
-    with pytest.raises(Misfit, match=said) as caught:
+def test_a_value_that_does_not_fit_is_named_and_never_bent(field: CollatedField, value: Any, said: str) -> None:
+    with pytest.raises(FieldMismatch, match=said) as caught:
         stack(field, [np.zeros(field.shape, field.dtype), value])
     assert caught.value.row == 1
 
@@ -63,7 +63,7 @@ def test_a_value_that_does_not_fit_is_named_and_never_bent(field: Field, value: 
 @pytest.mark.parametrize("shape", [(2, 3, 3), (2, 3)])
 def test_images_become_channels_first_from_0_to_1(shape: tuple[int, ...]) -> None:
     image = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape) * 14
-    field = field_of([image], is_image=True)
+    field = infer_field([image], is_image=True)
     assert field is not None
     assert field.is_image
     pixels = stack(field, [image, image])
@@ -74,7 +74,7 @@ def test_images_become_channels_first_from_0_to_1(shape: tuple[int, ...]) -> Non
 
 
 def test_what_is_no_image_stays_as_it_is() -> None:
-    field = field_of([np.zeros((2, 3, 3), np.float32)], is_image=True)
+    field = infer_field([np.zeros((2, 3, 3), np.float32)], is_image=True)
     assert field is not None
     assert not field.is_image
 

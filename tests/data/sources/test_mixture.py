@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.core.protocols import Batch
 from closeranks.data.config import MixtureConfig
-from closeranks.data.source import PlacedSource
-from closeranks.data.sources.mixture import Field, MixtureSource, Part, common_fields
+from closeranks.data.source import LoaderSource
+from closeranks.data.sources.mixture import MixtureSource, SampleTensorSpec, WeightedSource, common_fields
 from closeranks.data.sources.open import open_source
 from closeranks.data.stores import Ints
 
@@ -53,8 +53,8 @@ class Numbered:
         self.is_closed = True
 
 
-def mixed(*sources: PlacedSource) -> MixtureSource:
-    return MixtureSource([Part(f"p{number}", source, number + 1.0) for number, source in enumerate(sources)])
+def mixed(*sources: LoaderSource) -> MixtureSource:
+    return MixtureSource([WeightedSource(f"p{number}", source, number + 1.0) for number, source in enumerate(sources)])
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
@@ -86,7 +86,7 @@ def test_small_integers_are_widened_for_good() -> None:
 
 def test_what_the_order_and_the_run_ask() -> None:
     source = mixed(Numbered(0, 5), Numbered(2, 7))
-    assert isinstance(source, PlacedSource)
+    assert isinstance(source, LoaderSource)
     assert [len(part) for part in source.parts] == [5, 7]
     assert source.weights == (1.0, 2.0)
     assert source.vocab_size == 20
@@ -98,7 +98,7 @@ def test_what_the_order_and_the_run_ask() -> None:
 def test_what_is_wanted_goes_to_its_part_in_order() -> None:
     one, two = Numbered(0, 5), Numbered(1, 5)
     source = mixed(one, two)
-    source.want(np.array([9, 4, 0, 5]))
+    source.prefetch(np.array([9, 4, 0, 5]))
     assert (one.wanted, two.wanted) == ([[4, 0]], [[4, 0]])
     source.close()
     assert one.is_closed
@@ -118,7 +118,7 @@ def test_parts_of_different_shapes_are_refused_when_opened() -> None:
 
 
 def test_a_part_that_is_packed_and_one_that_is_not() -> None:
-    field = Field(torch.int64, (8,))
+    field = SampleTensorSpec(torch.int64, (8,))
     parts = {"web": {"tokens": field}, "code": {"tokens": field, "documents": field}}
     with pytest.raises(DataError, match=r"parts 'web' and 'code'.*: tokens and documents, tokens.*same data.packing"):
         common_fields(parts)
@@ -130,8 +130,13 @@ def test_a_part_that_is_packed_and_one_that_is_not() -> None:
 def test_only_integers_are_widened(one: str, other: str) -> None:
     dtypes = [getattr(torch, name) for name in (one, other)]
     with pytest.raises(DataError, match=f"'x' is {one}"):
-        common_fields({"a": {"x": Field(dtypes[0], ())}, "b": {"x": Field(dtypes[1], ())}})
-    assert common_fields({"a": {"x": Field(dtypes[0], ())}, "b": {"x": Field(dtypes[0], ())}})["x"].dtype == dtypes[0]
+        common_fields({"a": {"x": SampleTensorSpec(dtypes[0], ())}, "b": {"x": SampleTensorSpec(dtypes[1], ())}})
+    assert (
+        common_fields({"a": {"x": SampleTensorSpec(dtypes[0], ())}, "b": {"x": SampleTensorSpec(dtypes[0], ())}})[
+            "x"
+        ].dtype
+        == dtypes[0]
+    )
 
 
 def test_a_part_whose_later_samples_differ() -> None:

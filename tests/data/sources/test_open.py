@@ -20,9 +20,9 @@ from PIL import Image
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.core.protocols import Source
 from closeranks.data.config import MixtureConfig, RecordsConfig, TokensConfig
-from closeranks.data.shards.manifest import About
+from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
-from closeranks.data.source import PlacedSource
+from closeranks.data.source import LoaderSource
 from closeranks.data.sources.mixture import MixtureSource
 from closeranks.data.sources.open import open_source
 from closeranks.data.sources.tokens import PackedDocuments
@@ -30,10 +30,10 @@ from closeranks.data.sources.tokens import PackedDocuments
 GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
 
 
-def in_a_worker(source: Source) -> PlacedSource:
+def in_a_worker(source: Source) -> LoaderSource:
     """As a process that reads ahead sees it."""
     again = pickle.loads(pickle.dumps(source))
-    assert isinstance(again, PlacedSource)
+    assert isinstance(again, LoaderSource)
     assert again.identity == source.identity
     return again
 
@@ -47,7 +47,7 @@ def write_tokens(folder: Path, documents: list[Any], **keys: Any) -> str:
     with TokenShardWriter(folder, "uint16", shard_bytes=8192, block_bytes=4096) as writer:
         for document in documents:
             writer.append(document)
-        writer.finish_alone(About(**keys))
+        writer.finish_and_commit(DatasetInfo(**keys))
     return str(folder)
 
 
@@ -116,7 +116,7 @@ def test_shards_as_records(tmp_path: Path) -> None:
             writer.append(
                 {"x": np.full((4, 3), number, np.int16), "y": number, "note": "text", "raw": bytes([number] * 9)}
             )
-        writer.finish_alone(About())
+        writer.finish_and_commit(DatasetInfo())
     source = in_a_worker(open_source(RecordsConfig(path=str(tmp_path / "rows")), "train", 0))
     assert (len(source), source.block > 0) == (100, True)
     batch = source.read(np.array([99, 4]))

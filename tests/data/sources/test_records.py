@@ -12,16 +12,18 @@ from PIL import Image
 
 from closeranks.core.errors import BadRecordError, DataError, UserError
 from closeranks.data.config import RecordsConfig
-from closeranks.data.source import PlacedSource
+from closeranks.data.source import LoaderSource
 from closeranks.data.sources import records, stored
-from closeranks.data.sources.records import RecordsSource, Wish, open_records_source
+from closeranks.data.sources.records import RecordSelection, RecordsSource, open_records_source
 from closeranks.data.timing import measure
 from tests.data.sources.memory_stores import MemoryFiles, MemoryRecords
 
 
 def source_of(rows: list[Any], *, bad: tuple[int, ...] = (), first: int = 0, **wish: Any) -> RecordsSource:
     store = MemoryRecords(rows, bad)
-    return RecordsSource(store, MemoryFiles(), Wish(wish.pop("fields", {}), **wish), range(first, len(rows)), "rows")
+    return RecordsSource(
+        store, MemoryFiles(), RecordSelection(wish.pop("fields", {}), **wish), range(first, len(rows)), "rows"
+    )
 
 
 def png(width: int = 4, height: int = 3, value: int = 0) -> bytes:
@@ -150,7 +152,7 @@ def test_fields_that_do_not_serve(rows: list[Any], fields: dict[str, str], said:
 
 def test_a_batch_is_one_read_and_its_stages_have_names() -> None:
     store = MemoryRecords([{"png": png(64, 64), "x": np.zeros(50_000)} for _ in range(40)])
-    source = RecordsSource(store, MemoryFiles(), Wish({}), range(40), "rows")
+    source = RecordsSource(store, MemoryFiles(), RecordSelection({}), range(40), "rows")
     tries = []
     for _ in range(5):
         store.num_reads = 0
@@ -166,11 +168,11 @@ def test_a_batch_is_one_read_and_its_stages_have_names() -> None:
 def test_where_samples_lie_and_what_is_fetched() -> None:
     files = MemoryFiles()
     files.is_local = False
-    source = RecordsSource(MemoryRecords([{"n": i} for i in range(9)]), files, Wish({}), range(4, 9), "rows")
-    assert isinstance(source, PlacedSource)
+    source = RecordsSource(MemoryRecords([{"n": i} for i in range(9)]), files, RecordSelection({}), range(4, 9), "rows")
+    assert isinstance(source, LoaderSource)
     assert (len(source), source.block) == (5, 2)
     assert source.where(1) == "'part-2', row 1"
-    source.want(np.array([4, 0, 1]))
+    source.prefetch(np.array([4, 0, 1]))
     assert files.wanted == [["part-4", "part-2"]]
     assert source.read(np.array([1]))["n"].tolist() == [5]
     source.close()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
 from closeranks.data.config import TokensConfig
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.packing import pack
-from closeranks.data.source import PlacedSource
+from closeranks.data.source import LoaderSource
 from closeranks.data.sources import stored, tokens
 from closeranks.data.sources.tokens import PackedDocuments, TokenWindows, open_tokens_source, saved_packing
 from tests.data.sources.memory_stores import MemoryFiles, MemoryTokens
@@ -86,11 +86,11 @@ def test_where_samples_lie_and_what_is_fetched() -> None:
     files = MemoryFiles()
     files.is_local = False
     source = windows(counting(100, block=20, vocab_size=256), 8, range(2, 12), files)
-    assert isinstance(source, PlacedSource)
+    assert isinstance(source, LoaderSource)
     assert source.block == 2
     assert source.vocab_size == 256
     assert source.where(0) == "'part-0', token 16"
-    source.want(np.array([9, 0]))
+    source.prefetch(np.array([9, 0]))
     assert files.wanted == [["part-4", "part-0", "part-1"]]
     source.close()
     assert files.is_closed
@@ -98,7 +98,7 @@ def test_where_samples_lie_and_what_is_fetched() -> None:
 
 def test_what_lies_here_is_not_fetched() -> None:
     files = MemoryFiles()
-    windows(counting(100), 8, range(12), files).want(np.array([1]))
+    windows(counting(100), 8, range(12), files).prefetch(np.array([1]))
     assert files.wanted == []
 
 
@@ -123,7 +123,7 @@ def test_what_a_row_says_of_itself() -> None:
     rows = source.read(np.arange(len(source)))["documents"].tolist()
     mixed = next(number for number, row in enumerate(rows) if max(row) > 0)
     assert source.where(mixed) == "'part-0', token 0 and 1 more document"
-    source.want(np.array([mixed]))
+    source.prefetch(np.array([mixed]))
     assert files.wanted == [["part-0", "part-4", "part-5"]], "the last document ends in another file"
 
 
@@ -187,7 +187,11 @@ def test_too_few_tokens(corpus: dict[str, MemoryTokens], num_tokens: int, keys: 
 
 
 def test_a_packing_is_built_once_and_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store, files, place = MemoryTokens([np.arange(9, dtype=np.uint16)] * 40), MemoryFiles(), IndexPlace(str(tmp_path))
+    store, files, place = (
+        MemoryTokens([np.arange(9, dtype=np.uint16)] * 40),
+        MemoryFiles(),
+        IndexLocation(str(tmp_path)),
+    )
     built = saved_packing(store, files, place, 20, "", "")
     store._ends = store._ends[:1]
     again = saved_packing(store, files, place, 20, "", "")

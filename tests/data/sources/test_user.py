@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from closeranks.core.errors import BadRecordError, DataError, UserError
 from closeranks.core.protocols import Source
 from closeranks.data.config import UserDataConfig
-from closeranks.data.rows import read_plain
+from closeranks.data.rows import read_samples
 from closeranks.data.settings import ReadSettings
 from closeranks.data.sources.open import open_source
 from closeranks.data.sources.user import MapSource, as_source, open_user
@@ -301,7 +301,7 @@ def test_a_collate_function_that_fails_is_told_as_such() -> None:
     with pytest.raises(BadRecordError, match=r"collating samples 0, 1 of .* raised ValueError: three is too long"):
         source.read(np.array([0, 1]))
     # the sample that it cannot take is found, and skipped where the job says so
-    rows = read_plain(source, np.array([0, 1, 2]), ReadSettings(on_bad="skip"))
+    rows = read_samples(source, np.array([0, 1, 2]), ReadSettings(on_bad="skip"))
     assert [bad.sample for bad in rows.skipped] == [1]
     assert rows.batch["y"].tolist() == [0, 2]
     with pytest.raises(DataError, match=r"what collate returned for .* is of type str"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from closeranks.cli.data.jobs import Reading
 from closeranks.core.errors import ConfigError
 from closeranks.data.order import MicroBatch
-from closeranks.data.source import PlacedSource
+from closeranks.data.source import LoaderSource
 from closeranks.run.job import check_workers, layout_for
 
 _LOOKED_UP = 4096
@@ -44,7 +44,7 @@ def _share(reading: Reading, step: int, rank: int, size: int) -> Share:
     return Share(rank, taken, tuple(samples), tuple(files_of(reading.source, samples[:_LOOKED_UP])))
 
 
-def files_of(source: PlacedSource, samples: Iterable[int]) -> list[str]:
+def files_of(source: LoaderSource, samples: Iterable[int]) -> list[str]:
     """A place names its files in quotes."""
     return list(dict.fromkeys(name for index in samples for name in re.findall(r"'([^']+)'", source.where(index))))
 

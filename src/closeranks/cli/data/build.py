@@ -12,7 +12,7 @@ import typer
 from closeranks.cli.terminal import say
 
 if TYPE_CHECKING:
-    from closeranks.data.building.build import Reporter, Summary
+    from closeranks.data.building.build import BuildReporter, BuildSummary
 
 HELP = """Turn text, JSONL, Parquet, tar, or folders of them into shards that training reads fast and in any order.
 
@@ -72,12 +72,12 @@ def build(
     import json
 
     from closeranks.core.errors import DataError
-    from closeranks.data.building.build import Request, build_shards
+    from closeranks.data.building.build import BuildRequest, build_shards
     from closeranks.data.building.sizes import parse_size
 
     if "://" in out or not out.strip():
         raise DataError(f"--out '{out}' names no folder of this host", "Build into one, and copy that.")
-    request = Request(
+    request = BuildRequest(
         inputs=tuple(inputs),
         out=Path(out).expanduser(),
         tokenizer=tokenizer,
@@ -94,13 +94,13 @@ def build(
     with _reporter() as reporter:
         summary = build_shards(request, reporter)
     if as_json:
-        print(json.dumps(summary.told(), indent=1))
+        print(json.dumps(summary.as_dict(), indent=1))
     else:
         for line in _lines(summary, out):
             say(line)
 
 
-def _lines(summary: Summary, out: str) -> Iterator[str]:
+def _lines(summary: BuildSummary, out: str) -> Iterator[str]:
     from closeranks.cli.ckpt.places import size
 
     if summary.is_old:
@@ -127,19 +127,19 @@ def _count(number: int, noun: str) -> str:
 
 
 @contextmanager
-def _reporter() -> Iterator[Reporter]:
+def _reporter() -> Iterator[BuildReporter]:
     """Remarks go to stderr, and so does a bar, on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from closeranks.data.building.build import Reporter
+    from closeranks.data.building.build import BuildReporter
 
     console = Console(stderr=True, markup=False, highlight=False)
     columns: tuple[Any, ...] = (TextColumn("building"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
     with bar:
         task = bar.add_task("building", total=None)
-        yield Reporter(
+        yield BuildReporter(
             on_total=lambda total, done: bar.update(task, total=total, completed=done),
             on_bytes=lambda num_bytes: bar.update(task, advance=num_bytes),
             on_remark=lambda text: say(text, err=True),

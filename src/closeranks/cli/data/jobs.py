@@ -15,10 +15,10 @@ from closeranks.cli.launching import look_beside
 from closeranks.core.config.overrides import UNSET_MARK
 from closeranks.core.errors import UserError
 from closeranks.data.config import MixtureConfig
-from closeranks.data.mixing import MixtureOrder, Turns
-from closeranks.data.order import Order, Schedule
+from closeranks.data.mixing import MixtureOrder, WeightedInterleave
+from closeranks.data.order import BatchSchedule, SampleOrder
 from closeranks.data.orders import order_of
-from closeranks.data.source import PlacedSource, placed
+from closeranks.data.source import LoaderSource, as_loader_source
 from closeranks.data.sources.open import open_source
 from closeranks.run.context import batch_schedule
 from closeranks.run.folder import choose_folder
@@ -46,9 +46,9 @@ class Reading:
 
     name: str
     job: Job
-    source: PlacedSource
-    order: Order
-    schedule: Schedule
+    source: LoaderSource
+    order: SampleOrder
+    schedule: BatchSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def open_reading(words: Words) -> Reading:
     path = Path(words.place)
     job = resolve_paths(load_job(path, words.overrides).value, path)
     look_beside(path)
-    source = placed(open_source(job.data, "train", job.run.seed))
+    source = as_loader_source(open_source(job.data, "train", job.run.seed))
     order = order_of(job.data, source, job.run.seed)
     past = find_batch_history(job, choose_folder(job, path.stem))
     return Reading(words.place, job, source, order, batch_schedule(past.apply_to(job), len(source), past.ends))
@@ -89,7 +89,7 @@ def turn_at(reading: Reading, position: int) -> Turn | None:
     if not isinstance(config, MixtureConfig) or not isinstance(order, MixtureOrder):
         return None
     place = np.array([position], dtype=np.int64)
-    numbers, draws = Turns.of(order.weights).at(place)
+    numbers, draws = WeightedInterleave.of(order.weights).at(place)
     number, draw = int(numbers[0]), int(draws[0])
     offset = sum(part.num_samples for part in order.parts[:number])
     sample = int(order.at(place)[0]) - offset

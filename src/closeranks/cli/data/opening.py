@@ -16,10 +16,10 @@ from closeranks.core.errors import DataError
 from closeranks.data.config import DataConfig, RecordsConfig, SingleData, TokensConfig
 from closeranks.data.files.open import open_files
 from closeranks.data.files.protocol import Files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.open import SHARDS, detect, open_records, open_tokens
 from closeranks.data.shards.manifest import read_manifest
-from closeranks.data.stores import Place, Records, Tokens
+from closeranks.data.stores import RecordLocation, Records, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Opened:
         assert self.records is not None
         return self.records
 
-    def where(self, number: int) -> Place:
+    def where(self, number: int) -> RecordLocation:
         if self.tokens is None:
             return self._records.where(number)
         return self.tokens.where(_start(self.tokens, number))
@@ -79,10 +79,10 @@ def open_path(path: str, format: str = "") -> Opened:
     """As records where a format has them, else as tokens."""
     if "://" not in path and not Path(path).expanduser().exists():
         raise DataError(f"there is no file or folder '{path}'", "Check the name.")
-    return _open(path, open_files(path), format, IndexPlace())
+    return _open(path, open_files(path), format, IndexLocation())
 
 
-def _open(name: str, files: Files, format: str, place: IndexPlace) -> Opened:
+def _open(name: str, files: Files, format: str, place: IndexLocation) -> Opened:
     format = format or detect(files)
     if format == SHARDS:
         manifest = read_manifest(files)
@@ -98,7 +98,7 @@ def open_config(config: DataConfig) -> Iterator[Opened]:
     """The stored data of a job's table; of a mixture, each part."""
     for part, table in _tables(config, config.name):
         files = open_files(table.path, cache=table.cache, cache_bytes=table.cache_bytes)
-        place = IndexPlace(table.index, table.cache)
+        place = IndexLocation(table.index, table.cache)
         shown = f"{part} ({table.path})"
         if isinstance(table, RecordsConfig):
             yield Opened(shown, table.format, files, records=open_records(files, table.format, place))

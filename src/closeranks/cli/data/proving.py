@@ -13,13 +13,13 @@ import numpy as np
 
 from closeranks.cli.data.opening import open_path
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.building.salvage import read_or_blame
-from closeranks.data.decode import image_fault, is_embedded, is_image
+from closeranks.data.building.salvage import read_with_errors
+from closeranks.data.decode import image_error, is_embedded, is_image
 from closeranks.data.files.open import open_files
 from closeranks.data.shards.detect import is_shards
 from closeranks.data.shards.manifest import read_manifest
 from closeranks.data.shards.verify import verify
-from closeranks.data.stores import Indexed, Record, Records, Tokens
+from closeranks.data.stores import IndexedStore, Record, Records, Tokens
 
 _RECORDS_AT_ONCE = 256
 _TOKENS_AT_ONCE = 1 << 20
@@ -83,7 +83,7 @@ def prove(path: str, format: str, on_progress: OnProgress) -> Proof:
 
 def _bad_indexes(store: object) -> Iterator[Finding]:
     """Opening checks a part of a large index; this, all of it."""
-    for index in store.indexes if isinstance(store, Indexed) else ():
+    for index in store.indexes if isinstance(store, IndexedStore) else ():
         try:
             index.check()
         except DataError as error:
@@ -111,7 +111,7 @@ class _Looked:
         size = len(self._store)
         for first in range(0, size, _RECORDS_AT_ONCE):
             last = min(first + _RECORDS_AT_ONCE, size)
-            for index, (record, reason) in enumerate(read_or_blame(self._store, first, last), first):
+            for index, (record, reason) in enumerate(read_with_errors(self._store, first, last), first):
                 if reason := reason or self._bad_image(record or {}):
                     yield self._finding(index, reason)
             on_progress(last, size)
@@ -120,7 +120,7 @@ class _Looked:
         for name, value in record.items():
             if is_image(name, value):
                 self.num_images += 1
-                if fault := image_fault(value["bytes"] if is_embedded(value) else value, in_full=True):
+                if fault := image_error(value["bytes"] if is_embedded(value) else value, in_full=True):
                     return f"field '{name}' {fault}"
         return ""
 

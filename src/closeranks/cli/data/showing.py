@@ -18,7 +18,7 @@ from closeranks.cli.data.jobs import Words
 from closeranks.core.errors import SetupError, UserError
 
 if TYPE_CHECKING:
-    from closeranks.data.order import Schedule
+    from closeranks.data.order import BatchSchedule
 
 Decode: TypeAlias = Callable[[npt.NDArray[Any]], str]
 _BYTES = 256
@@ -86,7 +86,7 @@ def shown_of_job(words: Words, position: int) -> Shown:
     return Shown(f"{reading.name}, position {position:,}", facts, fields, vocab_size)
 
 
-def _when(schedule: Schedule, position: int) -> str:
+def _when(schedule: BatchSchedule, position: int) -> str:
     end = schedule.position(schedule.num_steps)
     if position >= end:
         return f"never: the run ends after {end:,} positions"

@@ -12,7 +12,7 @@ from typing import Any
 
 from closeranks.cli.data.opening import Opened, open_config, open_path
 from closeranks.core.errors import UserError
-from closeranks.data.building.survey import Survey, survey_records, survey_tokens
+from closeranks.data.building.survey import DatasetStats, record_stats, token_stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Wish:
 @dataclass(frozen=True, slots=True)
 class Surveyed:
     name: str
-    survey: Survey
+    survey: DatasetStats
     text_bytes: int
     """What the documents' texts were before they became tokens; 0 where nobody wrote it down."""
 
@@ -123,7 +123,7 @@ def _opened(words: Sequence[str], wish: Wish) -> Iterator[Opened]:
 
 def _survey(opened: Opened, wish: Wish, on_progress: Callable[[int, int], None]) -> Surveyed:
     if opened.tokens is not None:
-        found = survey_tokens(
+        found = token_stats(
             opened.tokens,
             limit=wish.limit,
             seq_len=wish.seq_len or opened.seq_len,
@@ -132,5 +132,5 @@ def _survey(opened: Opened, wish: Wish, on_progress: Callable[[int, int], None])
         )
     else:
         assert opened.records is not None
-        found = survey_records(opened.records, limit=wish.limit, on_progress=on_progress)
+        found = record_stats(opened.records, limit=wish.limit, on_progress=on_progress)
     return Surveyed(opened.name, found, opened.text_bytes)

@@ -17,7 +17,7 @@ from closeranks.data.formats.tar_members import split_name
 
 
 @dataclass(slots=True)
-class Member:
+class TarRecord:
     """One record."""
 
     offset: int
@@ -27,8 +27,8 @@ class Member:
     """Why it cannot be used."""
 
 
-def members(content: BinaryIO, shown: str) -> Iterator[Member]:
-    member = Member(0)
+def read_tar_records(content: BinaryIO, shown: str) -> Iterator[TarRecord]:
+    member = TarRecord(0)
     try:
         with tarfile.open(fileobj=content, mode="r|") as archive:
             for info in archive:
@@ -40,7 +40,7 @@ def members(content: BinaryIO, shown: str) -> Iterator[Member]:
                 if key != member.record.get("__key__"):
                     if member.record:
                         yield member
-                    member = Member(info.offset, {"__key__": key})
+                    member = TarRecord(info.offset, {"__key__": key})
                 if name in member.record:
                     member.reason = f"record '{key}' has two members '{name}'"
                 member.record[name] = stream.read()

@@ -13,8 +13,8 @@ from typing import Any
 from blake3 import blake3
 
 from closeranks.data.building.encode import EncoderSpec
-from closeranks.data.building.inputs import Input
-from closeranks.data.building.plan import Extent, Part
+from closeranks.data.building.inputs import BuildInput
+from closeranks.data.building.plan import BuildPart, InputExtent
 from closeranks.data.files.protocol import Files
 
 LISTED = 20
@@ -22,7 +22,7 @@ LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BuildSettings:
     """What a person asked for, as far as it changes the result."""
 
     kind: str = "tokens"
@@ -34,7 +34,7 @@ class Settings:
     encoder: EncoderSpec | None = None
     """None where records are kept as they are."""
 
-    def told(self) -> dict[str, Any]:
+    def as_options(self) -> dict[str, Any]:
         """As options of the command line, for people and to compare."""
         encoder = self.encoder
         options: dict[str, Any] = {"kind": self.kind, "field": self.field, "split": self.split, "format": self.format}
@@ -46,14 +46,14 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
-    given: tuple[str, ...]
+class BuildSpec:
+    given_paths: tuple[str, ...]
     """The inputs, as they were named."""
-    places: tuple[Files, ...]
-    inputs: tuple[Input, ...]
-    extents: tuple[Extent, ...]
-    parts: tuple[Part, ...]
-    settings: Settings
+    input_folders: tuple[Files, ...]
+    inputs: tuple[BuildInput, ...]
+    extents: tuple[InputExtent, ...]
+    parts: tuple[BuildPart, ...]
+    settings: BuildSettings
     out: Path
     index_folder: str
     """For the indexes of formats that have none, while the build goes on: inputs are left as they are."""
@@ -61,7 +61,7 @@ class Blueprint:
     @property
     def identity(self) -> str:
         """What is written into the shards: names and sizes of the inputs, and nothing of time or place."""
-        digest = blake3(repr(sorted(self.settings.told().items())).encode())
+        digest = blake3(repr(sorted(self.settings.as_options().items())).encode())
         for given in self.inputs:
             digest.update(f"{given.name}\0{given.kind}\0{given.num_bytes}\0".encode(errors="surrogateescape"))
         return digest.hexdigest(length=16)
@@ -72,7 +72,7 @@ class Blueprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedRecord:
     """A record that was left out."""
 
     file: str
@@ -85,7 +85,7 @@ class Skipped:
 
 
 @dataclass(slots=True)
-class Tally:
+class PartCounts:
     """What has become of the items of a part so far; the shard writer keeps it with every document, so that a build
     that was killed inside a part knows it again."""
 
@@ -97,7 +97,7 @@ class Tally:
     skipped: tuple[tuple[str, int, str, str], ...] = ()
     """The first ``LISTED``, as plain values."""
 
-    def skip(self, one: Skipped) -> None:
+    def skip(self, one: SkippedRecord) -> None:
         self.num_items += 1
         self.num_skipped += 1
         if len(self.skipped) < LISTED:
@@ -108,12 +108,12 @@ class Tally:
         return self.num_items, self.text_bytes, self.num_skipped, self.skipped
 
     @classmethod
-    def decode(cls, value: Any) -> Tally:
+    def decode(cls, value: Any) -> PartCounts:
         num_items, text_bytes, num_skipped, named = value
         return cls(num_items, text_bytes, num_skipped, tuple((file, at, unit, why) for file, at, unit, why in named))
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
+    def __add__(self, other: PartCounts) -> PartCounts:
+        return PartCounts(
             self.num_items + other.num_items,
             self.text_bytes + other.text_bytes,
             self.num_skipped + other.num_skipped,
@@ -128,4 +128,4 @@ class PartDone:
     index: int
     shards: tuple[str, ...]
     """Names of its files, in order."""
-    tally: Tally
+    tally: PartCounts

@@ -16,20 +16,20 @@ from typing import Any
 
 from closeranks.core.errors import DataError, Interrupted
 from closeranks.core.faults import point
-from closeranks.data.building.blueprint import Blueprint, PartDone, Settings, Skipped, Tally
+from closeranks.data.building.blueprint import BuildSettings, BuildSpec, PartCounts, PartDone, SkippedRecord
 from closeranks.data.building.crew import build_parts
-from closeranks.data.building.encode import BYTES, describe, open_encoder
-from closeranks.data.building.journal import DESCRIBED, PARTS_DONE, Journal, decide
-from closeranks.data.building.looking import blueprint_of
-from closeranks.data.building.plan import ranges
-from closeranks.data.building.scratch import scratch
-from closeranks.data.building.standing import found_manifest, standing_of, sweep
+from closeranks.data.building.encode import BYTES, encoder_spec, open_encoder
+from closeranks.data.building.journal import DESCRIBED, PARTS_DONE, BuildJournal, decide
+from closeranks.data.building.looking import make_build_spec
+from closeranks.data.building.plan import part_ranges
+from closeranks.data.building.scratch import temporary_folder
+from closeranks.data.building.standing import output_folder_state, read_output_manifest, remove_old_build
 from closeranks.data.shards.commit import commit
-from closeranks.data.shards.manifest import About, Manifest
+from closeranks.data.shards.manifest import DatasetInfo, DatasetManifest
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BuildRequest:
     """What a person asked for."""
 
     inputs: tuple[str, ...]
@@ -47,7 +47,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class BuildSummary:
     kind: str
     num_documents: int
     """Or records."""
@@ -68,12 +68,12 @@ class Summary:
     """Of the inputs, this time."""
     seconds: float = 0.0
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Reporter:
+class BuildReporter:
     """Who is told how it goes."""
 
     on_total: Callable[[int, int], None] = lambda total, done: None
@@ -81,62 +81,66 @@ class Reporter:
     on_remark: Callable[[str], None] = lambda text: None
 
 
-def build_shards(request: Request, reporter: Reporter | None = None) -> Summary:
+def build_shards(request: BuildRequest, reporter: BuildReporter | None = None) -> BuildSummary:
     """Raises before anything is written where the request cannot be done."""
-    reporter, started_at = reporter or Reporter(), time.monotonic()
-    with scratch() as indexes:
+    reporter, started_at = reporter or BuildReporter(), time.monotonic()
+    with temporary_folder() as indexes:
         blueprint = _looked_at(request, indexes, reporter)
-        if decide(standing_of(blueprint), str(request.out), request.is_overwriting) == "done":
-            Journal(request.out).forget(plan_too=False)  # where a kill came between the description and this
-            return replace(_summary(found_manifest(request.out)), is_old=True)
+        if decide(output_folder_state(blueprint), str(request.out), request.is_overwriting) == "done":
+            BuildJournal(request.out).clear(plan_too=False)  # where a kill came between the description and this
+            return replace(_summary(read_output_manifest(request.out)), is_old=True)
         summary, read_bytes = _build(blueprint, request, reporter)
     return replace(summary, seconds=time.monotonic() - started_at, read_bytes=read_bytes)
 
 
-def _looked_at(request: Request, indexes: Path, reporter: Reporter) -> Blueprint:
+def _looked_at(request: BuildRequest, indexes: Path, reporter: BuildReporter) -> BuildSpec:
     try:
-        return blueprint_of(request.inputs, settings_of(request), request.out, str(indexes), reporter.on_remark)
+        return make_build_spec(request.inputs, settings_of(request), request.out, str(indexes), reporter.on_remark)
     except KeyboardInterrupt:
         raise Interrupted("interrupted before anything was built", "Give the same command again.") from None
 
 
-def settings_of(request: Request) -> Settings:
+def settings_of(request: BuildRequest) -> BuildSettings:
     is_tokens = request.kind == "tokens"
-    return Settings(
+    return BuildSettings(
         kind=request.kind,
         field=request.field,
         split=request.split,
         format=request.format,
         shard_bytes=request.shard_bytes,
         on_bad=request.on_bad,
-        encoder=describe(request.tokenizer, request.eos) if is_tokens else None,
+        encoder=encoder_spec(request.tokenizer, request.eos) if is_tokens else None,
     )
 
 
-def _build(blueprint: Blueprint, request: Request, reporter: Reporter) -> tuple[Summary, int]:
-    journal = Journal(blueprint.out)
-    with journal.hold():
+def _build(blueprint: BuildSpec, request: BuildRequest, reporter: BuildReporter) -> tuple[BuildSummary, int]:
+    journal = BuildJournal(blueprint.out)
+    with journal.lock():
         # Asked again: another process may have worked here before the folder was ours.
-        if decide(standing_of(blueprint), str(request.out), request.is_overwriting) == "fresh":
-            sweep(blueprint.out)
-            journal.forget(plan_too=True)
+        if decide(output_folder_state(blueprint), str(request.out), request.is_overwriting) == "fresh":
+            remove_old_build(blueprint.out)
+            journal.clear(plan_too=True)
             journal.begin(blueprint)
-        noted = {part.index: journal.noted(part.index) for part in blueprint.parts}
+        noted = {part.index: journal.finished_part(part.index) for part in blueprint.parts}
         done = {index: part for index, part in noted.items() if part is not None}
         num_resumed, read_bytes = len(done), _build_parts(blueprint, journal, done, request, reporter)
         point(PARTS_DONE)
         if problem := _nothing(blueprint, done):
-            sweep(blueprint.out)
-            journal.forget(plan_too=True)
+            remove_old_build(blueprint.out)
+            journal.clear(plan_too=True)
             raise DataError(problem, "Name inputs that hold documents.")
         manifest = commit(blueprint.out, _shards(done), _about(blueprint, done))
         point(DESCRIBED)
-        journal.forget(plan_too=False)
+        journal.clear(plan_too=False)
     return replace(_summary(manifest), num_parts=len(done), num_resumed=num_resumed), read_bytes
 
 
 def _build_parts(
-    blueprint: Blueprint, journal: Journal, done: dict[int, PartDone], request: Request, reporter: Reporter
+    blueprint: BuildSpec,
+    journal: BuildJournal,
+    done: dict[int, PartDone],
+    request: BuildRequest,
+    reporter: BuildReporter,
 ) -> int:
     """Adds what is built to ``done``; the bytes that were read."""
     todo = [part.index for part in blueprint.parts if part.index not in done]
@@ -146,7 +150,7 @@ def _build_parts(
         reporter.on_remark(f"going on: {len(done):,} of {len(blueprint.parts):,} parts are done")
 
     def on_part(part: PartDone) -> None:
-        journal.note(part)
+        journal.record_part(part)
         done[part.index] = part
 
     try:
@@ -157,14 +161,16 @@ def _build_parts(
     return rest
 
 
-def _nothing(blueprint: Blueprint, done: dict[int, PartDone]) -> str:
+def _nothing(blueprint: BuildSpec, done: dict[int, PartDone]) -> str:
     """Why there is nothing to train on, though every part was built; empty where there is something."""
-    tally = sum((done[index].tally for index in sorted(done)), Tally())
+    tally = sum((done[index].tally for index in sorted(done)), PartCounts())
     if _shards(done) and (blueprint.settings.kind != "tokens" or tally.text_bytes):
         return ""
-    given = ", ".join(f"'{text}'" for text in blueprint.given[:3]) + (", ..." if len(blueprint.given) > 3 else "")
+    given = ", ".join(f"'{text}'" for text in blueprint.given_paths[:3]) + (
+        ", ..." if len(blueprint.given_paths) > 3 else ""
+    )
     if tally.num_skipped:
-        first = str(Skipped(*tally.skipped[0])) if tally.skipped else ""
+        first = str(SkippedRecord(*tally.skipped[0])) if tally.skipped else ""
         return f"nothing of {given} could be used: {tally.num_skipped:,} records were left out, such as {first}"
     return f"{given} holds nothing to build from: no text and no records"
 
@@ -173,10 +179,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _input_bytes(blueprint: Blueprint, index: int) -> int:
+def _input_bytes(blueprint: BuildSpec, index: int) -> int:
     """Of the inputs, what a part reads."""
     total = 0
-    for span in ranges(blueprint.parts[index], blueprint.extents):
+    for span in part_ranges(blueprint.parts[index], blueprint.extents):
         size, units = blueprint.inputs[span.input].num_bytes, blueprint.extents[span.input].num_units
         total += size * span.last // units - size * span.first // units
     return total
@@ -186,29 +192,29 @@ def _shards(done: dict[int, PartDone]) -> list[str]:
     return [name for index in sorted(done) for name in done[index].shards]
 
 
-def _about(blueprint: Blueprint, done: dict[int, PartDone]) -> About:
+def _about(blueprint: BuildSpec, done: dict[int, PartDone]) -> DatasetInfo:
     settings = blueprint.settings
-    tally = sum((done[index].tally for index in sorted(done)), Tally())
+    tally = sum((done[index].tally for index in sorted(done)), PartCounts())
     provenance = {
-        "inputs": [PurePosixPath(text.rstrip("/")).name or text for text in blueprint.given],
+        "inputs": [PurePosixPath(text.rstrip("/")).name or text for text in blueprint.given_paths],
         "num_input_files": len(blueprint.inputs),
         "input_bytes": blueprint.input_bytes,
-        "settings": settings.told(),
+        "settings": settings.as_options(),
         "text_bytes": tally.text_bytes,
         "num_skipped": tally.num_skipped,
-        "skipped": [str(Skipped(*one)) for one in tally.skipped],
+        "skipped": [str(SkippedRecord(*one)) for one in tally.skipped],
     }
     if settings.encoder is None:
-        return About(provenance=provenance)
+        return DatasetInfo(provenance=provenance)
     encoder = open_encoder(settings.encoder)
     name = PurePosixPath(settings.encoder.tokenizer).name
-    return About(encoder.vocab_size, name, settings.encoder.digest, provenance)
+    return DatasetInfo(encoder.vocab_size, name, settings.encoder.digest, provenance)
 
 
-def _summary(manifest: Manifest) -> Summary:
+def _summary(manifest: DatasetManifest) -> BuildSummary:
     told = manifest.about.provenance
     is_tokens = manifest.head.kind == "tokens"
-    return Summary(
+    return BuildSummary(
         kind=manifest.head.kind,
         num_documents=manifest.num_items,
         num_tokens=manifest.num_units if is_tokens else 0,

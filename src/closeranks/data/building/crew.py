@@ -19,7 +19,7 @@ from typing import Any
 
 from closeranks.core.environment import child_environment
 from closeranks.core.errors import CloseranksError, RunFailed, decode
-from closeranks.data.building.blueprint import Blueprint, PartDone
+from closeranks.data.building.blueprint import BuildSpec, PartDone
 
 _GO_ON = "Finished shards are kept: give the same command again and it goes on from there."
 
@@ -32,7 +32,7 @@ class _Hand:
 
 
 def build_parts(
-    blueprint: Blueprint,
+    blueprint: BuildSpec,
     todo: Sequence[int],
     num_processes: int,
     on_bytes: Callable[[int], None],
@@ -91,7 +91,7 @@ def _death(hand: _Hand) -> RunFailed:
 
 
 @contextmanager
-def _hands(blueprint: Blueprint, count: int) -> Iterator[list[_Hand]]:
+def _hands(blueprint: BuildSpec, count: int) -> Iterator[list[_Hand]]:
     hands: list[_Hand] = []
     try:
         with _deaf_to_interrupts():

@@ -20,7 +20,7 @@ LIMIT = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Repeats:
+class DuplicateCounts:
     """What was found among the documents that were looked at."""
 
     num_seen: int
@@ -42,7 +42,7 @@ class Repeats:
         return self.num_kept < self.num_seen
 
 
-class Duplicates:
+class DuplicateFinder:
     """Call ``add`` for every document, in order; then ``repeats``."""
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -83,7 +83,7 @@ class Duplicates:
         self._numbers = [numbers[which] for numbers, which in zip(self._numbers, chosen, strict=True)]
         self._num_kept = sum(map(len, self._kept))
 
-    def repeats(self, num_named: int = 5) -> Repeats:
+    def counts(self, num_named: int = 5) -> DuplicateCounts:
         if self._new:
             self._take()
         digests = np.concatenate([np.zeros(0, dtype=_KEY), *self._kept])
@@ -95,7 +95,7 @@ class Duplicates:
         groups = np.cumsum(~is_copy)
         most = int(np.bincount(groups).max()) if len(groups) else 0
         copies = np.sort(numbers[is_copy])[:num_named]
-        return Repeats(
+        return DuplicateCounts(
             num_seen=self._seen,
             num_kept=len(digests),
             num_repeated=int(is_copy.sum()),

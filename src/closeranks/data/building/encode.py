@@ -30,14 +30,14 @@ text."""
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedTexts:
     """Documents in a row, and how many tokens each has."""
 
     tokens: npt.NDArray[Any]
     lengths: Ints
 
 
-class Encoder(Protocol):
+class TokenEncoder(Protocol):
     """Texts come as UTF-8, which the reader has checked where ``needs_utf8`` says so."""
 
     vocab_size: int
@@ -47,7 +47,7 @@ class Encoder(Protocol):
     bytes_per_byte: float
     """Bytes of tokens that a byte of text is expected to become."""
 
-    def encode(self, texts: Sequence[bytes]) -> Encoded: ...
+    def encode(self, texts: Sequence[bytes]) -> EncodedTexts: ...
 
 
 class ByteEncoder:
@@ -62,15 +62,15 @@ class ByteEncoder:
         self.eos = eos
         self._end = b"" if eos is None else bytes([eos])
 
-    def encode(self, texts: Sequence[bytes]) -> Encoded:
+    def encode(self, texts: Sequence[bytes]) -> EncodedTexts:
         if len(texts) == 1 and not self._end:  # a text that is mapped takes no memory this way
-            return Encoded(np.frombuffer(texts[0], dtype=np.uint8), np.array([len(texts[0])], dtype=np.int64))
+            return EncodedTexts(np.frombuffer(texts[0], dtype=np.uint8), np.array([len(texts[0])], dtype=np.int64))
         joined = b"".join(chain.from_iterable((text, self._end) for text in texts)) if self._end else b"".join(texts)
         lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts)) + len(self._end)
-        return Encoded(np.frombuffer(joined, dtype=np.uint8), lengths)
+        return EncodedTexts(np.frombuffer(joined, dtype=np.uint8), lengths)
 
 
-class FileEncoder:
+class TokenizerEncoder:
     """A ``tokenizer.json`` of the ``tokenizers`` library, which this process uses with one thread."""
 
     needs_utf8 = True
@@ -82,7 +82,7 @@ class FileEncoder:
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
         self.bytes_per_byte = self.dtype.itemsize / 4  # a token of a trained vocabulary is about four bytes of text
 
-    def encode(self, texts: Sequence[bytes]) -> Encoded:
+    def encode(self, texts: Sequence[bytes]) -> EncodedTexts:
         pieces = [_pieces(text.decode()) for text in texts]
         encoded = self._tokenizer.encode_batch_fast(list(chain.from_iterable(pieces)), add_special_tokens=False)
         ids = iter([one.ids for one in encoded])
@@ -90,7 +90,7 @@ class FileEncoder:
         rows = [[*chain.from_iterable(next(ids) for _ in held), *end] for held in pieces]
         lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
         tokens = np.fromiter(chain.from_iterable(rows), dtype=self.dtype, count=int(lengths.sum()))
-        return Encoded(tokens, lengths)
+        return EncodedTexts(tokens, lengths)
 
 
 def _pieces(text: str) -> list[str]:
@@ -122,25 +122,25 @@ class EncoderSpec:
     eos: int | None
 
 
-def describe(tokenizer: str, eos: str) -> EncoderSpec:
+def encoder_spec(tokenizer: str, eos: str) -> EncoderSpec:
     """What a person asked for, checked. ``eos``: a number, ``auto`` or ``none``."""
     if tokenizer == BYTES:
         return EncoderSpec(BYTES, "", _asked_eos(eos, 256) if eos not in ("auto", "none") else None)
     path = _file_of(tokenizer)
     data = _read(path)
     loaded = _parse(data, path)
-    found = find_end(loaded) if eos == "auto" else None if eos == "none" else _asked_eos(eos, largest_id(loaded) + 1)
+    found = find_eos(loaded) if eos == "auto" else None if eos == "none" else _asked_eos(eos, largest_id(loaded) + 1)
     return EncoderSpec(str(path), blake3(data).hexdigest(length=16), found)
 
 
-def open_encoder(spec: EncoderSpec) -> Encoder:
+def open_encoder(spec: EncoderSpec) -> TokenEncoder:
     if spec.tokenizer == BYTES:
         return ByteEncoder(spec.eos)
     data = _read(Path(spec.tokenizer))
     if blake3(data).hexdigest(length=16) != spec.digest:
         what = f"the tokenizer file '{spec.tokenizer}' has changed since the build began"
         raise DataError(what, "Put it back, or build anew with --overwrite.")
-    return FileEncoder(_parse(data, Path(spec.tokenizer)), spec.eos)
+    return TokenizerEncoder(_parse(data, Path(spec.tokenizer)), spec.eos)
 
 
 def open_decoder(tokenizer: str) -> Any:
@@ -149,7 +149,7 @@ def open_decoder(tokenizer: str) -> Any:
     return _parse(_read(path), path)
 
 
-def find_end(tokenizer: Any) -> int | None:
+def find_eos(tokenizer: Any) -> int | None:
     """The end-of-document token among those a file calls special."""
     special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     return next((special[name] for name in _ENDS if name in special), None)

@@ -74,7 +74,7 @@ _NEVER_TEXT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class BuildInput:
     """One file, or (``name`` is empty) all files of a folder that a format reads as one."""
 
     root: int
@@ -96,10 +96,10 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundInputs:
     """What lies at one of the places given."""
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[BuildInput, ...]
     left_out: tuple[str, ...] = ()
     """Names of files that are something else."""
 
@@ -121,20 +121,20 @@ def kind_of(name: str, siblings: frozenset[str] = frozenset()) -> str:
     return _ENDINGS.get(suffix, TEXT)
 
 
-def sort_out(infos: Sequence[FileInfo], root: int, is_folder: bool, wanted: str = "") -> Found:
+def classify_inputs(infos: Sequence[FileInfo], root: int, is_folder: bool, wanted: str = "") -> FoundInputs:
     """The inputs among the files of one place. ``wanted``: a kind that was asked for, whatever names say."""
     names = frozenset(info.name for info in infos)
     kinds = {info.name: kind_of(info.name, names) for info in infos}
     chosen = wanted or (_heaviest(infos, kinds) if is_folder else kinds[infos[0].name] or TEXT)
     if chosen in STORED:
         total = sum(info.num_bytes for info in infos if kinds[info.name] == chosen) or sum(i.num_bytes for i in infos)
-        return Found((Input(root, "", chosen, total),), ())
+        return FoundInputs((BuildInput(root, "", chosen, total),), ())
     taken = [info for info in infos if kinds[info.name] == chosen or not is_folder]
     if wanted and not taken:
         taken = list(infos)
     names = names - {info.name for info in taken}
     left_out = tuple(info.name for info in infos if info.name in names)
-    return Found(tuple(Input(root, info.name, chosen, info.num_bytes) for info in taken), left_out)
+    return FoundInputs(tuple(BuildInput(root, info.name, chosen, info.num_bytes) for info in taken), left_out)
 
 
 def _heaviest(infos: Iterable[FileInfo], kinds: dict[str, str]) -> str:
@@ -148,7 +148,7 @@ def _heaviest(infos: Iterable[FileInfo], kinds: dict[str, str]) -> str:
     return max(KINDS, key=lambda kind: weights[kind]) if weights else TEXT
 
 
-def find_inputs(places: Sequence[Files], given: Sequence[str], wanted: str = "") -> list[Found]:
+def find_inputs(places: Sequence[Files], given: Sequence[str], wanted: str = "") -> list[FoundInputs]:
     """What lies at each place; nothing at all, or nothing that can be read, is a mistake in the place."""
     if wanted and wanted not in KINDS:
         raise DataError(f"there is no format '{wanted}'", did_you_mean(wanted, KINDS))
@@ -158,7 +158,7 @@ def find_inputs(places: Sequence[Files], given: Sequence[str], wanted: str = "")
         if not infos:
             raise DataError(f"'{text}' holds no files", "Name a file, a folder of files, or a URL of those.")
         is_folder = len(infos) > 1 or not _names_file(text, infos[0].name)
-        one = sort_out(infos, root, is_folder, wanted)
+        one = classify_inputs(infos, root, is_folder, wanted)
         if not one.inputs:
             what = f"'{text}' holds nothing to build from: {_listed([info.name for info in infos])}"
             raise DataError(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from closeranks.core.errors import DataError, SetupError
 from closeranks.core.faults import declare, point
 from closeranks.core.regular_file import read_bytes
-from closeranks.data.building.blueprint import Blueprint, PartDone, Tally
+from closeranks.data.building.blueprint import BuildSpec, PartCounts, PartDone
 from closeranks.data.building.inputs import fingerprint
 from closeranks.storage.documents import UnsoundDocument, seal, unseal
 from closeranks.storage.local import LocalStorage
@@ -36,7 +36,7 @@ DESCRIBED = declare("build.described", "the data set is described; traces of the
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class OutputFolderState:
     """What a folder holds before a build."""
 
     state: Literal["new", "ours", "other", "done", "foreign"]
@@ -46,7 +46,7 @@ class Standing:
     """For ``other`` and ``foreign``: what is different."""
 
 
-def decide(standing: Standing, out: str, is_overwriting: bool) -> Literal["fresh", "resume", "done"]:
+def decide(standing: OutputFolderState, out: str, is_overwriting: bool) -> Literal["fresh", "resume", "done"]:
     """What to do with a folder; raises where a person must choose."""
     if standing.state == "foreign":
         what = f"the folder '{out}' is not empty: it holds {standing.what}"
@@ -70,32 +70,32 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class BuildJournal:
     out: Path
 
     @property
     def folder(self) -> Path:
         return self.out / FOLDER
 
-    def begin(self, blueprint: Blueprint) -> None:
-        self._publish(_PLAN, told(blueprint))
+    def begin(self, blueprint: BuildSpec) -> None:
+        self._publish(_PLAN, build_identity(blueprint))
 
-    def plan(self) -> dict[str, Any] | None:
+    def saved_identity(self) -> dict[str, Any] | None:
         """What the build that was begun here said of itself; None where there is none."""
         found: dict[str, Any] | None = self._document(_PLAN)
         return found
 
-    def note(self, done: PartDone) -> None:
+    def record_part(self, done: PartDone) -> None:
         point(PART_WRITTEN)
         self._publish(_name(done.index), {"shards": list(done.shards), "tally": done.tally.encode()})
         point(PART_NOTED)
 
-    def noted(self, index: int) -> PartDone | None:
+    def finished_part(self, index: int) -> PartDone | None:
         """A part that is done; None where it is not, or its document is damaged: then it is built again."""
         body = self._document(_name(index))
-        return None if body is None else PartDone(index, tuple(body["shards"]), Tally.decode(body["tally"]))
+        return None if body is None else PartDone(index, tuple(body["shards"]), PartCounts.decode(body["tally"]))
 
-    def forget(self, *, plan_too: bool) -> None:
+    def clear(self, *, plan_too: bool) -> None:
         """The documents of parts are of no use once the whole is described."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name != _LOCK and (plan_too or path.name != _PLAN):
@@ -114,7 +114,7 @@ class Journal:
             return None
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """The folder for this process alone; the lock goes with the process, however it ends."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def _name(index: int) -> str:
     return f"part-{index:06d}.json"
 
 
-def told(blueprint: Blueprint) -> dict[str, Any]:
+def build_identity(blueprint: BuildSpec) -> dict[str, Any]:
     """What tells one build from another."""
-    seen = fingerprint(blueprint.places, blueprint.given)
-    return {**blueprint.settings.told(), "inputs": list(blueprint.given), "fingerprint": seen}
+    seen = fingerprint(blueprint.input_folders, blueprint.given_paths)
+    return {**blueprint.settings.as_options(), "inputs": list(blueprint.given_paths), "fingerprint": seen}

@@ -33,7 +33,7 @@ def _middle(number: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class LengthBin:
     """Lengths ``[first, last)``, and how many have one."""
 
     first: int
@@ -42,7 +42,7 @@ class Bar:
 
 
 @dataclass(slots=True)
-class Lengths:
+class LengthHistogram:
     count: int = 0
     total: int = 0
     shortest: int = 0
@@ -71,12 +71,12 @@ class Lengths:
         number = int(np.searchsorted(np.cumsum(self._counts), max(1, int(np.ceil(share * self.count)))))
         return min(max(_middle(number), self.shortest), self.longest)
 
-    def bars(self) -> list[Bar]:
+    def bars(self) -> list[LengthBin]:
         """One bar per doubling, from the shortest to the longest."""
         bars, first = [], 0
         while first <= self.longest and self.count:
             last = max(1, first * 2)
-            bars.append(Bar(first, last, self._between(first, last)))
+            bars.append(LengthBin(first, last, self._between(first, last)))
             first = last
         while bars and bars[0].count == 0:
             del bars[0]

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from closeranks.core.errors import DataError
-from closeranks.data.building.blueprint import Blueprint, Settings
-from closeranks.data.building.encode import Encoder, open_encoder
-from closeranks.data.building.inputs import JSONL, STORED, TAR, TEXT, Found, Input, find_inputs
-from closeranks.data.building.plan import Extent, Range, plan
-from closeranks.data.building.reading import Wish, read_range
-from closeranks.data.building.stored import open_store
+from closeranks.data.building.blueprint import BuildSettings, BuildSpec
+from closeranks.data.building.encode import TokenEncoder, open_encoder
+from closeranks.data.building.inputs import JSONL, STORED, TAR, TEXT, BuildInput, FoundInputs, find_inputs
+from closeranks.data.building.plan import InputExtent, InputRange, plan_parts
+from closeranks.data.building.reading import InputReadOptions, read_range
+from closeranks.data.building.stored import open_input_store
 from closeranks.data.building.streams import open_stream
 from closeranks.data.files.open import open_files
 from closeranks.data.files.protocol import Files
@@ -28,9 +28,9 @@ _PEEK_BYTES = 4096
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 
 
-def blueprint_of(
-    given: tuple[str, ...], settings: Settings, out: Path, index_folder: str, on_remark: Callable[[str], None]
-) -> Blueprint:
+def make_build_spec(
+    given: tuple[str, ...], settings: BuildSettings, out: Path, index_folder: str, on_remark: Callable[[str], None]
+) -> BuildSpec:
     """Everything that is decided before the first shard."""
     places = tuple(_place(text, out) for text in given)
     found = find_inputs(places, given, settings.format)
@@ -46,7 +46,9 @@ def blueprint_of(
     extents = tuple(look.extent(one, places[one.root]) for one in inputs)
     if not any(extent.num_units for extent in extents):
         raise DataError("the inputs hold no documents", "Name inputs that do.")
-    return Blueprint(given, places, inputs, extents, plan(extents, settings.shard_bytes), settings, out, index_folder)
+    return BuildSpec(
+        given, places, inputs, extents, plan_parts(extents, settings.shard_bytes), settings, out, index_folder
+    )
 
 
 def _place(text: str, out: Path) -> Files:
@@ -61,7 +63,7 @@ def _place(text: str, out: Path) -> Files:
     return open_files(text)
 
 
-def _left_out(found: Found) -> str:
+def _left_out(found: FoundInputs) -> str:
     names = ", ".join(found.left_out[:4]) + (", ..." if len(found.left_out) > 4 else "")
     count = len(found.left_out)
     return f"left out: {count:,} other {'file' if count == 1 else 'files'} ({names})"
@@ -69,30 +71,30 @@ def _left_out(found: Found) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    settings: Settings
-    encoder: Encoder | None
+    settings: BuildSettings
+    encoder: TokenEncoder | None
     index_folder: str
 
-    def extent(self, given: Input, files: Files) -> Extent:
+    def extent(self, given: BuildInput, files: Files) -> InputExtent:
         """Into what an input can be cut, and what it will become."""
         factor = self.encoder.bytes_per_byte if self.encoder is not None else 1.0
-        return Extent(int(given.content_bytes * factor), self._num_units(given, files))
+        return InputExtent(int(given.content_bytes * factor), self._num_units(given, files))
 
-    def _num_units(self, given: Input, files: Files) -> int:
+    def _num_units(self, given: BuildInput, files: Files) -> int:
         if given.kind in STORED:
             return len(self._store(given, files))
         if given.compression or given.kind == TAR or (given.kind == TEXT and self.settings.split == "file"):
             return 1
         return given.num_bytes
 
-    def _store(self, given: Input, files: Files) -> Records:
-        return open_store(given, files, self.index_folder)
+    def _store(self, given: BuildInput, files: Files) -> Records:
+        return open_input_store(given, files, self.index_folder)
 
-    def check_first(self, given: Input, files: Files) -> None:
+    def check_first(self, given: BuildInput, files: Files) -> None:
         settings = self.settings
         needs_utf8 = self.encoder is not None and self.encoder.needs_utf8
-        wish = Wish(settings.kind, settings.field, settings.split, needs_utf8)
-        span = Range(0, 0, min(1, self._num_units(given, files)) if given.kind in STORED else given.num_bytes)
+        wish = InputReadOptions(settings.kind, settings.field, settings.split, needs_utf8)
+        span = InputRange(0, 0, min(1, self._num_units(given, files)) if given.kind in STORED else given.num_bytes)
         items = read_range(given, files, span, wish, lambda: self._store(given, files), _quiet)
         item = next(items, None)
         if given.kind == JSONL and (item is None or item.reason):
@@ -101,10 +103,10 @@ class _Look:
             where = f"'{item.file}', {item.unit} {item.offset}"
             raise DataError(f"{where}: {item.reason}", _advice(given, settings))
 
-    def _refuse_array(self, given: Input, files: Files) -> None:
+    def _refuse_array(self, given: BuildInput, files: Files) -> None:
         """A list of objects that fills the file is no line of it, whatever stands on its first line."""
         shown = files.full_name(given.name)
-        with files.hold(given.name) as path, open_stream(path, shown, given.compression) as stream:
+        with files.local_path(given.name) as path, open_stream(path, shown, given.compression) as stream:
             if not _ARRAY.match(stream.content.read(_PEEK_BYTES)):
                 return
         convert = "import json, sys; [print(json.dumps(one)) for one in json.load(sys.stdin)]"
@@ -119,7 +121,7 @@ def _quiet(num_bytes: int) -> None:
     return None
 
 
-def _advice(given: Input, settings: Settings) -> str:
+def _advice(given: BuildInput, settings: BuildSettings) -> str:
     if settings.kind == "tokens" and given.kind != TEXT:
         return "Name the field that holds the text with --field, or keep records as they are with --kind records."
     return "Mend or remove it, say what it is with --format, or leave such records out with --on-bad skip."

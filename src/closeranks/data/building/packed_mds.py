@@ -14,11 +14,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from closeranks.core.errors import DataError
-from closeranks.data.building.scratch import scratch
+from closeranks.data.building.scratch import temporary_folder
 from closeranks.data.building.streams import compression_of, open_stream
 from closeranks.data.files.local import LocalFiles
 from closeranks.data.files.protocol import Files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.open import open_records
 from closeranks.data.stores import Records
 
@@ -26,16 +26,20 @@ _INDEX = "index.json"
 
 
 @contextmanager
-def unpacked(files: Files, name: str) -> Iterator[Records]:
+def open_compressed_mds(files: Files, name: str) -> Iterator[Records]:
     entry = _entry(files, name)
     shown = files.full_name(name)
-    with scratch() as folder:
+    with temporary_folder() as folder:
         raw = folder / PurePosixPath(str(entry["raw_data"]["basename"])).name
-        with files.hold(name) as path, open_stream(path, shown, compression_of(name)) as stream, open(raw, "wb") as out:
+        with (
+            files.local_path(name) as path,
+            open_stream(path, shown, compression_of(name)) as stream,
+            open(raw, "wb") as out,
+        ):
             shutil.copyfileobj(stream.content, out, 1 << 20)
         alone = {**entry, "compression": None, "zip_data": None}
         (folder / _INDEX).write_text(json.dumps({"version": 2, "shards": [alone]}))
-        yield open_records(LocalFiles(folder), "mds", IndexPlace(str(folder)))
+        yield open_records(LocalFiles(folder), "mds", IndexLocation(str(folder)))
 
 
 def _entry(files: Files, name: str) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from itertools import accumulate, islice
 from typing import Any, TypedDict
 
 from closeranks.core.errors import BadRecordError
-from closeranks.data.building.blueprint import Blueprint, PartDone, Skipped, Tally
-from closeranks.data.building.encode import Encoder, open_encoder
-from closeranks.data.building.inputs import Input
-from closeranks.data.building.plan import Part, ranges
-from closeranks.data.building.reading import Item, OnBytes, Wish, read_range
-from closeranks.data.building.stored import open_store
+from closeranks.data.building.blueprint import BuildSpec, PartCounts, PartDone, SkippedRecord
+from closeranks.data.building.encode import TokenEncoder, open_encoder
+from closeranks.data.building.inputs import BuildInput
+from closeranks.data.building.plan import BuildPart, part_ranges
+from closeranks.data.building.reading import InputItem, InputReadOptions, OnBytes, read_range
+from closeranks.data.building.stored import open_input_store
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
 from closeranks.data.stores import Records
 
@@ -33,19 +33,19 @@ class _Shared(TypedDict):
     shard_bytes: int
 
 
-class Builder:
+class PartBuilder:
     """Builds parts of one blueprint, one after the other; keeps tokenizer and stores open between them."""
 
-    def __init__(self, blueprint: Blueprint, on_bytes: OnBytes) -> None:
+    def __init__(self, blueprint: BuildSpec, on_bytes: OnBytes) -> None:
         self._blueprint = blueprint
         self._on_bytes = on_bytes
         settings = blueprint.settings
         self._encoder = open_encoder(settings.encoder) if settings.encoder is not None else None
         needs_utf8 = self._encoder is not None and self._encoder.needs_utf8
-        self._wish = Wish(settings.kind, settings.field, settings.split, needs_utf8)
+        self._wish = InputReadOptions(settings.kind, settings.field, settings.split, needs_utf8)
         self._store = lru_cache(maxsize=4)(self._open_store)
 
-    def build(self, part: Part) -> PartDone:
+    def build(self, part: BuildPart) -> PartDone:
         if self._encoder is None:
             with RecordShardWriter(self._blueprint.out, **self._shared(part)) as records:
                 tally, items = self._rest(part, records.cursor)
@@ -57,28 +57,28 @@ class Builder:
             self._write_tokens(tokens, items, tally)
             return PartDone(part.index, tokens.finish(), tally)
 
-    def _shared(self, part: Part) -> _Shared:
+    def _shared(self, part: BuildPart) -> _Shared:
         """The plan cuts parts of the size asked for; where it guessed wrong, shards are at most twice that."""
         shard_bytes = 2 * self._blueprint.settings.shard_bytes
         return {"part": part.index, "build": self._blueprint.identity, "shard_bytes": shard_bytes}
 
-    def _rest(self, part: Part, cursor: Any) -> tuple[Tally, Iterator[Item]]:
+    def _rest(self, part: BuildPart, cursor: Any) -> tuple[PartCounts, Iterator[InputItem]]:
         """What finished shards hold already, and the items behind it."""
-        tally = Tally() if cursor is None else Tally.decode(cursor)
+        tally = PartCounts() if cursor is None else PartCounts.decode(cursor)
         return tally, islice(self._items(part), tally.num_items, None)
 
-    def _items(self, part: Part) -> Iterator[Item]:
+    def _items(self, part: BuildPart) -> Iterator[InputItem]:
         blueprint = self._blueprint
-        for span in ranges(part, blueprint.extents):
+        for span in part_ranges(part, blueprint.extents):
             given = blueprint.inputs[span.input]
-            files = blueprint.places[given.root]
+            files = blueprint.input_folders[given.root]
             yield from read_range(given, files, span, self._wish, partial(self._store, span.input), self._on_bytes)
 
     def _open_store(self, number: int) -> Records:
-        given: Input = self._blueprint.inputs[number]
-        return open_store(given, self._blueprint.places[given.root], self._blueprint.index_folder)
+        given: BuildInput = self._blueprint.inputs[number]
+        return open_input_store(given, self._blueprint.input_folders[given.root], self._blueprint.index_folder)
 
-    def _write_records(self, writer: RecordShardWriter, items: Iterator[Item], tally: Tally) -> None:
+    def _write_records(self, writer: RecordShardWriter, items: Iterator[InputItem], tally: PartCounts) -> None:
         for item in items:
             if item.reason:
                 self._leave_out(tally, item, item.reason)
@@ -90,7 +90,7 @@ class Builder:
                 tally.num_items -= 1
                 self._leave_out(tally, item, error.what)
 
-    def _write_tokens(self, writer: TokenShardWriter, items: Iterator[Item], tally: Tally) -> None:
+    def _write_tokens(self, writer: TokenShardWriter, items: Iterator[InputItem], tally: PartCounts) -> None:
         assert self._encoder is not None
         batch = _Batch(writer, self._encoder)
         for item in items:
@@ -102,9 +102,9 @@ class Builder:
             batch.add(item.value, tally.encode())
         batch.flush()
 
-    def _leave_out(self, tally: Tally, item: Item, reason: str) -> None:
+    def _leave_out(self, tally: PartCounts, item: InputItem, reason: str) -> None:
         """A bad item stops the build, or is counted."""
-        skipped = Skipped(item.file, item.offset, item.unit, reason)
+        skipped = SkippedRecord(item.file, item.offset, item.unit, reason)
         if self._blueprint.settings.on_bad == "stop":
             raise BadRecordError(
                 str(skipped), "Mend or remove it, or leave such records out with --on-bad skip --overwrite."
@@ -115,7 +115,7 @@ class Builder:
 class _Batch:
     """Documents that are encoded together: a call of a tokenizer for each would cost more than the encoding."""
 
-    def __init__(self, writer: TokenShardWriter, encoder: Encoder) -> None:
+    def __init__(self, writer: TokenShardWriter, encoder: TokenEncoder) -> None:
         self._writer, self._encoder = writer, encoder
         self._texts: list[bytes] = []
         self._cursors: list[Any] = []

@@ -17,7 +17,7 @@ _SLIVERS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class InputExtent:
     """What the plan must know of an input."""
 
     weight: int
@@ -27,7 +27,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cut:
+class InputPosition:
     """A point in the row of inputs: before unit ``unit`` of input ``input``."""
 
     input: int
@@ -35,16 +35,16 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BuildPart:
     """What one process reads and writes in one go: the row of inputs from ``first`` to before ``last``."""
 
     index: int
-    first: Cut
-    last: Cut
+    first: InputPosition
+    last: InputPosition
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class InputRange:
     """Units ``[first, last)`` of one input."""
 
     input: int
@@ -52,14 +52,14 @@ class Range:
     last: int
 
 
-def plan(extents: Sequence[Extent], part_bytes: int) -> tuple[Part, ...]:
+def plan_parts(extents: Sequence[InputExtent], part_bytes: int) -> tuple[BuildPart, ...]:
     """Parts of about ``part_bytes``, in the order of the inputs; each input lies in one of them, or in neighbours."""
-    cuts = [Cut(0, 0), *_cuts(extents, part_bytes), Cut(len(extents), 0)]
+    cuts = [InputPosition(0, 0), *_cuts(extents, part_bytes), InputPosition(len(extents), 0)]
     cuts = [cut for number, cut in enumerate(cuts) if number == 0 or cut != cuts[number - 1]]
-    return tuple(Part(index, first, last) for index, (first, last) in enumerate(pairwise(cuts)))
+    return tuple(BuildPart(index, first, last) for index, (first, last) in enumerate(pairwise(cuts)))
 
 
-def _cuts(extents: Iterable[Extent], part_bytes: int) -> Iterator[Cut]:
+def _cuts(extents: Iterable[InputExtent], part_bytes: int) -> Iterator[InputPosition]:
     """Slivers are not worth a seek and a second look for the next line: no cut leaves one on either side."""
     sliver, filled = part_bytes // _SLIVERS, 0
     for number, extent in enumerate(extents):
@@ -72,27 +72,27 @@ def _cuts(extents: Iterable[Extent], part_bytes: int) -> Iterator[Cut]:
                 unit = reached
             if unit >= extent.num_units:
                 break
-            yield Cut(number, unit)
+            yield InputPosition(number, unit)
             reached, filled = unit, 0
         filled += _weight(extent, reached, extent.num_units)
         if filled >= part_bytes:
-            yield Cut(number + 1, 0)
+            yield InputPosition(number + 1, 0)
             filled = 0
 
 
-def _weight(extent: Extent, first: int, last: int) -> int:
+def _weight(extent: InputExtent, first: int, last: int) -> int:
     return extent.weight * last // extent.num_units - extent.weight * first // extent.num_units if last else 0
 
 
-def _last_unit(extent: Extent, reached: int, room: int) -> int:
+def _last_unit(extent: InputExtent, reached: int, room: int) -> int:
     """The last unit before which the input can be cut so that what lies behind ``reached`` fits the room."""
     return min(reached + extent.num_units * room // extent.weight, extent.num_units - 1)
 
 
-def ranges(part: Part, extents: Sequence[Extent]) -> Iterator[Range]:
+def part_ranges(part: BuildPart, extents: Sequence[InputExtent]) -> Iterator[InputRange]:
     """What a part takes of each input, in order; inputs without any unit have nothing to take."""
     for number in range(part.first.input, min(part.last.input + 1, len(extents))):
         first = part.first.unit if number == part.first.input else 0
         last = part.last.unit if number == part.last.input else extents[number].num_units
         if first < last:
-            yield Range(number, first, last)
+            yield InputRange(number, first, last)

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from closeranks.data.building.archives import members
-from closeranks.data.building.inputs import IMAGES, JSONL, PACKED_MDS, TAR, TEXT, Input
-from closeranks.data.building.packed_mds import unpacked
-from closeranks.data.building.plan import Range
-from closeranks.data.building.salvage import read_or_blame
+from closeranks.data.building.archives import read_tar_records
+from closeranks.data.building.inputs import IMAGES, JSONL, PACKED_MDS, TAR, TEXT, BuildInput
+from closeranks.data.building.packed_mds import open_compressed_mds
+from closeranks.data.building.plan import InputRange
+from closeranks.data.building.salvage import read_with_errors
 from closeranks.data.building.streams import open_stream
-from closeranks.data.decode import image_fault
+from closeranks.data.decode import image_error
 from closeranks.data.files.protocol import Files
-from closeranks.data.formats.json_fault import json_fault
+from closeranks.data.formats.json_fault import json_error
 from closeranks.data.stores import Records
 
 _RECORDS_AT_ONCE = 256
@@ -30,7 +30,7 @@ _MAPPED_BYTES = 16 << 20
 _TEXT_FIELDS = ("text", "content", "txt")
 
 
-class Item(NamedTuple):
+class InputItem(NamedTuple):
     """A document's text in UTF-8, or a record; or why there is none."""
 
     value: Any
@@ -41,7 +41,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class InputReadOptions:
     """What is made of the inputs' records."""
 
     kind: str
@@ -58,8 +58,13 @@ OnBytes = Callable[[int], None]
 
 
 def read_range(
-    given: Input, files: Files, span: Range, wish: Wish, store: Callable[[], Records], on_bytes: OnBytes
-) -> Iterator[Item]:
+    given: BuildInput,
+    files: Files,
+    span: InputRange,
+    wish: InputReadOptions,
+    store: Callable[[], Records],
+    on_bytes: OnBytes,
+) -> Iterator[InputItem]:
     """``store`` opens the records of a format that is read where it lies."""
     if given.kind == TEXT:
         yield from _shaped_texts(_texts(given, files, span, wish.split, on_bytes), wish)
@@ -78,17 +83,17 @@ def read_range(
     yield from (found if wish.kind == "records" else _shaped_records(found, wish))
 
 
-def _texts(given: Input, files: Files, span: Range, split: str, on_bytes: OnBytes) -> Iterator[Item]:
+def _texts(given: BuildInput, files: Files, span: InputRange, split: str, on_bytes: OnBytes) -> Iterator[InputItem]:
     shown = files.full_name(given.name)
-    with files.hold(given.name) as path:
+    with files.local_path(given.name) as path:
         if split == "line":
             for line, offset in _lines(path, shown, given.compression, span, on_bytes):
                 if line := line.rstrip(b"\r\n"):
-                    yield Item(line, shown, offset)
+                    yield InputItem(line, shown, offset)
             return
         with open_stream(path, shown, given.compression) as stream:
             is_large = given.num_bytes >= _MAPPED_BYTES and not given.compression
-            yield Item(_mapped(stream.content) if is_large else stream.content.read(), shown, 0)
+            yield InputItem(_mapped(stream.content) if is_large else stream.content.read(), shown, 0)
         on_bytes(given.num_bytes)
 
 
@@ -97,7 +102,9 @@ def _mapped(content: BinaryIO) -> mmap.mmap:
     return mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _lines(path: Path, shown: str, compression: str, span: Range, on_bytes: OnBytes) -> Iterator[tuple[bytes, int]]:
+def _lines(
+    path: Path, shown: str, compression: str, span: InputRange, on_bytes: OnBytes
+) -> Iterator[tuple[bytes, int]]:
     """The lines that begin within the span, each with its end and its offset; of a compressed file, all of them."""
     with open_stream(path, shown, compression) as stream:
         if compression:
@@ -124,63 +131,65 @@ def _line_start(content: BinaryIO, first: int) -> int:
     return first - 1 + len(content.readline())
 
 
-def _json_lines(given: Input, files: Files, span: Range, on_bytes: OnBytes) -> Iterator[Item]:
+def _json_lines(given: BuildInput, files: Files, span: InputRange, on_bytes: OnBytes) -> Iterator[InputItem]:
     shown = files.full_name(given.name)
-    with files.hold(given.name) as path:
+    with files.local_path(given.name) as path:
         for line, offset in _lines(path, shown, given.compression, span, on_bytes):
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 if line.strip():
-                    yield Item(None, shown, offset, reason=f"not JSON: {json_fault(error)}")
+                    yield InputItem(None, shown, offset, reason=f"not JSON: {json_error(error)}")
                 continue
             is_record = type(value) is dict
             reason = "" if is_record else f"a line holds a JSON object with named fields, this one {_kind(value)}"
-            yield Item(value, shown, offset, reason=reason)
+            yield InputItem(value, shown, offset, reason=reason)
 
 
-def _archive(given: Input, files: Files, on_bytes: OnBytes) -> Iterator[Item]:
+def _archive(given: BuildInput, files: Files, on_bytes: OnBytes) -> Iterator[InputItem]:
     shown = files.full_name(given.name)
-    with files.hold(given.name) as path, open_stream(path, shown, given.compression) as stream:
+    with files.local_path(given.name) as path, open_stream(path, shown, given.compression) as stream:
         last_told = 0
-        for member in members(stream.content, shown):
-            yield Item(member.record, shown, member.offset, reason=member.reason)
+        for member in read_tar_records(stream.content, shown):
+            yield InputItem(member.record, shown, member.offset, reason=member.reason)
             told = stream.tell_bytes()
             on_bytes(told - last_told)
             last_told = told
 
 
-def _packed(given: Input, files: Files, on_bytes: OnBytes) -> Iterator[Item]:
+def _packed(given: BuildInput, files: Files, on_bytes: OnBytes) -> Iterator[InputItem]:
     shown = files.full_name(given.name)
-    with unpacked(files, given.name) as records:
-        span = Range(0, 0, len(records))
+    with open_compressed_mds(files, given.name) as records:
+        span = InputRange(0, 0, len(records))
         for index, item in enumerate(_stored(records, given, span, shown, on_bytes)):
             yield item._replace(file=shown, offset=index, unit="record")
 
 
-def _stored(records: Records, given: Input, span: Range, shown: str, on_bytes: OnBytes) -> Iterator[Item]:
+def _stored(
+    records: Records, given: BuildInput, span: InputRange, shown: str, on_bytes: OnBytes
+) -> Iterator[InputItem]:
     for first in range(span.first, span.last, _RECORDS_AT_ONCE):
         last = min(first + _RECORDS_AT_ONCE, span.last)
-        for index, (record, reason) in enumerate(read_or_blame(records, first, last), first):
+        for index, (record, reason) in enumerate(read_with_errors(records, first, last), first):
             place = records.where(index) if reason else None
             if place is None:
-                yield Item(record, shown, index, "record")
+                yield InputItem(record, shown, index, "record")
             else:
-                yield Item(None, place.file, place.offset, place.unit, reason)
+                yield InputItem(None, place.file, place.offset, place.unit, reason)
         on_bytes(given.num_bytes * last // len(records) - given.num_bytes * first // len(records))
 
 
-def _images(items: Iterator[Item], records: Records, span: Range) -> Iterator[Item]:
+def _images(items: Iterator[InputItem], records: Records, span: InputRange) -> Iterator[InputItem]:
     """A file that is called an image and is none is better met now than by every run: a look at its header."""
     for index, item in enumerate(items, span.first):
-        reason = "" if item.reason else image_fault(item.value["image"], in_full=False)
+        reason = "" if item.reason else image_error(item.value["image"], in_full=False)
         if reason:
             place = records.where(index)
-            item = Item(None, place.file, place.offset, place.unit, f"the image {reason}")
+            item = InputItem(None, place.file, place.offset, place.unit, f"the image {reason}")
         yield item
 
 
-def _shaped_texts(items: Iterator[Item], wish: Wish) -> Iterator[Item]:
+def _shaped_texts(items: Iterator[InputItem], wish: InputReadOptions) -> Iterator[InputItem]:
     if wish.kind == "tokens" and not wish.needs_utf8:
         yield from items
         return
@@ -199,7 +208,7 @@ def _utf8(data: bytes) -> tuple[str, str]:
         return f"not UTF-8 text, at its byte {error.start}: {error.reason}", ""
 
 
-def _shaped_records(items: Iterator[Item], wish: Wish) -> Iterator[Item]:
+def _shaped_records(items: Iterator[InputItem], wish: InputReadOptions) -> Iterator[InputItem]:
     for item in items:
         if item.reason:
             yield item

@@ -14,7 +14,7 @@ from closeranks.core.errors import BadRecordError
 from closeranks.data.stores import Record, Records
 
 
-def read_or_blame(store: Records, first: int, last: int) -> Iterator[tuple[Record | None, str]]:
+def read_with_errors(store: Records, first: int, last: int) -> Iterator[tuple[Record | None, str]]:
     """Each record, or why it cannot be read. All at once; where one is bad, one by one, so that the others are read."""
     try:
         yield from [(record, "") for record in store.read(np.arange(first, last, dtype=np.int64))]
@@ -24,4 +24,4 @@ def read_or_blame(store: Records, first: int, last: int) -> Iterator[tuple[Recor
             yield None, error.what
             return
     for index in range(first, last):
-        yield from read_or_blame(store, index, index + 1)
+        yield from read_with_errors(store, index, index + 1)

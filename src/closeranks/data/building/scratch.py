@@ -19,7 +19,7 @@ _PREFIX = "closeranks-build-"
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """A folder of this process's own, empty."""
     _sweep()
     while True:

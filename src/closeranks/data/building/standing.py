@@ -10,27 +10,31 @@ import re
 from pathlib import Path
 
 from closeranks.core.errors import DataError
-from closeranks.data.building.blueprint import Blueprint
-from closeranks.data.building.journal import FOLDER, Journal, Standing, differences, told
+from closeranks.data.building.blueprint import BuildSpec
+from closeranks.data.building.journal import FOLDER, BuildJournal, OutputFolderState, build_identity, differences
 from closeranks.data.files.local import LocalFiles
 from closeranks.data.shards.manifest import NAME as DATASET
-from closeranks.data.shards.manifest import Manifest, read_manifest
+from closeranks.data.shards.manifest import DatasetManifest, read_manifest
 
 _OURS = re.compile(r"shard-\d+(-\d+)?\.crs(\.part|\.lock)?")
 
 
-def standing_of(blueprint: Blueprint) -> Standing:
+def output_folder_state(blueprint: BuildSpec) -> OutputFolderState:
     out = blueprint.out
     names = _names(out)
     foreign = sorted(name for name in names if not _is_ours(name))
     if foreign:
-        return Standing("foreign", ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else ""))
-    plan = Journal(out).plan()
+        return OutputFolderState("foreign", ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else ""))
+    plan = BuildJournal(out).saved_identity()
     if plan is None:
-        return Standing("other", "shards without the plan they were built by") if names - {FOLDER} else Standing("new")
-    if plan != (wanted := told(blueprint)):
-        return Standing("other", differences(plan, wanted))
-    return Standing("done" if _is_described(out) else "ours")
+        return (
+            OutputFolderState("other", "shards without the plan they were built by")
+            if names - {FOLDER}
+            else OutputFolderState("new")
+        )
+    if plan != (wanted := build_identity(blueprint)):
+        return OutputFolderState("other", differences(plan, wanted))
+    return OutputFolderState("done" if _is_described(out) else "ours")
 
 
 def _names(out: Path) -> set[str]:
@@ -51,17 +55,17 @@ def _is_ours(name: str) -> bool:
 def _is_described(out: Path) -> bool:
     """A description that is damaged is written again, from the parts."""
     try:
-        found_manifest(out)
+        read_output_manifest(out)
     except DataError:
         return False
     return True
 
 
-def found_manifest(out: Path) -> Manifest:
+def read_output_manifest(out: Path) -> DatasetManifest:
     return read_manifest(LocalFiles(out))
 
 
-def sweep(out: Path) -> None:
+def remove_old_build(out: Path) -> None:
     """Away with an earlier build: its description first, so that no reader takes half of it for the whole."""
     for name in sorted(_names(out), key=lambda name: name != DATASET):
         if name != FOLDER and _is_ours(name):

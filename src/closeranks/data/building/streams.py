@@ -37,7 +37,7 @@ def plain_name(name: str) -> str:
 
 
 @dataclass(slots=True)
-class Stream:
+class DecompressedStream:
     content: BinaryIO
     _raw: BinaryIO
 
@@ -46,7 +46,7 @@ class Stream:
 
 
 @contextmanager
-def open_stream(path: Path, shown: str, compression: str) -> Iterator[Stream]:
+def open_stream(path: Path, shown: str, compression: str) -> Iterator[DecompressedStream]:
     """Its content from the beginning. ``shown``: the name that a person knows it by."""
     try:
         raw = open_binary(path, buffering=_CHUNK)
@@ -54,7 +54,7 @@ def open_stream(path: Path, shown: str, compression: str) -> Iterator[Stream]:
         raise DataError(f"'{shown}' cannot be read: {error.strerror}", "Check its permissions.") from error
     with raw:
         try:
-            yield Stream(_decompressed(raw, compression), raw)
+            yield DecompressedStream(_decompressed(raw, compression), raw)
         except _DAMAGE as error:
             raise DataError(f"'{shown}' is damaged: {_reason(error)}", "Fetch it anew, or leave it out.") from error
         except OSError as error:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from closeranks.data.building.duplicates import Duplicates, Repeats
-from closeranks.data.building.lengths import Lengths
-from closeranks.data.building.salvage import read_or_blame
+from closeranks.data.building.duplicates import DuplicateCounts, DuplicateFinder
+from closeranks.data.building.lengths import LengthHistogram
+from closeranks.data.building.salvage import read_with_errors
 from closeranks.data.packing import pack
 from closeranks.data.stores import Record, Records, Tokens
 
@@ -32,7 +32,7 @@ OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackingStats:
     """What samples of ``seq_len`` would make of the documents."""
 
     seq_len: int
@@ -45,7 +45,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class DatasetStats:
     kind: str
     """``tokens`` or ``records``."""
     num_tokens: int
@@ -54,17 +54,17 @@ class Survey:
     """Token ids that occur."""
     num_bad: int
     """Records that could not be read, and are in no other figure."""
-    lengths: Lengths
+    lengths: LengthHistogram
     """Tokens of each document, or bytes of each record."""
-    repeats: Repeats | None
-    packed: Packed | None
+    repeats: DuplicateCounts | None
+    packed: PackingStats | None
 
 
-def survey_tokens(
+def token_stats(
     store: Tokens, *, limit: int, seq_len: int, on_progress: OnProgress, reads_all: bool = True
-) -> Survey:
+) -> DatasetStats:
     """``reads_all``: false counts by the index alone: no duplicates, no vocabulary."""
-    lengths, duplicates = Lengths(), Duplicates(limit)
+    lengths, duplicates = LengthHistogram(), DuplicateFinder(limit)
     used = np.zeros(max(store.vocab_size, 1), dtype=np.int64)
     for bounds in _bounds(store.ends):
         lengths.add(np.diff(bounds))
@@ -75,15 +75,15 @@ def survey_tokens(
                 size = tokens.dtype.itemsize
                 duplicates.add(data[first * size : last * size] for first, last in pairwise(cuts))
                 on_progress(int(bounds[0]) + cuts[-1], store.num_tokens)
-    return Survey(
+    return DatasetStats(
         kind="tokens",
         num_tokens=store.num_tokens,
         vocab_size=store.vocab_size,
         num_used=int(np.count_nonzero(used)) if reads_all else 0,
         num_bad=0,
         lengths=lengths,
-        repeats=duplicates.repeats() if reads_all else None,
-        packed=pack_samples(store, seq_len) if seq_len else None,
+        repeats=duplicates.counts() if reads_all else None,
+        packed=packing_stats(store, seq_len) if seq_len else None,
     )
 
 
@@ -117,29 +117,29 @@ def _counted(used: npt.NDArray[np.int64], tokens: npt.NDArray[Any]) -> npt.NDArr
     return counts
 
 
-def pack_samples(store: Tokens, seq_len: int) -> Packed:
+def packing_stats(store: Tokens, seq_len: int) -> PackingStats:
     packing = pack(store.ends, seq_len + 1)
-    return Packed(seq_len, max(0, store.num_tokens - 1) // seq_len, packing.num_rows, packing.efficiency)
+    return PackingStats(seq_len, max(0, store.num_tokens - 1) // seq_len, packing.num_rows, packing.efficiency)
 
 
-def survey_records(store: Records, *, limit: int, on_progress: OnProgress) -> Survey:
-    lengths, duplicates, num_bad = Lengths(), Duplicates(limit), 0
+def record_stats(store: Records, *, limit: int, on_progress: OnProgress) -> DatasetStats:
+    lengths, duplicates, num_bad = LengthHistogram(), DuplicateFinder(limit), 0
     for first in range(0, len(store), _RECORDS_AT_ONCE):
         last = min(first + _RECORDS_AT_ONCE, len(store))
-        records = [record for record, _ in read_or_blame(store, first, last) if record is not None]
+        records = [record for record, _ in read_with_errors(store, first, last) if record is not None]
         num_bad += last - first - len(records)
         contents = [content_of(record) for record in records]
         lengths.add(np.fromiter(map(len, contents), dtype=np.int64, count=len(contents)))
         duplicates.add(contents)
         on_progress(last, len(store))
-    return Survey(
+    return DatasetStats(
         kind="records",
         num_tokens=0,
         vocab_size=0,
         num_used=0,
         num_bad=num_bad,
         lengths=lengths,
-        repeats=duplicates.repeats(),
+        repeats=duplicates.counts(),
         packed=None,
     )
 

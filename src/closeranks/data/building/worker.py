@@ -23,8 +23,8 @@ from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, encode
 from closeranks.core.linux import die_with_parent
 from closeranks.core.streams import outlast_readers
-from closeranks.data.building.blueprint import Blueprint
-from closeranks.data.building.part import Builder
+from closeranks.data.building.blueprint import BuildSpec
+from closeranks.data.building.part import PartBuilder
 
 _BEAT_S = 0.1
 
@@ -46,9 +46,9 @@ class _Voice:
 
 
 def serve(connection: Connection) -> None:
-    blueprint: Blueprint = connection.recv()
+    blueprint: BuildSpec = connection.recv()
     voice = _Voice(connection)
-    builder = Builder(blueprint, voice)
+    builder = PartBuilder(blueprint, voice)
     while True:
         try:
             index = connection.recv()
@@ -57,7 +57,7 @@ def serve(connection: Connection) -> None:
         connection.send(_done(builder, index, blueprint))
 
 
-def _done(builder: Builder, index: int, blueprint: Blueprint) -> tuple[str, Any]:
+def _done(builder: PartBuilder, index: int, blueprint: BuildSpec) -> tuple[str, Any]:
     try:
         return "done", builder.build(blueprint.parts[index])
     except CloseranksError as error:
@@ -71,7 +71,7 @@ def _done(builder: Builder, index: int, blueprint: Blueprint) -> tuple[str, Any]
         return "failed", encode(RunFailed(what))
 
 
-def disk_error(error: OSError, blueprint: Blueprint) -> CloseranksError:
+def disk_error(error: OSError, blueprint: BuildSpec) -> CloseranksError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         fix = "Make room, and give the same command again: it goes on from the shards that are finished."
         return SetupError(f"no room is left for '{blueprint.out}' ({error.strerror})", fix)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from closeranks.data.files.cache import Outcome
+from closeranks.data.files.cache import PrefetchOutcome
 
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = 2
@@ -20,8 +20,8 @@ NUM_THREADS = 2
 _LOOK_S = 0.5
 
 
-class Ahead:
-    def __init__(self, fetch: Callable[[str, threading.Event], Outcome]) -> None:
+class FilePrefetcher:
+    def __init__(self, fetch: Callable[[str, threading.Event], PrefetchOutcome]) -> None:
         self._fetch = fetch
         self._changed = threading.Condition()
         self._wanted: tuple[str, ...] = ()
@@ -34,10 +34,10 @@ class Ahead:
         self._stop = threading.Event()
 
     @property
-    def wanted(self) -> tuple[str, ...]:
+    def pending(self) -> tuple[str, ...]:
         return self._wanted
 
-    def want(self, names: Sequence[str]) -> None:
+    def prefetch(self, names: Sequence[str]) -> None:
         """What stays wanted and was settled is not looked at again: this is called at every batch."""
         with self._changed:
             if self._stop.is_set():  # closed before: those who gave up keep their word to stop
@@ -50,7 +50,7 @@ class Ahead:
                 threading.Thread(target=self._work, name="fetch ahead", daemon=True).start()
             self._wake()
 
-    def room_changed(self) -> None:
+    def space_changed(self) -> None:
         """Something was let go."""
         with self._changed:
             self._wake()
@@ -76,10 +76,10 @@ class Ahead:
                 outcome = self._fetch(name, self._stop)
             except Exception as error:  # whatever it is, ``hold`` meets it again, in a thread that can raise it
                 _LOG.info("%s was not fetched ahead: %s", name, error)
-                outcome = Outcome.FAILED
+                outcome = PrefetchOutcome.FAILED
             with self._changed:
                 self._busy.discard(name)
-                if outcome is not Outcome.NO_ROOM:
+                if outcome is not PrefetchOutcome.NO_ROOM:
                     self._settled.add(name)
                 else:
                     # Other processes let go, too, and tell nobody.

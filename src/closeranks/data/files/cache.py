@@ -25,11 +25,11 @@ from enum import Enum
 from pathlib import Path
 
 from closeranks.core.faults import declare, point
-from closeranks.data.files.filling import Item, Progress, fill, is_sound
+from closeranks.data.files.filling import RemoteFileVersion, StallDetector, is_sound, write_cached_file
 from closeranks.data.files.flocks import Flock, try_exclusive, try_shared
-from closeranks.data.files.room import FILE, PART, Need, Room, Terms
-from closeranks.data.files.sentences import locked_out, no_room, of_cache, too_large
-from closeranks.data.files.shelf import mark_ahead, mark_used
+from closeranks.data.files.room import FILE, PART, CacheSpace, CacheTimeouts, SpaceRequest
+from closeranks.data.files.sentences import cache_error, lock_timeout_error, no_space_error, too_large_error
+from closeranks.data.files.shelf import mark_prefetched, mark_used
 from closeranks.data.timing import stage
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ Wanted = Callable[[], Collection[str]]
 """Names in the cache of what this process needs next, which makes room last."""
 
 
-class Outcome(Enum):
+class PrefetchOutcome(Enum):
     """What became of a wish."""
 
     HERE = "here"
@@ -51,7 +51,7 @@ class Outcome(Enum):
     NO_ROOM = "no room without driving out what is needed sooner"
 
 
-class Held:
+class HeldFile:
     """A whole file that stays until it is released."""
 
     __slots__ = ("_lock", "path")
@@ -61,50 +61,50 @@ class Held:
         self.path = lock.path
 
     def release(self) -> None:
-        if self._lock.is_mine:
+        if self._lock.is_held:
             mark_used(self._lock.fd)
         self._lock.release()
 
 
-class Cache:
-    def __init__(self, folder: Path, max_bytes: int, terms: Terms | None = None) -> None:
+class FileCache:
+    def __init__(self, folder: Path, max_bytes: int, terms: CacheTimeouts | None = None) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
-        self._terms = terms or Terms()
-        self._room = Room(folder, max_bytes, self._terms)
+        self._terms = terms or CacheTimeouts()
+        self._room = CacheSpace(folder, max_bytes, self._terms)
         self._verified: set[str] = set()
 
-    def __reduce__(self) -> tuple[type[Cache], tuple[Path, int, Terms]]:
+    def __reduce__(self) -> tuple[type[FileCache], tuple[Path, int, CacheTimeouts]]:
         """A copy in another process shares the folder, nothing else."""
-        return Cache, (self.folder, self.max_bytes, self._terms)
+        return FileCache, (self.folder, self.max_bytes, self._terms)
 
-    def path_of(self, item: Item) -> Path:
+    def path_of(self, item: RemoteFileVersion) -> Path:
         return self.folder / f"{FILE}{item.key}"
 
-    def hold(self, item: Item, bring: Bring, wanted: Wanted = frozenset) -> Held:
+    def acquire(self, item: RemoteFileVersion, bring: Bring, wanted: Wanted = frozenset) -> HeldFile:
         with self._worded():
             lock = self._found(item)
             if lock is None:
                 with stage("fetch"):
                     lock = self._brought(item, bring, wanted)
             mark_used(lock.fd)
-            return Held(lock)
+            return HeldFile(lock)
 
-    def fetch_ahead(self, item: Item, bring: Bring, wanted: Wanted) -> Outcome:
+    def prefetch(self, item: RemoteFileVersion, bring: Bring, wanted: Wanted) -> PrefetchOutcome:
         """Waits for nobody, and drives out nothing that is needed sooner."""
         with self._worded():
             if (lock := self._found(item)) is None:
                 part = self._begun(item)
                 if part is None:
-                    return Outcome.ELSEWHERE
-                lock = self._filled(part, item, bring, Need(item.num_bytes, wanted, is_ahead=True))
+                    return PrefetchOutcome.ELSEWHERE
+                lock = self._filled(part, item, bring, SpaceRequest(item.num_bytes, wanted, is_prefetch=True))
                 if lock is None:
-                    return Outcome.NO_ROOM
-            mark_ahead(lock.fd)
+                    return PrefetchOutcome.NO_ROOM
+            mark_prefetched(lock.fd)
             lock.release()
-            return Outcome.HERE
+            return PrefetchOutcome.HERE
 
-    def discard(self, item: Item) -> None:
+    def discard(self, item: RemoteFileVersion) -> None:
         """Whoever has it open keeps what it has; the next to hold it fetches it again."""
         with self._worded():
             self.path_of(item).unlink(missing_ok=True)
@@ -119,12 +119,12 @@ class Cache:
         try:
             yield
         except OSError as error:
-            raise of_cache(error, self.folder) from error
+            raise cache_error(error, self.folder) from error
 
-    def _part_of(self, item: Item) -> Path:
+    def _part_of(self, item: RemoteFileVersion) -> Path:
         return self.folder / f"{PART}{item.key}"
 
-    def _found(self, item: Item) -> Flock | None:
+    def _found(self, item: RemoteFileVersion) -> Flock | None:
         """Locked shared, or None. A damaged one is thrown away, to be fetched again."""
         path = self.path_of(item)
         try:
@@ -132,7 +132,7 @@ class Cache:
             until = time.monotonic() + self._terms.lock_s
             while (lock := try_shared(path)) is None:
                 if time.monotonic() > until:
-                    raise locked_out(path, self._terms.lock_s)
+                    raise lock_timeout_error(path, self._terms.lock_s)
                 time.sleep(self._terms.poll_s)
         except FileNotFoundError:
             return None
@@ -145,11 +145,11 @@ class Cache:
         lock.remove()
         return None
 
-    def _brought(self, item: Item, bring: Bring, wanted: Wanted) -> Flock:
+    def _brought(self, item: RemoteFileVersion, bring: Bring, wanted: Wanted) -> Flock:
         """By this process or another; fetched anew where the other gave up."""
         if item.num_bytes > self.max_bytes:
-            raise too_large(item.url, item.num_bytes, self.max_bytes)
-        progress = Progress(self._part_of(item), item.url, self._terms.stall_s)
+            raise too_large_error(item.url, item.num_bytes, self.max_bytes)
+        progress = StallDetector(self._part_of(item), item.url, self._terms.stall_s)
         waited_s, pause_s = 0.0, self._terms.poll_s
         while True:
             part = self._begun(item)
@@ -157,16 +157,16 @@ class Cache:
                 progress.check()
                 lock = self._found(item)
             else:
-                lock = self._filled(part, item, bring, Need(item.num_bytes, wanted, is_ahead=False))
+                lock = self._filled(part, item, bring, SpaceRequest(item.num_bytes, wanted, is_prefetch=False))
                 waited_s += pause_s
-                if lock is None and waited_s > self._terms.room_s:
-                    raise no_room(item.url, item.num_bytes, self.folder, self.max_bytes, self._terms.room_s)
+                if lock is None and waited_s > self._terms.space_s:
+                    raise no_space_error(item.url, item.num_bytes, self.folder, self.max_bytes, self._terms.space_s)
                 pause_s = min(_LONGEST_POLL_S, 2 * pause_s)
             if lock is not None:
                 return lock
             time.sleep(pause_s)
 
-    def _begun(self, item: Item) -> Flock | None:
+    def _begun(self, item: RemoteFileVersion) -> Flock | None:
         """The exclusive lock on the part, or None where somebody else has it."""
         try:
             return try_exclusive(self._part_of(item), create=True)
@@ -174,7 +174,7 @@ class Cache:
             self.folder.mkdir(parents=True, exist_ok=True)
             return try_exclusive(self._part_of(item), create=True)
 
-    def _filled(self, part: Flock, item: Item, bring: Bring, need: Need) -> Flock | None:
+    def _filled(self, part: Flock, item: RemoteFileVersion, bring: Bring, need: SpaceRequest) -> Flock | None:
         """The lock on the whole file, shared; None where there is no room. Nothing half-made stays, whatever comes."""
         is_whole = False
         try:
@@ -183,7 +183,9 @@ class Cache:
             os.ftruncate(part.fd, 0)  # what a killed process left
             if not self._room.reserve(part.fd, need):
                 return None
-            fill(part.fd, item, bring(), lambda num_bytes: self._room.make_free(replace(need, num_bytes=num_bytes)))
+            write_cached_file(
+                part.fd, item, bring(), lambda num_bytes: self._room.evict(replace(need, num_bytes=num_bytes))
+            )
             point(FILE_WHOLE)
             self._name(part, item)
             is_whole = True
@@ -192,11 +194,11 @@ class Cache:
             if not is_whole:
                 part.remove()
 
-    def _name(self, part: Flock, item: Item) -> None:
+    def _name(self, part: Flock, item: RemoteFileVersion) -> None:
         """Under the folder's lock, so that nobody counts it twice, or removes it while its lock changes."""
         with self._room.locked():
             path = self.path_of(item)
             os.rename(part.path, path)
             part.path = path
-            part.share()
+            part.downgrade()
         self._verified.add(item.key)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from closeranks.core.faults import declare, point
-from closeranks.data.files.sentences import incomplete, is_full, other_digest, stalled
+from closeranks.data.files.sentences import digest_mismatch_error, incomplete_error, is_disk_full, stalled_error
 
 PIECE_CACHED = declare("piece cached", "a file from far away lies in the cache in part")
 _READ_BYTES = 1 << 20
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class RemoteFileVersion:
     """A file far away, in one version."""
 
     url: str
@@ -41,13 +41,15 @@ class Item:
         return f"{mark}-{re.sub(r'[^A-Za-z0-9._-]', '_', self.url.rpartition('/')[2])[-80:]}"
 
 
-def fill(fd: int, item: Item, pieces: Generator[bytes, None, None], make_free: Callable[[int], bool]) -> None:
+def write_cached_file(
+    fd: int, item: RemoteFileVersion, pieces: Generator[bytes, None, None], make_free: Callable[[int], bool]
+) -> None:
     """``make_free`` is asked for so many bytes when the disk is full, and says whether it could give any."""
     check = _Check(item)
     with closing(pieces):
         for data in pieces:
             if check.num_bytes + len(data) > item.num_bytes:
-                raise incomplete(item.url, item.num_bytes, check.num_bytes + len(data))
+                raise incomplete_error(item.url, item.num_bytes, check.num_bytes + len(data))
             _write(fd, data, check.num_bytes, make_free)
             check.add(data)
             point(PIECE_CACHED)
@@ -55,7 +57,7 @@ def fill(fd: int, item: Item, pieces: Generator[bytes, None, None], make_free: C
     _until_room(partial(os.fdatasync, fd), item.num_bytes, make_free)
 
 
-def is_sound(fd: int, item: Item) -> bool:
+def is_sound(fd: int, item: RemoteFileVersion) -> bool:
     """Whether a cached file still is what it was. Reads all of it where its digest is known."""
     if os.fstat(fd).st_size != item.num_bytes:
         return False
@@ -72,7 +74,7 @@ def is_sound(fd: int, item: Item) -> bool:
 class _Check:
     """Counts, and digests where somebody knows what should come out."""
 
-    def __init__(self, item: Item) -> None:
+    def __init__(self, item: RemoteFileVersion) -> None:
         self._item = item
         self.num_bytes = 0
         self._found = None
@@ -88,9 +90,9 @@ class _Check:
 
     def finish(self) -> None:
         if self.num_bytes != self._item.num_bytes:
-            raise incomplete(self._item.url, self._item.num_bytes, self.num_bytes)
+            raise incomplete_error(self._item.url, self._item.num_bytes, self.num_bytes)
         if self._found is not None and self._found.hexdigest() != self._item.digest:
-            raise other_digest(self._item.url)
+            raise digest_mismatch_error(self._item.url)
 
 
 def _write(fd: int, data: bytes, start: int, make_free: Callable[[int], bool]) -> None:
@@ -105,11 +107,11 @@ def _until_room(act: Callable[[], T], num_bytes: int, make_free: Callable[[int],
         try:
             return act()
         except OSError as error:
-            if not is_full(error) or not make_free(num_bytes):
+            if not is_disk_full(error) or not make_free(num_bytes):
                 raise
 
 
-class Progress:
+class StallDetector:
     """Watches another process that fetches a file; its size says nothing, it is the final one from the start."""
 
     def __init__(self, path: Path, url: str, stall_s: float) -> None:
@@ -130,4 +132,4 @@ class Progress:
         if seen != self._seen or seen is None:
             self._seen, self._since = seen, now
         elif now - self._since > self._stall_s:
-            raise stalled(self._url, self._path, now - self._since)
+            raise stalled_error(self._url, self._path, now - self._since)

@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from closeranks.data.files.forks import registered
+from closeranks.data.files.forks import register_fork_reset
 
 
 class _OpenLocks:
@@ -28,7 +28,7 @@ class _OpenLocks:
 
 
 _OPEN = _OpenLocks()
-registered(_OPEN)
+register_fork_reset(_OPEN)
 
 
 class Flock:
@@ -43,17 +43,17 @@ class Flock:
         _OPEN.fds.add(fd)
 
     @property
-    def is_mine(self) -> bool:
+    def is_held(self) -> bool:
         """Not so in a child that was forked meanwhile, nor after ``release``."""
         return self.fd >= 0 and self._pid == os.getpid()
 
-    def share(self) -> None:
+    def downgrade(self) -> None:
         """Let others read, too. The kernel lets go for a moment: only where nobody can come between."""
         fcntl.flock(self.fd, fcntl.LOCK_SH)
 
     def release(self) -> None:
         """Unlocked by word, not by closing alone: a child that is just being forked still has it open."""
-        if not self.is_mine:
+        if not self.is_held:
             return
         fd, self.fd = self.fd, -1
         _OPEN.fds.discard(fd)

@@ -12,22 +12,22 @@ from typing import Protocol
 from weakref import WeakSet
 
 
-class Forgetful(Protocol):
-    def forget(self) -> None:
+class ForkResettable(Protocol):
+    def reset_after_fork(self) -> None:
         """Begin anew, as if nothing had been opened; touches nothing that the parent still uses."""
         ...
 
 
-_KNOWN: WeakSet[Forgetful] = WeakSet()
+_KNOWN: WeakSet[ForkResettable] = WeakSet()
 
 
-def registered(thing: Forgetful) -> None:
+def register_fork_reset(thing: ForkResettable) -> None:
     _KNOWN.add(thing)
 
 
 def _forget_all() -> None:
     for thing in tuple(_KNOWN):
-        thing.forget()
+        thing.reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_forget_all)

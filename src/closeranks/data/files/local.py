@@ -15,7 +15,7 @@ from pathlib import Path
 from closeranks.core.errors import DataError
 from closeranks.core.regular_file import read_bytes, regular_stat
 from closeranks.data.files.protocol import FileInfo
-from closeranks.data.files.sentences import empty, of_storage
+from closeranks.data.files.sentences import empty_error, storage_error
 from closeranks.storage.failures import of_disk
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.names import checked
@@ -40,25 +40,25 @@ class LocalFiles:
             try:
                 found = self._entries()
             except StorageError as error:
-                raise of_storage(error) from error
+                raise storage_error(error) from error
             except OSError as error:
-                raise of_storage(of_disk(error, "looking for", self._path)) from error
+                raise storage_error(of_disk(error, "looking for", self._path)) from error
             if not found:
-                raise empty(self.url)
+                raise empty_error(self.url)
             self._listing = {entry.name: FileInfo(entry.name, entry.num_bytes, entry.version) for entry in found}
         return tuple(self._listing.values())
 
     @contextmanager
-    def hold(self, name: str) -> Iterator[Path]:
+    def local_path(self, name: str) -> Iterator[Path]:
         path = self._path_of(name)
         try:
             found = regular_stat(path)
         except OSError as error:
-            raise of_storage(of_disk(error, "looking for", path)) from error
+            raise storage_error(of_disk(error, "looking for", path)) from error
         listed = (self._listing or {}).get(name)
         if listed is not None and (found.st_size, str(found.st_mtime_ns)) != (listed.num_bytes, listed.version):
             how = f"it had {listed.num_bytes} bytes then and has {found.st_size} now"
-            raise of_storage(ChangedError(f"{path} is not the file that was listed: {how}, or was written since"))
+            raise storage_error(ChangedError(f"{path} is not the file that was listed: {how}, or was written since"))
         yield path
 
     def read(self, name: str) -> bytes:
@@ -66,9 +66,9 @@ class LocalFiles:
         try:
             return read_bytes(path)
         except OSError as error:
-            raise of_storage(of_disk(error, "reading", path)) from error
+            raise storage_error(of_disk(error, "reading", path)) from error
 
-    def want(self, names: Sequence[str]) -> None:
+    def prefetch(self, names: Sequence[str]) -> None:
         return
 
     def discard(self, name: str) -> None:
@@ -91,7 +91,7 @@ class LocalFiles:
         try:
             checked(name)
         except StorageError as error:
-            raise of_storage(error) from error
+            raise storage_error(error) from error
         # By its kind, so that ``f/f`` is found, too; one that may not be looked at fails when it is opened.
         is_itself = name == self._path.name and os.path.isfile(self._path)
         return self._path if is_itself else self._path / name

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from closeranks.data.files.cache import Cache
+from closeranks.data.files.cache import FileCache
 from closeranks.data.files.local import LocalFiles
 from closeranks.data.files.protocol import Files
 from closeranks.data.files.remote import RemoteFiles
@@ -25,4 +25,4 @@ def open_files(
     storage = open_storage(path)
     if storage.is_local:
         return LocalFiles(Path(storage.url))
-    return RemoteFiles(path, Cache(Path(cache or CACHE).expanduser().absolute(), cache_bytes), digests)
+    return RemoteFiles(path, FileCache(Path(cache or CACHE).expanduser().absolute(), cache_bytes), digests)

@@ -39,7 +39,7 @@ class Files(Protocol):
         """All files below, recursively, sorted by name; hidden ones (a dot in front) left out. Listed once."""
         ...
 
-    def hold(self, name: str) -> AbstractContextManager[Path]:
+    def local_path(self, name: str) -> AbstractContextManager[Path]:
         """A local path to the file while it is held; brought here first where it lies far away. ``DataError`` with one
         clear sentence where it is missing, not readable, changed since it was listed, or the cache has no room."""
         ...
@@ -48,7 +48,7 @@ class Files(Protocol):
         """A small file whole (a manifest)."""
         ...
 
-    def want(self, names: Sequence[str]) -> None:
+    def prefetch(self, names: Sequence[str]) -> None:
         """These will be held soon, in this order: fetch them in the background. Replaces what was wanted before;
         returns at once and never raises (``hold`` does)."""
         ...

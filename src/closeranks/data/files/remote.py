@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from closeranks.data.files.ahead import Ahead
-from closeranks.data.files.cache import Cache, Outcome
-from closeranks.data.files.filling import Item
-from closeranks.data.files.forks import registered
+from closeranks.data.files.ahead import FilePrefetcher
+from closeranks.data.files.cache import FileCache, PrefetchOutcome
+from closeranks.data.files.filling import RemoteFileVersion
+from closeranks.data.files.forks import register_fork_reset
 from closeranks.data.files.protocol import FileInfo
-from closeranks.data.files.sentences import empty, not_listed, of_storage
+from closeranks.data.files.sentences import empty_error, not_listed_error, storage_error
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import Entry, MissingError, Storage, StorageError
 
@@ -28,19 +28,19 @@ class RemoteFiles:
 
     is_local = False
 
-    def __init__(self, url: str, cache: Cache, digests: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, cache: FileCache, digests: Mapping[str, str] | None = None) -> None:
         self._given = url
         self._base = url.rstrip("/")
         self._cache = cache
         self._digests = dict(digests or {})
         self._listing: dict[str, FileInfo] | None = None
-        self.forget()
-        registered(self)
+        self.reset_after_fork()
+        register_fork_reset(self)
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         self._lock = threading.Lock()
         self._storage: Storage | None = None
-        self._ahead = Ahead(self._fetch_ahead)
+        self._ahead = FilePrefetcher(self._fetch_ahead)
 
     def __getstate__(self) -> dict[str, Any]:
         live = ("_lock", "_storage", "_ahead")
@@ -48,8 +48,8 @@ class RemoteFiles:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.forget()
-        registered(self)
+        self.reset_after_fork()
+        register_fork_reset(self)
 
     @property
     def url(self) -> str:
@@ -59,15 +59,15 @@ class RemoteFiles:
         return tuple(self._listed().values())
 
     @contextmanager
-    def hold(self, name: str) -> Iterator[Path]:
+    def local_path(self, name: str) -> Iterator[Path]:
         entry = self._entry(name)
         with _worded():
-            held = self._cache.hold(self._item(entry), lambda: self._bring(entry), self._wanted)
+            held = self._cache.acquire(self._item(entry), lambda: self._bring(entry), self._wanted)
         try:
             yield held.path
         finally:
             held.release()
-            self._ahead.room_changed()
+            self._ahead.space_changed()
 
     def read(self, name: str) -> bytes:
         """Of the version that was listed, where it was: hidden files and those that came later are not."""
@@ -76,8 +76,8 @@ class RemoteFiles:
                 return b"".join(self._bring(self._entry(name)))
             return self._opened().read(name)
 
-    def want(self, names: Sequence[str]) -> None:
-        self._ahead.want(names)
+    def prefetch(self, names: Sequence[str]) -> None:
+        self._ahead.prefetch(names)
 
     def discard(self, name: str) -> None:
         self._cache.discard(self._item(self._entry(name)))
@@ -101,7 +101,7 @@ class RemoteFiles:
                 with _worded():
                     found = self._as_file() or open_storage(self._base).entries()
                 if not found:
-                    raise empty(self.url)
+                    raise empty_error(self.url)
                 self._listing = {entry.name: FileInfo(entry.name, entry.num_bytes, entry.version) for entry in found}
             return self._listing
 
@@ -120,23 +120,25 @@ class RemoteFiles:
     def _entry(self, name: str) -> Entry:
         info = self._listed().get(name)
         if info is None:
-            raise not_listed(name, self.url)
+            raise not_listed_error(name, self.url)
         return Entry(info.name, info.num_bytes, info.version)
 
-    def _item(self, entry: Entry) -> Item:
-        return Item(self.full_name(entry.name), entry.num_bytes, entry.version, self._digests.get(entry.name, ""))
+    def _item(self, entry: Entry) -> RemoteFileVersion:
+        return RemoteFileVersion(
+            self.full_name(entry.name), entry.num_bytes, entry.version, self._digests.get(entry.name, "")
+        )
 
     def _wanted(self) -> Collection[str]:
         listed = self._listed()
-        known = (self._entry(name) for name in self._ahead.wanted if name in listed)
+        known = (self._entry(name) for name in self._ahead.pending if name in listed)
         return {self._cache.path_of(self._item(entry)).name for entry in known}
 
     def _bring(self, entry: Entry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
         return self._opened().fetch(entry, stop)
 
-    def _fetch_ahead(self, name: str, stop: threading.Event) -> Outcome:
+    def _fetch_ahead(self, name: str, stop: threading.Event) -> PrefetchOutcome:
         entry = self._entry(name)
-        return self._cache.fetch_ahead(self._item(entry), lambda: self._bring(entry, stop), self._wanted)
+        return self._cache.prefetch(self._item(entry), lambda: self._bring(entry, stop), self._wanted)
 
 
 @contextmanager
@@ -144,4 +146,4 @@ def _worded() -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        raise of_storage(error) from error
+        raise storage_error(error) from error

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from closeranks.data.files.flocks import Flock, try_exclusive
-from closeranks.data.files.forks import registered
-from closeranks.data.files.sentences import locked_out
-from closeranks.data.files.shelf import Stored, going, stored
+from closeranks.data.files.forks import register_fork_reset
+from closeranks.data.files.sentences import lock_timeout_error
+from closeranks.data.files.shelf import CachedFile, cached_file, eviction_order
 
 FILE, PART, CLAIM = "file-", "part-", "claim-"
 """How the names of whole files, of those being fetched, and of claims begin; nothing else in the folder is ours."""
@@ -35,10 +35,10 @@ _SMALL = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class CacheTimeouts:
     """How long the cache waits for others."""
 
-    room_s: float = 60.0
+    space_s: float = 60.0
     """For files to be let go where all are held."""
     lock_s: float = 60.0
     """For the folder's lock, which nobody keeps for longer than a count takes."""
@@ -48,25 +48,25 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class SpaceRequest:
     """Room that somebody asks for."""
 
     num_bytes: int
     wanted: Callable[[], Collection[str]]
     """Names of files that the same process will need."""
-    is_ahead: bool
+    is_prefetch: bool
     """Not needed now: it must not drive out what is needed sooner."""
 
 
-class Room:
-    def __init__(self, folder: Path, max_bytes: int, terms: Terms) -> None:
+class CacheSpace:
+    def __init__(self, folder: Path, max_bytes: int, terms: CacheTimeouts) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
         self.terms = terms
         self._claim: Flock | None = None
-        registered(self)
+        register_fork_reset(self)
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         self._claim = None
 
     @contextmanager
@@ -75,14 +75,14 @@ class Room:
         until = time.monotonic() + self.terms.lock_s
         while (lock := try_exclusive(path, create=True)) is None:
             if time.monotonic() > until:
-                raise locked_out(path, self.terms.lock_s)
+                raise lock_timeout_error(path, self.terms.lock_s)
             time.sleep(random.uniform(0.001, 0.005))
         try:
             yield
         finally:
             lock.release()
 
-    def reserve(self, fd: int, need: Need) -> bool:
+    def reserve(self, fd: int, need: SpaceRequest) -> bool:
         """Give the file its final size, if there is room for it."""
         with self.locked():
             if not self._taken_from_claim(need) and not self._freed(need):
@@ -90,7 +90,7 @@ class Room:
             os.ftruncate(fd, need.num_bytes)
             return True
 
-    def make_free(self, need: Need) -> bool:
+    def evict(self, need: SpaceRequest) -> bool:
         """On a disk that is full before the limit is reached: whether anything could go."""
         with self.locked():
             files, _ = self._counted()
@@ -106,12 +106,12 @@ class Room:
         if self._claim is not None:
             weakref.finalize(self, _given_up, self._claim)
 
-    def _freed(self, need: Need) -> bool:
+    def _freed(self, need: SpaceRequest) -> bool:
         files, num_bytes = self._counted()
         excess = num_bytes + need.num_bytes - self.max_bytes
         return excess <= 0 or self._removed(files, need, at_least=excess) >= excess
 
-    def _taken_from_claim(self, need: Need) -> bool:
+    def _taken_from_claim(self, need: SpaceRequest) -> bool:
         """See [Note: claims]. False where the file is too large for one, or there is no room for a whole claim."""
         claim_bytes = self.max_bytes >> 10
         if need.num_bytes * _SMALL > claim_bytes:
@@ -123,21 +123,21 @@ class Room:
             return False
         left = os.fstat(self._claim.fd).st_size
         if left < need.num_bytes:
-            if not self._freed(Need(claim_bytes - left, need.wanted, need.is_ahead)):
+            if not self._freed(SpaceRequest(claim_bytes - left, need.wanted, need.is_prefetch)):
                 return False
             left = claim_bytes
         os.ftruncate(self._claim.fd, left - need.num_bytes)
         return True
 
-    def _counted(self) -> tuple[list[Stored], int]:
+    def _counted(self) -> tuple[list[CachedFile], int]:
         """Whole files, and the bytes of all; what a killed process left behind is removed on the way."""
-        files: list[Stored] = []
+        files: list[CachedFile] = []
         num_bytes = 0
         with os.scandir(self.folder) as found:
             for entry in found:
                 try:
                     if entry.name.startswith(FILE):
-                        files.append(stored(entry.name, entry.stat()))
+                        files.append(cached_file(entry.name, entry.stat()))
                         num_bytes += files[-1].num_bytes
                     elif entry.name.startswith((PART, CLAIM)) and not _swept(Path(entry.path)):
                         num_bytes += entry.stat().st_size
@@ -145,12 +145,12 @@ class Room:
                     continue
         return files, num_bytes
 
-    def _removed(self, files: list[Stored], need: Need, at_least: int) -> int:
+    def _removed(self, files: list[CachedFile], need: SpaceRequest, at_least: int) -> int:
         """Bytes that went: as many as asked for or a file more, or none. Locks first: a file that is held stays."""
         victims: list[Flock] = []
         freed = 0
         try:
-            for file in going(files, need.wanted(), time.time(), is_ahead=need.is_ahead):
+            for file in eviction_order(files, need.wanted(), time.time(), is_ahead=need.is_prefetch):
                 if freed >= at_least:
                     break
                 if (lock := _unheld(self.folder / file.name)) is not None:
@@ -167,7 +167,7 @@ class Room:
 
 
 def _given_up(claim: Flock) -> None:
-    if claim.is_mine:
+    if claim.is_held:
         claim.remove()
 
 

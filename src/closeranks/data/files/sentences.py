@@ -15,7 +15,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def is_full(error: OSError) -> bool:
+def is_disk_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
@@ -23,9 +23,9 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 1 << 20 else f"{num_bytes} bytes"
 
 
-def of_cache(error: OSError, folder: Path) -> DataError:
+def cache_error(error: OSError, folder: Path) -> DataError:
     place = error.filename or folder
-    if is_full(error):
+    if is_disk_full(error):
         what = f"the disk of the cache {folder} is full, and nothing more of it can be let go"
         return DataError(what, "Free some space there, or set data.cache to a folder on another disk.")
     if error.errno in _DENIED:
@@ -35,7 +35,7 @@ def of_cache(error: OSError, folder: Path) -> DataError:
     return DataError(what, "Check the disk, or set data.cache to another folder.")
 
 
-def of_storage(error: StorageError) -> DataError:
+def storage_error(error: StorageError) -> DataError:
     """A storage's sentence says what to do about it itself, where it can."""
     if isinstance(error, ChangedError):
         return DataError(str(error), "Put the old file back, or start again with the files as they are now.")
@@ -44,40 +44,40 @@ def of_storage(error: StorageError) -> DataError:
     return DataError(str(error))
 
 
-def not_listed(name: str, url: str) -> DataError:
+def not_listed_error(name: str, url: str) -> DataError:
     what = f"'{name}' is not among the files of {url}, or was not when they were listed"
     return DataError(what, "Check the name, and whether all files are there.")
 
 
-def empty(url: str) -> DataError:
+def empty_error(url: str) -> DataError:
     return DataError(f"there are no files in {url}", "Check the place, and whether the data has arrived there.")
 
 
-def too_large(url: str, num_bytes: int, max_bytes: int) -> DataError:
+def too_large_error(url: str, num_bytes: int, max_bytes: int) -> DataError:
     what = f"{url} has {_mib(num_bytes)}, and the cache may take {_mib(max_bytes)} in all"
     return DataError(what, f"Set data.cache_bytes to several times {num_bytes}.")
 
 
-def no_room(url: str, num_bytes: int, folder: Path, max_bytes: int, waited_s: float) -> DataError:
+def no_space_error(url: str, num_bytes: int, folder: Path, max_bytes: int, waited_s: float) -> DataError:
     where = f"there is no room for {url} ({_mib(num_bytes)}) in the cache {folder}"
     what = f"{where}: all of its {_mib(max_bytes)} are in use, and too little was let go within {waited_s:.0f} s"
     return DataError(what, "Set data.cache_bytes higher, or data.workers lower.")
 
 
-def locked_out(lock: Path, waited_s: float) -> DataError:
+def lock_timeout_error(lock: Path, waited_s: float) -> DataError:
     what = f"the lock on {lock} in the cache did not come free within {waited_s:.0f} s"
     return DataError(what, "A process that holds it may be stopped or stuck: find it with lslocks, and end it.")
 
 
-def stalled(url: str, part: Path, waited_s: float) -> DataError:
+def stalled_error(url: str, part: Path, waited_s: float) -> DataError:
     what = f"another process fetches {url} into {part} and has made no progress for {waited_s:.0f} s"
     return DataError(what, "It may be stopped or stuck: find it with lslocks, and end it.")
 
 
-def incomplete(url: str, num_bytes: int, found: int) -> DataError:
+def incomplete_error(url: str, num_bytes: int, found: int) -> DataError:
     return DataError(f"{url} should have {num_bytes} bytes, and {found} came", "Look at the file; it may be damaged.")
 
 
-def other_digest(url: str) -> DataError:
+def digest_mismatch_error(url: str) -> DataError:
     what = f"{url} is damaged: what came does not match its digest"
     return DataError(what, "Put the file there anew from where it was made.")

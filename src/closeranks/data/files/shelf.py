@@ -18,7 +18,7 @@ AHEAD_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class CachedFile:
     """A file in the cache."""
 
     name: str
@@ -28,15 +28,17 @@ class Stored:
     """Since it was last fetched or wished for."""
 
 
-def stored(name: str, stat: os.stat_result) -> Stored:
-    return Stored(name, stat.st_size, stat.st_mtime, stat.st_atime > 0)
+def cached_file(name: str, stat: os.stat_result) -> CachedFile:
+    return CachedFile(name, stat.st_size, stat.st_mtime, stat.st_atime > 0)
 
 
-def going(files: Iterable[Stored], wanted: Collection[str], now: float, *, is_ahead: bool) -> list[Stored]:
+def eviction_order(
+    files: Iterable[CachedFile], wanted: Collection[str], now: float, *, is_ahead: bool
+) -> list[CachedFile]:
     """The order in which files make room, for one that is needed now or is fetched ahead. ``wanted``: names that the
     asking process will need. Other processes' wishes are known by their stamps alone."""
-    used: list[Stored] = []
-    wished: list[Stored] = []
+    used: list[CachedFile] = []
+    wished: list[CachedFile] = []
     for file in files:
         is_wished = file.name in wanted or (not file.was_used and now - file.stamped_at < AHEAD_S)
         (wished if is_wished else used).append(file)
@@ -51,7 +53,7 @@ def mark_used(fd: int) -> None:
     _stamp(fd, is_used=True)
 
 
-def mark_ahead(fd: int) -> None:
+def mark_prefetched(fd: int) -> None:
     _stamp(fd, is_used=False)
 
 

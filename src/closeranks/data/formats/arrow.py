@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from closeranks.core.errors import DataError, SetupError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 
 if TYPE_CHECKING:
     from closeranks.data.formats.arrow_batches import ArrowRecords
@@ -28,7 +28,7 @@ _MAPPING = "indices.arrow"
 
 
 @dataclass(frozen=True, slots=True)
-class ArrowLayout:
+class ArrowFiles:
     """What is to be read."""
 
     data: tuple[FileInfo, ...]
@@ -42,8 +42,8 @@ def is_format(infos: Sequence[FileInfo], files: Files) -> bool:
     return any(info.name.lower().endswith(SUFFIXES) or info.name == _SPLITS for info in infos)
 
 
-def open_records(files: Files, index: IndexPlace) -> ArrowRecords:
-    found = layout(files)
+def open_records(files: Files, index: IndexLocation) -> ArrowRecords:
+    found = find_arrow_files(files)
     try:
         from closeranks.data.formats.arrow_batches import ArrowRecords
     except ModuleNotFoundError as error:
@@ -53,7 +53,7 @@ def open_records(files: Files, index: IndexPlace) -> ArrowRecords:
     return ArrowRecords(files, index, found)
 
 
-def layout(files: Files) -> ArrowLayout:
+def find_arrow_files(files: Files) -> ArrowFiles:
     infos = {info.name: info for info in files.list()}
     _refuse_splits(files, infos)
     if _STATE in infos:
@@ -61,10 +61,10 @@ def layout(files: Files) -> ArrowLayout:
     data = tuple(info for name, info in infos.items() if name.lower().endswith(SUFFIXES))
     if not data:
         raise DataError(f"'{files.url}' holds no {' or '.join(SUFFIXES)} file")
-    return ArrowLayout(data)
+    return ArrowFiles(data)
 
 
-def _saved_layout(files: Files, infos: dict[str, FileInfo]) -> ArrowLayout:
+def _saved_layout(files: Files, infos: dict[str, FileInfo]) -> ArrowFiles:
     full = files.full_name(_STATE)
     state = _document(files, _STATE)
     try:
@@ -80,7 +80,7 @@ def _saved_layout(files: Files, infos: dict[str, FileInfo]) -> ArrowLayout:
         raise DataError(f"'{files.full_name(missing[0])}' is missing, which '{full}' names", "Copy the folder again.")
     if not data:
         raise DataError(f"'{full}' names no data files")
-    return ArrowLayout(tuple(infos[name] for name in data), tuple(infos[name] for name in mapping), columns)
+    return ArrowFiles(tuple(infos[name] for name in data), tuple(infos[name] for name in mapping), columns)
 
 
 def _refuse_splits(files: Files, infos: dict[str, FileInfo]) -> None:

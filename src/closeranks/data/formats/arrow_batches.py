@@ -20,14 +20,22 @@ import pyarrow as pa
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.arrow import ArrowLayout
-from closeranks.data.formats.arrow_ipc import NotArrow, Scan, read_all, read_batch, scan
-from closeranks.data.formats.columns import DAMAGE, blamed, is_damage, known, lengths_of, records_of, runs_of
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
-from closeranks.data.formats.maps import Maps
+from closeranks.data.formats.arrow import ArrowFiles
+from closeranks.data.formats.arrow_ipc import ArrowScan, NotArrow, read_all, read_batch, scan
+from closeranks.data.formats.columns import (
+    DAMAGE,
+    check_columns,
+    contiguous_runs,
+    is_damage,
+    lengths_of,
+    raise_as_bad_record,
+    records_of,
+)
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress, saved_index
+from closeranks.data.formats.maps import MappedFiles
 from closeranks.data.formats.rows import FileRows
-from closeranks.data.formats.spans import Span, spans
-from closeranks.data.stores import Ints, Place, Record, typical_block
+from closeranks.data.formats.spans import ContainerSpan, spans
+from closeranks.data.stores import Ints, Record, RecordLocation, typical_block
 from closeranks.data.timing import stage
 
 KEPT_BYTES = 256 << 20
@@ -40,7 +48,7 @@ _NUM_WHOLE = 4
 class ArrowRecords:
     """Rows by number, in the order of the files or of the mapping beside them."""
 
-    def __init__(self, files: Files, place: IndexPlace, layout: ArrowLayout, names: Sequence[str] = ()) -> None:
+    def __init__(self, files: Files, place: IndexLocation, layout: ArrowFiles, names: Sequence[str] = ()) -> None:
         self._files, self._place, self._layout, self._selected = files, place, layout, tuple(names)
         infos = [*layout.data, *layout.mapping]
         self._index = saved_index(place, files, infos, "arrow", partial(_build, files, layout), _settings(layout))
@@ -49,12 +57,12 @@ class ArrowRecords:
         self._rows = FileRows([info.name for info in layout.data], np.asarray(self._firsts[self._file_batches]))
         self._mapping = self._index["mapping"] if layout.mapping else None
         self._schema = pa.ipc.read_schema(pa.py_buffer(self._index["schema"]))
-        chosen = known(names or layout.columns, self._schema.names, files.url)
+        chosen = check_columns(names or layout.columns, self._schema.names, files.url)
         self._fields = [self._schema.field(name) for name in chosen]
         self._chosen = [*chosen]
         self._is_compressed = bool(self._index["is_compressed"][0])
         self.block = self._typical_block()
-        self._maps = Maps(files)
+        self._maps = MappedFiles(files)
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._kept_bytes = 0
         self._whole: OrderedDict[int, list[Any]] = OrderedDict()
@@ -86,16 +94,16 @@ class ArrowRecords:
                         records[position] = record
         return records
 
-    def _parts(self, span: Span) -> list[Any]:
+    def _parts(self, span: ContainerSpan) -> list[Any]:
         """The rows of one batch, a batch for each run of neighbours, with every offset checked."""
         with self._blamed(span.container):
             batch = self._batch(span.container)
-            parts = [batch.slice(run.start, run.stop - run.start) for run in runs_of(span.inside)]
+            parts = [batch.slice(run.start, run.stop - run.start) for run in contiguous_runs(span.inside)]
             for part in parts:
                 part.validate(full=True)
         return parts
 
-    def _decoded(self, asked: Sequence[Span], parts: Sequence[list[Any]]) -> Iterator[list[Record]]:
+    def _decoded(self, asked: Sequence[ContainerSpan], parts: Sequence[list[Any]]) -> Iterator[list[Record]]:
         """All at once, since each column of each call costs; where that fails batch by batch, to name the bad one."""
         try:
             records = self._records_of([part for own in parts for part in own])
@@ -120,7 +128,7 @@ class ArrowRecords:
     def lengths(self, field: str) -> npt.NDArray[np.int64] | None:
         """Of every row: elements of its list or bytes of its string, from the offsets alone. None where the column has
         no lengths."""
-        (name,) = known([field], [one.name for one in self._fields], self._files.url)
+        (name,) = check_columns([field], [one.name for one in self._fields], self._files.url)
         parts = []
         for number in range(self._num_batches):
             with self._blamed(number):
@@ -135,10 +143,12 @@ class ArrowRecords:
         lengths = np.concatenate(parts)
         return lengths if self._mapping is None else lengths[self._mapping]
 
-    def where(self, index: int) -> Place:
+    def where(self, index: int) -> RecordLocation:
         row = self._stored(np.asarray([index]))
         file = int(self._rows.files_at(row)[0])
-        return Place(self._files.full_name(self._rows.names[file]), int(row[0] - self._rows.firsts[file]), "row")
+        return RecordLocation(
+            self._files.full_name(self._rows.names[file]), int(row[0] - self._rows.firsts[file]), "row"
+        )
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return self._rows.names_of(self._stored(indices))
@@ -152,8 +162,8 @@ class ArrowRecords:
     def _stored(self, indices: Ints) -> Ints:
         """Which rows these are as they lie in the files."""
         if self._mapping is None:
-            return self._rows.checked(indices)
-        asked = FileRows([""], np.asarray([0, len(self._mapping)])).checked(indices)
+            return self._rows.check_bounds(indices)
+        asked = FileRows([""], np.asarray([0, len(self._mapping)])).check_bounds(indices)
         return np.asarray(self._mapping[asked], np.int64)
 
     def _typical_block(self) -> int:
@@ -210,17 +220,17 @@ class ArrowRecords:
             name = self._files.full_name(self._rows.names[self._file_of(number)])
             return f"'{name}', batch at byte {int(self._index['offsets'][number])}"
 
-        return blamed(where)
+        return raise_as_bad_record(where)
 
 
-def _settings(layout: ArrowLayout) -> dict[str, str | int]:
+def _settings(layout: ArrowFiles) -> dict[str, str | int]:
     """Which of the files are the mapping is not told by their names alone."""
     return {"version": 1, "num_mapping": len(layout.mapping)}
 
 
-def _build(files: Files, layout: ArrowLayout, progress: Progress) -> Arrays:
+def _build(files: Files, layout: ArrowFiles, progress: Progress) -> Arrays:
     """Reads the description of every batch; of the data a little at both ends of each."""
-    maps, scans, done = Maps(files, limit=1), [], 0
+    maps, scans, done = MappedFiles(files, limit=1), [], 0
     for info in layout.data:
         scans.append(_scanned(maps, info, files))
         _check_schema(
@@ -247,7 +257,7 @@ def _build(files: Files, layout: ArrowLayout, progress: Progress) -> Arrays:
     }
 
 
-def _scanned(maps: Maps, info: FileInfo, files: Files) -> Scan:
+def _scanned(maps: MappedFiles, info: FileInfo, files: Files) -> ArrowScan:
     try:
         return scan(maps.view(info.name))
     except Exception as error:
@@ -267,7 +277,7 @@ def _check_schema(schema: Any, first: Any, full: str, first_full: str) -> None:
         )
 
 
-def _read_mapping(maps: Maps, layout: ArrowLayout, files: Files, num_rows: int) -> npt.NDArray[np.int64]:
+def _read_mapping(maps: MappedFiles, layout: ArrowFiles, files: Files, num_rows: int) -> npt.NDArray[np.int64]:
     parts = [np.empty(0, np.int64)]
     for info in layout.mapping:
         _scanned(maps, info, files)

@@ -31,7 +31,7 @@ class NotArrow(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ArrowBatch:
     """A record batch as its message describes it."""
 
     offset: int
@@ -44,14 +44,14 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
+class ArrowScan:
     schema: Any
-    batches: list[Batch]
+    batches: list[ArrowBatch]
     has_dictionaries: bool
     """Batches that point into dictionaries cannot be read alone."""
 
 
-def scan(view: npt.NDArray[np.uint8]) -> Scan:
+def scan(view: npt.NDArray[np.uint8]) -> ArrowScan:
     """Walk a file; reads the descriptions and no data. ``NotArrow``, or what Arrow raises of bytes without sense."""
     begin, end = _extent(view)
     source = pa.BufferReader(pa.py_buffer(view[begin:end]))
@@ -72,7 +72,7 @@ def scan(view: npt.NDArray[np.uint8]) -> Scan:
             raise NotArrow(f"a message of the kind '{message.type}' at byte {begin + at}")
         at = source.tell()
     _check_end(view[:end], begin + at, begin + source.tell(), has_footer=end < len(view))
-    return Scan(schema, batches, has_dictionaries)
+    return ArrowScan(schema, batches, has_dictionaries)
 
 
 def _check_end(view: npt.NDArray[np.uint8], last: int, reached: int, *, has_footer: bool) -> None:
@@ -117,7 +117,7 @@ def _next(messages: Any) -> Any:
         return None
 
 
-def _batch(message: Any, offset: int, num_bytes: int) -> Batch:
+def _batch(message: Any, offset: int, num_bytes: int) -> ArrowBatch:
     description, body = message.metadata, message.body
     num_rows, is_compressed = _describe(memoryview(description))
     if num_rows < 0:
@@ -126,7 +126,7 @@ def _batch(message: Any, offset: int, num_bytes: int) -> Batch:
     if body is not None:
         crc = crc32c(memoryview(body[:_SAMPLE_BYTES]), crc)
         crc = crc32c(memoryview(body[max(len(body) - _SAMPLE_BYTES, 0) :]), crc)
-    return Batch(offset, num_bytes, num_rows, is_compressed, int(crc))
+    return ArrowBatch(offset, num_bytes, num_rows, is_compressed, int(crc))
 
 
 def _describe(message: memoryview) -> tuple[int, bool]:

@@ -35,7 +35,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 @contextmanager
-def blamed(where: Callable[[], str]) -> Iterator[None]:
+def raise_as_bad_record(where: Callable[[], str]) -> Iterator[None]:
     """Faults found inside are those of the data at ``where``, which is asked only then."""
     try:
         yield
@@ -51,7 +51,7 @@ def blamed(where: Callable[[], str]) -> Iterator[None]:
         raise BadRecordError(f"bad record in {where()}: {str(error).splitlines()[0]}") from error
 
 
-def known(names: Sequence[str], columns: Sequence[str], url: str) -> Sequence[str]:
+def check_columns(names: Sequence[str], columns: Sequence[str], url: str) -> Sequence[str]:
     """The names asked for, or all."""
     missing = [name for name in names if name not in columns]
     if missing:
@@ -66,7 +66,7 @@ def records_of(fields: Sequence[Any], arrays: Sequence[Array]) -> list[Record]:
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def runs_of(rows: npt.NDArray[np.int64]) -> list[slice]:
+def contiguous_runs(rows: npt.NDArray[np.int64]) -> list[slice]:
     """Rows (some, ascending) as stretches of neighbours."""
     if len(rows) == 1:
         return [slice(int(rows[0]), int(rows[0]) + 1)]
@@ -75,7 +75,7 @@ def runs_of(rows: npt.NDArray[np.int64]) -> list[slice]:
     return [slice(begin, last + 1) for begin, last in zip(begins, lasts, strict=True)]
 
 
-def checked(array: Array, runs: Sequence[slice]) -> Array:
+def validate_rows(array: Array, runs: Sequence[slice]) -> Array:
     """These rows of an array, or of its chunks, as one array. Of a single run no copy is made."""
     found = [array.slice(run.start, run.stop - run.start) for run in runs]
     if isinstance(array, pa.ChunkedArray):
@@ -97,7 +97,7 @@ def lengths_of(array: Array) -> npt.NDArray[np.int64] | None:
     return lengths
 
 
-def same_type(one: Any, other: Any) -> bool:
+def is_compatible_type(one: Any, other: Any) -> bool:
     """Whether two files may be read as one: what becomes the same kind of value is the same. A column of nothing but
     null fits any."""
     one, other = _normal(one), _normal(other)
@@ -105,9 +105,9 @@ def same_type(one: Any, other: Any) -> bool:
         return True
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         mine, theirs = {f.name: f.type for f in one.fields}, {f.name: f.type for f in other.fields}
-        return mine.keys() == theirs.keys() and all(same_type(mine[name], theirs[name]) for name in mine)
+        return mine.keys() == theirs.keys() and all(is_compatible_type(mine[name], theirs[name]) for name in mine)
     if _is_list(one) and _is_list(other):
-        return same_type(one.value_type, other.value_type)
+        return is_compatible_type(one.value_type, other.value_type)
     return bool(one == other) or (_is_text(one) and _is_text(other)) or (_is_binary(one) and _is_binary(other))
 
 

@@ -18,8 +18,8 @@ from blake3 import blake3
 from closeranks.core.errors import DataError
 from closeranks.core.regular_file import read_bytes
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import IndexPlace
-from closeranks.data.stores import Ints, Place, Record, Records
+from closeranks.data.formats.index import IndexLocation
+from closeranks.data.stores import Ints, Record, RecordLocation, Records
 
 NAME = "images"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
@@ -30,7 +30,7 @@ def is_format(infos: Sequence[FileInfo], files: Files) -> bool:
     return any(info.name.lower().endswith(SUFFIXES) for info in infos)
 
 
-def open_records(files: Files, index: IndexPlace) -> Records:
+def open_records(files: Files, index: IndexLocation) -> Records:
     return ImageRecords(files, index)
 
 
@@ -39,7 +39,7 @@ class ImageRecords:
 
     block = 0
 
-    def __init__(self, files: Files, place: IndexPlace) -> None:
+    def __init__(self, files: Files, place: IndexLocation) -> None:
         self._files, self._place = files, place
         infos = [info for info in files.list() if info.name.lower().endswith(SUFFIXES)]
         self._classes = _classes(files, infos)
@@ -69,7 +69,7 @@ class ImageRecords:
 
     def _record(self, index: int) -> Record:
         name = self._name(index)
-        with self._files.hold(name) as path:
+        with self._files.local_path(name) as path:
             try:
                 image = read_bytes(path)
             except OSError as error:
@@ -80,8 +80,8 @@ class ImageRecords:
         label = int(self._labels[index])
         return {"image": image, "label": label, "class": self._classes[label]} if self._classes else {"image": image}
 
-    def where(self, index: int) -> Place:
-        return Place(self._files.full_name(self._name(index)), 0)
+    def where(self, index: int) -> RecordLocation:
+        return RecordLocation(self._files.full_name(self._name(index)), 0)
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return [self._name(index) for index in dict.fromkeys(np.asarray(indices).tolist())]

@@ -27,12 +27,12 @@ from blake3 import blake3
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index_file import VERSION, Array, Arrays, Index, Subject, UnsoundIndex
+from closeranks.data.formats.index_file import VERSION, Array, Arrays, IndexKey, MappedIndex, UnsoundIndex
 from closeranks.data.formats.index_file import read_index as _read
 from closeranks.data.formats.index_file import write_index as _write
 from closeranks.storage.disk import fsync_folder, make_folder
 
-__all__ = ["Array", "Arrays", "Index", "IndexPlace", "Progress", "saved_index"]
+__all__ = ["Array", "Arrays", "MappedIndex", "IndexLocation", "Progress", "saved_index"]
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called by a builder now and then, cheap: bytes done, bytes in all."""
@@ -51,14 +51,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class IndexPlace:
+class IndexLocation:
     """Where indexes are kept."""
 
     folder: str = ""
     """Empty: beside the data, else under ``cache``."""
     cache: str = ""
     """Empty: ``~/.cache/closeranks/data``."""
-    patience_s: float = 600.0
+    timeout_s: float = 600.0
     """How long to wait for a builder in another process that makes no progress."""
 
 
@@ -69,16 +69,16 @@ class _Candidate:
 
 
 def saved_index(
-    place: IndexPlace,
+    place: IndexLocation,
     files: Files,
     infos: Sequence[FileInfo],
     kind: str,
     build: Callable[[Progress], Arrays],
     settings: Mapping[str, str | int] = _NO_SETTINGS,
-) -> Index:
+) -> MappedIndex:
     """The arrays that ``build`` returned for these files, now or earlier, mapped read-only. ``kind`` is a word of
     letters, digits and dashes; a builder that changes what it returns changes ``settings`` (a version number, say)."""
-    subject = Subject(kind, settings, infos)
+    subject = IndexKey(kind, settings, infos)
     candidates = _candidates(place, files, subject)
     for candidate in candidates:
         if (index := _opened(candidate, subject)) is not None:
@@ -87,7 +87,7 @@ def saved_index(
     for number, candidate in enumerate(candidates):
         try:
             make_folder(candidate.folder)
-            with _alone(candidate, files.url, place.patience_s) as note:
+            with _alone(candidate, files.url, place.timeout_s) as note:
                 index = _opened(candidate, subject)
                 return (
                     _built(candidates[number:], subject, build, _Report(files, infos, note)) if index is None else index
@@ -113,7 +113,7 @@ def _unsaved(url: str, refusals: Sequence[_Refusal]) -> DataError:
     )
 
 
-def _candidates(place: IndexPlace, files: Files, subject: Subject) -> list[_Candidate]:
+def _candidates(place: IndexLocation, files: Files, subject: IndexKey) -> list[_Candidate]:
     if place.folder:
         return [_candidate(Path(place.folder).expanduser(), subject, files.url)]
     cache = Path(place.cache or DEFAULT_CACHE).expanduser() / "index"
@@ -124,7 +124,7 @@ def _candidates(place: IndexPlace, files: Files, subject: Subject) -> list[_Cand
     return found
 
 
-def _candidate(folder: Path, subject: Subject, url: str) -> _Candidate:
+def _candidate(folder: Path, subject: IndexKey, url: str) -> _Candidate:
     """Names but not sizes and versions make the file's name: the index of changed files takes the old one's place."""
     digest = blake3(f"{subject.kind}\0{url}\0{sorted(subject.settings.items())}\n".encode(errors="surrogateescape"))
     for info in subject.files:
@@ -133,11 +133,11 @@ def _candidate(folder: Path, subject: Subject, url: str) -> _Candidate:
 
 
 def _root(files: Files, name: str) -> Path:
-    with files.hold(name) as path:
+    with files.local_path(name) as path:
         return path.absolute().parents[len(PurePosixPath(name).parts) - 1]
 
 
-def _opened(candidate: _Candidate, subject: Subject) -> Index | None:
+def _opened(candidate: _Candidate, subject: IndexKey) -> MappedIndex | None:
     try:
         return _read(candidate.path, subject)
     except (FileNotFoundError, NotADirectoryError):
@@ -148,8 +148,8 @@ def _opened(candidate: _Candidate, subject: Subject) -> Index | None:
 
 
 def _built(
-    candidates: Sequence[_Candidate], subject: Subject, build: Callable[[Progress], Arrays], report: _Report
-) -> Index:
+    candidates: Sequence[_Candidate], subject: IndexKey, build: Callable[[Progress], Arrays], report: _Report
+) -> MappedIndex:
     """The work is done once: where the first place has no room, the others are tried with the same arrays."""
     arrays = report.follow(build)
     refusals = []
@@ -162,7 +162,7 @@ def _built(
     raise _unsaved(report.url, refusals)
 
 
-def _saved(candidate: _Candidate, subject: Subject, arrays: Arrays) -> Index:
+def _saved(candidate: _Candidate, subject: IndexKey, arrays: Arrays) -> MappedIndex:
     make_folder(candidate.folder)
     aside = candidate.path.with_name(f".{candidate.path.name}.{secrets.token_hex(6)}.aside")
     try:
@@ -240,7 +240,7 @@ class _Report:
 
     def follow(self, build: Callable[[Progress], Arrays]) -> Arrays:
         self._note(self._who)
-        self._files.want(self._names)  # the next file comes while one is looked at
+        self._files.prefetch(self._names)  # the next file comes while one is looked at
         try:
             return build(self)
         except OSError as error:  # of the data: those of the index's own folder are answered by another folder

@@ -46,7 +46,7 @@ class UnsoundIndex(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class IndexKey:
     """What an index is of."""
 
     kind: str
@@ -54,7 +54,7 @@ class Subject:
     files: Sequence[FileInfo]
 
     @property
-    def body(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """As it stands in the header; the version of each file counts, so that a changed file makes it stale."""
         digest = blake3()
         for info in self.files:
@@ -81,10 +81,10 @@ class _Extent:
     """Of each block of ``BLOCK_BYTES``."""
 
 
-class Index(Mapping[str, Array]):
+class MappedIndex(Mapping[str, Array]):
     """The arrays of an index, read-only and mapped: they take memory only where they are looked at."""
 
-    def __init__(self, path: Path, subject: Subject, extents: Sequence[_Extent], data: mmap.mmap) -> None:
+    def __init__(self, path: Path, subject: IndexKey, extents: Sequence[_Extent], data: mmap.mmap) -> None:
         self.path = path
         self._extents = extents
         self._data = data
@@ -112,7 +112,7 @@ class Index(Mapping[str, Array]):
             raise DataError(f"the index '{self.path}' is damaged: {error}", "Remove it: it is built again.") from None
 
 
-def write_index(path: Path, subject: Subject, arrays: Arrays) -> None:
+def write_index(path: Path, subject: IndexKey, arrays: Arrays) -> None:
     """Durable when it returns; ``path`` is a name of the writer's own, which counts for nothing yet."""
     plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     header = _header(subject, plain)
@@ -129,7 +129,7 @@ def write_index(path: Path, subject: Subject, arrays: Arrays) -> None:
         os.close(fd)
 
 
-def read_index(path: Path, subject: Subject, *, in_full: bool = False) -> Index:
+def read_index(path: Path, subject: IndexKey, *, in_full: bool = False) -> MappedIndex:
     """``FileNotFoundError`` where there is none, ``UnsoundIndex`` where it must be built again."""
     data = _mapped(path)
     if len(data) < 16 or data[:8] != _MAGIC:
@@ -139,7 +139,7 @@ def read_index(path: Path, subject: Subject, *, in_full: bool = False) -> Index:
         body = unseal("index", data[16 : 16 + num_bytes], "its header", VERSION)
     except UnsoundDocument as error:
         raise UnsoundIndex(str(error)) from error
-    if body["of"] != subject.body:
+    if body["of"] != subject.as_dict:
         raise UnsoundIndex("it is of other files, or they have changed")
     # The places count from the end of the header: a header cannot hold numbers that depend on its own length.
     header_end = 16 + num_bytes
@@ -150,7 +150,7 @@ def read_index(path: Path, subject: Subject, *, in_full: bool = False) -> Index:
     ]
     _check_length(len(data), header_end, extents)
     _check_blocks(data, _chosen(extents, in_full))
-    return Index(path, subject, extents, data)
+    return MappedIndex(path, subject, extents, data)
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -160,7 +160,7 @@ def _mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _header(subject: Subject, arrays: Arrays) -> bytes:
+def _header(subject: IndexKey, arrays: Arrays) -> bytes:
     rows = []
     start = 0
     for name, array in arrays.items():
@@ -171,7 +171,7 @@ def _header(subject: Subject, arrays: Arrays) -> bytes:
         crcs = [int(crc32c(data[at : at + BLOCK_BYTES])) for at in range(0, len(data), BLOCK_BYTES)]
         rows.append([name, array.dtype.str, list(array.shape), start, array.nbytes, crcs])
         start += array.nbytes
-    return seal("index", {"of": subject.body, "arrays": rows}, VERSION)
+    return seal("index", {"of": subject.as_dict, "arrays": rows}, VERSION)
 
 
 def _bytes_of(array: Array) -> memoryview:
@@ -209,7 +209,7 @@ def _check_blocks(data: mmap.mmap, chosen: Sequence[tuple[_Extent, int]]) -> Non
                 raise UnsoundIndex(f"bytes {start} to {end} do not match their checksum")
 
 
-def _identity(subject: Subject, extents: Sequence[_Extent]) -> str:
+def _identity(subject: IndexKey, extents: Sequence[_Extent]) -> str:
     digest = blake3(f"{subject.kind}\0{sorted(subject.settings.items())}\n".encode())
     for info in subject.files:
         digest.update(f"{info.name}\0{info.num_bytes}\n".encode(errors="surrogateescape"))

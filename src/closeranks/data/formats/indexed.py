@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
-from closeranks.data.formats.maps import Maps
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress, saved_index
+from closeranks.data.formats.maps import MappedFiles
 from closeranks.data.formats.rows import FileRows
-from closeranks.data.stores import Ints, Place, Record
+from closeranks.data.stores import Ints, Record, RecordLocation
 
 Scan = Callable[[Files, Sequence[FileInfo], Progress], Arrays]
 """Makes the arrays of an index: ``firsts``, ``starts`` and ``sizes``."""
@@ -28,12 +28,12 @@ class IndexedRecords(ABC):
     lead = 0
     """Bytes of a record in front of its data, which is what the index points at."""
 
-    def __init__(self, files: Files, place: IndexPlace, name: str, infos: Sequence[FileInfo], scan: Scan) -> None:
+    def __init__(self, files: Files, place: IndexLocation, name: str, infos: Sequence[FileInfo], scan: Scan) -> None:
         self._files, self._place = files, place
         index = saved_index(place, files, infos, name, lambda progress: scan(files, infos, progress), {"version": 1})
         self._rows = FileRows([info.name for info in infos], index["firsts"])
         self._starts, self._sizes = index["starts"], index["sizes"]
-        self._maps = Maps(files)
+        self._maps = MappedFiles(files)
         self.indexes, self.identity = (index,), index.identity
         self.block = self._rows.block
 
@@ -44,7 +44,7 @@ class IndexedRecords(ABC):
         return self._rows.num_rows
 
     def read(self, indices: Ints) -> list[Record]:
-        rows = self._rows.checked(indices)
+        rows = self._rows.check_bounds(indices)
         numbers = self._rows.files_at(rows).tolist()
         starts, sizes = self._starts[rows].tolist(), self._sizes[rows].tolist()
         return [self._read_one(*at) for at in zip(numbers, starts, sizes, strict=True)]
@@ -57,11 +57,11 @@ class IndexedRecords(ABC):
     def _record(self, name: str, view: npt.NDArray[np.uint8], start: int, size: int) -> Record:
         """From the bytes of the file of that name; ``BadRecordError`` with the place where they make no record."""
 
-    def _place_of(self, name: str, start: int) -> Place:
-        return Place(self._files.full_name(name), start - self.lead)
+    def _place_of(self, name: str, start: int) -> RecordLocation:
+        return RecordLocation(self._files.full_name(name), start - self.lead)
 
-    def where(self, index: int) -> Place:
-        row = self._rows.checked(np.array([index]))
+    def where(self, index: int) -> RecordLocation:
+        row = self._rows.check_bounds(np.array([index]))
         return self._place_of(self._rows.names[int(self._rows.files_at(row)[0])], int(self._starts[index]))
 
     def files_of(self, indices: Ints) -> Sequence[str]:

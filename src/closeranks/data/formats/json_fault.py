@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 
-def json_fault(error: Exception) -> str:
+def json_error(error: Exception) -> str:
     """Completes "not JSON: ..."; ``error`` is what ``json.loads`` raised."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg[:1].lower()}{error.msg[1:]} at character {error.pos} of the record"

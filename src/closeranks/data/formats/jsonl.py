@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress
 from closeranks.data.formats.indexed import IndexedRecords
-from closeranks.data.formats.json_fault import json_fault
-from closeranks.data.formats.maps import Maps
-from closeranks.data.stores import Ints, Place, Record, Records
+from closeranks.data.formats.json_fault import json_error
+from closeranks.data.formats.maps import MappedFiles
+from closeranks.data.stores import Ints, Record, RecordLocation, Records
 
 NAME = "jsonl"
 SUFFIXES = (".jsonl", ".ndjson")
@@ -35,14 +35,14 @@ def is_format(infos: Sequence[FileInfo], files: Files) -> bool:
     return any(info.name.lower().endswith(SUFFIXES + COMPRESSED) for info in infos)
 
 
-def open_records(files: Files, index: IndexPlace) -> Records:
+def open_records(files: Files, index: IndexLocation) -> Records:
     return JsonlRecords(files, index)
 
 
 class JsonlRecords(IndexedRecords):
     """Lines as records."""
 
-    def __init__(self, files: Files, place: IndexPlace) -> None:
+    def __init__(self, files: Files, place: IndexLocation) -> None:
         super().__init__(files, place, NAME, _lines_of(files), _build)
 
     def _record(self, name: str, view: npt.NDArray[np.uint8], start: int, size: int) -> Record:
@@ -56,13 +56,13 @@ class JsonlRecords(IndexedRecords):
         except UnicodeDecodeError as error:
             raise _refusal(self._place_of(name, start), f"byte {error.start} of the line is not UTF-8") from None
         except (ValueError, RecursionError) as error:
-            raise _refusal(self._place_of(name, start), f"not JSON: {json_fault(error)}") from None
+            raise _refusal(self._place_of(name, start), f"not JSON: {json_error(error)}") from None
         if not isinstance(record, dict):
             raise _refusal(self._place_of(name, start), f"a JSON {type(record).__name__} where an object is needed")
         return record
 
 
-def _refusal(place: Place, reason: str) -> BadRecordError:
+def _refusal(place: RecordLocation, reason: str) -> BadRecordError:
     return BadRecordError(f"bad record at {place}: {reason}")
 
 
@@ -81,7 +81,7 @@ def _lines_of(files: Files) -> list[FileInfo]:
 
 def _build(files: Files, infos: Sequence[FileInfo], progress: Progress) -> Arrays:
     total = sum(info.num_bytes for info in infos)
-    maps = Maps(files, 1)
+    maps = MappedFiles(files, 1)
     starts, sizes, counts = [], [], [0]
     done = 0
     for info in infos:
@@ -115,7 +115,7 @@ def _scan(
         begin = int(ends[-1]) + 1 if len(ends) else begin
         sizes = ends - starts
         if len(sizes) and int(sizes.max()) >= 2**32:
-            long = Place(full_name, int(starts[int(sizes.argmax())]))
+            long = RecordLocation(full_name, int(starts[int(sizes.argmax())]))
             raise DataError(f"the line at {long} has {int(sizes.max())} bytes, and 4 GiB are the most")
         filled = _is_filled(view, starts, sizes)
         found.append((starts[filled], sizes[filled].astype(np.uint32)))

@@ -26,7 +26,7 @@ _LIMIT_REMOTE = 32
 """Each file held is one that the cache cannot evict."""
 
 
-class Maps:
+class MappedFiles:
     """Files as arrays of bytes."""
 
     def __init__(self, files: Files, limit: int = 0) -> None:
@@ -43,7 +43,7 @@ class Maps:
         while len(self._held) >= self._limit:
             self._held.popitem(last=False)[1][1].close()
         with ExitStack() as stack:
-            path = stack.enter_context(self._files.hold(name))
+            path = stack.enter_context(self._files.local_path(name))
             try:
                 array = _map(str(path))
             except OSError as error:

@@ -24,12 +24,12 @@ from blake3 import blake3
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import IndexPlace
-from closeranks.data.formats.maps import Maps
+from closeranks.data.formats.index import IndexLocation
+from closeranks.data.formats.maps import MappedFiles
 from closeranks.data.formats.mds_values import Decoder, decoder_of
 from closeranks.data.formats.rows import FileRows
-from closeranks.data.formats.spans import Span, spans
-from closeranks.data.stores import Ints, Place, Record
+from closeranks.data.formats.spans import ContainerSpan, spans
+from closeranks.data.stores import Ints, Record, RecordLocation
 from closeranks.data.timing import stage
 
 NAME = "mds"
@@ -61,7 +61,7 @@ def is_format(infos: Sequence[FileInfo], files: Files) -> bool:
     )
 
 
-def open_records(files: Files, index: IndexPlace) -> MdsRecords:
+def open_records(files: Files, index: IndexLocation) -> MdsRecords:
     return MdsRecords(files)
 
 
@@ -77,7 +77,7 @@ class MdsRecords:
         self._rows = FileRows.of([s.name for s in self._shards], [s.num_samples for s in self._shards])
         self.block = self._rows.block
         self.identity = f"{NAME}:{blake3(data).hexdigest(16)}"
-        self._maps = Maps(files)
+        self._maps = MappedFiles(files)
         self._verdicts: dict[int, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,16 +88,16 @@ class MdsRecords:
 
     def read(self, indices: Ints) -> list[Record]:
         records: list[Record] = [{}] * len(indices)
-        for span in spans(self._rows.firsts, self._rows.checked(indices)):
+        for span in spans(self._rows.firsts, self._rows.check_bounds(indices)):
             samples = self._samples(span)
             with stage("decode"):
                 for position, row, sample in zip(span.positions.tolist(), span.inside.tolist(), samples, strict=True):
                     records[position] = self._decoded(sample, span.container, row)
         return records
 
-    def where(self, index: int) -> Place:
-        (span,) = spans(self._rows.firsts, self._rows.checked(np.asarray([index])))
-        return Place(self._name(span.container), int(span.inside[0]), "sample")
+    def where(self, index: int) -> RecordLocation:
+        (span,) = spans(self._rows.firsts, self._rows.check_bounds(np.asarray([index])))
+        return RecordLocation(self._name(span.container), int(span.inside[0]), "sample")
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return self._rows.names_of(indices)
@@ -120,7 +120,7 @@ class MdsRecords:
             self._verdicts[number] = verdict
         return view
 
-    def _samples(self, span: Span) -> list[bytes]:
+    def _samples(self, span: ContainerSpan) -> list[bytes]:
         view = self._shard(span.container)
         if self._verdicts[span.container]:
             self._refuse(span.container, int(span.inside[0]), self._verdicts[span.container])

@@ -20,11 +20,11 @@ from crc32c import crc32c
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
-from closeranks.data.formats.maps import Maps
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress, saved_index
+from closeranks.data.formats.maps import MappedFiles
 from closeranks.data.formats.rows import FileRows
-from closeranks.data.formats.windows import Windows
-from closeranks.data.stores import Ints, Place
+from closeranks.data.formats.windows import TokenWindowReader
+from closeranks.data.stores import Ints, RecordLocation
 
 NAME = "megatron"
 
@@ -57,7 +57,7 @@ def is_format(infos: Sequence[FileInfo], files: Files) -> bool:
     return any(name.endswith(".idx") and f"{name[:-4]}.bin" in names for name in names)
 
 
-def open_tokens(files: Files, index: IndexPlace) -> MegatronTokens:
+def open_tokens(files: Files, index: IndexLocation) -> MegatronTokens:
     return MegatronTokens(files, index)
 
 
@@ -66,7 +66,7 @@ class MegatronTokens:
 
     vocab_size = 0
 
-    def __init__(self, files: Files, place: IndexPlace) -> None:
+    def __init__(self, files: Files, place: IndexLocation) -> None:
         self._files, self._place = files, place
         pairs = _pairs(files)
         infos = [info for pair in pairs for info in (pair.data, pair.index)]
@@ -75,8 +75,8 @@ class MegatronTokens:
         self.dtype: np.dtype[Any] = np.dtype(_TYPES[int(found["code"][0])])
         self._rows = FileRows([pair.data.name for pair in pairs], found["firsts"])
         self._ends = found["ends"]
-        self._windows = Windows(self._rows, self.dtype, self._stream)
-        self._maps = Maps(files)
+        self._windows = TokenWindowReader(self._rows, self.dtype, self._stream)
+        self._maps = MappedFiles(files)
         self.block = self._rows.block
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,10 +93,10 @@ class MegatronTokens:
     def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
         return self._windows.read(starts, length)
 
-    def where(self, start: int) -> Place:
-        file = int(self._rows.files_at(self._rows.checked(np.asarray([start])))[0])
+    def where(self, start: int) -> RecordLocation:
+        file = int(self._rows.files_at(self._rows.check_bounds(np.asarray([start])))[0])
         offset = (start - int(self._rows.firsts[file])) * self.dtype.itemsize
-        return Place(self._files.full_name(self._rows.names[file]), offset)
+        return RecordLocation(self._files.full_name(self._rows.names[file]), offset)
 
     def files_of(self, starts: Ints, length: int) -> Sequence[str]:
         return self._windows.files_of(starts, length)
@@ -135,7 +135,7 @@ def _pairs(files: Files) -> list[_Pair]:
 
 def _build(files: Files, pairs: Sequence[_Pair], progress: Progress) -> Arrays:
     """Reads every ``.idx`` whole, no ``.bin``."""
-    maps, checked, done = Maps(files, limit=1), [], 0
+    maps, checked, done = MappedFiles(files, limit=1), [], 0
     total = sum(pair.index.num_bytes for pair in pairs)
     for pair in pairs:
         checked.append(_check(maps.view(pair.index.name), pair, files))

@@ -20,15 +20,15 @@ from crc32c import crc32c
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
-from closeranks.data.formats.maps import Maps
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress, saved_index
+from closeranks.data.formats.maps import MappedFiles
 
 _HEAD_BYTES = 1 << 16
 _SAMPLED_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Npy:
+class NpyHeader:
     """One file's header."""
 
     name: str
@@ -48,25 +48,25 @@ class Npy:
 
 
 @dataclass(frozen=True, slots=True)
-class Headers:
-    files: Sequence[Npy]
+class NpyHeaders:
+    files: Sequence[NpyHeader]
     identity: str
     """Of names, types, shapes and a few bytes from both ends of each file, which different arrays rarely share."""
 
 
-def saved_headers(files: Files, infos: Sequence[FileInfo], place: IndexPlace) -> Headers:
+def saved_headers(files: Files, infos: Sequence[FileInfo], place: IndexLocation) -> NpyHeaders:
     """In the order of ``infos``."""
     index = saved_index(place, files, infos, "npy", lambda progress: _build(files, infos, progress), {"version": 1})
     rows = json.loads(index["headers"].tobytes())
     found = [
-        Npy(info.name, np.dtype(dtype), tuple(shape), is_fortran, start)
+        NpyHeader(info.name, np.dtype(dtype), tuple(shape), is_fortran, start)
         for info, (dtype, shape, is_fortran, start) in zip(infos, rows, strict=True)
     ]
-    return Headers(found, index.identity)
+    return NpyHeaders(found, index.identity)
 
 
 def _build(files: Files, infos: Sequence[FileInfo], progress: Progress) -> Arrays:
-    maps, rows, crcs = Maps(files, 1), [], []
+    maps, rows, crcs = MappedFiles(files, 1), [], []
     for number, info in enumerate(infos):
         view = maps.view(info.name)
         header = read_header(files, info.name, view)
@@ -78,7 +78,7 @@ def _build(files: Files, infos: Sequence[FileInfo], progress: Progress) -> Array
     return {"headers": np.frombuffer(json.dumps(rows).encode(), np.uint8), "crcs": np.array(crcs, np.uint32)}
 
 
-def read_header(files: Files, name: str, view: npt.NDArray[np.uint8]) -> Npy:
+def read_header(files: Files, name: str, view: npt.NDArray[np.uint8]) -> NpyHeader:
     """``view``: the file's bytes. ``DataError`` in one sentence for anything that cannot be read in place."""
     full_name = files.full_name(name)
     head = io.BytesIO(view[:_HEAD_BYTES].tobytes())
@@ -100,7 +100,7 @@ def read_header(files: Files, name: str, view: npt.NDArray[np.uint8]) -> Npy:
     wanted = head.tell() + math.prod(shape) * dtype.itemsize
     if wanted > len(view):
         _refuse(full_name, len(view), f"it is cut short: {wanted} bytes should be there")
-    return Npy(name, dtype, shape, is_fortran, head.tell())
+    return NpyHeader(name, dtype, shape, is_fortran, head.tell())
 
 
 def _refuse(full_name: str, offset: int, reason: str) -> NoReturn:

@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import IndexPlace
-from closeranks.data.formats.maps import Maps
-from closeranks.data.formats.npy import Npy, saved_headers
+from closeranks.data.formats.index import IndexLocation
+from closeranks.data.formats.maps import MappedFiles
+from closeranks.data.formats.npy import NpyHeader, saved_headers
 from closeranks.data.formats.rows import FileRows
 from closeranks.data.formats.spans import spans
-from closeranks.data.stores import Ints, Place, Record, Records, Tokens
+from closeranks.data.stores import Ints, Record, RecordLocation, Records, Tokens
 
 NAME = "numpy"
 SUFFIXES = (".npy",)
@@ -37,20 +37,20 @@ def is_format(infos: Sequence[FileInfo], files: Files) -> bool:
     return any(info.name.lower().endswith(SUFFIXES + PACKED) for info in infos)
 
 
-def open_records(files: Files, index: IndexPlace) -> Records:
+def open_records(files: Files, index: IndexLocation) -> Records:
     return NumpyRecords(files, index)
 
 
-def open_tokens(files: Files, index: IndexPlace, field: str = "") -> Tokens:
+def open_tokens(files: Files, index: IndexLocation, field: str = "") -> Tokens:
     from closeranks.data.formats.numpy_tokens import NumpyTokens
 
     return NumpyTokens(files, index, field)
 
 
-class Column:
+class NumpyColumn:
     """One field: its files as one array, row after row."""
 
-    def __init__(self, files: Files, field: str, pieces: Sequence[Npy]) -> None:
+    def __init__(self, files: Files, field: str, pieces: Sequence[NpyHeader]) -> None:
         self.field = field
         self.pieces = pieces
         self.rows = FileRows.of([piece.name for piece in pieces], [piece.num_rows for piece in pieces])
@@ -63,25 +63,25 @@ class Column:
                     "Pieces of one array must agree; give other arrays other names.",
                 )
 
-    def read(self, maps: Maps, indices: Ints) -> npt.NDArray[Any]:
+    def read(self, maps: MappedFiles, indices: Ints) -> npt.NDArray[Any]:
         found = np.empty((len(indices), *self.row_shape), self.dtype)
         for span in spans(self.rows.firsts, indices):
             piece = self.pieces[span.container]
             found[span.positions] = piece.array(maps.view(piece.name))[span.inside]
         return found
 
-    def place(self, files: Files, index: int) -> Place:
+    def where(self, files: Files, index: int) -> RecordLocation:
         number = int(self.rows.files_at(np.array([index]))[0])
         inside = index - int(self.rows.firsts[number])
-        return Place(files.full_name(self.pieces[number].name), inside, "row")
+        return RecordLocation(files.full_name(self.pieces[number].name), inside, "row")
 
 
 class NumpyRecords:
     """Row i of every field is record i; a row of a one-dimensional array is an array without dims, or text."""
 
-    def __init__(self, files: Files, place: IndexPlace) -> None:
+    def __init__(self, files: Files, place: IndexLocation) -> None:
         self._files, self._place = files, place
-        self._maps = Maps(files)
+        self._maps = MappedFiles(files)
         self._columns, self.identity = columns_of(files, place)
         first = self._columns[0]
         for column in self._columns:
@@ -100,13 +100,13 @@ class NumpyRecords:
         return self._columns[0].rows.num_rows
 
     def read(self, indices: Ints) -> list[Record]:
-        rows = self._columns[0].rows.checked(indices)
+        rows = self._columns[0].rows.check_bounds(indices)
         found = {column.field: _values(column.read(self._maps, rows)) for column in self._columns}
         return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
 
-    def where(self, index: int) -> Place:
-        self._columns[0].rows.checked(np.array([index]))
-        return self._columns[0].place(self._files, index)
+    def where(self, index: int) -> RecordLocation:
+        self._columns[0].rows.check_bounds(np.array([index]))
+        return self._columns[0].where(self._files, index)
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return [name for column in self._columns for name in column.rows.names_of(indices)]
@@ -115,13 +115,13 @@ class NumpyRecords:
         self._maps.close()
 
 
-class Columns(NamedTuple):
-    columns: list[Column]
+class NumpyColumns(NamedTuple):
+    columns: list[NumpyColumn]
     """Sorted by field."""
     identity: str
 
 
-def columns_of(files: Files, place: IndexPlace) -> Columns:
+def columns_of(files: Files, place: IndexLocation) -> NumpyColumns:
     """The ends of documents, which only tokens have, are no field."""
     for info in files.list():
         if info.name.lower().endswith(PACKED):
@@ -133,15 +133,15 @@ def columns_of(files: Files, place: IndexPlace) -> Columns:
     if not infos:
         raise DataError(f"'{files.url}' holds no .npy file")
     headers = saved_headers(files, infos, place)
-    fields: dict[str, list[tuple[int, str, Npy]]] = {}
+    fields: dict[str, list[tuple[int, str, NpyHeader]]] = {}
     for header in headers.files:
         field, number = _field_of(header.name)
         fields.setdefault(field, []).append((number, header.name, header))
     columns = [
-        Column(files, field, [header for _, _, header in sorted(pieces, key=lambda piece: piece[:2])])
+        NumpyColumn(files, field, [header for _, _, header in sorted(pieces, key=lambda piece: piece[:2])])
         for field, pieces in sorted(fields.items())
     ]
-    return Columns(columns, headers.identity)
+    return NumpyColumns(columns, headers.identity)
 
 
 def _field_of(name: str) -> tuple[str, int]:

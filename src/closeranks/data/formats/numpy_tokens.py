@@ -17,13 +17,13 @@ import numpy.typing as npt
 from closeranks.core.errors import DataError
 from closeranks.core.registry import did_you_mean
 from closeranks.data.files.protocol import Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
-from closeranks.data.formats.maps import Maps
-from closeranks.data.formats.npy import Npy, read_header
-from closeranks.data.formats.numpy_files import ENDS, Column, columns_of
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress, saved_index
+from closeranks.data.formats.maps import MappedFiles
+from closeranks.data.formats.npy import NpyHeader, read_header
+from closeranks.data.formats.numpy_files import ENDS, NumpyColumn, columns_of
 from closeranks.data.formats.rows import FileRows
-from closeranks.data.formats.windows import Windows
-from closeranks.data.stores import Ints, Place
+from closeranks.data.formats.windows import TokenWindowReader
+from closeranks.data.stores import Ints, RecordLocation
 
 
 class NumpyTokens:
@@ -31,16 +31,16 @@ class NumpyTokens:
 
     vocab_size = 0
 
-    def __init__(self, files: Files, place: IndexPlace, field: str = "") -> None:
+    def __init__(self, files: Files, place: IndexLocation, field: str = "") -> None:
         self._files, self._place, self._field = files, place, field
-        self._maps = Maps(files)
+        self._maps = MappedFiles(files)
         columns, identity = columns_of(files, place)
         column = _chosen(files, columns, field)
         self._pieces = [_checked(files, piece) for piece in column.pieces]
         sizes = [int(np.prod(piece.shape)) for piece in self._pieces]
         self._rows = FileRows.of([piece.name for piece in self._pieces], sizes)
         self.dtype = column.dtype
-        self._windows = Windows(self._rows, self.dtype, self._stream)
+        self._windows = TokenWindowReader(self._rows, self.dtype, self._stream)
         self.block = self._rows.block
         self._with_ends = {info.name for info in files.list()} & {_ends_name(piece) for piece in self._pieces}
         self._ends, ends_identity = self._saved_ends()
@@ -64,11 +64,11 @@ class NumpyTokens:
         piece = self._pieces[number]
         return piece.array(self._maps.view(piece.name)).reshape(-1)
 
-    def where(self, start: int) -> Place:
-        number = int(self._rows.files_at(self._rows.checked(np.array([start])))[0])
+    def where(self, start: int) -> RecordLocation:
+        number = int(self._rows.files_at(self._rows.check_bounds(np.array([start])))[0])
         piece = self._pieces[number]
         offset = piece.start + (start - int(self._rows.firsts[number])) * self.dtype.itemsize
-        return Place(self._files.full_name(piece.name), offset)
+        return RecordLocation(self._files.full_name(piece.name), offset)
 
     def files_of(self, starts: Ints, length: int) -> Sequence[str]:
         return self._windows.files_of(starts, length)
@@ -92,7 +92,7 @@ class NumpyTokens:
             progress(number + 1, len(self._pieces))
         return {"ends": np.concatenate(found)}
 
-    def _ends_of(self, piece: Npy) -> Ints:
+    def _ends_of(self, piece: NpyHeader) -> Ints:
         """Counted from the piece's own begin."""
         num_tokens = int(np.prod(piece.shape))
         name = _ends_name(piece)
@@ -113,15 +113,15 @@ class NumpyTokens:
         return wide
 
     def _refuse_ends(self, name: str, row: int, reason: str) -> None:
-        where = Place(self._files.full_name(name), row, "row")
+        where = RecordLocation(self._files.full_name(name), row, "row")
         raise DataError(f"the ends of documents in {where} are wrong: {reason}", "Write the file again.")
 
 
-def _ends_name(piece: Npy) -> str:
+def _ends_name(piece: NpyHeader) -> str:
     return piece.name[: -len(".npy")] + ENDS
 
 
-def _chosen(files: Files, columns: Sequence[Column], field: str) -> Column:
+def _chosen(files: Files, columns: Sequence[NumpyColumn], field: str) -> NumpyColumn:
     names = [column.field for column in columns]
     wanted = [column for column in columns if column.field == field] if field else list(columns)
     if len(wanted) == 1:
@@ -134,7 +134,7 @@ def _chosen(files: Files, columns: Sequence[Column], field: str) -> Column:
     raise DataError(f"'{files.url}' holds no array '{field}'", did_you_mean(field, names))
 
 
-def _checked(files: Files, piece: Npy) -> Npy:
+def _checked(files: Files, piece: NpyHeader) -> NpyHeader:
     full = files.full_name(piece.name)
     if piece.dtype.kind not in "iu":
         raise DataError(f"'{full}' holds {piece.dtype}, and tokens are integers", "Save it with an integer type.")

@@ -18,14 +18,14 @@ from typing import Any
 from closeranks.core.errors import DataError
 from closeranks.core.registry import did_you_mean
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.stores import Records, Tokens
 
 SHARDS = "shards"
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class DataFormat:
     """One that can be found out from names."""
 
     name: str
@@ -40,20 +40,22 @@ class Format:
 
 _PACKED = ("", ".gz", ".zst", ".zstd", ".bz2", ".xz")
 FORMATS = (
-    Format("webdataset", "webdataset", (*(f".tar{p}" for p in (*_PACKED, ".lz4")), ".tgz", ".tbz2", ".txz"), ".tar"),
-    Format("parquet", "parquet", (".parquet", ".pq", ".parq"), ".parquet"),
-    Format("arrow", "arrow", (".arrow", ".arrows", ".feather", ".ipc", "dataset_dict.json"), ".arrow"),
-    Format("jsonl", "jsonl", tuple(s + p for s in (".jsonl", ".ndjson") for p in _PACKED), ".jsonl .ndjson"),
-    Format("megatron", "megatron", (".idx",), ".bin with .idx"),
-    Format("mds", "mds", ("index.json",), "index.json of MDS"),
-    Format(
+    DataFormat(
+        "webdataset", "webdataset", (*(f".tar{p}" for p in (*_PACKED, ".lz4")), ".tgz", ".tbz2", ".txz"), ".tar"
+    ),
+    DataFormat("parquet", "parquet", (".parquet", ".pq", ".parq"), ".parquet"),
+    DataFormat("arrow", "arrow", (".arrow", ".arrows", ".feather", ".ipc", "dataset_dict.json"), ".arrow"),
+    DataFormat("jsonl", "jsonl", tuple(s + p for s in (".jsonl", ".ndjson") for p in _PACKED), ".jsonl .ndjson"),
+    DataFormat("megatron", "megatron", (".idx",), ".bin with .idx"),
+    DataFormat("mds", "mds", ("index.json",), "index.json of MDS"),
+    DataFormat(
         "images",
         "images",
         (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"),
         ".jpg .png and the like",
     ),
-    Format("numpy", "numpy_files", (".npy", ".npz"), ".npy"),
-    Format(
+    DataFormat("numpy", "numpy_files", (".npy", ".npz"), ".npy"),
+    DataFormat(
         "tfrecord",
         "tfrecord",
         tuple(s + p for s in (".tfrecord", ".tfrecords", ".tfrec") for p in _PACKED),
@@ -65,7 +67,7 @@ _PART = re.compile(r"-\d+-of-\d+$")
 _CONVERT = "Name another folder, or make shards of it with 'closeranks data build'."
 
 
-def open_records(files: Files, format: str, index: IndexPlace) -> Records:
+def open_records(files: Files, format: str, index: IndexLocation) -> Records:
     """``format``: empty to find out, else one of ``FORMATS`` or ``shards``."""
     name = _settled(files, format)
     if name == SHARDS:
@@ -79,7 +81,7 @@ def open_records(files: Files, format: str, index: IndexPlace) -> Records:
     return records
 
 
-def open_tokens(files: Files, format: str, index: IndexPlace, field: str) -> Tokens:
+def open_tokens(files: Files, format: str, index: IndexLocation, field: str) -> Tokens:
     """``field``: where the tokens are in formats of records; empty: found in the first one."""
     name = _settled(files, format)
     if name == SHARDS:
@@ -127,11 +129,11 @@ def _module(name: str) -> Any:
     return import_module(f"closeranks.data.formats.{_BY_NAME[name].module}")
 
 
-def _has_any(infos: Sequence[FileInfo], format: Format) -> bool:
+def _has_any(infos: Sequence[FileInfo], format: DataFormat) -> bool:
     return any(_plain_name(info).endswith(format.suffixes) for info in infos)
 
 
-def _count(infos: Sequence[FileInfo], format: Format) -> int:
+def _count(infos: Sequence[FileInfo], format: DataFormat) -> int:
     return sum(_plain_name(info).endswith(format.suffixes) for info in infos)
 
 
@@ -153,7 +155,7 @@ def _is_shards(files: Files) -> bool:
     return is_shards(files)
 
 
-def _shard_tokens(files: Files, index: IndexPlace, field: str) -> Tokens:
+def _shard_tokens(files: Files, index: IndexLocation, field: str) -> Tokens:
     from closeranks.data.shards.manifest import read_manifest
     from closeranks.data.shards.records import ShardRecords
     from closeranks.data.shards.tokens import ShardTokens
@@ -163,7 +165,7 @@ def _shard_tokens(files: Files, index: IndexPlace, field: str) -> Tokens:
     return _tokens_of(ShardRecords(files), files, field, index)
 
 
-def _tokens_of(records: Records, files: Files, field: str, index: IndexPlace) -> Tokens:
+def _tokens_of(records: Records, files: Files, field: str, index: IndexLocation) -> Tokens:
     from closeranks.data.formats.tokens_of import RecordTokens
 
     return RecordTokens(records, files, field, index)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from closeranks.core.errors import DataError, SetupError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 
 if TYPE_CHECKING:
     from closeranks.data.formats.parquet_groups import ParquetRecords
@@ -24,7 +24,7 @@ def is_format(infos: Sequence[FileInfo], files: Files) -> bool:
     return any(_is_data(info.name) for info in infos)
 
 
-def open_records(files: Files, index: IndexPlace) -> ParquetRecords:
+def open_records(files: Files, index: IndexLocation) -> ParquetRecords:
     infos = [info for info in files.list() if _is_data(info.name)]
     if not infos:
         raise DataError(f"'{files.url}' holds no {' or '.join(SUFFIXES)} file")

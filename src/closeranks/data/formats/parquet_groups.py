@@ -25,20 +25,20 @@ from crc32c import crc32c
 from closeranks.core.errors import DataError
 from closeranks.data.files.protocol import FileInfo, Files
 from closeranks.data.formats.columns import (
-    blamed,
-    checked,
+    check_columns,
+    contiguous_runs,
+    is_compatible_type,
     is_damage,
-    known,
     lengths_of,
+    raise_as_bad_record,
     records_of,
-    runs_of,
-    same_type,
+    validate_rows,
 )
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
-from closeranks.data.formats.maps import Maps
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress, saved_index
+from closeranks.data.formats.maps import MappedFiles
 from closeranks.data.formats.rows import FileRows
 from closeranks.data.formats.spans import spans
-from closeranks.data.stores import Ints, Place, Record, typical_block
+from closeranks.data.stores import Ints, Record, RecordLocation, typical_block
 from closeranks.data.timing import stage
 
 KEPT_BYTES = 256 << 20
@@ -70,17 +70,19 @@ class _Group:
 class ParquetRecords:
     """Rows by number, through all files in the order of their names."""
 
-    def __init__(self, files: Files, place: IndexPlace, infos: Sequence[FileInfo], names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, files: Files, place: IndexLocation, infos: Sequence[FileInfo], names: Sequence[str] = ()
+    ) -> None:
         self._files, self._place, self._infos, self._selected = files, place, tuple(infos), tuple(names)
         index = saved_index(place, files, infos, "parquet", partial(_build, files, infos), {"version": 1})
         self._firsts, self._file_groups = index["firsts"], index["file_groups"]
         self._rows = FileRows([info.name for info in infos], np.asarray(self._firsts[self._file_groups]))
         schema = pa.ipc.read_schema(pa.py_buffer(index["schema"]))
-        self._fields = [schema.field(name) for name in known(names, schema.names, files.url)]
+        self._fields = [schema.field(name) for name in check_columns(names, schema.names, files.url)]
         self.identity = index.identity
         self.indexes = (index,)
         self.block = typical_block(np.diff(self._firsts))
-        self._maps = Maps(files)
+        self._maps = MappedFiles(files)
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._kept_bytes = 0
@@ -101,11 +103,11 @@ class ParquetRecords:
 
     def read(self, indices: Ints) -> list[Record]:
         records: list[Record] = [{}] * len(indices)
-        for span in spans(self._firsts, self._rows.checked(indices)):
+        for span in spans(self._firsts, self._rows.check_bounds(indices)):
             table = self._decoded(span.container)
             with stage("decode"), self._blamed(span.container):
-                runs = runs_of(span.inside)
-                arrays = [checked(table.column(field.name), runs) for field in self._fields]
+                runs = contiguous_runs(span.inside)
+                arrays = [validate_rows(table.column(field.name), runs) for field in self._fields]
                 for position, record in zip(span.positions.tolist(), records_of(self._fields, arrays), strict=True):
                     records[position] = record
         return records
@@ -113,7 +115,7 @@ class ParquetRecords:
     def lengths(self, field: str) -> npt.NDArray[np.int64] | None:
         """Of every row: elements of its list or bytes of its string. None where the column has no lengths. Reads the
         column once, whole."""
-        (name,) = known([field], [one.name for one in self._fields], self._files.url)
+        (name,) = check_columns([field], [one.name for one in self._fields], self._files.url)
         parts = []
         for number in range(self._num_groups):
             with self._blamed(number):
@@ -123,11 +125,11 @@ class ParquetRecords:
             parts += found
         return np.concatenate([np.empty(0, np.int64), *parts])
 
-    def where(self, index: int) -> Place:
-        (span,) = spans(self._firsts, self._rows.checked(np.asarray([index])))
+    def where(self, index: int) -> RecordLocation:
+        (span,) = spans(self._firsts, self._rows.check_bounds(np.asarray([index])))
         group = self._group(span.container)
         name = self._files.full_name(self._rows.names[group.file])
-        return Place(name, int(span.inside[0]), f"row group {group.number}, row")
+        return RecordLocation(name, int(span.inside[0]), f"row group {group.number}, row")
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return self._rows.names_of(indices)
@@ -184,7 +186,7 @@ class ParquetRecords:
             group = self._group(number)
             return f"'{self._files.full_name(self._rows.names[group.file])}', row group {group.number}"
 
-        return blamed(where)
+        return raise_as_bad_record(where)
 
 
 def _opened(view: npt.NDArray[np.uint8], full: str) -> Any:
@@ -204,7 +206,7 @@ def _opened(view: npt.NDArray[np.uint8], full: str) -> Any:
 
 def _build(files: Files, infos: Sequence[FileInfo], progress: Progress) -> Arrays:
     """Reads every footer, and no data."""
-    maps, footers, done = Maps(files, limit=1), [], 0
+    maps, footers, done = MappedFiles(files, limit=1), [], 0
     for info in infos:
         footers.append(_footer(maps.view(info.name), files.full_name(info.name)))
         done += info.num_bytes
@@ -241,5 +243,5 @@ def _check_schema(footer: _Footer, first: _Footer) -> None:
         raise DataError(f"'{has.full}' has a column '{name}', '{lacks.full}' has not", fix)
     for name in footer.schema.names:
         mine, theirs = footer.schema.field(name).type, first.schema.field(name).type
-        if not same_type(mine, theirs):
+        if not is_compatible_type(mine, theirs):
             raise DataError(f"the column '{name}' is {mine} in '{footer.full}' and {theirs} in '{first.full}'", fix)

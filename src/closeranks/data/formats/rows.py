@@ -39,11 +39,11 @@ class FileRows:
 
     def names_of(self, rows: Ints) -> list[str]:
         """In the order first needed, without repeats."""
-        numbers = self.files_at(self.checked(rows))
+        numbers = self.files_at(self.check_bounds(rows))
         _, at = np.unique(numbers, return_index=True)
         return [self.names[number] for number in numbers[np.sort(at)].tolist()]
 
-    def checked(self, rows: Ints) -> Ints:
+    def check_bounds(self, rows: Ints) -> Ints:
         """Numpy counts negative numbers from the end; a store must not."""
         rows = np.asarray(rows, dtype=np.int64)
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):

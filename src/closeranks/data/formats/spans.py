@@ -19,7 +19,7 @@ from closeranks.data.stores import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ContainerSpan:
     """The numbers that lie in one container."""
 
     container: int
@@ -29,7 +29,7 @@ class Span:
     """Each of them, counted from the container's begin, ascending."""
 
 
-def spans(firsts: npt.NDArray[Any], numbers: Ints) -> Iterator[Span]:
+def spans(firsts: npt.NDArray[Any], numbers: Ints) -> Iterator[ContainerSpan]:
     """In the order of the containers. A number where several begin is in the last of these: the others are empty."""
     if len(numbers) == 0:
         return
@@ -39,4 +39,4 @@ def spans(firsts: npt.NDArray[Any], numbers: Ints) -> Iterator[Span]:
     cuts = [0, *(np.flatnonzero(np.diff(containers)) + 1).tolist(), len(numbers)]
     for begin, end in pairwise(cuts):
         container = int(containers[begin])
-        yield Span(container, order[begin:end], ascending[begin:end] - int(firsts[container]))
+        yield ContainerSpan(container, order[begin:end], ascending[begin:end] - int(firsts[container]))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import DataError
-from closeranks.data.stores import Place
+from closeranks.data.stores import RecordLocation
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
@@ -32,7 +32,7 @@ _META = re.compile(r"__[^/]*__($|/)")
 _NOTES = _LONG_NAME + _LONG_LINK + _PAX + b"X" + _PAX_GLOBAL
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     name: str
     is_regular: bool
     """False for links, folders, devices and sparse files, whose bytes are not simply there."""
@@ -61,7 +61,7 @@ def split_name(name: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2].lower())
 
 
-def members(view: npt.NDArray[np.uint8], full_name: str) -> Iterator[Member]:
+def tar_members(view: npt.NDArray[np.uint8], full_name: str) -> Iterator[TarMember]:
     at = 0
     noted = _NOTHING
     while (block := view[at : at + BLOCK].tobytes()) != _ZEROS:
@@ -80,7 +80,7 @@ def members(view: npt.NDArray[np.uint8], full_name: str) -> Iterator[Member]:
             start += _extra_blocks(view, start, block) if kind == _SPARSE else 0
             _check_inside(view, full_name, at, start + num_bytes, f"member '{name}'")
             is_regular = kind in _REGULAR and not noted.is_sparse and not name.endswith("/")
-            yield Member(name, is_regular, at if noted.begin < 0 else noted.begin, start, num_bytes)
+            yield TarMember(name, is_regular, at if noted.begin < 0 else noted.begin, start, num_bytes)
             noted = _NOTHING
         at = start + num_bytes + -num_bytes % BLOCK
 
@@ -154,7 +154,7 @@ def _check_inside(view: npt.NDArray[np.uint8], full_name: str, at: int, end: int
 
 
 def _fail_without_end(full_name: str, at: int, num_bytes: int) -> NoReturn:
-    where = Place(full_name, at)
+    where = RecordLocation(full_name, at)
     if num_bytes:
         raise DataError(f"a tar file is cut short inside a header at {where}", "Fetch or write the file again.")
     raise DataError(

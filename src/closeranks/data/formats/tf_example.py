@@ -19,7 +19,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
 
 
-class NoExample(Exception):
+class InvalidExample(Exception):
     """Why bytes are no ``tf.train.Example``."""
 
 
@@ -29,7 +29,7 @@ def parse_example(data: bytes) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, kind, features in _fields(data):
         if number == 2 and kind == _BYTES:
-            raise NoExample("it is a SequenceExample, and only tf.train.Example is read")
+            raise InvalidExample("it is a SequenceExample, and only tf.train.Example is read")
         if number == 1:
             for inner, inner_kind, entry in _fields(_message(features, kind)):
                 if inner == 1:
@@ -48,7 +48,7 @@ def _entry(data: bytes) -> tuple[str, Any]:
     try:
         return key.decode(), _feature(feature)
     except UnicodeDecodeError:
-        raise NoExample("a feature's name is no UTF-8") from None
+        raise InvalidExample("a feature's name is no UTF-8") from None
 
 
 def _feature(data: bytes) -> Any:
@@ -71,24 +71,24 @@ def _feature(data: bytes) -> Any:
 
 def _floats(kind: int, value: bytes) -> npt.NDArray[Any]:
     if kind not in (_BYTES, _FIXED32) or len(value) % 4:
-        raise NoExample("a list of floats has no whole number of them")
+        raise InvalidExample("a list of floats has no whole number of them")
     return np.frombuffer(value, "<f4").astype(np.float32)
 
 
 def _integers(kind: int, value: bytes) -> npt.NDArray[Any]:
     """Seven bits to a byte, the lowest first; the last byte of a number has its highest bit clear."""
     if kind not in (_BYTES, _VARINT):
-        raise NoExample("a list of integers holds something else")
+        raise InvalidExample("a list of integers holds something else")
     octets = np.frombuffer(value, np.uint8)
     ends = np.flatnonzero(octets < 0x80)
     if not len(octets):
         return np.empty(0, np.int64)
     if not len(ends) or ends[-1] != len(octets) - 1:
-        raise NoExample("a list of integers ends within one")
+        raise InvalidExample("a list of integers ends within one")
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
     if int(lengths.max()) > 10:
-        raise NoExample("an integer has more than 64 bits")
+        raise InvalidExample("an integer has more than 64 bits")
     found = np.zeros(len(ends), np.uint64)
     for place in range(int(lengths.max())):
         longer = lengths > place
@@ -104,7 +104,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         tag, at = _varint(data, at)
         number, kind = tag >> 3, tag & 7
         if number == 0:
-            raise NoExample("a field has the number 0")
+            raise InvalidExample("a field has the number 0")
         if kind == _VARINT:
             _, end = _varint(data, at)
         elif kind == _BYTES:
@@ -113,9 +113,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         elif kind in (_FIXED64, _FIXED32):
             end = at + (8 if kind == _FIXED64 else 4)
         else:
-            raise NoExample(f"a field has the wire type {kind}")
+            raise InvalidExample(f"a field has the wire type {kind}")
         if end > len(data):
-            raise NoExample("it ends within a field")
+            raise InvalidExample("it ends within a field")
         yield number, kind, data[at:end]
         at = end
 
@@ -124,15 +124,15 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     found = 0
     for place in range(10):
         if at + place >= len(data):
-            raise NoExample("it ends within a number")
+            raise InvalidExample("it ends within a number")
         octet = data[at + place]
         found |= (octet & 0x7F) << (7 * place)
         if octet < 0x80:
             return found, at + place + 1
-    raise NoExample("a number has more than 64 bits")
+    raise InvalidExample("a number has more than 64 bits")
 
 
 def _message(value: bytes, kind: int) -> bytes:
     if kind != _BYTES:
-        raise NoExample("a message was expected where there is a number")
+        raise InvalidExample("a message was expected where there is a number")
     return value

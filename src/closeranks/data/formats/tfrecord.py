@@ -21,10 +21,10 @@ from crc32c import crc32c
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress
 from closeranks.data.formats.indexed import IndexedRecords
-from closeranks.data.formats.maps import Maps
-from closeranks.data.formats.tf_example import NoExample, parse_example
+from closeranks.data.formats.maps import MappedFiles
+from closeranks.data.formats.tf_example import InvalidExample, parse_example
 from closeranks.data.stores import Record, Records
 
 NAME = "tfrecord"
@@ -49,7 +49,7 @@ def is_format(infos: Sequence[FileInfo], files: Files) -> bool:
     return any(plain_name(info.name).endswith(SUFFIXES + COMPRESSED) for info in infos)
 
 
-def open_records(files: Files, index: IndexPlace) -> Records:
+def open_records(files: Files, index: IndexLocation) -> Records:
     return TfRecords(files, index)
 
 
@@ -64,13 +64,13 @@ class TfRecords(IndexedRecords):
 
     lead = _HEADER
 
-    def __init__(self, files: Files, place: IndexPlace) -> None:
+    def __init__(self, files: Files, place: IndexLocation) -> None:
         super().__init__(files, place, NAME, _files_of(files), _build)
 
     def _record(self, name: str, view: npt.NDArray[np.uint8], start: int, size: int) -> Record:
         try:
             return parse_example(_checked(view, start, size))
-        except NoExample as error:
+        except InvalidExample as error:
             raise BadRecordError(
                 f"bad record at {self._place_of(name, start)}: not a tf.train.Example: {error}"
             ) from None
@@ -120,7 +120,7 @@ def _packed(full_name: str, how: str) -> DataError:
 
 def _build(files: Files, infos: Sequence[FileInfo], progress: Progress) -> Arrays:
     total = sum(info.num_bytes for info in infos)
-    maps = Maps(files, 1)
+    maps = MappedFiles(files, 1)
     starts: list[int] = []
     sizes: list[int] = []
     counts = [0]

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.decode import Late, decode, is_plain
+from closeranks.data.decode import LazyLocation, decode, is_plain
 from closeranks.data.files.protocol import Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
-from closeranks.data.stores import Ints, Place, Record, Records, narrowed
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress, saved_index
+from closeranks.data.stores import Ints, Record, RecordLocation, Records, select_fields
 
 FIELDS = ("tokens", "input_ids", "text")
 """Which field is taken where none is named."""
@@ -34,10 +34,10 @@ _DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int64))
 class RecordTokens:
     """The records of a store, one after the other, as one stream."""
 
-    def __init__(self, records: Records, files: Files, field: str, place: IndexPlace) -> None:
+    def __init__(self, records: Records, files: Files, field: str, place: IndexLocation) -> None:
         self._files, self._given, self._place = files, field, place
         self._field = field or _found_field(records, files)
-        self._records = records = narrowed(records, (self._field,))
+        self._records = records = select_fields(records, (self._field,))
         settings: Mapping[str, str | int] = {"field": self._field, "records": records.identity, "version": 1}
         index = saved_index(place, files, files.list(), "tokens-of", self._build, settings)
         self._ends: Ints = index["ends"]
@@ -98,7 +98,7 @@ class RecordTokens:
         documents = np.unique(np.concatenate([np.empty(0, np.int64), *spanned]))
         return _Touched(starts, documents, np.searchsorted(documents, firsts))
 
-    def where(self, start: int) -> Place:
+    def where(self, start: int) -> RecordLocation:
         return self._records.where(int(self._touched(np.array([start]), 1).documents[0]))
 
     def files_of(self, starts: Ints, length: int) -> Sequence[str]:
@@ -125,7 +125,9 @@ class RecordTokens:
         value = record.get(self._field)
         if isinstance(value, bytes) and is_plain(self._field):
             return np.frombuffer(value, np.uint8)
-        return decode(record, fields={"tokens": self._field}, where=Late(self._records.where, number)).get("tokens")
+        return decode(record, fields={"tokens": self._field}, where=LazyLocation(self._records.where, number)).get(
+            "tokens"
+        )
 
     def _refuse(self, number: int, reason: str) -> NoReturn:
         raise BadRecordError(f"bad record at {self._records.where(number)}: field '{self._field}' {reason}")

@@ -19,11 +19,11 @@ import numpy as np
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import Arrays, IndexPlace, Progress, saved_index
-from closeranks.data.formats.maps import Maps
+from closeranks.data.formats.index import Arrays, IndexLocation, Progress, saved_index
+from closeranks.data.formats.maps import MappedFiles
 from closeranks.data.formats.rows import FileRows
-from closeranks.data.formats.tar_members import Member, members, split_name
-from closeranks.data.stores import Ints, Place, Record, Records
+from closeranks.data.formats.tar_members import TarMember, split_name, tar_members
+from closeranks.data.stores import Ints, Record, RecordLocation, Records
 
 NAME = "webdataset"
 SUFFIXES = (".tar",)
@@ -37,14 +37,14 @@ def is_format(infos: Sequence[FileInfo], files: Files) -> bool:
     return any(info.name.lower().endswith(SUFFIXES + COMPRESSED) for info in infos)
 
 
-def open_records(files: Files, index: IndexPlace) -> Records:
+def open_records(files: Files, index: IndexLocation) -> Records:
     return TarRecords(files, index)
 
 
 class TarRecords:
     """Samples as ``{"__key__": ..., "jpg": b"...", ...}``."""
 
-    def __init__(self, files: Files, place: IndexPlace) -> None:
+    def __init__(self, files: Files, place: IndexLocation) -> None:
         self._files, self._place = files, place
         infos = _tars_of(files)
         index = saved_index(
@@ -54,7 +54,7 @@ class TarRecords:
         self._members, self._key_ends, self._keys = index["members"], index["key_ends"], index["keys"]
         self._starts, self._sizes, self._fields = index["starts"], index["sizes"], index["fields"]
         self._field_names: list[str] = json.loads(index["field_names"].tobytes())
-        self._maps = Maps(files)
+        self._maps = MappedFiles(files)
         self.indexes, self.identity = (index,), index.identity
         self.block = self._rows.block
 
@@ -65,7 +65,7 @@ class TarRecords:
         return self._rows.num_rows
 
     def read(self, indices: Ints) -> list[Record]:
-        rows = self._rows.checked(indices)
+        rows = self._rows.check_bounds(indices)
         begins, counts = self._members[rows], self._members[rows + 1] - self._members[rows]
         # The members of all rows, one row after the other.
         ends = np.cumsum(counts)
@@ -89,7 +89,7 @@ class TarRecords:
         for field, start, size in members:
             name = self._field_names[field]
             if name in record:
-                where = Place(self._files.full_name(self._rows.names[file]), start)
+                where = RecordLocation(self._files.full_name(self._rows.names[file]), start)
                 raise BadRecordError(f"bad record at {where}: sample '{record['__key__']}' has two members '{name}'")
             record[name] = view[start : start + size].tobytes()
             if len(record[name]) != size:
@@ -97,10 +97,10 @@ class TarRecords:
                 raise DataError(f"'{full}' ends before byte {start + size}, where a member should", "Fetch it again.")
         return record
 
-    def where(self, index: int) -> Place:
-        row = self._rows.checked(np.array([index]))
+    def where(self, index: int) -> RecordLocation:
+        row = self._rows.check_bounds(np.array([index]))
         name = self._rows.names[int(self._rows.files_at(row)[0])]
-        return Place(self._files.full_name(name), int(self._starts[int(self._members[index])]))
+        return RecordLocation(self._files.full_name(name), int(self._starts[int(self._members[index])]))
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return self._rows.names_of(indices)
@@ -135,10 +135,10 @@ class _Builder:
 
     def build(self, infos: Sequence[FileInfo], progress: Progress) -> Arrays:
         total, done = sum(info.num_bytes for info in infos), 0
-        maps = Maps(self._files, 1)
+        maps = MappedFiles(self._files, 1)
         for info in infos:
             key: str | None = None
-            for number, member in enumerate(members(maps.view(info.name), self._files.full_name(info.name))):
+            for number, member in enumerate(tar_members(maps.view(info.name), self._files.full_name(info.name))):
                 key = self._take(member, key)
                 if number % _TELL_EVERY == 0:
                     progress(done + member.start, total)
@@ -153,7 +153,7 @@ class _Builder:
             )
         return self._arrays()
 
-    def _take(self, member: Member, key: str | None) -> str | None:
+    def _take(self, member: TarMember, key: str | None) -> str | None:
         """``key`` is the open sample's; the answer, that of the sample open now."""
         names = split_name(member.name)
         if names is None or not member.is_regular:

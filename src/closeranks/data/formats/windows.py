@@ -16,7 +16,7 @@ from closeranks.data.formats.spans import spans
 from closeranks.data.stores import Ints
 
 
-class Windows:
+class TokenWindowReader:
     """``stream`` gives all tokens of the n-th file, contiguous, as many as ``rows`` counts in it."""
 
     def __init__(self, rows: FileRows, dtype: np.dtype[Any], stream: Callable[[int], npt.NDArray[Any]]) -> None:
@@ -24,10 +24,10 @@ class Windows:
 
     def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
         """``length`` tokens from each start, one row each."""
-        starts = self._rows.checked(starts)
+        starts = self._rows.check_bounds(starts)
         if length == 0:
             return np.empty((len(starts), 0), self._dtype)
-        lasts = self._rows.checked(starts + (length - 1))
+        lasts = self._rows.check_bounds(starts + (length - 1))
         if len(self._rows.names) == 1:
             return self._all_of(0, length)[starts]
         tokens = np.empty((len(starts), length), self._dtype)
@@ -41,9 +41,9 @@ class Windows:
 
     def files_of(self, starts: Ints, length: int) -> list[str]:
         """In the order first needed, without repeats."""
-        starts = self._rows.checked(starts)
+        starts = self._rows.check_bounds(starts)
         first = self._rows.files_at(starts).tolist()
-        last = self._rows.files_at(self._rows.checked(starts + max(length - 1, 0))).tolist()
+        last = self._rows.files_at(self._rows.check_bounds(starts + max(length - 1, 0))).tolist()
         touched = dict.fromkeys(file for a, b in zip(first, last, strict=True) for file in range(a, b + 1))
         return [self._rows.names[file] for file in touched]
 

@@ -13,27 +13,27 @@ from queue import Empty, Queue
 
 from closeranks.core.blame import describe
 from closeranks.core.errors import CloseranksError, DataError
-from closeranks.data.loading.crew import Stopped
-from closeranks.data.reader import Loaded
+from closeranks.data.loading.crew import LoaderStopped
+from closeranks.data.reader import LoadedBatch
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 
 
-class Ahead:
+class PrefetchThread:
     """One life of a background thread that loads the steps ``range(first, last)``."""
 
-    def __init__(self, load: Callable[[int], list[Loaded]], steps: range, depth: int, identity: str) -> None:
+    def __init__(self, load: Callable[[int], list[LoadedBatch]], steps: range, depth: int, identity: str) -> None:
         """``depth`` steps wait to be taken while one more is being loaded."""
         self._load = load
         self._steps = steps
         self._identity = identity
-        self._ready: Queue[list[Loaded] | CloseranksError] = Queue(maxsize=depth)
+        self._ready: Queue[list[LoadedBatch] | CloseranksError] = Queue(maxsize=depth)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="closeranks-loader", daemon=True)
         self._thread.start()
 
-    def take(self) -> list[Loaded]:
+    def take(self) -> list[LoadedBatch]:
         """The next step, once it is there."""
         outcome = self._ready.get()
         if isinstance(outcome, CloseranksError):
@@ -60,7 +60,7 @@ class Ahead:
                 if self._stopped.is_set():
                     return
                 self._ready.put(self._load(step))
-        except Stopped:
+        except LoaderStopped:
             return
         except CloseranksError as error:
             self._ready.put(error)

@@ -15,8 +15,8 @@ from itertools import islice
 
 import numpy as np
 
-from closeranks.data.order import MicroBatch, Order
-from closeranks.data.source import PlacedSource
+from closeranks.data.order import MicroBatch, SampleOrder
+from closeranks.data.source import LoaderSource
 from closeranks.data.stores import Ints
 
 _FILL_SAMPLES = 2048
@@ -26,25 +26,25 @@ _MAX_WANTED_SAMPLES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedBatch:
     """A micro-batch before it is read."""
 
     micro_batch: MicroBatch
     ids: Ints
 
 
-class Coming:
+class SampleLookahead:
     def __init__(
-        self, source: PlacedSource, order: Order, micro_batches: Iterator[MicroBatch], max_wanted: int
+        self, source: LoaderSource, order: SampleOrder, micro_batches: Iterator[MicroBatch], max_wanted: int
     ) -> None:
         self._source = source
         self._order = order
         self._micro_batches = micro_batches
         self._max_wanted = max_wanted
-        self._window: deque[Planned] = deque()
+        self._window: deque[PlannedBatch] = deque()
         self._num_told = 0
 
-    def next(self) -> Planned:
+    def next(self) -> PlannedBatch:
         """``StopIteration`` is never seen: whoever asks knows the schedule."""
         if 2 * self._num_told <= self._max_wanted:
             self._tell()
@@ -63,7 +63,7 @@ class Coming:
             if room <= 0:
                 break
         if len(wanted) > self._num_told:  # at the end of the run nothing new comes
-            self._source.want(np.concatenate(wanted))
+            self._source.prefetch(np.concatenate(wanted))
             self._num_told = len(wanted)
 
     def _fill(self) -> bool:
@@ -80,6 +80,6 @@ class Coming:
         ids = self._order.at(np.concatenate([np.arange(one.first, one.last, dtype=np.int64) for one in new]))
         at = 0
         for one in new:
-            self._window.append(Planned(one, ids[at : at + one.num_samples]))
+            self._window.append(PlannedBatch(one, ids[at : at + one.num_samples]))
             at += one.num_samples
         return True

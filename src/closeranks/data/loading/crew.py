@@ -21,12 +21,12 @@ from typing import cast
 
 from closeranks.core.errors import CloseranksError
 from closeranks.data.loading import messages
-from closeranks.data.loading.messages import Failed, Go, HungUp, Seat
-from closeranks.data.loading.nursery import Nursery, ending
+from closeranks.data.loading.messages import LoaderWorkerFailed, ReadCredit, SocketClosed, StartLoaderWorker
+from closeranks.data.loading.nursery import ForkServerClient, describe_exit_status
 from closeranks.data.loading.sending import pack
-from closeranks.data.loading.transport import Inbox
+from closeranks.data.loading.transport import SharedBatchReader
 from closeranks.data.order import MicroBatch
-from closeranks.data.reader import Loaded, Packed, ReadPlan
+from closeranks.data.reader import LoadedBatch, Packed, ReadPlan
 
 _POLL_MS = 1000
 _LAST_WORDS_S = 2.0
@@ -36,19 +36,19 @@ _FIX = (
 )
 
 
-class Stopped(Exception):
+class LoaderStopped(Exception):
     """``stop`` was called while a read was waiting."""
 
 
 class _Process:
     """One reading process as its rank sees it."""
 
-    def __init__(self, seat: Seat, nursery: Nursery, plan_fd: int) -> None:
+    def __init__(self, seat: StartLoaderWorker, nursery: ForkServerClient, plan_fd: int) -> None:
         self.number = seat.number
-        self.inbox = Inbox()
+        self.inbox = SharedBatchReader()
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.key = nursery.seat(seat, theirs, plan_fd)
+            self.key = nursery.start_worker(seat, theirs, plan_fd)
         self._unsent: list[int] = []
         self._waiting = select.poll()
         self._waiting.register(self.socket, select.POLLIN)
@@ -60,17 +60,17 @@ class _Process:
         while free:
             self._unsent.append(free.popleft())
         # Full for now, or gone, and reading says so and why.
-        with suppress(BlockingIOError, HungUp):
-            messages.send(self.socket, Go(until, tuple(self._unsent)), flags=socket.MSG_DONTWAIT)
+        with suppress(BlockingIOError, SocketClosed):
+            messages.send(self.socket, ReadCredit(until, tuple(self._unsent)), flags=socket.MSG_DONTWAIT)
             self._unsent.clear()
 
     def has_word(self, wait_ms: int) -> bool:
         """Returns early when the nursery has something to say."""
         return self.socket.fileno() in [fd for fd, _ in self._waiting.poll(wait_ms)]
 
-    def receive(self) -> Packed | Failed:
+    def receive(self) -> Packed | LoaderWorkerFailed:
         said, fds = messages.receive(self.socket)
-        if isinstance(said, Failed):
+        if isinstance(said, LoaderWorkerFailed):
             return said
         for fd in fds:
             self.inbox.add(said.slot, fd)
@@ -78,8 +78,8 @@ class _Process:
         return cast(Packed, self.inbox.take(said))
 
 
-class Crew:
-    def __init__(self, plan: ReadPlan, step: int, nursery: Nursery) -> None:
+class LoaderWorkerPool:
+    def __init__(self, plan: ReadPlan, step: int, nursery: ForkServerClient) -> None:
         """``UserError`` where the source cannot be sent to processes."""
         self._plan = plan
         self._nursery = nursery
@@ -89,13 +89,13 @@ class Crew:
         plan_fd = pack(plan)
         try:
             count, script = plan.settings.workers, _script(plan_fd)
-            seats = [Seat(number, count, step, tuple(sys.path), script) for number in range(count)]
+            seats = [StartLoaderWorker(number, count, step, tuple(sys.path), script) for number in range(count)]
             self._processes = [_Process(seat, nursery, plan_fd) for seat in seats]
         finally:
             os.close(plan_fd)
         self._let_go(step + plan.settings.prefetch)
 
-    def read(self, step: int) -> list[Loaded]:
+    def read(self, step: int) -> list[LoadedBatch]:
         """``Stopped`` where the crew was stopped meanwhile."""
         if self._failure is not None:
             raise self._failure
@@ -117,7 +117,7 @@ class Crew:
     def close(self) -> None:
         """Never takes long: what does not end by itself is killed."""
         self.stop()
-        self._nursery.end([process.key for process in self._processes])
+        self._nursery.stop_workers([process.key for process in self._processes])
         for process in self._processes:
             process.socket.close()
 
@@ -125,32 +125,32 @@ class Crew:
         for process in self._processes:
             process.let_go(until)
 
-    def _read_next(self, micro_batch: MicroBatch) -> Loaded:
+    def _read_next(self, micro_batch: MicroBatch) -> LoadedBatch:
         process = self._processes[self._num_taken % len(self._processes)]
         while not process.has_word(_POLL_MS):
             self._check_alive()
         try:
             said = process.receive()
-        except HungUp:
+        except SocketClosed:
             self._check_alive(_LAST_WORDS_S)  # dead or about to be: the nursery knows how
             raise CloseranksError(f"{self._named(process)} hung up", _FIX) from None
-        if isinstance(said, Failed):
-            raise said.error_here(self._named(process))
+        if isinstance(said, LoaderWorkerFailed):
+            raise said.to_exception(self._named(process))
         self._num_taken += 1
-        return Loaded.of(micro_batch, said)
+        return LoadedBatch.from_message(micro_batch, said)
 
     def _check_alive(self, wait_s: float = 0.0) -> None:
         """Whether every process is; it waits so long for word of a death."""
         if self._is_stopped:
-            raise Stopped
+            raise LoaderStopped
         try:
-            exited = self._nursery.hear(wait_s)
-        except HungUp:
-            what = f"the parent of the processes that read {self._plan.source.identity} {self._nursery.ending()}"
+            exited = self._nursery.poll_exits(wait_s)
+        except SocketClosed:
+            what = f"the parent of the processes that read {self._plan.source.identity} {self._nursery.describe_exit()}"
             raise CloseranksError(what, _FIX) from None
         for process in self._processes:
             if process.key in exited:
-                raise CloseranksError(f"{self._named(process)} {ending(exited[process.key])}", _FIX)
+                raise CloseranksError(f"{self._named(process)} {describe_exit_status(exited[process.key])}", _FIX)
 
     def _named(self, process: _Process) -> str:
         return f"process {process.number + 1} of {len(self._processes)} that read {self._plan.source.identity}"

@@ -23,7 +23,7 @@ _RIGHTS_BYTES = socket.CMSG_SPACE(2 * array("i").itemsize)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class StartLoaderWorker:
     """Rank to nursery, with two descriptors (the process's socket, the packed plan): fork a process for this."""
 
     number: int
@@ -37,21 +37,21 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillLoaderWorker:
     """Rank to nursery: this process has had its time."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
-class Exited:
+class LoaderWorkerExited:
     """Nursery to rank: a process has ended, with this exit code or the negative number of a signal."""
 
     key: int
     status: int
 
 
-class Go(NamedTuple):
+class ReadCredit(NamedTuple):
     """Rank to process: steps before ``step`` may be read, and these slots may be written again."""
 
     step: int
@@ -59,7 +59,7 @@ class Go(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class LoaderWorkerFailed:
     """Process to rank, in place of a batch: why there is none, now or ever after."""
 
     error: dict[str, Any]
@@ -67,13 +67,13 @@ class Failed:
     """The traceback, as text."""
 
     @classmethod
-    def of(cls, error: BaseException, what: str) -> Failed:
+    def from_exception(cls, error: BaseException, what: str) -> LoaderWorkerFailed:
         """``what`` was going on, for errors that do not say so themselves."""
         told = error if isinstance(error, CloseranksError) else DataError(f"{what} raised {describe(error)}")
         text = "".join(traceback.format_exception(error))
         return cls(encode(told), text[-_TRACEBACK_CHARACTERS:])
 
-    def error_here(self, process: str) -> CloseranksError:
+    def to_exception(self, process: str) -> CloseranksError:
         error = decode(self.error)
         error.__cause__ = RemoteTraceback(process, self.remote)
         return error
@@ -90,7 +90,7 @@ class RemoteTraceback(Exception):
         return f"in {self.process}\n{self.text}"
 
 
-class HungUp(Exception):
+class SocketClosed(Exception):
     """The other side is gone. Not an ``OSError``: the code of a dataset may raise those."""
 
 
@@ -100,7 +100,7 @@ def send(to: socket.socket, message: Any, *fds: int, flags: int = 0) -> None:
     try:
         to.sendmsg([data], _rights(fds), flags)  # socket.send_fds forgets the flags
     except ConnectionError:
-        raise HungUp from None
+        raise SocketClosed from None
 
 
 def receive(of: socket.socket, flags: int = 0) -> tuple[Any, list[int]]:
@@ -108,9 +108,9 @@ def receive(of: socket.socket, flags: int = 0) -> tuple[Any, list[int]]:
     try:
         data, rights, _, _ = of.recvmsg(_PACKET_BYTES, _RIGHTS_BYTES, flags)
     except ConnectionError:
-        raise HungUp from None
+        raise SocketClosed from None
     if not data:
-        raise HungUp
+        raise SocketClosed
     fds = array("i", b"".join(packed for _, _, packed in rights))
     for fd in fds:
         os.set_inheritable(fd, False)

@@ -22,14 +22,14 @@ from dataclasses import replace
 from closeranks.core.environment import child_environment
 from closeranks.core.errors import UserError
 from closeranks.data.loading import messages
-from closeranks.data.loading.messages import Exited, HungUp, Kill, Seat
+from closeranks.data.loading.messages import KillLoaderWorker, LoaderWorkerExited, SocketClosed, StartLoaderWorker
 
 _LEAVE_S = 0.5
 """For a process that is hung up on in the middle of a read, before it is killed."""
 _END_S = 5.0
 
 
-class Nursery:
+class ForkServerClient:
     def __init__(self) -> None:
         """Returns at once; the first process is there when torch is imported."""
         if getattr(sys.modules["__main__"].__spec__, "name", "") == "closeranks.data.loading.worker":
@@ -58,25 +58,25 @@ class Nursery:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def seat(self, seat: Seat, own: socket.socket, plan_fd: int) -> int:
+    def start_worker(self, seat: StartLoaderWorker, own: socket.socket, plan_fd: int) -> int:
         """Ask for a process; its key. A nursery that is gone is found out by ``hear``."""
         key, self._num_seats = self._num_seats, self._num_seats + 1
-        with suppress(HungUp):
+        with suppress(SocketClosed):
             messages.send(self.control, replace(seat, key=key), own.fileno(), plan_fd)
         return key
 
-    def hear(self, wait_s: float = 0.0) -> dict[int, int]:
+    def poll_exits(self, wait_s: float = 0.0) -> dict[int, int]:
         """Exit statuses by key, as far as they are known; waits for news at most so long. ``HungUp``: it is gone."""
         waiting = select.poll()
         waiting.register(self.control, select.POLLIN)
         while waiting.poll(wait_s * 1000):
             said, _ = messages.receive(self.control)
-            assert isinstance(said, Exited)
+            assert isinstance(said, LoaderWorkerExited)
             self._exited[said.key] = said.status
             wait_s = 0.0
         return self._exited
 
-    def end(self, keys: Sequence[int]) -> None:
+    def stop_workers(self, keys: Sequence[int]) -> None:
         """These have been hung up on: see them out, and kill those that do not go."""
         if self._is_closed:
             return
@@ -84,25 +84,25 @@ class Nursery:
             if self._wait(keys, _LEAVE_S):
                 return
             for key in keys:
-                messages.send(self.control, Kill(key))
+                messages.send(self.control, KillLoaderWorker(key))
             if self._wait(keys, _END_S):
                 return
-        except HungUp:
+        except SocketClosed:
             return  # then they are gone, too
         self.kill()
 
     def _wait(self, keys: Sequence[int], seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while not set(keys) <= self.hear().keys():
+        while not set(keys) <= self.poll_exits().keys():
             if (left_s := until - time.monotonic()) <= 0:
                 return False
-            self.hear(left_s)
+            self.poll_exits(left_s)
         return True
 
-    def ending(self) -> str:
+    def describe_exit(self) -> str:
         """How it ended, once ``hear`` found it gone."""
         try:
-            return ending(self._process.wait(_END_S))
+            return describe_exit_status(self._process.wait(_END_S))
         except subprocess.TimeoutExpired:
             return "hung up"
 
@@ -123,7 +123,7 @@ class Nursery:
         self.control.close()
 
 
-def ending(status: int) -> str:
+def describe_exit_status(status: int) -> str:
     """How a process ended, from its exit code or the negative number of the signal."""
     if status >= 0:
         return f"exited with code {status}"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import Batch
-from closeranks.data.reader import Loaded, map_tensors
+from closeranks.data.reader import LoadedBatch, map_tensors
 
 
-class Placing:
+class DeviceTransfer:
     def __init__(self, device: torch.device | None) -> None:
         self.device = _indexed(device or torch.device("cpu"))
         self._is_cuda = self.device.type == "cuda"
@@ -28,19 +28,19 @@ class Placing:
     def is_cuda(self) -> bool:
         return self._is_cuda
 
-    def loading(self, load: Callable[[int], list[Loaded]]) -> Callable[[int], list[Loaded]]:
+    def with_pinning(self, load: Callable[[int], list[LoadedBatch]]) -> Callable[[int], list[LoadedBatch]]:
         """``load``, with batches ready to be copied. A thread may be the one to call it."""
         if not self._is_cuda:
             return load
 
-        def pinned(step: int) -> list[Loaded]:
+        def pinned(step: int) -> list[LoadedBatch]:
             # Pinning belongs to the thread's current device: left at 0, every rank would open a context there.
             torch.cuda.set_device(self.device)
             return [replace(one, batch=_mapped(one.batch, Tensor.pin_memory)) for one in load(step)]
 
         return pinned
 
-    def placed(self, loaded: list[Loaded]) -> list[Loaded]:
+    def to_device(self, loaded: list[LoadedBatch]) -> list[LoadedBatch]:
         """The same micro-batches on the device, for the caller's current stream."""
         if self.device.type == "cpu":
             return loaded

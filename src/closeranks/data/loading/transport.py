@@ -30,7 +30,7 @@ _ALIGN = 64
 _SLOT_BYTES = 1 << 16
 
 
-class Parcel(NamedTuple):
+class SharedBatchRef(NamedTuple):
     """Where a batch lies: its slot, and the pickle in it that ties the tensors together."""
 
     slot: int
@@ -81,7 +81,7 @@ class _Unpacker(pickle.Unpickler):
         return _Lying(*pid).view(self._slot)
 
 
-class Outbox:
+class SharedBatchWriter:
     """The slots of one reading process. ``put`` takes a free one, or makes one that is large enough."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Outbox:
         self._free: deque[int] = deque()
         self._num_made = 0
 
-    def put(self, value: Any) -> tuple[Parcel, int | None]:
+    def put(self, value: Any) -> tuple[SharedBatchRef, int | None]:
         """The parcel, and the descriptor of its slot where the rank does not have it yet; the caller closes it."""
         stream = io.BytesIO()
         packer = _Packer(stream)
@@ -100,7 +100,7 @@ class Outbox:
         for tensor, lying in packer.tensors:
             lying.view(memory).copy_(tensor)
         memory[header_at : header_at + len(header)] = np.frombuffer(header, dtype=np.uint8)
-        return Parcel(slot, header_at, len(header), dropped), fd
+        return SharedBatchRef(slot, header_at, len(header), dropped), fd
 
     def reuse(self, slot: int) -> None:
         """The rank has let go of a slot."""
@@ -119,12 +119,12 @@ class Outbox:
     def _make(self, num_bytes: int, dropped: tuple[int, ...]) -> tuple[int, tuple[int, ...], int]:
         slot, self._num_made = self._num_made, self._num_made + 1
         fd = os.memfd_create("closeranks-batch", os.MFD_CLOEXEC)
-        os.ftruncate(fd, roomy(num_bytes))
+        os.ftruncate(fd, padded_size(num_bytes))
         self._slots[slot] = np.frombuffer(mmap.mmap(fd, 0), dtype=np.uint8)
         return slot, dropped, fd
 
 
-class Inbox:
+class SharedBatchReader:
     """The same slots as their rank sees them."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Inbox:
     def add(self, slot: int, fd: int) -> None:
         self._slots[slot] = mmap.mmap(fd, 0)
 
-    def take(self, parcel: Parcel) -> Any:
+    def take(self, parcel: SharedBatchRef) -> Any:
         """What was put, its tensors still in the slot, which is lent until the last of them is gone."""
         for slot in parcel.dropped:
             del self._slots[slot]
@@ -151,7 +151,7 @@ class Inbox:
         self.free.append(slot)
 
 
-def roomy(num_bytes: int) -> int:
+def padded_size(num_bytes: int) -> int:
     """A size with room for batches that are a little larger: up to a quarter more, in few distinct steps."""
     step = max(_SLOT_BYTES, 1 << max(0, num_bytes.bit_length() - 3))
     return -(-max(num_bytes, 1) // step) * step

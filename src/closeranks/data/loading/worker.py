@@ -30,7 +30,13 @@ from closeranks.core.linux import die_with_parent
 from closeranks.core.process_title import set_child_title
 from closeranks.core.streams import outlast_readers
 from closeranks.data.loading import messages
-from closeranks.data.loading.messages import Exited, Failed, Go, HungUp, Seat
+from closeranks.data.loading.messages import (
+    LoaderWorkerExited,
+    LoaderWorkerFailed,
+    ReadCredit,
+    SocketClosed,
+    StartLoaderWorker,
+)
 
 if TYPE_CHECKING:
     from closeranks.data.reader import ReadPlan
@@ -39,7 +45,7 @@ _LEAVE_S = 0.5
 """For a process that is hung up on in the middle of a read, before it is killed."""
 
 
-class Forker:
+class ForkServer:
     """Forks, reaps and tells."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -54,19 +60,19 @@ class Forker:
             while True:
                 for fd, _ in self._waiting.poll():
                     self._reap(fd) if fd in self._children else self._obey()
-        except HungUp:
+        except SocketClosed:
             self._end_all()
 
     def _obey(self) -> None:
         wish, fds = messages.receive(self._control)
-        if isinstance(wish, Seat):
+        if isinstance(wish, StartLoaderWorker):
             self._fork(wish, fds)
             return
         for pidfd, (key, _) in self._children.items():
             if key == wish.key:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
-    def _fork(self, seat: Seat, fds: list[int]) -> None:
+    def _fork(self, seat: StartLoaderWorker, fds: list[int]) -> None:
         nursery = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -82,8 +88,8 @@ class Forker:
         self._waiting.unregister(pidfd)
         os.close(pidfd)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with suppress(HungUp):  # the rank is leaving
-            messages.send(self._control, Exited(key, status))
+        with suppress(SocketClosed):  # the rank is leaving
+            messages.send(self._control, LoaderWorkerExited(key, status))
 
     def _end_all(self) -> None:
         self._waiting.unregister(self._control)
@@ -96,7 +102,7 @@ class Forker:
             os.waitpid(pid, 0)
 
 
-def _live(seat: Seat, fds: list[int], nursery: int, inherited: tuple[int, ...]) -> NoReturn:
+def _live(seat: StartLoaderWorker, fds: list[int], nursery: int, inherited: tuple[int, ...]) -> NoReturn:
     """The life of a process, which ends here, whatever the code of the dataset does."""
     code = 1
     try:
@@ -106,7 +112,7 @@ def _live(seat: Seat, fds: list[int], nursery: int, inherited: tuple[int, ...]) 
             os.close(fd)
         _work(seat, socket.socket(fileno=fds[0]), fds[1])
         code = 0
-    except HungUp:
+    except SocketClosed:
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -116,18 +122,18 @@ def _live(seat: Seat, fds: list[int], nursery: int, inherited: tuple[int, ...]) 
         os._exit(code)
 
 
-def _work(seat: Seat, rank: socket.socket, plan_fd: int) -> None:
+def _work(seat: StartLoaderWorker, rank: socket.socket, plan_fd: int) -> None:
     try:
         _read_all(_open(seat, plan_fd), seat, rank)
-    except HungUp:
+    except SocketClosed:
         raise
     except BaseException as error:  # whatever it is must reach the rank, which would wait forever
-        messages.send(rank, Failed.of(error, "starting a process that reads"))
+        messages.send(rank, LoaderWorkerFailed.from_exception(error, "starting a process that reads"))
     while True:
         messages.receive(rank)
 
 
-def _open(seat: Seat, plan_fd: int) -> ReadPlan:
+def _open(seat: StartLoaderWorker, plan_fd: int) -> ReadPlan:
     sys.path[:] = seat.sys_path
     if seat.main_path:
         multiprocessing.spawn.prepare({"init_main_from_path": seat.main_path})
@@ -138,14 +144,14 @@ def _open(seat: Seat, plan_fd: int) -> ReadPlan:
     return plan
 
 
-def _read_all(plan: ReadPlan, seat: Seat, rank: socket.socket) -> None:
-    from closeranks.data.loading.transport import Outbox
-    from closeranks.data.reader import Reader, Share
+def _read_all(plan: ReadPlan, seat: StartLoaderWorker, rank: socket.socket) -> None:
+    from closeranks.data.loading.transport import SharedBatchWriter
+    from closeranks.data.reader import BatchReader, WorkerSlice
 
-    share = Share(seat.number, seat.count)
-    reader, outbox, permit = Reader(plan, seat.step, share), Outbox(), _Permit(rank)
+    share = WorkerSlice(seat.number, seat.count)
+    reader, outbox, permit = BatchReader(plan, seat.step, share), SharedBatchWriter(), _Permit(rank)
     streams = derive_seed("reading", repr(plan.order))
-    for micro_batch in plan.sequence(seat.step, share):
+    for micro_batch in plan.micro_batches_from(seat.step, share):
         for slot in permit.wait_for(micro_batch.step):
             outbox.reuse(slot)
         _seed(derive_seed(streams, micro_batch.step, micro_batch.index))
@@ -156,7 +162,7 @@ def _read_all(plan: ReadPlan, seat: Seat, rank: socket.socket) -> None:
         except BaseException as error:
             what = f"reading step {micro_batch.step + 1} of {plan.source.identity} raised {describe(error)}"
             raise DataError(what) from error
-        parcel, fd = outbox.put(loaded.packed())
+        parcel, fd = outbox.put(loaded.to_message())
         messages.send(rank, parcel, *(() if fd is None else (fd,)))
         if fd is not None:
             os.close(fd)
@@ -177,7 +183,7 @@ class _Permit:
                 go, _ = messages.receive(self._rank, flags=0 if step >= self._until else socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return free
-            assert isinstance(go, Go)
+            assert isinstance(go, ReadCredit)
             self._until = max(self._until, go.step)
             free += go.free
 
@@ -212,8 +218,8 @@ def main() -> None:
     del sys.argv[1:]
     try:
         _prepare()
-        Forker(control).serve()
-    except HungUp:
+        ForkServer(control).serve()
+    except SocketClosed:
         os._exit(0)
     os._exit(0)
 

@@ -23,7 +23,7 @@ _WORD = np.dtype("<i8")
 _NUMBERS = {"int": _WORD, "float": np.dtype("<f8"), "bool": _WORD}
 
 
-class FormColumns:
+class SchemaColumns:
     """Fields of records of one form."""
 
     __slots__ = ("_fields", "_head_bytes", "_sizes")
@@ -36,8 +36,8 @@ class FormColumns:
             dtype = np.dtype(field.dtype).newbyteorder("<") if field.dtype else _NUMBERS.get(field.kind, np.dtype("u1"))
             self._fields.append((field.name, field.kind, dtype, word, field.ndim))
             if field.kind not in _NUMBERS:
-                sizes += range(word, word + len(field.codes))
-            word += len(field.codes)
+                sizes += range(word, word + len(field.struct_codes))
+            word += len(field.struct_codes)
         self._head_bytes = 8 * word
         self._sizes = np.array(sizes, dtype=np.int64)
 

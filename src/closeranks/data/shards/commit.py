@@ -19,10 +19,17 @@ from crc32c import crc32c
 from closeranks.core.errors import DataError
 from closeranks.core.faults import declare, point
 from closeranks.core.regular_file import open_descriptor, read_bytes
-from closeranks.data.shards.encoding import Form, decode_forms
-from closeranks.data.shards.layout import Footer, Head, UnsoundShard, encode_footer, footer_digest
-from closeranks.data.shards.manifest import NAME, About, Manifest, ShardEntry, decode_manifest, encode_manifest
-from closeranks.data.shards.opening import read_ends
+from closeranks.data.shards.encoding import Form, decode_schemas
+from closeranks.data.shards.layout import ShardFooter, ShardHeader, UnsoundShard, encode_footer, footer_digest
+from closeranks.data.shards.manifest import (
+    NAME,
+    DatasetInfo,
+    DatasetManifest,
+    ShardEntry,
+    decode_manifest,
+    encode_manifest,
+)
+from closeranks.data.shards.opening import read_footer
 from closeranks.storage.disk import read_range
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.protocol import StorageError
@@ -31,21 +38,26 @@ SHARDS_READ = declare("shards read back", "all shards are whole; dataset.json is
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedShard:
     """A finished shard, as its own file tells it."""
 
     entry: ShardEntry
-    head: Head
+    head: ShardHeader
     notes: Mapping[str, Any]
 
     @property
-    def forms(self) -> list[Form]:
-        return decode_forms(self.notes.get("forms", []))
+    def schemas(self) -> list[Form]:
+        return decode_schemas(self.notes.get("forms", []))
 
 
 def commit(
-    folder: str | Path, names: Sequence[str], about: About, *, head: Head | None = None, extend: bool = False
-) -> Manifest:
+    folder: str | Path,
+    names: Sequence[str],
+    about: DatasetInfo,
+    *,
+    head: ShardHeader | None = None,
+    extend: bool = False,
+) -> DatasetManifest:
     """Make these shards, in this order, the data set of ``folder``. ``head`` says what a data set without any shards
     would hold. ``extend``: they come after those that its ``dataset.json`` lists already."""
     folder = Path(folder)
@@ -57,7 +69,9 @@ def commit(
         raise DataError(
             f"the shards of '{folder}' are no one data set: {words}", "Build each into a folder of its own."
         )
-    manifest = joined(before, Manifest(heads.pop(), about, _fields(finished), tuple(s.entry for s in finished)), folder)
+    manifest = append_shards(
+        before, DatasetManifest(heads.pop(), about, _fields(finished), tuple(s.entry for s in finished)), folder
+    )
     point(SHARDS_READ)
     try:
         LocalStorage(folder).publish(NAME, encode_manifest(manifest), replace=True)
@@ -66,7 +80,7 @@ def commit(
     return manifest
 
 
-def joined(before: Manifest | None, new: Manifest, folder: Path) -> Manifest:
+def append_shards(before: DatasetManifest | None, new: DatasetManifest, folder: Path) -> DatasetManifest:
     """The data set with the new shards after the old ones. Pure."""
     for shard in new.shards:
         if new.about.vocab_size and shard.data_bytes and shard.largest >= new.about.vocab_size:
@@ -90,15 +104,15 @@ def joined(before: Manifest | None, new: Manifest, folder: Path) -> Manifest:
         for name in {*before.fields, *new.fields}
     }
     about = replace(new.about, provenance={**new.about.provenance, "before": dict(before.about.provenance)})
-    return Manifest(before.head, about, fields, before.shards + added)
+    return DatasetManifest(before.head, about, fields, before.shards + added)
 
 
-def open_shard(path: Path) -> Finished:
+def open_shard(path: Path) -> FinishedShard:
     """``DataError`` for one that is not whole."""
     try:
         fd = open_descriptor(path)
         try:
-            footer, checksums = read_ends(fd)
+            footer, checksums = read_footer(fd)
             notes = json.loads(_notes(fd, footer, checksums.tolist()))
         finally:
             os.close(fd)
@@ -106,10 +120,10 @@ def open_shard(path: Path) -> Finished:
         raise DataError(f"'{path}' cannot be used: {error}", "Remove it and run the same build again.") from error
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror or error}") from error
-    return Finished(ShardEntry.of(path.name, footer, footer_digest(encode_footer(footer))), footer.head, notes)
+    return FinishedShard(ShardEntry.of(path.name, footer, footer_digest(encode_footer(footer))), footer.head, notes)
 
 
-def _notes(fd: int, footer: Footer, checksums: Sequence[int]) -> bytes:
+def _notes(fd: int, footer: ShardFooter, checksums: Sequence[int]) -> bytes:
     """From whole blocks, each checked."""
     shape, size = footer.shape, footer.head.block_bytes
     first = shape.notes_offset // size * size
@@ -120,17 +134,17 @@ def _notes(fd: int, footer: Footer, checksums: Sequence[int]) -> bytes:
     return data[shape.notes_offset - first :][: shape.notes_bytes]
 
 
-def _standing(folder: Path) -> Manifest | None:
+def _standing(folder: Path) -> DatasetManifest | None:
     try:
         return decode_manifest(read_bytes(folder / NAME), str(folder / NAME))
     except FileNotFoundError:
         return None
 
 
-def _fields(finished: Iterable[Finished]) -> dict[str, tuple[str, ...]]:
+def _fields(finished: Iterable[FinishedShard]) -> dict[str, tuple[str, ...]]:
     found: dict[str, set[str]] = {}
     for shard in finished:
-        for form in shard.forms:
+        for form in shard.schemas:
             for field in form:
-                found.setdefault(field.name, set()).add(field.words)
+                found.setdefault(field.name, set()).add(field.type_name)
     return {name: tuple(sorted(kinds)) for name, kinds in found.items()}

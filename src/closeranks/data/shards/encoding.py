@@ -36,7 +36,7 @@ PREFIX = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class RecordField:
     name: str
     kind: str
     """A key of ``_FIXED``, or ``array``."""
@@ -44,22 +44,22 @@ class Field:
     ndim: int = 0
 
     @property
-    def codes(self) -> str:
+    def struct_codes(self) -> str:
         return "Q" * (self.ndim + 1) if self.kind == "array" else _FIXED[self.kind]
 
     @property
-    def words(self) -> str:
+    def type_name(self) -> str:
         """The kind, for people: ``float32[2]`` for an array of two dims."""
         return f"{self.dtype}[{self.ndim}]" if self.kind == "array" else self.kind
 
 
-Form: TypeAlias = tuple[Field, ...]
+Form: TypeAlias = tuple[RecordField, ...]
 
 
 def encode(record: Mapping[str, Value]) -> tuple[Form, bytes]:
     """A record's form, and its bytes after the eight that say which number the form has in its shard."""
     form, fixed, variable = _taken_apart(record)
-    head = struct.Struct("<" + "".join(field.codes for field in form))
+    head = struct.Struct("<" + "".join(field.struct_codes for field in form))
     end = PREFIX.size + head.size
     chunks = [b""]
     for field, data in variable:
@@ -75,11 +75,11 @@ def _aligned(number: int) -> int:
     return (number + 7) & ~7
 
 
-def _taken_apart(record: Mapping[str, Value]) -> tuple[Form, list[Any], list[tuple[Field, bytes]]]:
+def _taken_apart(record: Mapping[str, Value]) -> tuple[Form, list[Any], list[tuple[RecordField, bytes]]]:
     """The form, the fixed part (None where an end will stand), and the variable values."""
-    form: list[Field] = []
+    form: list[RecordField] = []
     fixed: list[Any] = []
-    variable: list[tuple[Field, bytes]] = []
+    variable: list[tuple[RecordField, bytes]] = []
     for name, value in record.items():
         if type(name) is not str or not name:
             raise BadRecordError(f"a field's name is {name!r}, not text")
@@ -92,36 +92,36 @@ def _taken_apart(record: Mapping[str, Value]) -> tuple[Form, list[Any], list[tup
     return tuple(form), fixed, variable
 
 
-def _encoded(name: str, value: Value) -> tuple[Field, Sequence[Any], bytes | None]:
+def _encoded(name: str, value: Value) -> tuple[RecordField, Sequence[Any], bytes | None]:
     """A value as its field, its numbers and its bytes (None where the numbers are all)."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, np.ndarray):
         return _encoded_array(name, value)
     if value is None:
-        return Field(name, "none"), (), None
+        return RecordField(name, "none"), (), None
     if isinstance(value, bool):
-        return Field(name, "bool"), (int(value),), None
+        return RecordField(name, "bool"), (int(value),), None
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
-        return Field(name, "int"), (int(value),), None
+        return RecordField(name, "int"), (int(value),), None
     if isinstance(value, float):
-        return Field(name, "float"), (float(value),), None
+        return RecordField(name, "float"), (float(value),), None
     if isinstance(value, bytes | bytearray | memoryview):
-        return Field(name, "bytes"), (), bytes(value)
+        return RecordField(name, "bytes"), (), bytes(value)
     try:
         if isinstance(value, str):
-            return Field(name, "str"), (), value.encode()
+            return RecordField(name, "str"), (), value.encode()
         _check_json(value)
-        return Field(name, "json"), (), json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return RecordField(name, "json"), (), json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate is a ValueError
         raise BadRecordError(f"field '{name}' cannot be stored: {error}") from error
 
 
-def _encoded_array(name: str, value: npt.NDArray[Any]) -> tuple[Field, Sequence[int], bytes]:
+def _encoded_array(name: str, value: npt.NDArray[Any]) -> tuple[RecordField, Sequence[int], bytes]:
     if value.dtype.name not in ARRAY_DTYPES or value.ndim > _MAX_NDIM:
         raise BadRecordError(f"field '{name}' cannot be stored: it is an array of {value.ndim} dims of {value.dtype}")
     data = value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
-    return Field(name, "array", value.dtype.name, value.ndim), value.shape, data
+    return RecordField(name, "array", value.dtype.name, value.ndim), value.shape, data
 
 
 def _check_json(value: Any) -> None:
@@ -138,13 +138,13 @@ def _check_json(value: Any) -> None:
         raise TypeError(f"it holds a value of type {type(value).__name__}")
 
 
-class Decoder:
+class RecordDecoder:
     """Records of one form from the bytes they lie in. Arrays are views, read-only; costs about 1 µs for two fields."""
 
     __slots__ = ("_fields", "_size", "_unpack")
 
     def __init__(self, form: Form) -> None:
-        head = struct.Struct("<Q" + "".join(field.codes for field in form))
+        head = struct.Struct("<Q" + "".join(field.struct_codes for field in form))
         self._unpack, self._size = head.unpack_from, head.size
         self._fields = tuple(
             (field.name, field.kind, np.dtype(field.dtype).newbyteorder("<") if field.dtype else None, field.ndim)
@@ -196,13 +196,13 @@ def _plain(kind: str, data: memoryview) -> Value:
     return text if kind == "str" else json.loads(text)
 
 
-def encode_forms(forms: Sequence[Form]) -> list[Any]:
+def encode_schemas(forms: Sequence[Form]) -> list[Any]:
     return [[[f.name, f.kind, f.dtype, f.ndim][: 4 if f.kind == "array" else 2] for f in form] for form in forms]
 
 
-def decode_forms(found: Any) -> list[Form]:
+def decode_schemas(found: Any) -> list[Form]:
     """``ValueError``, ``TypeError`` or ``KeyError`` for what are no forms."""
-    forms = [tuple(Field(*field) for field in form) for form in found]
+    forms = [tuple(RecordField(*field) for field in form) for form in found]
     for form in forms:
         for field in form:
             is_array = field.kind == "array" and field.dtype in ARRAY_DTYPES and 0 <= field.ndim <= _MAX_NDIM

@@ -21,7 +21,7 @@ _OFFSET = np.dtype("<i8")
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class ItemLocations:
     """Items, each by its shard and where it lies in the shard's data."""
 
     shard: Ints
@@ -34,7 +34,7 @@ class ItemIndex:
 
     def __init__(self, shards: MappedShards) -> None:
         self._shards = shards
-        shapes = shards.manifest.shapes
+        shapes = shards.manifest.regions
         self.first: Ints = np.append(np.int64(0), np.cumsum(shapes.num_items))
         """How many items there are before each shard; the last is all of them."""
         self.last: npt.NDArray[np.uint64] = self.first[1:].astype(np.uint64)
@@ -51,7 +51,7 @@ class ItemIndex:
             raise IndexError(f"the data set has {len(self)} items, and others were asked for")
         return shard
 
-    def locate(self, indices: Ints) -> Located | None:
+    def locate(self, indices: Ints) -> ItemLocations | None:
         """None where they lie in more shards than may be held at a time. About 8 µs for any number of them."""
         shard = self.shard_of(indices)
         at = indices * 8 + self._bias[shard]
@@ -59,7 +59,7 @@ class ItemIndex:
         if not self._shards.is_sound(shard, first, last) and not self._shards.prepare(shard, first, last):
             return None
         pairs = self._shards.window.gather(at + self._shards.address[shard], 16, _OFFSET)
-        return Located(shard, pairs[:, 0], pairs[:, 1])
+        return ItemLocations(shard, pairs[:, 0], pairs[:, 1])
 
     def offsets(self, shard: int, start: int, stop: int) -> Ints:
         """Offsets ``start`` up to ``stop`` of a shard's index: a view. Its blocks must be sound: ``DataError``."""
@@ -75,7 +75,7 @@ class ItemIndex:
         return np.frombuffer(self._shards[shard].view, _OFFSET, stop - start, begin)
 
 
-class Ends:
+class DocumentEnds:
     """Where each document ends in the stream, like an array of int64: length, items, slices and ``searchsorted`` read
     only what they need; numpy's other functions get all of it."""
 

@@ -48,7 +48,7 @@ class UnsoundShard(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ShardHeader:
     """What a shard holds."""
 
     kind: Kind
@@ -63,7 +63,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape(Generic[N]):
+class ShardRegions(Generic[N]):
     """Where the regions of a shard lie; with arrays for numbers, those of many shards at once."""
 
     num_items: N
@@ -74,7 +74,7 @@ class Shape(Generic[N]):
 
     @property
     def index_offset(self) -> N:
-        return up(DATA_OFFSET + self.data_bytes, 8)
+        return round_up(DATA_OFFSET + self.data_bytes, 8)
 
     @property
     def notes_offset(self) -> N:
@@ -82,7 +82,7 @@ class Shape(Generic[N]):
 
     @property
     def table_offset(self) -> N:
-        return up(self.notes_offset + self.notes_bytes, 8)
+        return round_up(self.notes_offset + self.notes_bytes, 8)
 
     @property
     def num_blocks(self) -> N:
@@ -90,7 +90,7 @@ class Shape(Generic[N]):
 
     @property
     def footer_offset(self) -> N:
-        return up(self.table_offset + 4 * self.num_blocks, 8)
+        return round_up(self.table_offset + 4 * self.num_blocks, 8)
 
     @property
     def num_bytes(self) -> N:
@@ -98,9 +98,9 @@ class Shape(Generic[N]):
 
 
 @dataclass(frozen=True, slots=True)
-class Footer:
-    head: Head
-    shape: Shape[int]
+class ShardFooter:
+    head: ShardHeader
+    shape: ShardRegions[int]
     largest: int
     """The largest token id; 0 for records, and where there are no tokens."""
     table_blake3: bytes
@@ -110,18 +110,18 @@ class Footer:
         return self.shape.data_bytes // self.head.unit_bytes
 
 
-def up(number: N, step: int) -> N:
+def round_up(number: N, step: int) -> N:
     return -(-number // step) * step
 
 
-def encode_header(head: Head) -> bytes:
+def encode_header(head: ShardHeader) -> bytes:
     kind, dtype = _KINDS.index(head.kind), TOKEN_DTYPES.get(head.dtype, 0)
     body = _HEADER.pack(_HEADER_MAGIC, VERSION, kind, dtype, head.block_bytes, DATA_OFFSET)
     body = body.ljust(HEADER_BYTES - 4, b"\0")
     return body + _CRC.pack(crc32c(body))
 
 
-def encode_footer(footer: Footer) -> bytes:
+def encode_footer(footer: ShardFooter) -> bytes:
     head, shape = footer.head, footer.shape
     body = _FOOTER.pack(
         _FOOTER_MAGIC,
@@ -141,7 +141,7 @@ def encode_footer(footer: Footer) -> bytes:
     return body + _CRC.pack(crc32c(body))
 
 
-def decode_footer(data: bytes, num_bytes: int) -> Footer:
+def decode_footer(data: bytes, num_bytes: int) -> ShardFooter:
     """From the last bytes of a file of ``num_bytes``."""
     if len(data) != FOOTER_BYTES or data[:8] != _FOOTER_MAGIC:
         raise UnsoundShard("it does not end in a footer: it is cut short, or was never finished")
@@ -152,8 +152,8 @@ def decode_footer(data: bytes, num_bytes: int) -> Footer:
         raise UnsoundShard(f"it has format version {version}, and this program reads up to {VERSION}")
     if kind >= len(_KINDS) or dtype not in _DTYPE_OF or block_bytes < 4096 or block_bytes & (block_bytes - 1):
         raise UnsoundShard("its footer makes no sense")
-    head = Head(_KINDS[kind], _DTYPE_OF[dtype], block_bytes)
-    shape = Shape(items, size, notes, block_bytes)
+    head = ShardHeader(_KINDS[kind], _DTYPE_OF[dtype], block_bytes)
+    shape = ShardRegions(items, size, notes, block_bytes)
     if (blocks, table, total) != (shape.num_blocks, shape.table_offset, shape.num_bytes):
         raise UnsoundShard("its footer contradicts itself")
     if size % head.unit_bytes or (head.kind == "tokens") != bool(head.dtype):
@@ -161,18 +161,18 @@ def decode_footer(data: bytes, num_bytes: int) -> Footer:
     if total != num_bytes:
         raise UnsoundShard(f"it has {num_bytes} bytes instead of {total}")
     start = _FOOTER.size
-    footer = Footer(head, shape, largest, data[start : start + 32])
+    footer = ShardFooter(head, shape, largest, data[start : start + 32])
     if encode_footer(footer) != data:
         raise UnsoundShard("its footer has values where there are none")
     return footer
 
 
-def check_header(data: bytes, head: Head) -> None:
+def check_header(data: bytes, head: ShardHeader) -> None:
     if data != encode_header(head):
         raise UnsoundShard("its header is damaged, or of another shard")
 
 
-def check_table(data: bytes, footer: Footer) -> npt.NDArray[np.uint32]:
+def check_table(data: bytes, footer: ShardFooter) -> npt.NDArray[np.uint32]:
     """The CRC32C of each block, from the bytes between the last block and the footer."""
     if blake3(data).digest() != footer.table_blake3:
         raise UnsoundShard("its table of checksums does not match the footer")

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.layout import SUFFIX, TOKEN_DTYPES, Footer, Head, Kind, Shape
+from closeranks.data.shards.layout import SUFFIX, TOKEN_DTYPES, Kind, ShardFooter, ShardHeader, ShardRegions
 from closeranks.data.stores import Ints
 from closeranks.storage.documents import UnsoundDocument, seal, unseal
 
@@ -30,7 +30,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class DatasetInfo:
     """What a build says of the data, beyond what the shards know."""
 
     vocab_size: int = 0
@@ -52,29 +52,29 @@ class ShardEntry:
     blake3: str
     """Of the shard's footer."""
 
-    def shape(self, block_bytes: int) -> Shape[int]:
-        return Shape(self.num_items, self.data_bytes, self.notes_bytes, block_bytes)
+    def regions(self, block_bytes: int) -> ShardRegions[int]:
+        return ShardRegions(self.num_items, self.data_bytes, self.notes_bytes, block_bytes)
 
     @staticmethod
-    def of(name: str, footer: Footer, digest: str) -> ShardEntry:
+    def of(name: str, footer: ShardFooter, digest: str) -> ShardEntry:
         shape = footer.shape
         return ShardEntry(name, shape.num_items, shape.data_bytes, shape.notes_bytes, footer.largest, digest)
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    head: Head
-    about: About
+class DatasetManifest:
+    head: ShardHeader
+    about: DatasetInfo
     fields: Mapping[str, tuple[str, ...]]
     """For records: every field's name, and the kinds of its values."""
     shards: tuple[ShardEntry, ...]
 
     @property
-    def shapes(self) -> Shape[Ints]:
+    def regions(self) -> ShardRegions[Ints]:
         """Of all shards at once: of thousands, one by one, it takes longer than all else about opening a data set."""
         counts = [(shard.num_items, shard.data_bytes, shard.notes_bytes) for shard in self.shards]
         columns = np.array(counts, dtype=np.int64).reshape(-1, 3).T
-        return Shape(columns[0], columns[1], columns[2], self.head.block_bytes)
+        return ShardRegions(columns[0], columns[1], columns[2], self.head.block_bytes)
 
     @property
     def num_items(self) -> int:
@@ -87,7 +87,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        return int(self.shapes.num_bytes.sum())
+        return int(self.regions.num_bytes.sum())
 
     @property
     def identity(self) -> str:
@@ -97,7 +97,7 @@ class Manifest:
         return f"shards of {self.num_items} {'documents' if self.head.kind == 'tokens' else 'records'}, blake3 {digest}"
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: DatasetManifest) -> bytes:
     shards = [_encode_shard(shard, manifest.head) for shard in manifest.shards]
     body = {
         "kind": manifest.head.kind,
@@ -112,7 +112,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return seal(_KIND, body, VERSION)
 
 
-def decode_manifest(data: bytes, name: str) -> Manifest:
+def decode_manifest(data: bytes, name: str) -> DatasetManifest:
     """``DataError`` for a document that is damaged, of a later program, or contradicts itself."""
     fix = "Build the data set again, or copy it again from where it is whole."
     try:
@@ -126,7 +126,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
     return manifest
 
 
-def read_manifest(files: Files) -> Manifest:
+def read_manifest(files: Files) -> DatasetManifest:
     """One read, no listing, where all is well."""
     try:
         data = files.read(NAME)
@@ -139,31 +139,31 @@ def read_manifest(files: Files) -> Manifest:
     return decode_manifest(data, files.full_name(NAME))
 
 
-def _decode(body: Any) -> Manifest:
+def _decode(body: Any) -> DatasetManifest:
     kind: Kind = body["kind"]
     block_bytes = _count(body["block_bytes"])
     if kind not in ("tokens", "records") or (body["dtype"] in TOKEN_DTYPES) != (kind == "tokens"):
         raise ValueError(f"kind '{kind}' of dtype '{body['dtype']}'")
     if block_bytes < 4096 or block_bytes & (block_bytes - 1):
         raise ValueError(f"blocks of {block_bytes} bytes")
-    head = Head(kind, body["dtype"] if kind == "tokens" else "", block_bytes)
-    about = About(
+    head = ShardHeader(kind, body["dtype"] if kind == "tokens" else "", block_bytes)
+    about = DatasetInfo(
         _count(body["vocab_size"]), str(body["tokenizer"]), str(body["tokenizer_digest"]), dict(body["provenance"])
     )
     fields = {str(name): tuple(map(str, kinds)) for name, kinds in body["fields"].items()}
     shards = tuple(_decode_shard(entry, head.unit_bytes) for entry in body["shards"])
-    manifest = Manifest(head, about, fields, shards)
+    manifest = DatasetManifest(head, about, fields, shards)
     if (body["num_items"], body["num_units"]) != (manifest.num_items, manifest.num_units):
         raise ValueError("the counts are not the sums of the shards'")
-    if manifest.shapes.num_bytes.tolist() != [entry[1] for entry in body["shards"]]:
+    if manifest.regions.num_bytes.tolist() != [entry[1] for entry in body["shards"]]:
         raise ValueError("the sizes of a shard contradict each other")
     if len({shard.name for shard in shards}) != len(shards):
         raise ValueError("a shard is listed twice")
     return manifest
 
 
-def _encode_shard(shard: ShardEntry, head: Head) -> list[Any]:
-    num_bytes = shard.shape(head.block_bytes).num_bytes
+def _encode_shard(shard: ShardEntry, head: ShardHeader) -> list[Any]:
+    num_bytes = shard.regions(head.block_bytes).num_bytes
     counts = (shard.num_items, shard.data_bytes, shard.notes_bytes, shard.largest)
     return [shard.name, num_bytes, *counts, shard.blake3]
 

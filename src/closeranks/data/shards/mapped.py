@@ -21,11 +21,11 @@ from crc32c import crc32c
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.core.regular_file import open_descriptor
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.encoding import Decoder
+from closeranks.data.shards.encoding import RecordDecoder
 from closeranks.data.shards.layout import UnsoundShard
-from closeranks.data.shards.manifest import Manifest, ShardEntry
-from closeranks.data.shards.mapping import FileMap, Window
-from closeranks.data.shards.opening import read_ends
+from closeranks.data.shards.manifest import DatasetManifest, ShardEntry
+from closeranks.data.shards.mapping import FileMap, GatherWindow
+from closeranks.data.shards.opening import read_footer
 from closeranks.data.stores import Ints
 
 _MOST_REMOTE = 64
@@ -34,7 +34,7 @@ AGAIN = "Copy this file again from where it is whole, or build again; `closerank
 
 
 @dataclass(slots=True)
-class Mapped:
+class MappedShard:
     """A shard in memory."""
 
     map: FileMap
@@ -42,36 +42,36 @@ class Mapped:
     """All of its bytes."""
     checksums: npt.NDArray[np.uint32]
     hold: ExitStack
-    decoders: list[Decoder] = field(default_factory=list)
+    decoders: list[RecordDecoder] = field(default_factory=list)
     """By number of the form; empty until the first record is read."""
 
 
 class MappedShards:
     """The shards of a data set, by number."""
 
-    def __init__(self, files: Files, manifest: Manifest, most: int = 0) -> None:
+    def __init__(self, files: Files, manifest: DatasetManifest, most: int = 0) -> None:
         self.files = files
         self.manifest = manifest
         num_shards = len(manifest.shards)
         self.most = most or (num_shards if files.is_local else _MOST_REMOTE)
         self.shift = manifest.head.block_bytes.bit_length() - 1
-        self.first_block: Ints = np.append(np.int64(0), np.cumsum(manifest.shapes.num_blocks))
+        self.first_block: Ints = np.append(np.int64(0), np.cumsum(manifest.regions.num_blocks))
         self.place: Ints = self.first_block << self.shift
         """Where each shard begins in the space of all; the last is the end of it."""
-        self.window = Window()
+        self.window = GatherWindow()
         self.address: Ints = np.zeros(num_shards + 1, dtype=np.int64)
         """Added to a place in a mapped shard it is what ``window`` gathers from."""
         # One byte a block, zero: pages of it come to be when touched, and a forked process has marks of its own.
         num_marks = int(self.first_block[-1]) + 1
         self._marks = mmap.mmap(-1, num_marks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._is_checked = np.frombuffer(self._marks, dtype=np.bool_)
-        self._mapped: dict[int, Mapped] = {}
+        self._mapped: dict[int, MappedShard] = {}
         self._is_bounded = self.most < num_shards
         self._used: Ints = np.zeros(num_shards + 1, dtype=np.int64)
         self._clock = 0
         self._fetched_again: set[int] = set()
 
-    def __getitem__(self, shard: int) -> Mapped:
+    def __getitem__(self, shard: int) -> MappedShard:
         """One that is mapped."""
         return self._mapped[shard]
 
@@ -131,14 +131,14 @@ class MappedShards:
         for shard, mapped in self._mapped.items():
             self.address[shard] = mapped.map.address - first - self.place[shard]
 
-    def _map(self, entry: ShardEntry) -> Mapped:
+    def _map(self, entry: ShardEntry) -> MappedShard:
         with ExitStack() as hold:
-            path = hold.enter_context(self.files.hold(entry.name))
+            path = hold.enter_context(self.files.local_path(entry.name))
             full = self.files.full_name(entry.name)
             try:
                 fd = open_descriptor(path)
                 try:
-                    footer, checksums = read_ends(fd, entry, self.manifest.head)
+                    footer, checksums = read_footer(fd, entry, self.manifest.head)
                     file_map = FileMap(fd, footer.shape.num_bytes)
                 finally:
                     os.close(fd)
@@ -147,7 +147,7 @@ class MappedShards:
             except OSError as error:
                 raise DataError(f"'{full}' cannot be read: {error.strerror or error}") from error
             view = file_map.bytes().data
-            return Mapped(file_map, view, checksums, hold.pop_all())
+            return MappedShard(file_map, view, checksums, hold.pop_all())
 
     def _check_block(self, block: int) -> bool:
         """Mark a sound block. A copy of a shard that lies far away may be damaged where the shard itself is not: it is
@@ -156,7 +156,7 @@ class MappedShards:
         mapped, entry = self._mapped[shard], self.manifest.shards[shard]
         number = block - int(self.first_block[shard])
         start = number << self.shift
-        stop = min(start + (1 << self.shift), entry.shape(1 << self.shift).table_offset)
+        stop = min(start + (1 << self.shift), entry.regions(1 << self.shift).table_offset)
         try:
             mapped.map.touch(start, stop - start)
         except OSError as error:
@@ -178,7 +178,7 @@ class MappedShards:
 
     def notes(self, shard: int) -> bytes:
         """The notes of a shard, which must be sound as a whole."""
-        shape = self.manifest.shards[shard].shape(1 << self.shift)
+        shape = self.manifest.shards[shard].regions(1 << self.shift)
         start, stop = shape.notes_offset, shape.notes_offset + shape.notes_bytes
         blocks = self.first_block[shard] + (np.array([start, max(start, stop - 1)]) >> self.shift)
         try:

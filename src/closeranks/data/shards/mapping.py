@@ -81,7 +81,7 @@ class _Span:
         }
 
 
-class Window:
+class GatherWindow:
     """Gathers runs of bytes by address; see the note above."""
 
     def __init__(self) -> None:

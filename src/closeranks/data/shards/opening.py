@@ -14,8 +14,8 @@ import numpy.typing as npt
 from closeranks.data.shards.layout import (
     FOOTER_BYTES,
     HEADER_BYTES,
-    Footer,
-    Head,
+    ShardFooter,
+    ShardHeader,
     UnsoundShard,
     check_header,
     check_table,
@@ -26,14 +26,14 @@ from closeranks.data.shards.manifest import ShardEntry
 from closeranks.storage.disk import read_range
 
 
-def read_ends(
-    fd: int, entry: ShardEntry | None = None, head: Head | None = None
-) -> tuple[Footer, npt.NDArray[np.uint32]]:
+def read_footer(
+    fd: int, entry: ShardEntry | None = None, head: ShardHeader | None = None
+) -> tuple[ShardFooter, npt.NDArray[np.uint32]]:
     """A shard's footer and the checksums of its blocks, checked against each other, the header and what
     ``dataset.json`` says of it (None: nothing yet)."""
     num_bytes = os.fstat(fd).st_size
     data = os.pread(fd, FOOTER_BYTES, max(0, num_bytes - FOOTER_BYTES))
-    expected = entry.shape(head.block_bytes).num_bytes if entry and head else num_bytes
+    expected = entry.regions(head.block_bytes).num_bytes if entry and head else num_bytes
     if num_bytes != expected:
         raise UnsoundShard(f"it has {num_bytes} bytes, and {expected} were written")
     footer = decode_footer(data, num_bytes)

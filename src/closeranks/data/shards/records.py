@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.columns import FormColumns
-from closeranks.data.shards.encoding import PREFIX, Decoder, Form, decode_forms
-from closeranks.data.shards.items import ItemIndex, Located
+from closeranks.data.shards.columns import SchemaColumns
+from closeranks.data.shards.encoding import PREFIX, Form, RecordDecoder, decode_schemas
+from closeranks.data.shards.items import ItemIndex, ItemLocations
 from closeranks.data.shards.layout import DATA_OFFSET
 from closeranks.data.shards.mapped import AGAIN, MappedShards
 from closeranks.data.shards.tokens import check_same, manifest_of
-from closeranks.data.stores import Ints, Place, Record, typical_block
+from closeranks.data.stores import Ints, Record, RecordLocation, typical_block
 
 _FORM = np.dtype("<u8")
 UNDECODABLE = (ValueError, TypeError, IndexError, struct.error, RecursionError)
@@ -39,14 +39,14 @@ class ShardRecords:
         self._shards = MappedShards(files, manifest, most_mapped)
         self._index = ItemIndex(self._shards)
         self._names = [shard.name for shard in manifest.shards]
-        self._data_bytes: Ints = manifest.shapes.data_bytes
+        self._data_bytes: Ints = manifest.regions.data_bytes
         self.identity = manifest.identity
-        self._columns: dict[int, list[FormColumns]] = {}
+        self._columns: dict[int, list[SchemaColumns]] = {}
         """By shard and number of the form; the same object for equal forms of different shards."""
-        self._same: dict[Form, FormColumns] = {}
+        self._same: dict[Form, SchemaColumns] = {}
         self.fields = dict(manifest.fields)
         """Every field's name, and the kinds of its values."""
-        self.block = typical_block(manifest.shapes.num_items)
+        self.block = typical_block(manifest.regions.num_items)
 
     def __reduce__(self) -> tuple[Callable[..., ShardRecords], tuple[Files, int, str]]:
         return _reopened_records, (self._files, self._most_mapped, self.identity)
@@ -85,14 +85,14 @@ class ShardRecords:
             return None
         return alike.read(self._shards.window.gather, at, names)
 
-    def _addresses(self, found: Located) -> Ints:
+    def _addresses(self, found: ItemLocations) -> Ints:
         return self._shards.place[found.shard] + self._shards.address[found.shard] + found.begin + DATA_OFFSET
 
     def _forms(self, at: Ints) -> npt.NDArray[np.uint64]:
         forms: npt.NDArray[np.uint64] = self._shards.window.gather(at, PREFIX.size, _FORM)[:, 0]
         return forms
 
-    def _form(self, shard: int, number: int) -> FormColumns | None:
+    def _form(self, shard: int, number: int) -> SchemaColumns | None:
         if not self._shards[shard].decoders:
             self._decoders(shard)
         columns = self._columns[shard]
@@ -104,10 +104,10 @@ class ShardRecords:
             decoders = mapped.decoders or self._decoders(shard)
             return decoders[form](mapped.view, start, stop)
         except UNDECODABLE as error:
-            place = Place(self._files.full_name(self._names[shard]), start)
+            place = RecordLocation(self._files.full_name(self._names[shard]), start)
             raise BadRecordError(f"{place}: the record cannot be decoded ({error})", AGAIN) from error
 
-    def _located(self, indices: Ints) -> Located | None:
+    def _located(self, indices: Ints) -> ItemLocations | None:
         """Where they lie, all blocks of theirs checked; None where they lie in too many shards at a time."""
         found = self._index.locate(indices)
         if found is None:
@@ -121,18 +121,18 @@ class ShardRecords:
             self._shards.prepare(found.shard, first, last)
         return found
 
-    def _decoders(self, shard: int) -> list[Decoder]:
+    def _decoders(self, shard: int) -> list[RecordDecoder]:
         mapped = self._shards[shard]
         try:
-            forms = decode_forms(json.loads(self._shards.notes(shard))["forms"])
+            forms = decode_schemas(json.loads(self._shards.notes(shard))["forms"])
         except (*UNDECODABLE, KeyError) as error:
             full = self._files.full_name(self._names[shard])
             raise DataError(f"'{full}' cannot be used: its notes make no sense ({error})", AGAIN) from error
-        self._columns[shard] = [self._same.setdefault(form, FormColumns(form)) for form in forms]
-        mapped.decoders.extend(Decoder(form) for form in forms)
+        self._columns[shard] = [self._same.setdefault(form, SchemaColumns(form)) for form in forms]
+        mapped.decoders.extend(RecordDecoder(form) for form in forms)
         return mapped.decoders
 
-    def where(self, index: int) -> Place:
+    def where(self, index: int) -> RecordLocation:
         """In bytes; where the index itself is damaged, by the record's number in its file."""
         indices = np.array([index], dtype=np.int64)
         shard = int(self._index.shard_of(indices)[0])
@@ -142,8 +142,8 @@ class ShardRecords:
         except DataError:
             found = None
         if found is None:
-            return Place(full, index - int(self._index.first[shard]), "record")
-        return Place(full, DATA_OFFSET + int(found.begin[0]))
+            return RecordLocation(full, index - int(self._index.first[shard]), "record")
+        return RecordLocation(full, DATA_OFFSET + int(found.begin[0]))
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         shards = self._index.shard_of(np.asarray(indices, dtype=np.int64)).tolist()

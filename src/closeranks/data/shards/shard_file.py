@@ -25,9 +25,9 @@ from closeranks.core.errors import DataError
 from closeranks.core.faults import declare, point
 from closeranks.data.shards.layout import (
     DATA_OFFSET,
-    Footer,
-    Head,
-    Shape,
+    ShardFooter,
+    ShardHeader,
+    ShardRegions,
     encode_footer,
     encode_header,
     footer_digest,
@@ -51,7 +51,7 @@ _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 class ShardFile:
     """A shard being written. ``abort`` or ``finish`` ends it."""
 
-    def __init__(self, path: Path, head: Head) -> None:
+    def __init__(self, path: Path, head: ShardHeader) -> None:
         self._path, self._head = path, head
         self._part = path.with_name(path.name + PART)
         self._buffer = bytearray(encode_header(head).ljust(DATA_OFFSET, b"\0"))
@@ -111,7 +111,7 @@ class ShardFile:
     def _finish(self, notes: dict[str, Any], largest: int) -> ShardEntry:
         text = json.dumps(notes, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
         data_bytes = self._offsets[-1] * self._head.unit_bytes
-        shape = Shape(self.num_items, data_bytes, len(text), self._head.block_bytes)
+        shape = ShardRegions(self.num_items, data_bytes, len(text), self._head.block_bytes)
         self._buffer += bytes(shape.index_offset - DATA_OFFSET - data_bytes)
         self._buffer += _little(self._offsets, "<u8")
         self._buffer += text.ljust(shape.table_offset - shape.notes_offset, b"\0")
@@ -119,7 +119,7 @@ class ShardFile:
         table = _little(self._checksums, "<u4").ljust(shape.footer_offset - shape.table_offset, b"\0")
         write_all(self._fd, table)
         point(TABLE_WRITTEN)
-        footer = Footer(self._head, shape, largest, blake3(table).digest())
+        footer = ShardFooter(self._head, shape, largest, blake3(table).digest())
         encoded = encode_footer(footer)
         write_all(self._fd, encoded)
         self._seal()

@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.items import Ends, ItemIndex
+from closeranks.data.shards.items import DocumentEnds, ItemIndex
 from closeranks.data.shards.layout import DATA_OFFSET
-from closeranks.data.shards.manifest import Manifest, read_manifest
+from closeranks.data.shards.manifest import DatasetManifest, read_manifest
 from closeranks.data.shards.mapped import MappedShards
-from closeranks.data.stores import Ints, Place, typical_block
+from closeranks.data.stores import Ints, RecordLocation, typical_block
 
 _FEW_DOCUMENTS = 1 << 20
 """Their ends are kept as an array (8 MiB); those of more are read from the maps as they are needed."""
@@ -36,7 +36,7 @@ class ShardTokens:
         self.identity = manifest.identity
         self.dtype: np.dtype[Any] = np.dtype(manifest.head.dtype).newbyteorder("<")
         self.vocab_size = manifest.about.vocab_size
-        data_bytes = manifest.shapes.data_bytes
+        data_bytes = manifest.regions.data_bytes
         self._first: Ints = np.append(np.int64(0), np.cumsum(data_bytes // self.dtype.itemsize))
         self._last = self._first[1:].astype(np.uint64)
         begin = self._shards.place[:-1] + DATA_OFFSET
@@ -56,7 +56,7 @@ class ShardTokens:
     @property
     def ends(self) -> npt.NDArray[Any]:
         if self._ends is None:
-            ends = Ends(ItemIndex(self._shards), self._first)
+            ends = DocumentEnds(ItemIndex(self._shards), self._first)
             self._ends = np.asarray(ends) if len(ends) <= _FEW_DOCUMENTS else cast("npt.NDArray[Any]", ends)
         return self._ends
 
@@ -94,10 +94,10 @@ class ShardTokens:
                 at, done = at + count, done + count
         return found
 
-    def where(self, start: int) -> Place:
+    def where(self, start: int) -> RecordLocation:
         shard = int(self._last.searchsorted(np.uint64(start), side="right"))
         offset = DATA_OFFSET + (start - int(self._first[shard])) * self.dtype.itemsize
-        return Place(self._files.full_name(self._names[shard]), offset)
+        return RecordLocation(self._files.full_name(self._names[shard]), offset)
 
     def files_of(self, starts: Ints, length: int) -> Sequence[str]:
         wanted = np.asarray(starts, dtype=np.int64)
@@ -111,7 +111,7 @@ class ShardTokens:
         self._shards.close()
 
 
-def manifest_of(files: Files, kind: str) -> Manifest:
+def manifest_of(files: Files, kind: str) -> DatasetManifest:
     manifest = read_manifest(files)
     if manifest.head.kind != kind:
         fix = f'Say name = "{manifest.head.kind}" in [data], or name another folder.'

@@ -20,10 +20,10 @@ from crc32c import crc32c
 from closeranks.core.errors import DataError
 from closeranks.core.regular_file import open_descriptor
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.encoding import PREFIX, Decoder, decode_forms
-from closeranks.data.shards.layout import DATA_OFFSET, Footer, Shape, UnsoundShard
-from closeranks.data.shards.manifest import NAME, Manifest, ShardEntry, read_manifest
-from closeranks.data.shards.opening import read_ends
+from closeranks.data.shards.encoding import PREFIX, RecordDecoder, decode_schemas
+from closeranks.data.shards.layout import DATA_OFFSET, ShardFooter, ShardRegions, UnsoundShard
+from closeranks.data.shards.manifest import NAME, DatasetManifest, ShardEntry, read_manifest
+from closeranks.data.shards.opening import read_footer
 from closeranks.data.shards.records import UNDECODABLE
 from closeranks.data.stores import Ints
 from closeranks.storage.disk import read_range
@@ -33,7 +33,7 @@ _WINDOW_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ShardFinding:
     """Something that is not as it was written."""
 
     file: str
@@ -57,27 +57,27 @@ class _Shard:
     """A shard, and the numbers of its first item and unit in the data set."""
 
     entry: ShardEntry
-    shape: Shape[int]
+    shape: ShardRegions[int]
     kind: str
     unit_bytes: int
     first_item: int
     first_unit: int
 
 
-def verify(files: Files, on_progress: Callable[[int, int], None] | None = None) -> list[Finding]:
+def verify(files: Files, on_progress: Callable[[int, int], None] | None = None) -> list[ShardFinding]:
     """All findings, in the order of the files; none where all is well. ``on_progress`` gets bytes done and in all."""
     try:
         manifest = read_manifest(files)
     except DataError as error:
         if _is_out_of_reach(error, files):
             raise
-        return [Finding(files.full_name(NAME), 0, 0, error.what)]
+        return [ShardFinding(files.full_name(NAME), 0, 0, error.what)]
     done, total = 0, manifest.num_bytes
-    findings: list[Finding] = []
+    findings: list[ShardFinding] = []
     for shard in _shards(manifest):
         full = files.full_name(shard.entry.name)
         try:
-            with files.hold(shard.entry.name) as path:
+            with files.local_path(shard.entry.name) as path:
                 findings += _Check(full, shard, manifest).run(path)
         except DataError as error:
             if _is_out_of_reach(error, files):
@@ -101,21 +101,21 @@ def _is_out_of_reach(error: DataError, files: Files) -> bool:
     return is_unanswered or isinstance(cause, DeniedError | PermissionError)
 
 
-def _shards(manifest: Manifest) -> Iterator[_Shard]:
+def _shards(manifest: DatasetManifest) -> Iterator[_Shard]:
     head = manifest.head
     items, units = 0, 0
     for entry in manifest.shards:
-        yield _Shard(entry, entry.shape(head.block_bytes), head.kind, head.unit_bytes, items, units)
+        yield _Shard(entry, entry.regions(head.block_bytes), head.kind, head.unit_bytes, items, units)
         items += entry.num_items
         units += entry.data_bytes // head.unit_bytes
 
 
-def _whole(full: str, shard: _Shard, reason: str) -> Finding:
-    unit, first, last = hit(shard, None, 0, shard.shape.num_bytes)
-    return Finding(full, 0, shard.shape.num_bytes, reason, unit, first, last)
+def _whole(full: str, shard: _Shard, reason: str) -> ShardFinding:
+    unit, first, last = affected_samples(shard, None, 0, shard.shape.num_bytes)
+    return ShardFinding(full, 0, shard.shape.num_bytes, reason, unit, first, last)
 
 
-def hit(shard: _Shard, offsets: Ints | None, start: int, stop: int) -> tuple[str, int, int]:
+def affected_samples(shard: _Shard, offsets: Ints | None, start: int, stop: int) -> tuple[str, int, int]:
     """Which samples need the bytes from ``start`` to ``stop`` of a shard: pure. ``offsets``: its index, where that is
     sound; without it a shard of records is hit as a whole."""
     shape = shard.shape
@@ -148,14 +148,14 @@ def _items(shard: _Shard, start: int, stop: int) -> tuple[int, int]:
 class _Check:
     """One shard."""
 
-    def __init__(self, full: str, shard: _Shard, manifest: Manifest) -> None:
+    def __init__(self, full: str, shard: _Shard, manifest: DatasetManifest) -> None:
         self._full, self._shard, self._manifest = full, shard, manifest
         self._fd = -1
 
-    def run(self, path: Path) -> list[Finding]:
+    def run(self, path: Path) -> list[ShardFinding]:
         self._fd = open_descriptor(path)
         try:
-            footer, checksums = read_ends(self._fd, self._shard.entry, self._manifest.head)
+            footer, checksums = read_footer(self._fd, self._shard.entry, self._manifest.head)
             bad, largest = self._bad_blocks(checksums.tolist())
             if bad:
                 return self._damage(bad)
@@ -190,23 +190,23 @@ class _Check:
             raise UnsoundShard("it became shorter while it was read")
         return data
 
-    def _damage(self, bad: list[int]) -> list[Finding]:
+    def _damage(self, bad: list[int]) -> list[ShardFinding]:
         shape, size = self._shard.shape, self._shard.shape.block_bytes
         is_index_bad = any((b + 1) * size > shape.index_offset and b * size < shape.notes_offset for b in bad)
         offsets = None if is_index_bad else self._offsets()
         findings = []
         for block in bad:
             start, stop = block * size, min((block + 1) * size, shape.table_offset)
-            unit, first, last = hit(self._shard, offsets, start, stop)
+            unit, first, last = affected_samples(self._shard, offsets, start, stop)
             reason = f"block {block} (bytes {start} to {stop}) does not match its checksum"
-            findings.append(Finding(self._full, start, stop - start, reason, unit, first, last))
+            findings.append(ShardFinding(self._full, start, stop - start, reason, unit, first, last))
         return findings
 
     def _offsets(self) -> Ints:
         shape = self._shard.shape
         return np.frombuffer(self._bytes(shape.index_offset, 8 * (shape.num_items + 1)), "<i8").astype(np.int64)
 
-    def _nonsense(self, footer: Footer, largest: int) -> str:
+    def _nonsense(self, footer: ShardFooter, largest: int) -> str:
         """What is wrong with bytes that are as they were written: a writer that was wrong. Empty: nothing."""
         offsets = self._offsets()
         if offsets[0] != 0 or int(offsets[-1]) != footer.num_units or (np.diff(offsets) < 0).any():
@@ -223,7 +223,7 @@ class _Check:
         view = memoryview(self._bytes(0, DATA_OFFSET + shape.data_bytes))
         try:
             notes = json.loads(self._bytes(shape.notes_offset, shape.notes_bytes))
-            decoders = [Decoder(form) for form in decode_forms(notes["forms"])]
+            decoders = [RecordDecoder(form) for form in decode_schemas(notes["forms"])]
         except (*UNDECODABLE, KeyError) as error:
             return f"its notes make no sense ({error})"
         for number, (start, stop) in enumerate(pairwise((offsets + DATA_OFFSET).tolist())):

@@ -29,9 +29,9 @@ import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.shards.commit import commit, open_shard
-from closeranks.data.shards.encoding import PREFIX, Form, Value, encode, encode_forms
-from closeranks.data.shards.layout import BLOCK_BYTES, SUFFIX, TOKEN_DTYPES, Head
-from closeranks.data.shards.manifest import About, Manifest, ShardEntry
+from closeranks.data.shards.encoding import PREFIX, Form, Value, encode, encode_schemas
+from closeranks.data.shards.layout import BLOCK_BYTES, SUFFIX, TOKEN_DTYPES, ShardHeader
+from closeranks.data.shards.manifest import DatasetInfo, DatasetManifest, ShardEntry
 from closeranks.data.shards.shard_file import ShardFile
 
 SHARD_BYTES = 256 << 20
@@ -43,7 +43,7 @@ class _Writer:
     """What both kinds share: shards one after the other, and going on after those that are finished."""
 
     def __init__(
-        self, folder: str | Path, head: Head, part: int | None, first: int, build: str, shard_bytes: int
+        self, folder: str | Path, head: ShardHeader, part: int | None, first: int, build: str, shard_bytes: int
     ) -> None:
         self.folder = Path(folder)
         self._head, self._build, self._shard_bytes = head, build, shard_bytes
@@ -108,7 +108,7 @@ class _Writer:
         self._finish_shard()
         return tuple(shard.name for shard in self.shards)
 
-    def finish_alone(self, about: About, *, extend: bool = False) -> Manifest:
+    def finish_and_commit(self, about: DatasetInfo, *, extend: bool = False) -> DatasetManifest:
         """For a single writer: finish, and write ``dataset.json``."""
         return commit(self.folder, self.finish(), about, head=self._head, extend=extend)
 
@@ -145,7 +145,7 @@ class TokenShardWriter(_Writer):
         limit = int(np.iinfo(dtype).max) + 1
         self._limit = min(vocab_size or limit, limit)
         self._largest = 0
-        super().__init__(folder, Head("tokens", dtype, block_bytes), part, first, build, shard_bytes)
+        super().__init__(folder, ShardHeader("tokens", dtype, block_bytes), part, first, build, shard_bytes)
 
     def append(self, tokens: npt.ArrayLike, *, cursor: Any = None) -> None:
         """One document, which may be empty."""
@@ -182,7 +182,7 @@ class RecordShardWriter(_Writer):
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self._forms: dict[Form, int] = {}
-        super().__init__(folder, Head("records", "", block_bytes), part, first, build, shard_bytes)
+        super().__init__(folder, ShardHeader("records", "", block_bytes), part, first, build, shard_bytes)
 
     def append(self, record: Mapping[str, Value], *, cursor: Any = None) -> None:
         form, body = encode(record)
@@ -192,4 +192,4 @@ class RecordShardWriter(_Writer):
 
     def _notes(self) -> tuple[dict[str, Any], int]:
         forms, self._forms = list(self._forms), {}
-        return {"forms": encode_forms(forms)}, 0
+        return {"forms": encode_schemas(forms)}, 0

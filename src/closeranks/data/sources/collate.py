@@ -24,7 +24,7 @@ Decoded: TypeAlias = Mapping[str, Any]
 Columns: TypeAlias = dict[str, "Field"]
 
 
-class Misfit(Exception):
+class FieldMismatch(Exception):
     """The value of one row is not what its field is."""
 
     def __init__(self, row: int, reason: str) -> None:
@@ -33,7 +33,7 @@ class Misfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class CollatedField:
     """What every sample gives of one field."""
 
     dtype: np.dtype[Any]
@@ -42,10 +42,10 @@ class Field:
     """An image of bytes, height x width x channels; its tensor is channels x height x width, from 0 to 1."""
 
     def __str__(self) -> str:
-        return shown(self.dtype, self.shape)
+        return describe_type(self.dtype, self.shape)
 
 
-def shown(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
+def describe_type(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
     return f"{dtype.name}[{','.join(map(str, shape))}]"
 
 
@@ -60,7 +60,7 @@ def as_array(value: Any) -> npt.NDArray[Any] | None:
     return array if is_numeric(array.dtype) else None
 
 
-def field_of(values: Sequence[Any], *, is_image: bool) -> Field | None:
+def infer_field(values: Sequence[Any], *, is_image: bool) -> CollatedField | None:
     """What the field of these values is: the shape most of them have, a type that holds all of them; None where they
     cannot be tensors."""
     arrays = [as_array(value) for value in values]
@@ -69,10 +69,10 @@ def field_of(values: Sequence[Any], *, is_image: bool) -> Field | None:
         return None
     shape = Counter(array.shape for array in found).most_common(1)[0][0]
     dtype = tensor_dtype(np.result_type(*(array.dtype for array in found)))
-    return Field(dtype, shape, is_image and dtype == np.uint8 and len(shape) in (2, 3))
+    return CollatedField(dtype, shape, is_image and dtype == np.uint8 and len(shape) in (2, 3))
 
 
-def settle(records: Sequence[Decoded], images: Collection[str], identity: str, *, is_asked_for: bool) -> Columns:
+def infer_fields(records: Sequence[Decoded], images: Collection[str], identity: str, *, is_asked_for: bool) -> Columns:
     """What a batch holds, by its first records: all that most of them have and that can be tensors; a field that was
     asked for by name must be one. ``images``: fields that hold images."""
     counts = Counter(name for record in records for name in record)
@@ -81,7 +81,7 @@ def settle(records: Sequence[Decoded], images: Collection[str], identity: str, *
         if 2 * counts[name] <= len(records):
             continue
         values = [record[name] for record in records if name in record]
-        field = field_of(values, is_image=name in images)
+        field = infer_field(values, is_image=name in images)
         if field is not None:
             columns[name] = field
         elif is_asked_for:
@@ -99,7 +99,7 @@ def is_inside(name: str, field: str) -> bool:
     return name == field or name.startswith(f"{field}.")
 
 
-def stack(field: Field, values: Sequence[Any]) -> Tensor:
+def stack(field: CollatedField, values: Sequence[Any]) -> Tensor:
     """One row per value; ``Misfit`` for the first that is not what the field is."""
     stacked = np.empty((len(values), *field.shape), dtype=field.dtype)
     for row, value in enumerate(values):
@@ -108,18 +108,18 @@ def stack(field: Field, values: Sequence[Any]) -> Tensor:
     return _scaled(stacked) if field.is_image else to_tensor(stacked)
 
 
-def _fitted(row: int, value: Any, field: Field) -> npt.NDArray[Any]:
+def _fitted(row: int, value: Any, field: CollatedField) -> npt.NDArray[Any]:
     array = as_array(value)
     if array is None:
-        raise Misfit(row, f"is {_named(value)}, which is no tensor")
+        raise FieldMismatch(row, f"is {_named(value)}, which is no tensor")
     if array.shape != field.shape:
-        raise Misfit(row, f"is {shown(array.dtype, array.shape)} where the others are {field}")
+        raise FieldMismatch(row, f"is {describe_type(array.dtype, array.shape)} where the others are {field}")
     if array.dtype != field.dtype and not _fits(array, field.dtype):
-        raise Misfit(row, f"is {shown(array.dtype, array.shape)}, which does not fit into {field}")
+        raise FieldMismatch(row, f"is {describe_type(array.dtype, array.shape)}, which does not fit into {field}")
     return array
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_equal_tensor(one: Any, other: Any) -> bool:
     """Whether two values become the same tensor."""
     first, second = as_array(one), as_array(other)
     if first is None or second is None:

@@ -11,7 +11,7 @@ from closeranks.core.blame import describe
 from closeranks.core.errors import BadRecordError, DataError
 
 
-def fault(named: str, error: Exception, fix: str) -> DataError:
+def sample_error(named: str, error: Exception, fix: str) -> DataError:
     """What to raise for an error of the user's code; ``named`` says what was being read, and from where."""
     what = f"{named} raised {describe(error)}"
     if _is_out_of_reach(error):
@@ -27,7 +27,7 @@ def _is_out_of_reach(error: Exception) -> bool:
     return error.errno is not None or not is_of_image
 
 
-def name_any_of(indices: Sequence[int], limit: int = 8) -> str:
+def name_some_samples(indices: Sequence[int], limit: int = 8) -> str:
     """``sample 3``, or ``one of samples 3, 5 and 70 more``."""
     shown = ", ".join(map(str, indices[:limit]))
     more = f" and {len(indices) - limit} more" if len(indices) > limit else ""

@@ -19,7 +19,7 @@ from torch import Tensor
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.core.protocols import Batch
 from closeranks.data.config import MixtureConfig
-from closeranks.data.source import PlacedSource, placed
+from closeranks.data.source import LoaderSource, as_loader_source
 from closeranks.data.sources.registry import SOURCES, Split, opener_of
 from closeranks.data.stores import Ints
 
@@ -28,7 +28,7 @@ _PROBED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class SampleTensorSpec:
     """One tensor of a batch, seen as one sample of it."""
 
     dtype: torch.dtype
@@ -38,21 +38,21 @@ class Field:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-Fields: TypeAlias = Mapping[str, Field]
+Fields: TypeAlias = Mapping[str, SampleTensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightedSource:
     name: str
-    source: PlacedSource
+    source: LoaderSource
     weight: float
 
 
 class MixtureSource:
     """The parts one after the other: sample ids count on from part to part."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts: tuple[PlacedSource, ...] = tuple(part.source for part in parts)
+    def __init__(self, parts: Sequence[WeightedSource]) -> None:
+        self.parts: tuple[LoaderSource, ...] = tuple(part.source for part in parts)
         self.weights = tuple(part.weight for part in parts)
         self.vocab_size = max(int(getattr(source, "vocab_size", 0)) for source in self.parts)
         self.block = max(source.block for source in self.parts)
@@ -95,10 +95,10 @@ class MixtureSource:
         local = index - int(self._bounds[number])
         return ", ".join(filter(None, (f"sample {local} of {self._names[number]}", self.parts[number].where(local))))
 
-    def want(self, indices: Ints) -> None:
+    def prefetch(self, indices: Ints) -> None:
         numbers = self._numbers(indices)
         for number, part in enumerate(self.parts):
-            part.want(indices[numbers == number] - self._bounds[number])
+            part.prefetch(indices[numbers == number] - self._bounds[number])
 
     def close(self) -> None:
         for part in self.parts:
@@ -109,13 +109,15 @@ class MixtureSource:
         return np.searchsorted(self._bounds, indices, side="right") - 1
 
 
-def fields_of(batch: Batch) -> dict[str, Field]:
+def fields_of(batch: Batch) -> dict[str, SampleTensorSpec]:
     return {
-        name: Field(value.dtype, tuple(value.shape[1:])) for name, value in batch.items() if isinstance(value, Tensor)
+        name: SampleTensorSpec(value.dtype, tuple(value.shape[1:]))
+        for name, value in batch.items()
+        if isinstance(value, Tensor)
     }
 
 
-def common_fields(parts: Mapping[str, Fields]) -> dict[str, Field]:
+def common_fields(parts: Mapping[str, Fields]) -> dict[str, SampleTensorSpec]:
     """What a batch of the mixture holds. Integers of different sizes are widened; all else must agree."""
     (first_name, first), *others = parts.items()
     for name, fields in others:
@@ -130,7 +132,7 @@ def common_fields(parts: Mapping[str, Fields]) -> dict[str, Field]:
                     what, "Samples must have one shape and type: the same data.seq_len, image_size, fields."
                 )
     return {
-        key: Field(reduce(_widened, (fields[key].dtype for fields in parts.values())), field.shape)
+        key: SampleTensorSpec(reduce(_widened, (fields[key].dtype for fields in parts.values())), field.shape)
         for key, field in first.items()
     }
 
@@ -155,7 +157,7 @@ def _widened(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype=np.result_type(*dtypes))).dtype
 
 
-def _fields(part: Part) -> Fields:
+def _fields(part: WeightedSource) -> Fields:
     """Of a sample that can be read: reading one is the only way to know what a user's own source gives."""
     last: BadRecordError | None = None
     for index in range(min(_PROBED, len(part.source))):
@@ -177,5 +179,5 @@ def open_mixture(config: MixtureConfig, split: Split, seed: int) -> MixtureSourc
         except DataError as error:
             raise DataError(f"part '{name}' of the mixture: {error.what}", error.fix) from error
         if source is not None:
-            parts.append(Part(name, placed(source), part.weight))
+            parts.append(WeightedSource(name, as_loader_source(source), part.weight))
     return MixtureSource(parts) if parts else None

@@ -23,12 +23,21 @@ from closeranks.data.config import RecordsConfig
 from closeranks.data.decode import decode_batch, is_image
 from closeranks.data.files.protocol import Files
 from closeranks.data.formats.open import open_records
-from closeranks.data.sources.collate import Columns, Decoded, Field, Misfit, is_inside, is_same, settle, stack
-from closeranks.data.sources.faults import fault, name_any_of
+from closeranks.data.sources.collate import (
+    CollatedField,
+    Columns,
+    Decoded,
+    FieldMismatch,
+    infer_fields,
+    is_equal_tensor,
+    is_inside,
+    stack,
+)
+from closeranks.data.sources.faults import name_some_samples, sample_error
 from closeranks.data.sources.registry import SOURCES, Split
-from closeranks.data.sources.stored import close, files_of, index_place, name_of, samples_of
+from closeranks.data.sources.stored import close, files_of, index_location, name_of, samples_of
 from closeranks.data.sources.tensors import tensor_dtype, to_tensor
-from closeranks.data.stores import Ints, Record, Records, narrowed
+from closeranks.data.stores import Ints, Record, Records, select_fields
 from closeranks.data.timing import stage
 
 ReadColumns: TypeAlias = Callable[[Ints, Collection[str]], Mapping[str, npt.NDArray[Any]] | None]
@@ -37,7 +46,7 @@ _PROBED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class RecordSelection:
     """What a job wants of each record."""
 
     fields: Mapping[str, str]
@@ -47,7 +56,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class InferredFields:
     """What the first records say of all."""
 
     columns: Columns
@@ -61,13 +70,13 @@ class Settled:
 class RecordsSource:
     """Sample i is record i."""
 
-    def __init__(self, store: Records, files: Files, wish: Wish, samples: range, identity: str) -> None:
+    def __init__(self, store: Records, files: Files, wish: RecordSelection, samples: range, identity: str) -> None:
         self.identity = identity
         self.block = store.block
         self._store, self._files = store, files
         self._wish = wish
         self._samples = samples
-        self._settled = Settled({}, wish.fields) if wish.transform else _settle(store, wish, identity)
+        self._settled = InferredFields({}, wish.fields) if wish.transform else _settle(store, wish, identity)
         is_stacked = self._settled.is_plain and self._settled.columns.keys() == self._settled.fields.keys()
         self._columns: ReadColumns | None = getattr(store, "columns", None) if is_stacked else None
         """Of stores that can read fields of many records at once."""
@@ -102,9 +111,9 @@ class RecordsSource:
     def where(self, index: int) -> str:
         return str(self._store.where(self._samples.start + index))
 
-    def want(self, indices: Ints) -> None:
+    def prefetch(self, indices: Ints) -> None:
         if not self._files.is_local:
-            self._files.want(self._store.files_of(self._numbers(indices)))
+            self._files.prefetch(self._store.files_of(self._numbers(indices)))
 
     def close(self) -> None:
         close(self._store, self._files)
@@ -123,7 +132,7 @@ class RecordsSource:
         for name, field in self._settled.columns.items():
             try:
                 batch[name] = stack(field, [record.get(name) for record in decoded])
-            except Misfit as error:
+            except FieldMismatch as error:
                 index = int(indices[error.row])
                 what = f"sample {index} of {self.identity} ({self.where(index)}): '{name}' {error}"
                 raise BadRecordError(what, _advice(field)) from None
@@ -136,11 +145,11 @@ class RecordsSource:
             raise
         except Exception as error:
             place = f" ({self.where(int(indices[0]))})" if len(indices) == 1 else ""
-            named = f"data.transform = '{self._wish.transform}' for {name_any_of(indices.tolist())}{place}"
-            raise fault(named, error, "Mend the function, or the record.") from error
+            named = f"data.transform = '{self._wish.transform}' for {name_some_samples(indices.tolist())}{place}"
+            raise sample_error(named, error, "Mend the function, or the record.") from error
 
 
-def _advice(field: Field) -> str:
+def _advice(field: CollatedField) -> str:
     if field.is_image:
         return "Set data.image_size, which makes all images alike, or mend the record."
     return "Make the values alike in data.transform, or mend the record."
@@ -155,20 +164,22 @@ def _transform(path: str) -> Callable[[Sequence[Decoded]], Batch]:
     return cast(Callable[[Sequence[Decoded]], Batch], function)
 
 
-def _settle(store: Records, wish: Wish, identity: str) -> Settled:
+def _settle(store: Records, wish: RecordSelection, identity: str) -> InferredFields:
     """By the first records that can be read."""
     records, decoded = _probe(store, wish, identity)
     pairs = list(zip(records, decoded, strict=True))
     names = {name: wish.fields.get(name, name) for values in decoded for name in values}
     images = {name for name, source in names.items() if any(is_image(source, record.get(source)) for record in records)}
-    columns = settle(decoded, images, identity, is_asked_for=bool(wish.fields))
+    columns = infer_fields(decoded, images, identity, is_asked_for=bool(wish.fields))
     stored = dict.fromkeys(name for record in records for name in record)
     fields = wish.fields or {name: name for name in stored if any(is_inside(column, name) for column in columns)}
-    is_plain = all(is_same(record.get(names[name]), values.get(name)) for name in columns for record, values in pairs)
-    return Settled(columns, fields, is_plain)
+    is_plain = all(
+        is_equal_tensor(record.get(names[name]), values.get(name)) for name in columns for record, values in pairs
+    )
+    return InferredFields(columns, fields, is_plain)
 
 
-def _probe(store: Records, wish: Wish, identity: str) -> tuple[list[Record], list[Decoded]]:
+def _probe(store: Records, wish: RecordSelection, identity: str) -> tuple[list[Record], list[Decoded]]:
     records: list[Record] = []
     decoded: list[Decoded] = []
     bad = None
@@ -194,11 +205,11 @@ def open_records_source(config: RecordsConfig, split: Split, seed: int) -> Recor
     files = files_of(config, split)
     if files is None:
         return None
-    store = narrowed(open_records(files, config.format, index_place(config)), config.fields.values())
+    store = select_fields(open_records(files, config.format, index_location(config)), config.fields.values())
     name = name_of(config, files)
     if len(store) == 0:
         raise DataError(f"{name} holds no records", "Give it at least one.")
     samples = samples_of(config, split, len(store), name)
-    wish = Wish(config.fields, config.image_size, config.transform)
+    wish = RecordSelection(config.fields, config.image_size, config.transform)
     identity = f"{name} ({split}, samples {samples.start}:{samples.stop}, {store.identity})"
     return RecordsSource(store, files, wish, samples, identity)

@@ -12,7 +12,7 @@ from closeranks.core.errors import DataError
 from closeranks.data.config import RecordsConfig, TokensConfig
 from closeranks.data.files.open import open_files
 from closeranks.data.files.protocol import Files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.sources.registry import Split, num_held_out
 from closeranks.data.stores import Records, Tokens
 
@@ -29,8 +29,8 @@ def files_of(config: StoredConfig, split: Split) -> Files | None:
     return open_files(path, cache=config.cache, cache_bytes=config.cache_bytes)
 
 
-def index_place(config: StoredConfig) -> IndexPlace:
-    return IndexPlace(config.index, config.cache)
+def index_location(config: StoredConfig) -> IndexLocation:
+    return IndexLocation(config.index, config.cache)
 
 
 def name_of(config: StoredConfig, files: Files) -> str:

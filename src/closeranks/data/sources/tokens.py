@@ -18,11 +18,11 @@ from closeranks.core.errors import DataError
 from closeranks.core.protocols import Batch
 from closeranks.data.config import TokensConfig
 from closeranks.data.files.protocol import Files
-from closeranks.data.formats.index import IndexPlace, saved_index
+from closeranks.data.formats.index import IndexLocation, saved_index
 from closeranks.data.formats.open import open_tokens
-from closeranks.data.packing import Packing, default_block_tokens, lay_out, pack, read_segments
+from closeranks.data.packing import Packing, default_block_tokens, fill_rows, pack, read_segments
 from closeranks.data.sources.registry import SOURCES, Split
-from closeranks.data.sources.stored import close, files_of, index_place, name_of, samples_of, samples_per_block
+from closeranks.data.sources.stored import close, files_of, index_location, name_of, samples_of, samples_per_block
 from closeranks.data.sources.tensors import to_tensor
 from closeranks.data.stores import Ints, Tokens
 from closeranks.data.timing import stage
@@ -53,10 +53,10 @@ class TokenWindows:
     def where(self, index: int) -> str:
         return str(self._store.where((self._samples.start + index) * self._seq_len))
 
-    def want(self, indices: Ints) -> None:
+    def prefetch(self, indices: Ints) -> None:
         if self._files.is_local:
             return
-        self._files.want(self._store.files_of(self._starts(indices), self._seq_len + 1))
+        self._files.prefetch(self._store.files_of(self._starts(indices), self._seq_len + 1))
 
     def close(self) -> None:
         close(self._store, self._files)
@@ -89,7 +89,7 @@ class PackedDocuments:
         starts, lengths, counts = self._packing.segments(self._rows(indices))
         flat = read_segments(self._store, starts, lengths)
         with stage("collate"):
-            rows = lay_out(flat, lengths, counts, self._packing.row_tokens)
+            rows = fill_rows(flat, lengths, counts, self._packing.row_tokens)
             return {"tokens": to_tensor(rows.tokens), "documents": to_tensor(rows.documents)}
 
     def where(self, index: int) -> str:
@@ -98,13 +98,13 @@ class PackedDocuments:
         rest = f" and {more} more document{'s' if more > 1 else ''}" if more else ""
         return f"{self._store.where(int(starts[0]))}{rest}"
 
-    def want(self, indices: Ints) -> None:
+    def prefetch(self, indices: Ints) -> None:
         if self._files.is_local:
             return
         starts, lengths, _ = self._packing.segments(self._rows(indices))
         # Both ends of each: a segment may begin in one file and end in the next.
         ends = np.stack((starts, starts + lengths - 1), axis=1).reshape(-1)
-        self._files.want(self._store.files_of(ends, 1))
+        self._files.prefetch(self._store.files_of(ends, 1))
 
     def close(self) -> None:
         close(self._store, self._files)
@@ -126,7 +126,7 @@ def open_tokens_source(config: TokensConfig, split: Split, seed: int) -> TokenWi
     files = files_of(config, split)
     if files is None:
         return None
-    place = index_place(config)
+    place = index_location(config)
     store = open_tokens(files, config.format, place, config.field)
     name = name_of(config, files)
     if config.packing == "documents":
@@ -140,7 +140,9 @@ def open_tokens_source(config: TokensConfig, split: Split, seed: int) -> TokenWi
     return TokenWindows(store, files, config.seq_len, samples, identity)
 
 
-def _open_packed(config: TokensConfig, split: Split, store: Tokens, files: Files, place: IndexPlace) -> PackedDocuments:
+def _open_packed(
+    config: TokensConfig, split: Split, store: Tokens, files: Files, place: IndexLocation
+) -> PackedDocuments:
     name = name_of(config, files)
     opened = partial(saved_packing, store, files, place, config.seq_len + 1, config.format, config.field)
     packing = opened()
@@ -159,7 +161,9 @@ def _shown(split: Split, config: TokensConfig, samples: range) -> str:
     return f"{split}, seq_len {config.seq_len}, samples {samples.start}:{samples.stop}"
 
 
-def saved_packing(store: Tokens, files: Files, place: IndexPlace, row_tokens: int, format: str, field: str) -> Packing:
+def saved_packing(
+    store: Tokens, files: Files, place: IndexLocation, row_tokens: int, format: str, field: str
+) -> Packing:
     """The packing of all documents, built once per host and mapped from then on."""
     block_tokens = default_block_tokens(row_tokens)
     settings: dict[str, str | int] = {

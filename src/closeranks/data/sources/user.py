@@ -19,7 +19,7 @@ from closeranks.core.protocols import Batch, Source
 from closeranks.core.registry import load_object
 from closeranks.data.config import UserDataConfig
 from closeranks.data.rows import name_samples
-from closeranks.data.sources.faults import fault, name_any_of
+from closeranks.data.sources.faults import name_some_samples, sample_error
 from closeranks.data.sources.registry import SOURCES, Split
 from closeranks.data.stores import Ints
 from closeranks.data.timing import stage
@@ -59,7 +59,7 @@ class MapSource:
             try:
                 collated = default_collate(samples)
             except RuntimeError as error:
-                if not (unlike := unequal(samples)):
+                if not (unlike := shape_mismatch(samples)):
                     raise
                 raise self._unequal(indices, unlike) from error
             return _named(collated, samples[0], f"a sample of {self.identity}")
@@ -73,7 +73,7 @@ class MapSource:
     def _samples(self, indices: list[int]) -> list[Any]:
         """Through ``__getitems__`` where the dataset has it (one call per batch), as torch's own loader does."""
         if callable(getattr(self._dataset, "__getitems__", None)):
-            named = f"{name_any_of(indices)} of {self.identity}"
+            named = f"{name_some_samples(indices)} of {self.identity}"
             return list(self._asked(self._dataset.__getitems__, indices, named))
         return [self._asked(self._dataset.__getitem__, i, f"sample {i} of {self.identity}") for i in indices]
 
@@ -83,10 +83,10 @@ class MapSource:
         except CloseranksError:
             raise
         except Exception as error:
-            raise fault(named, error, "Mend the dataset, or remove the sample from it.") from error
+            raise sample_error(named, error, "Mend the dataset, or remove the sample from it.") from error
 
 
-def unequal(samples: Sequence[Any]) -> str:
+def shape_mismatch(samples: Sequence[Any]) -> str:
     """Which field of the samples has which shapes, in words; empty where all are alike."""
     for name, values in _fields(samples):
         shapes = list(dict.fromkeys(_shape(value) for value in values))
