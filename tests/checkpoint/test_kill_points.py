@@ -24,7 +24,7 @@ from closeranks.checkpoint.catalogue import find_checkpoints
 from closeranks.checkpoint.courier import WriterClient
 from closeranks.checkpoint.reader import CheckpointReader
 from closeranks.core.pieces import Piece
-from closeranks.storage.lease import Terms
+from closeranks.storage.lease import LeaseTimes
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
@@ -216,7 +216,7 @@ save_in_store(sys.argv[1], sys.argv[2], 2)
 
 def opened(place: str, endpoint: str) -> RemoteStorage:
     """With leases that pass soon: the next save waits for that of the one that was killed."""
-    terms = Terms(renew_s=0.3, lease_s=1.0, poll_s=0.05)
+    terms = LeaseTimes(renew_s=0.3, lease_s=1.0, poll_s=0.05)
     return RemoteStorage(place, servers.options(endpoint), part_bytes=5 << 20, terms=terms)
 
 

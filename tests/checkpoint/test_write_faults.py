@@ -19,7 +19,7 @@ from closeranks.checkpoint import writing
 from closeranks.checkpoint.courier import WriterClient
 from closeranks.checkpoint.order import SaveReport
 from closeranks.storage.local import LocalStorage
-from closeranks.storage.patience import Patience
+from closeranks.storage.patience import RetryPolicy
 from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.checkpoint.saving import assert_loads, kinds, memfd, order, save, settings
@@ -208,7 +208,7 @@ def test_a_disk_that_stands_still(tmp_path: Path) -> None:
 def test_a_connection_that_is_cut(moto: servers.Server, proxied: Standing, tmp_path: Path, rule: Rule) -> None:
     """The local tier does not care; far away nothing counts until a later save gets through."""
     near, far = tmp_path / "near", f"s3://{servers.BUCKET}/{tmp_path.name}"
-    few = Patience(num_tries=2, first_s=0.01)
+    few = RetryPolicy(num_tries=2, first_s=0.01)
 
     def opened(place: str) -> LocalStorage | RemoteStorage:
         if place != far:

@@ -15,9 +15,9 @@ from closeranks.core.errors import SetupError
 from closeranks.core.world import World
 from closeranks.run.job import Job, load_job
 from closeranks.run.ownership import agree_on_folder, check_owned, owned_folder, owned_run_folder
-from closeranks.storage.lease import Terms
+from closeranks.storage.lease import LeaseTimes
 from closeranks.storage.local import LocalStorage
-from closeranks.storage.ownership import owned
+from closeranks.storage.ownership import hold_folder
 from tests.run.small import open_session, train
 
 
@@ -139,8 +139,8 @@ def check_for_ever() -> None:
 
 
 def test_a_run_whose_place_was_taken_over_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terms = Terms(renew_s=0.01, lease_s=60.0)
-    monkeypatch.setattr("closeranks.storage.local.owned", lambda *args: owned(*args[:3], terms, is_shared=True))
+    terms = LeaseTimes(renew_s=0.01, lease_s=60.0)
+    monkeypatch.setattr("closeranks.storage.local.owned", lambda *args: hold_folder(*args[:3], terms, is_shared=True))
     with owned_run_folder(job(tmp_path / "run"), "x"):
         check_owned()
         other = '{"owner": "another", "expires_at": 1, "host": "n2 boot ns", "pid": 5}'

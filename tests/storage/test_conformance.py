@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from closeranks.storage.download import RANGE_BYTES
-from closeranks.storage.lease import InUseError, Terms
+from closeranks.storage.lease import InUseError, LeaseTimes
 from closeranks.storage.local import LocalStorage
-from closeranks.storage.patience import Patience
+from closeranks.storage.patience import RetryPolicy
 from closeranks.storage.protocol import (
     ChangedError,
     DeniedError,
@@ -26,8 +26,8 @@ from closeranks.storage.remote import RemoteStorage
 from tests.storage import servers
 
 PART = 256 << 10
-SOON = Patience(num_tries=6, first_s=0.01, longest_s=0.05)
-TERMS = Terms(renew_s=0.2, lease_s=1.0, poll_s=0.02)
+SOON = RetryPolicy(num_tries=6, first_s=0.01, longest_s=0.05)
+TERMS = LeaseTimes(renew_s=0.2, lease_s=1.0, poll_s=0.02)
 
 Opener = Callable[[], Storage]
 

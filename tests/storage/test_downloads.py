@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 
 from closeranks.storage.download import NUM_STREAMS, RANGE_BYTES
-from closeranks.storage.listing import on_disk, version_of
+from closeranks.storage.listing import list_disk, version_of
 from closeranks.storage.protocol import ChangedError, DeniedError, MissingError, StoppedError, StorageError
 from closeranks.storage.remote import RemoteStorage
 from tests.storage import servers
@@ -195,12 +195,12 @@ def test_links_on_a_disk_are_followed_and_none_leads_in_a_circle_or_nowhere(tmp_
     (tmp_path / "set" / "sub" / "up").symlink_to(tmp_path / "set")
     os.mkfifo(tmp_path / "set" / "pipe")
     with pytest.raises(StorageError, match="pipe failed: it is a named pipe, not a regular file"):
-        on_disk(tmp_path / "set")
+        list_disk(tmp_path / "set")
     (tmp_path / "set" / "pipe").unlink()
-    assert [(entry.name, entry.num_bytes) for entry in on_disk(tmp_path / "set")] == [("linked/file", 3), ("one", 3)]
+    assert [(entry.name, entry.num_bytes) for entry in list_disk(tmp_path / "set")] == [("linked/file", 3), ("one", 3)]
     (tmp_path / "set" / "shard-3").symlink_to(tmp_path / "gone")
     with pytest.raises(MissingError, match="shard-3"):
-        on_disk(tmp_path / "set")
+        list_disk(tmp_path / "set")
 
 
 def test_a_version_is_the_stores_own_mark() -> None:

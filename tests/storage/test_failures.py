@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from s3fs.errors import translate_boto_error
 
-from closeranks.storage.failures import ForgottenError, is_passing, of_disk, of_store
+from closeranks.storage.failures import UnknownUploadError, disk_error, is_transient, store_error
 from closeranks.storage.multipart import part_size
-from closeranks.storage.patience import Patience, persist
+from closeranks.storage.patience import RetryPolicy, retry
 from closeranks.storage.protocol import (
     DeniedError,
     ExistsError,
@@ -63,7 +63,7 @@ REFUSED: list[tuple[Exception, type[StorageError]]] = [
     (wrapped(KeyError("x")), MissingError),
     (wrapped(answer("404", 404)), MissingError),
     (wrapped(answer("403", 403)), DeniedError),
-    (answer("NoSuchUpload", 404), ForgottenError),
+    (answer("NoSuchUpload", 404), UnknownUploadError),
     (answer("PreconditionFailed", 412), ExistsError),
     (FileExistsError("x"), ExistsError),
     (answer("InsufficientStorage", 507), FullError),
@@ -76,15 +76,15 @@ REFUSED: list[tuple[Exception, type[StorageError]]] = [
 @pytest.mark.parametrize("error", PASSING, ids=repr)
 def test_what_may_pass_is_tried_again(error: Exception) -> None:
     """As botocore raises it, and as s3fs hands it on."""
-    assert is_passing(error)
-    assert is_passing(translate_boto_error(error))
+    assert is_transient(error)
+    assert is_transient(translate_boto_error(error))
 
 
 @pytest.mark.parametrize(("error", "kind"), REFUSED, ids=repr)
 def test_a_refusal_is_told_once(error: Exception, kind: type[StorageError]) -> None:
     for raised in (error, translate_boto_error(error)):
-        assert not is_passing(raised)
-        told = of_store(raised, "writing", "s3://bucket/latest")
+        assert not is_transient(raised)
+        told = store_error(raised, "writing", "s3://bucket/latest")
         assert type(told) is kind
         assert str(told).startswith("writing s3://bucket/latest failed: ")
 
@@ -103,7 +103,7 @@ def test_a_refusal_is_told_once(error: Exception, kind: type[StorageError]) -> N
     ],
 )
 def test_errors_of_a_disk_are_sentences(code: int, kind: type[StorageError], words: str) -> None:
-    told = of_disk(OSError(code, "File name too long"), "writing", "/a/b")
+    told = disk_error(OSError(code, "File name too long"), "writing", "/a/b")
     assert type(told) is kind
     assert str(told).startswith("writing /a/b failed: ")
     assert words in str(told)
@@ -111,14 +111,14 @@ def test_errors_of_a_disk_are_sentences(code: int, kind: type[StorageError], wor
 
 @given(st.integers(1, 20), st.floats(0.001, 5), st.floats(5, 60), st.floats(0, 1, exclude_max=True))
 def test_pauses_grow_to_a_bound(num_tries: int, first_s: float, longest_s: float, dice: float) -> None:
-    pauses = list(Patience(num_tries, first_s, longest_s).pauses(lambda: dice))
+    pauses = list(RetryPolicy(num_tries, first_s, longest_s).delays(lambda: dice))
     assert len(pauses) == num_tries - 1
     assert pauses == sorted(pauses)
     assert all(first_s / 2 <= pause_s <= longest_s for pause_s in pauses)
 
 
 def test_patience_ends_within_half_a_minute() -> None:
-    assert 10 < sum(Patience().pauses(lambda: 0.0)) < 30
+    assert 10 < sum(RetryPolicy().delays(lambda: 0.0)) < 30
 
 
 def test_tries_are_counted_and_the_last_error_is_told() -> None:
@@ -129,7 +129,7 @@ def test_tries_are_counted_and_the_last_error_is_told() -> None:
         raise TimeoutError("no answer")
 
     with pytest.raises(StorageError, match="reading s3://x failed: no answer"):
-        persist(fail, "reading", "s3://x", Patience(4, 0.0, 0.0))
+        retry(fail, "reading", "s3://x", RetryPolicy(4, 0.0, 0.0))
     assert len(tried) == 4
 
 

@@ -16,13 +16,13 @@ import pytest
 
 from closeranks.checkpoint.courier import WriterClient
 from closeranks.checkpoint.order import SaveReport
-from closeranks.storage.lease import Lease, Terms, decode, give_back, mine
+from closeranks.storage.lease import Lease, LeaseTimes, decode, own_lease, release_all
 from closeranks.storage.protocol import DeniedError, StorageError
 from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.storage import servers
 
-TERMS = Terms(renew_s=0.05, lease_s=0.4, poll_s=0.01)
+TERMS = LeaseTimes(renew_s=0.05, lease_s=0.4, poll_s=0.01)
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def opener(prefix: str) -> Callable[[], RemoteStorage]:
 
 def test_a_lease_comes_back_as_it_was_written() -> None:
     assert decode(Lease("me", 12.5).encode()) == Lease("me", 12.5)
-    own = mine("me")
+    own = own_lease("me")
     assert decode(own.encode()) == own
-    assert mine("me").pid == os.getpid()
+    assert own_lease("me").pid == os.getpid()
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b'{"owner": 1, "expires_at": "soon"}'])
@@ -79,7 +79,7 @@ def test_a_lease_of_a_process_of_this_host_that_is_gone_is_dead_at_once(
     """Long before its time has passed; a number that another process has by now deceives nobody."""
     storage = RemoteStorage(f"memory://{prefix}")
     changed = {name: value() for name, value in change.items()}
-    left = replace(mine("a writer"), expires_at=time.time() + 60, **changed)
+    left = replace(own_lease("a writer"), expires_at=time.time() + 60, **changed)
     storage.publish(".lock/left.json", left.encode())
     started_at = time.monotonic()
     with storage.lock("me"):
@@ -92,7 +92,7 @@ def test_a_process_that_lives_or_cannot_be_asked_about_keeps_its_lease(
     opener: Callable[[], RemoteStorage], change: dict[str, Any]
 ) -> None:
     storage = opener()
-    storage.publish(".lock/other.json", replace(mine("a writer"), expires_at=time.time() + 60, **change).encode())
+    storage.publish(".lock/other.json", replace(own_lease("a writer"), expires_at=time.time() + 60, **change).encode())
     with pytest.raises(DeniedError, match="a writer, process"), storage.lock("me"):
         pytest.fail("two hold it")
 
@@ -108,7 +108,7 @@ def test_a_process_that_ends_gives_back_what_its_threads_hold(opener: Callable[[
     thread = threading.Thread(target=hold)
     thread.start()
     assert inside.wait(60.0)
-    give_back(0.1)
+    release_all(0.1)
     assert storage.names(".lock") == []
     leave.set()
     thread.join()
@@ -195,5 +195,5 @@ def test_of_many_never_two_hold_it(opener: Callable[[], RemoteStorage]) -> None:
 
 
 def test_terms_leave_room_for_failed_renewals() -> None:
-    assert Terms().lease_s >= 3 * Terms().renew_s
-    assert Terms().watch_s > Terms().renew_s
+    assert LeaseTimes().lease_s >= 3 * LeaseTimes().renew_s
+    assert LeaseTimes().watch_s > LeaseTimes().renew_s

@@ -254,7 +254,7 @@ def test_a_kill_leaves_every_document_old_or_new(
     assert storage.read("latest") == latest
     assert storage.names("step-00000001") == (["manifest.json"] if is_old_there else [])
     assert all(not name.startswith(".") for name in storage.names())
-    storage.sweep(older_than_s=0)
+    storage.remove_stale(older_than_s=0)
     assert not list(tmp_path.glob(".*"))
 
 

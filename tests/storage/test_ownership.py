@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.storage.lease import InUseError, Lease, Terms, UnlistedError, mine
+from closeranks.storage.lease import InUseError, Lease, LeaseTimes, StaleListingError, own_lease
 from closeranks.storage.local import LocalStorage
-from closeranks.storage.ownership import owned
+from closeranks.storage.ownership import hold_folder
 from closeranks.storage.protocol import StorageError
 from closeranks.storage.remote import RemoteStorage
 
-TERMS = Terms(renew_s=0.05, lease_s=0.4, poll_s=0.01)
+TERMS = LeaseTimes(renew_s=0.05, lease_s=0.4, poll_s=0.01)
 
 # Owns the folder, forks a child that stays and starts another program that stays, then waits to be killed.
 _OWNER = """
@@ -109,22 +109,27 @@ FORGED = [
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_no_text_left_in_the_file_blocks_for_ever(tmp_path: Path, data: bytes, is_shared: bool) -> None:
     (tmp_path / ".owner").write_bytes(data)
-    with owned(tmp_path, mine("a run"), 0.0, TERMS, is_shared):
+    with hold_folder(tmp_path, own_lease("a run"), 0.0, TERMS, is_shared):
         assert json.loads((tmp_path / ".owner").read_text())["pid"] == os.getpid()
 
 
 def elsewhere(expires_at: float) -> Lease:
-    return replace(mine("a run"), owner="a run on n2", host="n2 another-boot pid:[1]", pid=77, expires_at=expires_at)
+    return replace(
+        own_lease("a run"), owner="a run on n2", host="n2 another-boot pid:[1]", pid=77, expires_at=expires_at
+    )
 
 
 def test_locks_that_do_not_reach_are_backed_by_a_lease(tmp_path: Path) -> None:
     """Another machine's lock is not seen; its lease is, until it has passed and nobody renews it."""
     path = tmp_path / ".owner"
     path.write_bytes(elsewhere(time.time() + 60).encode())
-    with pytest.raises(InUseError, match="a run on n2"), owned(tmp_path, mine("me"), 0.0, TERMS, is_shared=True):
+    with (
+        pytest.raises(InUseError, match="a run on n2"),
+        hold_folder(tmp_path, own_lease("me"), 0.0, TERMS, is_shared=True),
+    ):
         pytest.fail("two own it")
     path.write_bytes(elsewhere(time.time() - 1).encode())
-    with owned(tmp_path, mine("me"), 0.0, TERMS, is_shared=True) as held:
+    with hold_folder(tmp_path, own_lease("me"), 0.0, TERMS, is_shared=True) as held:
         first = json.loads(path.read_text())["expires_at"]
         while json.loads(path.read_text() or "{}").get("expires_at", 0.0) < first + TERMS.lease_s:
             time.sleep(0.01)
@@ -148,7 +153,7 @@ def test_a_lease_that_is_renewed_while_we_watch_is_alive_whatever_the_clock_says
     thread = threading.Thread(target=renew)
     thread.start()
     try:
-        with pytest.raises(InUseError), owned(tmp_path, mine("me"), 0.0, TERMS, is_shared=True):
+        with pytest.raises(InUseError), hold_folder(tmp_path, own_lease("me"), 0.0, TERMS, is_shared=True):
             pytest.fail("two own it")
     finally:
         stopped.set()
@@ -167,6 +172,6 @@ def test_a_store_that_does_not_list_what_was_written_cannot_be_owned(
     storage = RemoteStorage(f"memory://{prefix}", terms=TERMS)
     names = storage.names
     monkeypatch.setattr(storage, "names", lambda folder="": [])
-    with pytest.raises(UnlistedError, match="does not list what was just written"), storage.own("a run"):
+    with pytest.raises(StaleListingError, match="does not list what was just written"), storage.own("a run"):
         pytest.fail("nobody can tell")
     assert names(".owner") == []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.storage.failures import ForgottenError
+from closeranks.storage.failures import UnknownUploadError
 from closeranks.storage.multipart import NUM_STREAMS
 from closeranks.storage.protocol import DeniedError, ExistsError, MissingError, Storage, StorageError
 from closeranks.storage.remote import RemoteStorage
@@ -190,7 +190,7 @@ def test_a_part_damaged_on_its_way_does_not_get_through(rclone: Server, prefix: 
         storage = opened(proxy.endpoint, prefix)
         try:
             put_or_abort(storage, "data")
-        except ForgottenError:
+        except UnknownUploadError:
             assert left_in(rclone, prefix) == []
             put(storage, "data", DATA)
         assert rule.num_applied == 1
@@ -276,9 +276,9 @@ storage.publish("manifest.json", b"1")
     storage = opened(rclone.endpoint, prefix)
     finished = {"upload complete": ["data"], "document put": ["data", "manifest.json"]}.get(label, [])
     assert storage.names() == finished
-    storage.sweep()
+    storage.remove_stale()
     assert bool(set(left_in(rclone, prefix)) - set(finished)) == (not finished), "a young upload is left alone"
-    storage.sweep(older_than_s=0)
+    storage.remove_stale(older_than_s=0)
     assert left_in(rclone, prefix) == finished
 
 

@@ -182,7 +182,7 @@ def apply_retention(
     what = plan_removal(list_folders(storage), keep, committed, (*spare, *named_by_latest(storage)))
     apply_removal(storage, what)
     with suppress(DeniedError):  # an object store may refuse to list its uploads
-        storage.sweep()
+        storage.remove_stale()
     point(COLLECTED)
     return what.checkpoints
 

@@ -84,7 +84,7 @@ class WriterProcess:
                 message = wire.receive(self._connection)
             except (EOFError, OSError):
                 self._is_leaving = True
-                lease.give_back(_LEAVE_S)
+                lease.release_all(_LEAVE_S)
                 return
             self._take(message)
 

@@ -30,10 +30,10 @@ from closeranks.run.folder import (
 )
 from closeranks.run.job import Job
 from closeranks.run.overseer import take_folder
-from closeranks.storage.lease import InUseError, Lease, UnlistedError
+from closeranks.storage.lease import InUseError, Lease, StaleListingError
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.open import open_storage
-from closeranks.storage.protocol import Owned, Storage, StorageError
+from closeranks.storage.protocol import Ownership, Storage, StorageError
 from closeranks.telemetry.folder import RunFolder
 
 _RETRY_S = 0.05
@@ -41,7 +41,7 @@ _MAX_TRIES = 200
 _MISTAKES = (errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 """Permanent errors of a place, as opposed to temporary ones."""
 _OTHER = "Set folder, or make it yours."
-_OWNED: list[tuple[str, Owned]] = []
+_OWNED: list[tuple[str, Ownership]] = []
 """The leases of this process, for ``check_owned``."""
 
 
@@ -186,7 +186,7 @@ def _claim_place(job: Job, key: str, place: str, until: float, held: ExitStack) 
         _own(held, open_storage(place), until)
     except InUseError as error:
         raise _refusal(f"{key} {place}", error.rival, key) from None
-    except UnlistedError as error:
+    except StaleListingError as error:
         if job.checkpoint.resume == "auto":
             fix = "Name the checkpoint to go on from in checkpoint.resume, or save elsewhere."
             raise SetupError(f"checkpoint.resume=auto is not safe here: {error}", fix) from error
@@ -207,7 +207,7 @@ def _refusal(what: str, rival: Lease, key: str) -> SetupError:
         ways.append("or join it from another host with `closeranks agent --join`, where it was started with --listen")
     else:
         ways.append(f"or set another {key}")
-    if rival.is_elsewhere and rival.is_valid(time.time()):
+    if rival.is_of_other_host and rival.is_valid(time.time()):
         ends = time.strftime("%H:%M:%S", time.localtime(rival.expires_at))
         ways[-1] += f". If it was killed, the place is free after {ends}"
     return SetupError(f"{what} is in use by {rival.holder}", f"{', '.join(ways)}.")

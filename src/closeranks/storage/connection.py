@@ -27,14 +27,14 @@ _CONFIG = {
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class FsspecConnection:
     fs: Any
     root: str
     """The URL's path as the file system writes it, without a ``/`` at its end."""
     is_s3: bool
 
 
-def connect(url: str, options: Mapping[str, Any]) -> Connection:
+def connect(url: str, options: Mapping[str, Any]) -> FsspecConnection:
     """``SetupError`` where the URL's protocol is unknown or its package is not installed. No request is made."""
     from fsspec.core import url_to_fs
 
@@ -47,7 +47,7 @@ def connect(url: str, options: Mapping[str, Any]) -> Connection:
         raise SetupError(f"{url} cannot be opened: {error}", "See the documentation of fsspec for this URL.") from error
     if is_s3:
         fs.retries = 1
-    return Connection(fs, root.rstrip("/"), is_s3)
+    return FsspecConnection(fs, root.rstrip("/"), is_s3)
 
 
 def _check_installed(protocol: str, url: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from closeranks.core.faults import declare, point
-from closeranks.storage.failures import of_disk
+from closeranks.storage.failures import disk_error
 from closeranks.storage.protocol import Bytes, FullError, StorageError
 
 WINDOW_BYTES = 8 << 20
@@ -103,7 +103,7 @@ class DiskSink:
             self._check_room()
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as error:
-            raise of_disk(error, "creating", path) from error
+            raise disk_error(error, "creating", path) from error
 
     def _check_room(self) -> None:
         """Refused before gigabytes are written in vain; a file system that tells no sizes (some of FUSE) may try."""
@@ -129,7 +129,7 @@ class DiskSink:
                 self._written += count
                 rest = rest[count:]
         except OSError as error:
-            raise of_disk(error, "writing", self._path) from error
+            raise disk_error(error, "writing", self._path) from error
         point(CHUNK_WRITTEN)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class DiskSink:
             os.close(fd)
             fsync_folder(self._path.parent)
         except OSError as error:
-            raise of_disk(error, "writing", self._path) from error
+            raise disk_error(error, "writing", self._path) from error
         point(DATA_DURABLE)
 
     def abort(self) -> None:

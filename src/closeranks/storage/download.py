@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from closeranks.storage.connection import Connection
+from closeranks.storage.connection import FsspecConnection
 from closeranks.storage.listing import version_of
-from closeranks.storage.patience import Patience, persist
-from closeranks.storage.protocol import ChangedError, Entry, StoppedError
+from closeranks.storage.patience import RetryPolicy, retry
+from closeranks.storage.protocol import ChangedError, FileEntry, StoppedError
 
 RANGE_BYTES = 8 << 20
 NUM_STREAMS = 4
@@ -30,22 +30,22 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class DownloadSource:
     """Where a file comes from."""
 
-    at: Connection
+    at: FsspecConnection
     path: str
     url: str
     """For people."""
-    patience: Patience
+    patience: RetryPolicy
 
     @property
     def is_async(self) -> bool:
         return bool(self.at.fs.async_impl)
 
 
-def downloaded(
-    origin: Origin, entry: Entry, look: Callable[[], Entry], stop: threading.Event
+def download(
+    origin: DownloadSource, entry: FileEntry, look: Callable[[], FileEntry], stop: threading.Event
 ) -> Generator[bytes, None, None]:
     """``look`` asks for the file as it is now."""
     coming: deque[_Range] = deque()
@@ -69,8 +69,8 @@ def downloaded(
 class _Range:
     """On its way from the moment it is made."""
 
-    origin: Origin
-    entry: Entry
+    origin: DownloadSource
+    entry: FileEntry
     start: int
     end: int
     stop: threading.Event
@@ -81,7 +81,7 @@ class _Range:
 
     def arrived(self) -> bytes:
         url, patience = self.origin.url, self.origin.patience
-        data = persist(self._taken, "reading", url, patience, pause=self.stop.wait)
+        data = retry(self._taken, "reading", url, patience, pause=self.stop.wait)
         if len(data) != self.end - self.start:
             raise _changed(url, f"{len(data)} of {self.end - self.start} bytes came from byte {self.start} on")
         return data
@@ -110,7 +110,7 @@ class _Range:
         return _done(partial(fs.cat_file, path, start=self.start, end=self.end))
 
 
-async def _s3_range(origin: Origin, entry: Entry, start: int, end: int) -> bytes:
+async def _s3_range(origin: DownloadSource, entry: FileEntry, start: int, end: int) -> bytes:
     fs = origin.at.fs
     bucket, key, _ = fs.split_path(origin.path)
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **fs.req_kw)

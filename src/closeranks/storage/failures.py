@@ -20,7 +20,7 @@ from closeranks.storage.protocol import (
 )
 
 
-class ForgottenError(StorageError):
+class UnknownUploadError(StorageError):
     """The store knows no such upload: it was joined or given up already, or the store lost it in a restart."""
 
 
@@ -119,7 +119,7 @@ _KIND_OF_STATUS: dict[int, type[StorageError]] = {
 }
 _KIND_OF_CODE: dict[str, type[StorageError]] = {
     "PreconditionFailed": ExistsError,
-    "NoSuchUpload": ForgottenError,
+    "NoSuchUpload": UnknownUploadError,
     "QuotaExceeded": FullError,
     "InsufficientStorage": FullError,
     "XMinioStorageFull": FullError,
@@ -130,18 +130,18 @@ _WORDS_OF_KIND: dict[type[StorageError], str] = {
     ExistsError: "it is there already",
     ChangedError: "it is shorter than it should be",
     FullError: "the store has no room for it",
-    ForgottenError: "the store has forgotten this upload; the file must be sent anew",
+    UnknownUploadError: "the store has forgotten this upload; the file must be sent anew",
 }
 
 
-def of_disk(error: OSError, doing: str, path: object) -> StorageError:
+def disk_error(error: OSError, doing: str, path: object) -> StorageError:
     """``doing`` is a phrase: ``writing``, ``reading``."""
     code = error.errno or 0
     kind = _KIND_OF_ERRNO.get(code, StorageError)
     return kind(f"{doing} {path} failed: {_WORDS_OF_ERRNO.get(code, error.strerror or str(error))}")
 
 
-def of_store(error: Exception, doing: str, url: str) -> StorageError:
+def store_error(error: Exception, doing: str, url: str) -> StorageError:
     """The same for whatever a remote file system raised."""
     error = _meant(error)
     kind = _store_kind(error)
@@ -152,7 +152,7 @@ def of_store(error: Exception, doing: str, url: str) -> StorageError:
     return kind(f"{doing} {url} failed: {words} ({told})" if words else f"{doing} {url} failed: {told}")
 
 
-def is_passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether the store may answer otherwise if it is asked again in a moment."""
     error = _meant(error)
     if _code(error) in _PASSING_CODES or _status(error) in _PASSING_STATUS:

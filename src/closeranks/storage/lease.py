@@ -49,14 +49,14 @@ _LAST_MOMENT = 253402300800.0
 """The end of the year 9999."""
 
 
-class UnlistedError(StorageError):
+class StaleListingError(StorageError):
     """The place cannot be held by one process alone."""
 
     is_final = True
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LeaseTimes:
     renew_s: float = 15.0
     lease_s: float = 60.0
     """From each renewal on; several renewals may fail before it passes."""
@@ -97,20 +97,20 @@ class Lease:
         return now < self.expires_at <= now + _FAR_S
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_of_other_host(self) -> bool:
         """Whether its holder is a process that cannot be looked for from here."""
-        return not self.host or self.host != this_host()
+        return not self.host or self.host != host_id()
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
-    def until(self, expires_at: float) -> Lease:
+    def renewed_until(self, expires_at: float) -> Lease:
         return replace(self, expires_at=expires_at)
 
     @property
     def is_orphan(self) -> bool:
         """Its holder was a process of this host and is gone; False where that cannot be told from here."""
-        if self.is_elsewhere or self.pid <= 0:
+        if self.is_of_other_host or self.pid <= 0:
             return False
         try:
             os.kill(self.pid, 0)
@@ -131,7 +131,7 @@ class InUseError(DeniedError):
 
 
 @cache
-def this_host() -> str:
+def host_id() -> str:
     """One running system, and the numbers that processes have in it: containers may share a host's name, and have
     numbers of their own. Empty where it cannot be told."""
     try:
@@ -150,11 +150,11 @@ def _began(pid: int) -> int | None:
     return -1 if state in "ZX" else int(rest[18])
 
 
-def mine(owner: str) -> Lease:
+def own_lease(owner: str) -> Lease:
     """Of this process, without any time yet."""
     pid = os.getpid()
     began = _began(pid)
-    host = this_host() if began is not None else ""
+    host = host_id() if began is not None else ""
     who = f"{owner}, process {pid} on {socket.gethostname()}"
     return Lease(who, 0.0, host, pid, began or 0, round(time.time(), 3), _command())
 
@@ -184,11 +184,13 @@ def _moment(value: Any) -> float:
 
 
 @contextmanager
-def held(storage: Storage, lease: Lease, wait_s: float, terms: Terms, folder: str = LOCK) -> Iterator[Renewal]:
+def hold_lease(
+    storage: Storage, lease: Lease, wait_s: float, terms: LeaseTimes, folder: str = LOCK
+) -> Iterator[LeaseRenewal]:
     """The place is this process's until the end; a fork of it that comes by here gives nothing back."""
     name = f"{folder}/{secrets.token_hex(8)}.json"
     _acquire(storage, name, lease, time.monotonic() + wait_s, terms)
-    renewal = Renewal(storage, name, lease, terms)
+    renewal = LeaseRenewal(storage, name, lease, terms)
     renewal.start()
     try:
         yield renewal
@@ -199,12 +201,12 @@ def held(storage: Storage, lease: Lease, wait_s: float, terms: Terms, folder: st
 
 
 @contextmanager
-def owned(storage: Storage, owner: str, wait_s: float, terms: Terms) -> Iterator[Renewal]:
+def hold_ownership(storage: Storage, owner: str, wait_s: float, terms: LeaseTimes) -> Iterator[LeaseRenewal]:
     """For the life of a run: a store that does not answer at its end keeps the run for a moment only, and the lease
     passes by itself."""
-    lease = mine(owner)
+    lease = own_lease(owner)
     with ExitStack() as held_until:
-        renewal = held_until.enter_context(held(storage, lease, wait_s, terms, OWNER))
+        renewal = held_until.enter_context(hold_lease(storage, lease, wait_s, terms, OWNER))
         leaving = held_until.pop_all()
     try:
         yield renewal
@@ -223,15 +225,15 @@ def _leave(leaving: ExitStack, storage: Storage) -> None:
 
 
 @contextmanager
-def locked(storage: Storage, owner: str, wait_s: float, terms: Terms) -> Iterator[None]:
+def hold_lock(storage: Storage, owner: str, wait_s: float, terms: LeaseTimes) -> Iterator[None]:
     """``StorageError`` at the end where the lease was lost meanwhile: what was done may have met another holder."""
-    with held(storage, mine(owner), wait_s, terms) as renewal:
+    with hold_lease(storage, own_lease(owner), wait_s, terms) as renewal:
         yield
     if renewal.is_lost:
         raise StorageError(f"the lock of {storage.url} was lost while it was held: it could not be renewed in time")
 
 
-def give_back(patience_s: float) -> None:
+def release_all(patience_s: float) -> None:
     """For a process that is about to end, and has told its threads so: waits a moment for them to give back what they
     hold, then takes it from them. What a store does not answer in time stays behind."""
     with _CHANGED:
@@ -265,11 +267,11 @@ def _remove(storage: Storage, name: str) -> None:
         _CHANGED.notify_all()
 
 
-def _acquire(storage: Storage, name: str, lease: Lease, until: float, terms: Terms) -> None:
+def _acquire(storage: Storage, name: str, lease: Lease, until: float, terms: LeaseTimes) -> None:
     while True:
         rival = _rival(storage, name, terms)
         if rival is None:
-            _publish(storage, name, lease.until(time.time() + terms.lease_s))
+            _publish(storage, name, lease.renewed_until(time.time() + terms.lease_s))
             rival = _rival_or_withdraw(storage, name, terms)
             if rival is None:
                 return
@@ -279,20 +281,20 @@ def _acquire(storage: Storage, name: str, lease: Lease, until: float, terms: Ter
         time.sleep(terms.poll_s * (0.5 + random.random()))
 
 
-def _rival_or_withdraw(storage: Storage, mine: str, terms: Terms) -> Lease | None:
+def _rival_or_withdraw(storage: Storage, mine: str, terms: LeaseTimes) -> Lease | None:
     """The second look. Where it cannot be trusted nobody may hold the place, and nothing of ours stays."""
     folder, _, child = mine.rpartition("/")
     try:
         if child not in storage.names(folder):
             what = f"{storage.url} does not list what was just written to it"
-            raise UnlistedError(f"{what}: two processes that write there would not see each other")
+            raise StaleListingError(f"{what}: two processes that write there would not see each other")
         return _rival(storage, mine, terms)
     except StorageError:
         _try_to_remove(storage, mine)
         raise
 
 
-def _rival(storage: Storage, mine: str, terms: Terms) -> Lease | None:
+def _rival(storage: Storage, mine: str, terms: LeaseTimes) -> Lease | None:
     """A living lease of somebody else; dead ones are removed."""
     folder = mine.rpartition("/")[0]
     for child in storage.names(folder):
@@ -313,10 +315,10 @@ def _rival(storage: Storage, mine: str, terms: Terms) -> Lease | None:
     return None
 
 
-class Renewal:
+class LeaseRenewal:
     """Rewrites the lease until it is stopped, or finds that somebody took it for dead."""
 
-    def __init__(self, storage: Storage, name: str, lease: Lease, terms: Terms) -> None:
+    def __init__(self, storage: Storage, name: str, lease: Lease, terms: LeaseTimes) -> None:
         self._storage, self._name, self._lease, self._terms = storage, name, lease, terms
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -340,7 +342,7 @@ class Renewal:
         while not self._stopped.wait(self._terms.renew_s):
             try:
                 self._storage.size(self._name)
-                lease = self._lease.until(time.time() + self._terms.lease_s)
+                lease = self._lease.renewed_until(time.time() + self._terms.lease_s)
                 self._storage.publish(self._name, lease.encode(), replace=True)
                 self._renewed_at = time.monotonic()
             except MissingError:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.core.regular_file import regular_stat
-from closeranks.storage.connection import Connection
-from closeranks.storage.failures import of_disk
-from closeranks.storage.names import checked, is_shown
-from closeranks.storage.protocol import Entry, MissingError, StorageError
+from closeranks.storage.connection import FsspecConnection
+from closeranks.storage.failures import disk_error
+from closeranks.storage.names import check_name, is_visible
+from closeranks.storage.protocol import FileEntry, MissingError, StorageError
 
 Ask = Callable[[Callable[[], Any], str, str], Any]
 """Runs a request with patience: (request, doing, name)."""
@@ -37,22 +37,22 @@ def version_of(info: Mapping[str, Any]) -> str:
     return str(value).removeprefix("W/").strip('"')
 
 
-def to_entry(name: str, info: Mapping[str, Any], url: str) -> Entry:
+def to_entry(name: str, info: Mapping[str, Any], url: str) -> FileEntry:
     if info.get("size") is None:
         raise StorageError(f"{url} does not say how large it is, so nobody could tell whether it arrived whole")
-    return Entry(name, int(info["size"]), version_of(info))
+    return FileEntry(name, int(info["size"]), version_of(info))
 
 
 def is_visible(name: str) -> bool:
-    return all(is_shown(part) for part in name.split("/"))
+    return all(is_visible(part) for part in name.split("/"))
 
 
-def in_s3(at: Connection, url: str, ask: Ask) -> list[Entry]:
+def list_s3(at: FsspecConnection, url: str, ask: Ask) -> list[FileEntry]:
     bucket, key, _ = at.fs.split_path(at.root)
     prefix = f"{key}/" if key else ""
     found = ((str(info["Key"])[len(prefix) :], info) for info in _pages(at.fs, bucket, prefix, ask))
     shown = ((name, info) for name, info in found if name and not name.endswith("/") and is_visible(name))
-    return _sorted(Entry(checked(name), int(info["Size"]), version_of(info)) for name, info in shown)
+    return _sorted(FileEntry(check_name(name), int(info["Size"]), version_of(info)) for name, info in shown)
 
 
 def _pages(fs: Any, bucket: str, prefix: str, ask: Ask) -> Iterator[Mapping[str, Any]]:
@@ -65,7 +65,7 @@ def _pages(fs: Any, bucket: str, prefix: str, ask: Ask) -> Iterator[Mapping[str,
         where["ContinuationToken"] = page["NextContinuationToken"]
 
 
-def of_any(at: Connection, url: str, ask: Ask) -> list[Entry]:
+def list_fsspec(at: FsspecConnection, url: str, ask: Ask) -> list[FileEntry]:
     """Some file systems (plain HTTP) list names alone: those are asked for one by one. Looking through folders passes
     over errors, so that a place which cannot be reached looks empty."""
     found: Mapping[str, Mapping[str, Any]] = ask(lambda: at.fs.find(f"{at.root}/", detail=True), "listing", "")
@@ -78,11 +78,11 @@ def of_any(at: Connection, url: str, ask: Ask) -> list[Entry]:
             continue
         if info.get("size") is None:
             info = ask(partial(at.fs.info, path), "looking for", name)
-        entries.append(to_entry(checked(name), info, f"{url}/{name}"))
+        entries.append(to_entry(check_name(name), info, f"{url}/{name}"))
     return _sorted(entries)
 
 
-def _check_reached(at: Connection, url: str, ask: Ask) -> None:
+def _check_reached(at: FsspecConnection, url: str, ask: Ask) -> None:
     """Raises what was passed over. A folder that is not there is an empty one in most stores; of a web server, an
     address that is wrong."""
     try:
@@ -92,36 +92,36 @@ def _check_reached(at: Connection, url: str, ask: Ask) -> None:
             raise
 
 
-def on_disk(root: Path) -> list[Entry]:
+def list_disk(root: Path) -> list[FileEntry]:
     """Links are followed, those to folders as well; one that leads back up ends there."""
-    entries: list[Entry] = []
+    entries: list[FileEntry] = []
     try:
         _walk(str(root), "", frozenset(), entries)
     except FileNotFoundError as error:
         if not root.exists():
             return []
-        raise of_disk(error, "listing", error.filename or root) from error
+        raise disk_error(error, "listing", error.filename or root) from error
     except OSError as error:
-        raise of_disk(error, "listing", error.filename or root) from error
+        raise disk_error(error, "listing", error.filename or root) from error
     return _sorted(entries)
 
 
-def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]], entries: list[Entry]) -> None:
+def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]], entries: list[FileEntry]) -> None:
     here = os.stat(folder)
     mark = (here.st_dev, here.st_ino)
     if mark in above:
         return
     with os.scandir(folder) as found:
         for child in found:
-            if not is_shown(child.name):
+            if not is_visible(child.name):
                 continue
             if child.is_dir():
                 _walk(child.path, f"{prefix}{child.name}/", above | {mark}, entries)
             else:
                 # A link that leads nowhere, a pipe or a device raises: a shard that is not one must not go unnoticed.
                 stat = child.stat() if child.is_file() else regular_stat(child.path)
-                entries.append(Entry(prefix + child.name, stat.st_size, str(stat.st_mtime_ns)))
+                entries.append(FileEntry(prefix + child.name, stat.st_size, str(stat.st_mtime_ns)))
 
 
-def _sorted(entries: Iterable[Entry]) -> list[Entry]:
+def _sorted(entries: Iterable[FileEntry]) -> list[FileEntry]:
     return sorted(entries, key=lambda entry: entry.name)

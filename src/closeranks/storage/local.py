@@ -30,22 +30,22 @@ from closeranks.storage.disk import (
     read_range,
     write_all,
 )
-from closeranks.storage.failures import of_disk
-from closeranks.storage.lease import Terms, mine
-from closeranks.storage.listing import on_disk
-from closeranks.storage.names import LOCK, checked, is_shown
-from closeranks.storage.ownership import owned
+from closeranks.storage.failures import disk_error
+from closeranks.storage.lease import LeaseTimes, own_lease
+from closeranks.storage.listing import list_disk
+from closeranks.storage.names import LOCK, check_name, is_visible
+from closeranks.storage.ownership import hold_folder
 from closeranks.storage.protocol import (
     Bytes,
     ChangedError,
     DeniedError,
-    Entry,
     ExistsError,
+    FileEntry,
     MissingError,
-    Owned,
-    Sink,
+    Ownership,
     StoppedError,
     StorageError,
+    StorageSink,
 )
 
 WRITTEN_ASIDE = declare("document written aside", "a document is whole and fsynced under a temporary name")
@@ -71,17 +71,17 @@ class LocalStorage:
         return str(self._root)
 
     def _path(self, name: str) -> Path:
-        return self._root / checked(name)
+        return self._root / check_name(name)
 
     def names(self, folder: str = "") -> list[str]:
         path = self._path(folder) if folder else self._root
         try:
             with os.scandir(path) as found:
-                return sorted(_listed(entry) for entry in found if is_shown(entry.name))
+                return sorted(_listed(entry) for entry in found if is_visible(entry.name))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise of_disk(error, "listing", path) from error
+            raise disk_error(error, "listing", path) from error
 
     def size(self, name: str) -> int:
         path = self._path(name)
@@ -104,20 +104,20 @@ class LocalStorage:
         with _opened(self._path(name)) as fd:
             yield from read_from_medium(fd, chunk_bytes)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> FileEntry:
         path = self._path(name)
         try:
             found = path.stat()
         except OSError as error:
-            raise of_disk(error, "looking for", path) from error
+            raise disk_error(error, "looking for", path) from error
         if not stat.S_ISREG(found.st_mode):
             raise MissingError(f"{path} is not a file")
-        return Entry(name, found.st_size, str(found.st_mtime_ns))
+        return FileEntry(name, found.st_size, str(found.st_mtime_ns))
 
-    def entries(self) -> list[Entry]:
-        return on_disk(self._root)
+    def entries(self) -> list[FileEntry]:
+        return list_disk(self._root)
 
-    def fetch(self, entry: Entry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
+    def fetch(self, entry: FileEntry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
         with _opened(self._path(entry.name)) as fd:
             for start in range(0, entry.num_bytes, WINDOW_BYTES):
                 if stop is not None and stop.is_set():
@@ -126,7 +126,7 @@ class LocalStorage:
         if self.entry(entry.name) != entry:
             raise ChangedError(f"{self._path(entry.name)} is not the file that was listed; it was replaced or cut")
 
-    def create(self, name: str, num_bytes: int) -> Sink:
+    def create(self, name: str, num_bytes: int) -> StorageSink:
         return DiskSink(self._path(name), num_bytes)
 
     def publish(self, name: str, data: Bytes, *, replace: bool = False) -> None:
@@ -149,7 +149,7 @@ class LocalStorage:
                 aside.unlink(missing_ok=True)
             fsync_folder(path.parent)
         except OSError as error:
-            raise of_disk(error, "writing", path) from error
+            raise disk_error(error, "writing", path) from error
 
     def remove(self, name: str) -> None:
         path = self._path(name)
@@ -160,7 +160,7 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise of_disk(error, "removing", path) from error
+            raise disk_error(error, "removing", path) from error
 
     def remove_folder(self, folder: str) -> None:
         path = self._path(folder)
@@ -169,11 +169,11 @@ class LocalStorage:
             fsync_folder(path.parent)
         except FileNotFoundError as error:
             if path.exists():  # somebody else removes it at the same time: what is left is still ours to remove
-                raise of_disk(error, "removing", path) from error
+                raise disk_error(error, "removing", path) from error
         except OSError as error:
-            raise of_disk(error, "removing", path) from error
+            raise disk_error(error, "removing", path) from error
 
-    def sweep(self, older_than_s: float = _STALE_S) -> None:
+    def remove_stale(self, older_than_s: float = _STALE_S) -> None:
         """Remove what writers that were killed left beside documents of the root; folders go whole by themselves."""
         before = time.time() - older_than_s
         for path in self._root.glob(f".*{_ASIDE}"):
@@ -189,7 +189,7 @@ class LocalStorage:
             make_folder(self._root)
             fd = open_descriptor(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise of_disk(error, "locking", path) from error
+            raise disk_error(error, "locking", path) from error
         try:
             _take(fd, path, time.monotonic() + wait_s)
             with suppress(OSError):  # a full disk: the lock is held all the same, only nobody can read by whom
@@ -199,8 +199,8 @@ class LocalStorage:
         finally:
             os.close(fd)
 
-    def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Owned]:
-        return owned(self._root, mine(owner), wait_s, Terms())
+    def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Ownership]:
+        return hold_folder(self._root, own_lease(owner), wait_s, LeaseTimes())
 
 
 def _listed(entry: os.DirEntry[str]) -> str:
@@ -219,7 +219,7 @@ def _opened(path: Path) -> Iterator[int]:
         finally:
             os.close(fd)
     except OSError as error:
-        raise of_disk(error, "reading", path) from error
+        raise disk_error(error, "reading", path) from error
 
 
 def _write_aside(path: Path, data: Bytes) -> None:
@@ -256,6 +256,6 @@ def _take(fd: int, path: Path, until: float) -> None:
                 raise DeniedError(f"{path.parent} is in use by {holder}; wait for it, or stop it") from None
             time.sleep(_POLL_S)
         except OSError as error:
-            raise of_disk(error, "locking", path) from error
+            raise disk_error(error, "locking", path) from error
         else:
             return

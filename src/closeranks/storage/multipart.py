@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from closeranks.core.faults import declare, point
-from closeranks.storage.failures import ForgottenError
-from closeranks.storage.patience import Patience, Tries, persist
+from closeranks.storage.failures import UnknownUploadError
+from closeranks.storage.patience import RetryCount, RetryPolicy, retry
 from closeranks.storage.protocol import Bytes, MissingError, StorageError
 
 PART_BYTES = 16 << 20
@@ -50,7 +50,7 @@ def content_md5(body: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class UploadTarget:
     """Where an upload goes."""
 
     fs: Any
@@ -58,19 +58,19 @@ class Target:
     key: str
     url: str
     """For people."""
-    patience: Patience
+    patience: RetryPolicy
 
-    def call(self, method: str, doing: str, tries: Tries | None = None, **arguments: Any) -> Any:
+    def call(self, method: str, doing: str, tries: RetryCount | None = None, **arguments: Any) -> Any:
         def act() -> Any:
             return self.fs.call_s3(method, Bucket=self.bucket, Key=self.key, **arguments)
 
-        return persist(act, doing, self.url, self.patience, tries)
+        return retry(act, doing, self.url, self.patience, tries)
 
 
 class MultipartSink:
     """One object; a file smaller than a part is put whole instead."""
 
-    def __init__(self, target: Target, num_bytes: int, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, target: UploadTarget, num_bytes: int, part_bytes: int = PART_BYTES) -> None:
         self._target = target
         self._num_bytes = num_bytes
         self._part_bytes = part_size(num_bytes, part_bytes)
@@ -148,7 +148,7 @@ class MultipartSink:
     def _complete(self) -> None:
         """The store may have joined the parts though its answer was lost: asked again it then knows no such upload, and
         an object of the right size is ours."""
-        tries = Tries()
+        tries = RetryCount()
         parts = {"Parts": self._sent}
         try:
             self._target.call(
@@ -165,8 +165,8 @@ class MultipartSink:
         except MissingError:
             return -1
 
-    def _abort_upload(self, target: Target) -> None:
-        with suppress(ForgottenError):
+    def _abort_upload(self, target: UploadTarget) -> None:
+        with suppress(UnknownUploadError):
             target.call("abort_multipart_upload", "giving up", UploadId=self._upload)
 
     def _let_go(self) -> None:

@@ -14,12 +14,12 @@ OWNER = ".owner"
 """Held by a run from its start to its end."""
 
 
-def checked(name: str) -> str:
+def check_name(name: str) -> str:
     """The name itself, if it stays inside: relative, ``/`` between parts, none of them empty, ``.`` or ``..``."""
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name or "\\" in name:
         raise StorageError(f"'{name}' is not a name inside a storage: use parts like step-00000040/manifest.json")
     return name
 
 
-def is_shown(name: str) -> bool:
+def is_visible(name: str) -> bool:
     return not name.startswith(".")

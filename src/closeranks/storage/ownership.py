@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from closeranks.storage.disk import make_folder, read_range
-from closeranks.storage.failures import of_disk
-from closeranks.storage.lease import InUseError, Lease, Terms, decode, this_host
+from closeranks.storage.failures import disk_error
+from closeranks.storage.lease import InUseError, Lease, LeaseTimes, decode, host_id
 from closeranks.storage.names import OWNER
-from closeranks.storage.protocol import Owned, StorageError
+from closeranks.storage.protocol import Ownership, StorageError
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -38,7 +38,9 @@ _HELD: set[int] = set()
 
 
 @contextmanager
-def owned(root: Path, lease: Lease, wait_s: float, terms: Terms, is_shared: bool | None = None) -> Iterator[Owned]:
+def hold_folder(
+    root: Path, lease: Lease, wait_s: float, terms: LeaseTimes, is_shared: bool | None = None
+) -> Iterator[Ownership]:
     """``InUseError`` says who holds it after ``wait_s``; ``is_shared``: whether other machines write there, found out
     where it is None."""
     path = root / OWNER
@@ -47,7 +49,7 @@ def owned(root: Path, lease: Lease, wait_s: float, terms: Terms, is_shared: bool
         is_shared = _is_shared(root) if is_shared is None else is_shared
         fd = _acquire(path, time.monotonic() + wait_s, terms, is_shared)
     except OSError as error:
-        raise of_disk(error, "locking", path) from error
+        raise disk_error(error, "locking", path) from error
     keeper = _Keeper(fd, path, lease, terms)
     try:
         keeper.write()
@@ -61,7 +63,7 @@ def owned(root: Path, lease: Lease, wait_s: float, terms: Terms, is_shared: bool
             _close(fd)
 
 
-def _acquire(path: Path, until: float, terms: Terms, is_shared: bool) -> int:
+def _acquire(path: Path, until: float, terms: LeaseTimes, is_shared: bool) -> int:
     while True:
         fd = _open(path, is_shared)
         try:
@@ -96,14 +98,14 @@ def _close(fd: int) -> None:
     os.close(fd)
 
 
-def _rival(fd: int, path: Path, terms: Terms, is_shared: bool) -> Lease | None:
+def _rival(fd: int, path: Path, terms: LeaseTimes, is_shared: bool) -> Lease | None:
     """Who holds the folder; None where nobody does, and from then on this process."""
     has_lock = _try_lock(fd)
     text = _read(fd)
     lease = decode(text)
     if has_lock is False:
         return lease
-    is_here = bool(lease.boot) and lease.boot == Lease("", 0.0, this_host()).boot
+    is_here = bool(lease.boot) and lease.boot == Lease("", 0.0, host_id()).boot
     if not text or not is_shared or (is_here and (has_lock or lease.is_orphan)):
         return None
     if not lease.is_valid(time.time()):
@@ -170,7 +172,7 @@ def _close_inherited() -> None:
 class _Keeper:
     """Writes the lease into the locked file, and writes it anew until it is stopped."""
 
-    def __init__(self, fd: int, path: Path, lease: Lease, terms: Terms) -> None:
+    def __init__(self, fd: int, path: Path, lease: Lease, terms: LeaseTimes) -> None:
         self._fd, self._path, self._lease, self._terms = fd, path, lease, terms
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -179,7 +181,7 @@ class _Keeper:
 
     def write(self) -> None:
         """A full disk keeps the text away, not the lock."""
-        text = self._lease.until(time.time() + self._terms.lease_s).encode() + b"\n"
+        text = self._lease.renewed_until(time.time() + self._terms.lease_s).encode() + b"\n"
         if self._put(text):
             self._text = text
 

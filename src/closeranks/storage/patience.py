@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from closeranks.storage.failures import is_passing, of_store
+from closeranks.storage.failures import is_transient, store_error
 from closeranks.storage.protocol import StorageError
 
 _LOG = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """Pauses double from ``first_s`` to ``longest_s``, each shortened by up to half at random: the ranks of a run meet
     the same throttling at the same moment, and must not come back together."""
 
@@ -29,31 +29,31 @@ class Patience:
     first_s: float = 0.25
     longest_s: float = 10.0
 
-    def pauses(self, dice: Callable[[], float] = random.random) -> Iterator[float]:
+    def delays(self, dice: Callable[[], float] = random.random) -> Iterator[float]:
         """One fewer than tries; ``dice`` gives numbers from 0 up to 1."""
         for turn in range(self.num_tries - 1):
             yield min(self.longest_s, self.first_s * 2**turn) * (1 - dice() / 2)
 
 
 @dataclass(slots=True)
-class Tries:
+class RetryCount:
     """How often something was begun: an answer may be lost though the store did what it was asked."""
 
     count: int = 0
 
 
-def persist(
+def retry(
     act: Callable[[], T],
     doing: str,
     url: str,
-    patience: Patience,
-    tries: Tries | None = None,
+    patience: RetryPolicy,
+    tries: RetryCount | None = None,
     pause: Callable[[float], object] = time.sleep,
 ) -> T:
     """``act`` until it succeeds; a ``StorageError`` once it is refused or patience ends. One that ``act`` itself raised
     is a verdict already, and passed on."""
-    tries = tries if tries is not None else Tries()
-    pauses = patience.pauses()
+    tries = tries if tries is not None else RetryCount()
+    pauses = patience.delays()
     while True:
         tries.count += 1
         try:
@@ -61,8 +61,8 @@ def persist(
         except StorageError:
             raise
         except Exception as error:  # foreign code: file systems raise what their client libraries raise
-            pause_s = next(pauses, None) if is_passing(error) else None
+            pause_s = next(pauses, None) if is_transient(error) else None
             if pause_s is None:
-                raise of_store(error, doing, url) from error
+                raise store_error(error, doing, url) from error
             _LOG.info("%s %s: %s; once more in %.1f s", doing, url, error, pause_s)
             pause(pause_s)

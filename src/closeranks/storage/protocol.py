@@ -59,7 +59,7 @@ class StoppedError(StorageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """A file as it was when it was looked at."""
 
     name: str
@@ -68,7 +68,7 @@ class Entry:
     """Changes when the content may have: modification time in ns on a disk, ETag or the like in a store."""
 
 
-class Sink(Protocol):
+class StorageSink(Protocol):
     """A data file being written, front to back, from one thread."""
 
     def write(self, data: Bytes) -> None: ...
@@ -82,7 +82,7 @@ class Sink(Protocol):
         ...
 
 
-class Owned(Protocol):
+class Ownership(Protocol):
     """A place that this process owns."""
 
     @property
@@ -117,21 +117,21 @@ class Storage(Protocol):
         own: what certifies a file must have seen what lies there."""
         ...
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> FileEntry:
         """One file as it is now."""
         ...
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[FileEntry]:
         """All files below, however deep, sorted by name; hidden ones and those of hidden folders left out. Where there
         is no such folder: empty, or ``MissingError`` where the place can tell."""
         ...
 
-    def fetch(self, entry: Entry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
+    def fetch(self, entry: FileEntry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
         """All of a file piece by piece, exactly as it was listed; ``ChangedError`` where it is another by now. Any
         piece may be followed by that error: nothing counts before the end. ``StoppedError`` soon after ``stop``."""
         ...
 
-    def create(self, name: str, num_bytes: int) -> Sink:
+    def create(self, name: str, num_bytes: int) -> StorageSink:
         """Begin a data file of a known size; replaces an unfinished one."""
         ...
 
@@ -148,7 +148,7 @@ class Storage(Protocol):
         """Remove a folder and what is in it; nothing happens where there is none."""
         ...
 
-    def sweep(self) -> None:
+    def remove_stale(self) -> None:
         """Remove what writers that were killed long ago left half-made: temporary files, parts of uploads."""
         ...
 
@@ -157,7 +157,7 @@ class Storage(Protocol):
         Dies with its holder on a disk; on an object store it is a lease that is renewed while held."""
         ...
 
-    def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Owned]:
+    def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Ownership]:
         """Be the only run that writes here until the end, beside short holders of ``lock``; ``lease.InUseError`` names
         the owner. Dies with its holder on a disk; on an object store it is a lease that is renewed while held."""
         ...

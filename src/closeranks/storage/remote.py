@@ -19,14 +19,22 @@ from typing import Any
 
 from closeranks.core.faults import declare, point
 from closeranks.storage import lease
-from closeranks.storage.connection import Connection, connect
-from closeranks.storage.download import Origin, downloaded
-from closeranks.storage.failures import ForgottenError
-from closeranks.storage.listing import in_s3, of_any, to_entry
-from closeranks.storage.multipart import PART_BYTES, MultipartSink, Target, content_md5
-from closeranks.storage.names import checked, is_shown
-from closeranks.storage.patience import Patience, persist
-from closeranks.storage.protocol import Bytes, Entry, ExistsError, MissingError, Owned, Sink, StorageError
+from closeranks.storage.connection import FsspecConnection, connect
+from closeranks.storage.download import DownloadSource, download
+from closeranks.storage.failures import UnknownUploadError
+from closeranks.storage.listing import list_fsspec, list_s3, to_entry
+from closeranks.storage.multipart import PART_BYTES, MultipartSink, UploadTarget, content_md5
+from closeranks.storage.names import check_name, is_visible
+from closeranks.storage.patience import RetryPolicy, retry
+from closeranks.storage.protocol import (
+    Bytes,
+    ExistsError,
+    FileEntry,
+    MissingError,
+    Ownership,
+    StorageError,
+    StorageSink,
+)
 from closeranks.storage.stream import StreamSink
 
 _LOG = logging.getLogger(__name__)
@@ -45,16 +53,16 @@ class RemoteStorage:
         url: str,
         options: Mapping[str, Any] | None = None,
         *,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         part_bytes: int = PART_BYTES,
-        terms: lease.Terms | None = None,
+        terms: lease.LeaseTimes | None = None,
     ) -> None:
         self._url = url.rstrip("/")
-        self._at: Connection = connect(self._url, options or {})
+        self._at: FsspecConnection = connect(self._url, options or {})
         # A file system that retries by itself needs little of ours.
-        self._patience = patience or (Patience() if self._at.is_s3 else Patience(num_tries=3))
+        self._patience = patience or (RetryPolicy() if self._at.is_s3 else RetryPolicy(num_tries=3))
         self._part_bytes = part_bytes
-        self._terms = terms or lease.Terms()
+        self._terms = terms or lease.LeaseTimes()
 
     @property
     def url(self) -> str:
@@ -67,7 +75,7 @@ class RemoteStorage:
         except MissingError:
             return []
         children = ((str(entry["name"]).rstrip("/").rpartition("/")[2], entry["type"]) for entry in found)
-        return sorted(f"{name}/" if kind == "directory" else name for name, kind in children if is_shown(name))
+        return sorted(f"{name}/" if kind == "directory" else name for name, kind in children if is_visible(name))
 
     def size(self, name: str) -> int:
         info = self._ask(lambda: self._info(name), "looking for", name)
@@ -98,22 +106,22 @@ class RemoteStorage:
             while coming:
                 yield coming.popleft().result()
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> FileEntry:
         info = self._ask(lambda: self._info(name), "looking for", name)
         if info["type"] == "directory":
             raise MissingError(f"{self._named(name)} is not a file")
         return to_entry(name, info, self._named(name))
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[FileEntry]:
         self._at.fs.invalidate_cache()
-        list_all = in_s3 if self._at.is_s3 else of_any
+        list_all = list_s3 if self._at.is_s3 else list_fsspec
         return list_all(self._at, self._url, self._ask)
 
-    def fetch(self, entry: Entry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
-        origin = Origin(self._at, self._path(entry.name), self._named(entry.name), self._patience)
-        return downloaded(origin, entry, lambda: self.entry(entry.name), stop or threading.Event())
+    def fetch(self, entry: FileEntry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
+        origin = DownloadSource(self._at, self._path(entry.name), self._named(entry.name), self._patience)
+        return download(origin, entry, lambda: self.entry(entry.name), stop or threading.Event())
 
-    def create(self, name: str, num_bytes: int) -> Sink:
+    def create(self, name: str, num_bytes: int) -> StorageSink:
         if self._at.is_s3:
             return MultipartSink(self._target(name), num_bytes, self._part_bytes)
         return StreamSink(self._at.fs, self._path(name), self._named(name), num_bytes, self._part_bytes)
@@ -154,29 +162,29 @@ class RemoteStorage:
         if self._at.is_s3:
             self._abort_uploads(f"{path}/", 0.0)
 
-    def sweep(self, older_than_s: float = _STALE_S) -> None:
+    def remove_stale(self, older_than_s: float = _STALE_S) -> None:
         """Give up uploads that writers which were killed left unfinished; the store keeps their parts otherwise."""
         if self._at.is_s3:
             self._abort_uploads(f"{self._at.root}/", older_than_s)
 
     def lock(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        return lease.locked(self, owner, wait_s, self._terms)
+        return lease.hold_lock(self, owner, wait_s, self._terms)
 
-    def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Owned]:
-        return lease.owned(self, owner, wait_s, self._terms)
+    def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Ownership]:
+        return lease.hold_ownership(self, owner, wait_s, self._terms)
 
     def _path(self, name: str) -> str:
-        return f"{self._at.root}/{checked(name)}"
+        return f"{self._at.root}/{check_name(name)}"
 
     def _named(self, name: str) -> str:
         return f"{self._url}/{name}" if name else self._url
 
-    def _target(self, name: str) -> Target:
+    def _target(self, name: str) -> UploadTarget:
         bucket, key, _ = self._at.fs.split_path(self._path(name))
-        return Target(self._at.fs, bucket, key, self._named(name), self._patience)
+        return UploadTarget(self._at.fs, bucket, key, self._named(name), self._patience)
 
     def _ask(self, act: Callable[[], Any], doing: str, name: str) -> Any:
-        return persist(act, doing, self._named(name), self._patience)
+        return retry(act, doing, self._named(name), self._patience)
 
     def _is_there(self, name: str) -> bool:
         try:
@@ -208,8 +216,8 @@ class RemoteStorage:
         bucket, start, _ = self._at.fs.split_path(prefix)
         for upload in self._uploads(bucket, start):
             if time.time() - upload["Initiated"].timestamp() >= older_than_s and upload["Key"].startswith(start):
-                target = Target(self._at.fs, bucket, upload["Key"], self._url, self._patience)
-                with suppress(ForgottenError):  # its writer came to an end meanwhile
+                target = UploadTarget(self._at.fs, bucket, upload["Key"], self._url, self._patience)
+                with suppress(UnknownUploadError):  # its writer came to an end meanwhile
                     target.call("abort_multipart_upload", "sweeping", UploadId=upload["UploadId"])
 
     def _uploads(self, bucket: str, prefix: str) -> list[Any]:

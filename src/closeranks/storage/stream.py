@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from closeranks.storage.failures import of_store
+from closeranks.storage.failures import store_error
 from closeranks.storage.protocol import Bytes, StorageError
 
 _LOG = logging.getLogger(__name__)
@@ -27,13 +27,13 @@ class StreamSink:
             fs.makedirs(fs._parent(path), exist_ok=True)
             self._file = fs.open(path, "wb", block_size=block_bytes)
         except Exception as error:  # foreign code: anything may come
-            raise of_store(error, "creating", url) from error
+            raise store_error(error, "creating", url) from error
 
     def write(self, data: Bytes) -> None:
         try:
             self._file.write(data)
         except Exception as error:
-            raise of_store(error, "writing", self._url) from error
+            raise store_error(error, "writing", self._url) from error
         self._written += memoryview(data).nbytes
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class StreamSink:
         try:
             self._file.close()
         except Exception as error:
-            raise of_store(error, "writing", self._url) from error
+            raise store_error(error, "writing", self._url) from error
 
     def abort(self) -> None:
         try:
@@ -50,7 +50,7 @@ class StreamSink:
             if self._fs.exists(self._path):
                 self._fs.rm_file(self._path)
         except Exception as error:
-            _LOG.warning("an unfinished file may be left: %s", of_store(error, "removing", self._url))
+            _LOG.warning("an unfinished file may be left: %s", store_error(error, "removing", self._url))
 
     def _discard(self) -> None:
         from fsspec.spec import AbstractBufferedFile

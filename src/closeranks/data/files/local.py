@@ -16,10 +16,10 @@ from closeranks.core.errors import DataError
 from closeranks.core.regular_file import read_bytes, regular_stat
 from closeranks.data.files.protocol import FileInfo
 from closeranks.data.files.sentences import empty_error, storage_error
-from closeranks.storage.failures import of_disk
+from closeranks.storage.failures import disk_error
 from closeranks.storage.local import LocalStorage
-from closeranks.storage.names import checked
-from closeranks.storage.protocol import ChangedError, Entry, StorageError
+from closeranks.storage.names import check_name
+from closeranks.storage.protocol import ChangedError, FileEntry, StorageError
 
 
 class LocalFiles:
@@ -42,7 +42,7 @@ class LocalFiles:
             except StorageError as error:
                 raise storage_error(error) from error
             except OSError as error:
-                raise storage_error(of_disk(error, "looking for", self._path)) from error
+                raise storage_error(disk_error(error, "looking for", self._path)) from error
             if not found:
                 raise empty_error(self.url)
             self._listing = {entry.name: FileInfo(entry.name, entry.num_bytes, entry.version) for entry in found}
@@ -54,7 +54,7 @@ class LocalFiles:
         try:
             found = regular_stat(path)
         except OSError as error:
-            raise storage_error(of_disk(error, "looking for", path)) from error
+            raise storage_error(disk_error(error, "looking for", path)) from error
         listed = (self._listing or {}).get(name)
         if listed is not None and (found.st_size, str(found.st_mtime_ns)) != (listed.num_bytes, listed.version):
             how = f"it had {listed.num_bytes} bytes then and has {found.st_size} now"
@@ -66,7 +66,7 @@ class LocalFiles:
         try:
             return read_bytes(path)
         except OSError as error:
-            raise storage_error(of_disk(error, "reading", path)) from error
+            raise storage_error(disk_error(error, "reading", path)) from error
 
     def prefetch(self, names: Sequence[str]) -> None:
         return
@@ -80,7 +80,7 @@ class LocalFiles:
     def close(self) -> None:
         return
 
-    def _entries(self) -> Sequence[Entry]:
+    def _entries(self) -> Sequence[FileEntry]:
         if self._path.is_file():
             return [LocalStorage(self._path.parent).entry(self._path.name)]
         if not self._path.exists():
@@ -89,7 +89,7 @@ class LocalFiles:
 
     def _path_of(self, name: str) -> Path:
         try:
-            checked(name)
+            check_name(name)
         except StorageError as error:
             raise storage_error(error) from error
         # By its kind, so that ``f/f`` is found, too; one that may not be looked at fails when it is opened.

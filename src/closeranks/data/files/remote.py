@@ -20,7 +20,7 @@ from closeranks.data.files.forks import register_fork_reset
 from closeranks.data.files.protocol import FileInfo
 from closeranks.data.files.sentences import empty_error, not_listed_error, storage_error
 from closeranks.storage.open import open_storage
-from closeranks.storage.protocol import Entry, MissingError, Storage, StorageError
+from closeranks.storage.protocol import FileEntry, MissingError, Storage, StorageError
 
 
 class RemoteFiles:
@@ -105,7 +105,7 @@ class RemoteFiles:
                 self._listing = {entry.name: FileInfo(entry.name, entry.num_bytes, entry.version) for entry in found}
             return self._listing
 
-    def _as_file(self) -> Sequence[Entry]:
+    def _as_file(self) -> Sequence[FileEntry]:
         """The file that the URL itself names, if it does; its folder is the place from then on."""
         folder, _, name = self._given.rpartition("/")
         if not name or folder.endswith(":/") or "::" in folder:
@@ -117,13 +117,13 @@ class RemoteFiles:
         self._base = folder
         return [entry]
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> FileEntry:
         info = self._listed().get(name)
         if info is None:
             raise not_listed_error(name, self.url)
-        return Entry(info.name, info.num_bytes, info.version)
+        return FileEntry(info.name, info.num_bytes, info.version)
 
-    def _item(self, entry: Entry) -> RemoteFileVersion:
+    def _item(self, entry: FileEntry) -> RemoteFileVersion:
         return RemoteFileVersion(
             self.full_name(entry.name), entry.num_bytes, entry.version, self._digests.get(entry.name, "")
         )
@@ -133,7 +133,7 @@ class RemoteFiles:
         known = (self._entry(name) for name in self._ahead.pending if name in listed)
         return {self._cache.path_of(self._item(entry)).name for entry in known}
 
-    def _bring(self, entry: Entry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
+    def _bring(self, entry: FileEntry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
         return self._opened().fetch(entry, stop)
 
     def _fetch_ahead(self, name: str, stop: threading.Event) -> PrefetchOutcome:
