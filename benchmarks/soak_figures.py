@@ -20,7 +20,7 @@ from soak_watch import Sample
 
 from closeranks.core.events import SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import KINDS
-from closeranks.telemetry.faults import Fault, Told, fold_troubles
+from closeranks.telemetry.faults import RunFault, TimedEvent, fault_history
 
 _SETTLE_S = 2.0
 """At the begin of a calm, what does not count: a fault of the storm may still be on its last step."""
@@ -134,9 +134,11 @@ def _to_steps_between(course: Course, plan: Plan, made: float) -> float:
     return made * median(inside) / sum(storm.seconds for storm in plan.storms) if inside else 0.0
 
 
-def costs(struck: Sequence[Struck], told: Sequence[Told], began_at: float, course: Course, step_s: float) -> list[Cost]:
+def costs(
+    struck: Sequence[Struck], told: Sequence[TimedEvent], began_at: float, course: Course, step_s: float
+) -> list[Cost]:
     """``told``: what the agent said, and saves that failed."""
-    faults = {fault.lost.generation: fault for fault in fold_troubles(told).faults}
+    faults = {fault.lost.generation: fault for fault in fault_history(told).faults}
     ending = Counter(one.generation for one in struck if KINDS[one.kind].ends_generation)
     found: list[Cost] = []
     for one in sorted(struck, key=lambda one: one.at_s):
@@ -149,7 +151,7 @@ def costs(struck: Sequence[Struck], told: Sequence[Told], began_at: float, cours
 
 
 def _ended(
-    struck: Struck, fault: Fault | None, began_at: float, course: Course, step_s: float, *, is_alone: bool
+    struck: Struck, fault: RunFault | None, began_at: float, course: Course, step_s: float, *, is_alone: bool
 ) -> Cost:
     if fault is None or fault.closed is None:
         return Cost(struck, survived=False)
@@ -169,7 +171,7 @@ def _ended(
     )
 
 
-def _lasting(struck: Struck, told: Sequence[Told], began_at: float) -> Cost:
+def _lasting(struck: Struck, told: Sequence[TimedEvent], began_at: float) -> Cost:
     """One that ends nothing: when it was first spoken of, if it was."""
     wanted = SlowRank if struck.kind == "slow" else SaveFailed
     times = [line.at - began_at for line in told if isinstance(line.event, wanted)]

@@ -17,7 +17,7 @@ from soak_watch import Sample
 
 from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import KINDS
-from closeranks.telemetry.faults import Told
+from closeranks.telemetry.faults import TimedEvent
 from tests.benchmarks.scripts import run_script
 
 BEGAN_AT = 1000.0
@@ -105,14 +105,14 @@ def struck(kind: str = "kill", at_s: float = 5.2, generation: int = 0) -> Struck
     return Struck(at_s, at_s, kind, 1, generation)
 
 
-def recovery(at_s: float, generation: int = 0, seconds: float = 0.8) -> list[Told]:
+def recovery(at_s: float, generation: int = 0, seconds: float = 0.8) -> list[TimedEvent]:
     """Noticed 0.1 s before it is told, closed ``seconds`` after it was noticed."""
     lost = RankLost(generation=generation, rank=1, kind="killed")
     closed = RanksClosed(generation=generation + 1, seconds=seconds, num_redone=1, parts={"fence": 0.1, "open": 0.4})
-    return [Told(BEGAN_AT + at_s, lost), Told(BEGAN_AT + at_s - 0.1 + seconds, closed)]
+    return [TimedEvent(BEGAN_AT + at_s, lost), TimedEvent(BEGAN_AT + at_s - 0.1 + seconds, closed)]
 
 
-def found(strikes: list[Struck], told: list[Told], lines: list[Done] | None = None) -> list[Cost]:
+def found(strikes: list[Struck], told: list[TimedEvent], lines: list[Done] | None = None) -> list[Cost]:
     return costs(strikes, told, BEGAN_AT, Course(lines or steps(0.5, 10, standstill=(5.4, 0.9))), 0.5)
 
 
@@ -138,8 +138,8 @@ def test_a_fault_that_nobody_came_back_from_is_lost() -> None:
 
 
 def test_faults_that_end_nothing_are_noticed_or_not() -> None:
-    told = [Told(BEGAN_AT + 3, SlowRank(rank=1)), Told(BEGAN_AT + 7, SlowRank(rank=1))]
-    told += [Told(BEGAN_AT + 4, SaveFailed())]
+    told = [TimedEvent(BEGAN_AT + 3, SlowRank(rank=1)), TimedEvent(BEGAN_AT + 7, SlowRank(rank=1))]
+    told += [TimedEvent(BEGAN_AT + 4, SaveFailed())]
     slow, full = found([struck("slow"), struck("diskfull")], told)
     assert slow.detected_s == pytest.approx(1.8)
     assert full.detected_s is None

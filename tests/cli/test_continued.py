@@ -39,7 +39,7 @@ def start(folder: Path, *words: object) -> Path:
 def samples(run: Path) -> Counter[int]:
     log = read_samples(run)
     assert not log.conflicts
-    return Counter(sample for step in log.steps for sample in log.of(step))
+    return Counter(sample for step in log.steps for sample in log.samples_of(step))
 
 
 def test_the_command_of_the_report_goes_on(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from closeranks.cli.drills.verdicts import Row, Summary, is_resized, judge
 from closeranks.core.events import Event, RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injection
-from closeranks.telemetry.faults import Told
+from closeranks.telemetry.faults import TimedEvent
 from tests.cli.calling import call
 from tests.cli.commands import closeranks
 from tests.cli.fault_jobs import IMPORTABLE, hook, write_job
@@ -75,8 +75,8 @@ LOSSES = {step: 1.0 / step for step in range(1, 11)}
 QUIET = Course(LOSSES, last_step=10)
 
 
-def told(*lines: tuple[float, Event]) -> list[Told]:
-    return [Told(at, event) for at, event in lines]
+def told(*lines: tuple[float, Event]) -> list[TimedEvent]:
+    return [TimedEvent(at, event) for at, event in lines]
 
 
 def test_a_fault_is_timed_from_the_strike_over_its_notice_to_the_first_good_step() -> None:
@@ -133,7 +133,7 @@ def test_what_ends_nothing_is_survived_by_going_on() -> None:
         Injection(InjectedFault("diskfull", 6), 110.0, 0, 6),
     ]
     lines = told((90.0, SaveFailed(1)), (95.0, SlowRank(1)), (103.0, SlowRank(0)), (104.0, SlowRank(1)))
-    rows = judge(strikes, [], QUIET, Course(LOSSES, told=[*lines, Told(112.5, SaveFailed(6))]), has_finished=True)
+    rows = judge(strikes, [], QUIET, Course(LOSSES, told=[*lines, TimedEvent(112.5, SaveFailed(6))]), has_finished=True)
     assert [(row.detected_s, row.num_redone, row.survived) for row in rows] == [(4.0, 0, True), (2.5, 0, True)]
     rows = judge(strikes, [], QUIET, Course(LOSSES), has_finished=True)
     assert [(row.detected_s, row.survived) for row in rows] == [(None, True), (None, True)]

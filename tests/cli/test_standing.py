@@ -7,7 +7,7 @@ from closeranks.agent.progress import WorkerPhase, WorkerProgress
 from closeranks.agent.view import HostView, JobView, WorkerView
 from closeranks.cli.standing import Standing
 from closeranks.core.events import RankLost, RanksClosed, RunStarted, Snapshotting, StepDone, Warned
-from closeranks.telemetry.status import Status, read_status
+from closeranks.telemetry.status import RunStatus, read_status
 
 
 def view(generation: int = 0, state: str = "running", size: int = 2) -> JobView:
@@ -15,7 +15,7 @@ def view(generation: int = 0, state: str = "running", size: int = 2) -> JobView:
     return JobView(time.monotonic(), state, generation, size, seen, (HostView("here", 2, "member"),), (), 4096)
 
 
-def status_in(folder: Path) -> Status:
+def status_in(folder: Path) -> RunStatus:
     status = read_status(folder)
     assert status is not None
     return status

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import RunStarted, StepDone
-from closeranks.telemetry.recorder import Recorder
-from closeranks.telemetry.status import Happened, Status, StatusWriter, WorkerStatus, this_process
+from closeranks.telemetry.recorder import EventRecorder
+from closeranks.telemetry.status import RunStatus, StatusEvent, StatusWriter, WorkerStatus, this_process
 from tests.cli.calling import call
 from tests.cli.commands import TINY, closeranks, started, wait_for_line
 
@@ -59,8 +59,8 @@ def agent(folder: Path) -> Iterator[Agent]:
         writing.process.communicate()
 
 
-def own_status(folder: Path) -> Status:
-    return Status(
+def own_status(folder: Path) -> RunStatus:
+    return RunStatus(
         run=str(folder),
         state="running",
         writer=this_process(),
@@ -71,7 +71,7 @@ def own_status(folder: Path) -> Status:
         step=12,
         num_steps=40,
         workers=(WorkerStatus(0, "here", os.getpid(), 13, "computing gradients", 0.04, 1 << 30),),
-        happened=(Happened(time.time(), "rank 1 lost at step 11 (killed by SIGKILL); closed ranks in 0.9 s"),),
+        happened=(StatusEvent(time.time(), "rank 1 lost at step 11 (killed by SIGKILL); closed ranks in 0.9 s"),),
     )
 
 
@@ -116,7 +116,7 @@ def test_a_file_from_another_machine_is_told_with_its_age(tmp_path: Path) -> Non
 
 
 def test_a_run_without_an_agent_is_told_by_its_metrics(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     recorder.emit(RunStarted(last_step=60, world_size=2))
     recorder.emit(StepDone(step=41))
     recorder.close()

@@ -159,7 +159,7 @@ def assert_same(calm: Ran, struck: Ran, last: int = STEPS) -> None:
     assert state_difference(calm.run, struck.run) == ""
     assert struck.samples.conflicts == ()
     assert struck.samples.steps == calm.samples.steps
-    taken = [sample for step in range(1, last + 1) for sample in struck.samples.of(step)]
+    taken = [sample for step in range(1, last + 1) for sample in struck.samples.samples_of(step)]
     assert len(taken) == len(set(taken)) == 16 * last
 
 

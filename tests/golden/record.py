@@ -42,7 +42,7 @@ def read_run(run: Path) -> Record:
     return {
         "losses": [first[step][0] for step in sorted(first)],
         "norms": [first[step][1] for step in sorted(first)],
-        "samples": [" ".join(map(str, samples.of(step))) for step in sorted(first)],
+        "samples": [" ".join(map(str, samples.samples_of(step))) for step in sorted(first)],
         "evaluations": _evaluations(run / "metrics" / "rank-00000.jsonl"),
         "state": _state(checkpoint),
         "tensors": {name: digest(tensor) for name, tensor in sorted(read_state(checkpoint).items())},

@@ -48,7 +48,7 @@ def taken(folder: Path) -> Counter[int]:
     """How often each sample was taken; a step that was made again counts once."""
     log = read_samples(folder)
     assert not log.conflicts
-    return Counter(sample for step in log.steps for sample in log.of(step))
+    return Counter(sample for step in log.steps for sample in log.samples_of(step))
 
 
 def assert_same_bits(one: Path, other: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import Evaluated, RunEnded, RunStarted, Saved, StepDone
-from closeranks.telemetry.recorder import Recorder
+from closeranks.telemetry.recorder import EventRecorder
 
 CPU = RunStarted(
     world_size=2,
@@ -45,7 +45,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"run": {"name": name}, "model": {"name": "llama"}}))
-        recorder = Recorder(folder, 0)
+        recorder = EventRecorder(folder, 0)
         recorder.emit(started)
         for number in range(1, num_steps + 1):
             recorder.emit(step(number))

@@ -3,11 +3,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.events import Event, HostChanged, RankLost, RanksClosed, SlowRank, StepDone
-from closeranks.telemetry.faults import Fault, Told, Troubles, fold_troubles
+from closeranks.telemetry.faults import FaultHistory, RunFault, TimedEvent, fault_history
 
 
-def folded(*events: Event) -> Troubles:
-    return fold_troubles(Told(float(at), event) for at, event in enumerate(events))
+def folded(*events: Event) -> FaultHistory:
+    return fault_history(TimedEvent(float(at), event) for at, event in enumerate(events))
 
 
 def lost(generation: int, detected_s: float = 0.0) -> RankLost:
@@ -35,7 +35,7 @@ def test_a_run_that_ended_in_a_fault_is_not_closed_by_its_next_launch() -> None:
 
 def test_what_is_not_closed_costs_what_it_took_to_notice() -> None:
     assert folded(lost(3, 5.0)).lost_s(0.1) == 5.0
-    assert Fault(0.0, lost(3)).generation == 4
+    assert RunFault(0.0, lost(3)).generation == 4
 
 
 @pytest.mark.parametrize(("num_redone", "seconds"), [(0, 0.6), (1, 1.0), (5, 2.6)])

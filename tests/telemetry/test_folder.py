@@ -1,11 +1,11 @@
 import os
 from pathlib import Path
 
-from closeranks.telemetry.folder import RunFolder, Settings, newest_run
+from closeranks.telemetry.folder import ResolvedSettings, RunFolder, newest_run
 
 
 def test_a_key_that_is_not_there_is_none() -> None:
-    settings = Settings({"run": {"name": "demo"}, "seed": 3})
+    settings = ResolvedSettings({"run": {"name": "demo"}, "seed": 3})
     assert settings.get("run.name") == "demo"
     assert settings.get("run.seed") is None
     assert settings.get("seed.deep") is None

@@ -18,19 +18,19 @@ from closeranks.core.events import (
     Warned,
     encode,
 )
-from closeranks.telemetry.faults import Told
-from closeranks.telemetry.history import Caution, History, fold, load_history
-from closeranks.telemetry.recorder import AGENT, Recorder
+from closeranks.telemetry.faults import TimedEvent
+from closeranks.telemetry.history import RunHistory, WarningCount, build_history, load_history
+from closeranks.telemetry.recorder import AGENT, EventRecorder
 
 from .conftest import CPU, step
 
 
-def history_of(*events: Event) -> History:
+def history_of(*events: Event) -> RunHistory:
     """The events, one a second."""
     lines: list[tuple[dict[str, Any], Event]] = [
         ({"rank": 0, **encode(event), "at": float(at)}, event) for at, event in enumerate(events)
     ]
-    return fold(lines)
+    return build_history(lines)
 
 
 def test_throughput_leaves_out_the_first_step() -> None:
@@ -75,18 +75,18 @@ def test_the_latest_save_stands_last() -> None:
 
 def test_warnings_of_all_ranks_are_gathered(tmp_path: Path) -> None:
     for rank, step_number in ((0, 7), (1, 3)):
-        recorder = Recorder(tmp_path, rank)
+        recorder = EventRecorder(tmp_path, rank)
         recorder.emit(Warned("the disk is slow", step=step_number))
         recorder.emit(StepDone(step=1))
         recorder.close()
     with (tmp_path / "metrics" / "rank-00001.jsonl").open("a") as file:
         file.write('{"event": "warning", "what": "tor')
-    assert load_history(tmp_path).warnings == (Caution("the disk is slow", times=2, ranks=(0, 1), first_step=3),)
+    assert load_history(tmp_path).warnings == (WarningCount("the disk is slow", times=2, ranks=(0, 1), first_step=3),)
 
 
 def test_an_empty_folder_is_an_empty_history(tmp_path: Path) -> None:
     history = load_history(tmp_path)
-    assert history == History()
+    assert history == RunHistory()
     assert history.started is None
     assert history.throughput().items_per_s is None
 
@@ -109,9 +109,9 @@ def test_items_of_a_step_done_again_count_once() -> None:
 def test_a_fault_is_no_restart_and_a_second_launch_is() -> None:
     started = [CPU, step(1), replace(CPU, generation=1, first_step=1), step(2), replace(CPU, first_step=2), step(3)]
     lines: list[tuple[dict[str, Any], Event]] = [({**encode(event), "at": 0.0}, event) for event in started]
-    agent = [Told(1.0, RankLost(0, 1, "", 2, "killed")), Told(2.0, RanksClosed(1, 2, 0.9, 1, 2))]
-    assert fold(lines, agent=agent).restarts == (2,)
-    assert fold(lines).restarts == (1, 2), "without the agent's account every start is told"
+    agent = [TimedEvent(1.0, RankLost(0, 1, "", 2, "killed")), TimedEvent(2.0, RanksClosed(1, 2, 0.9, 1, 2))]
+    assert build_history(lines, agent=agent).restarts == (2,)
+    assert build_history(lines).restarts == (1, 2), "without the agent's account every start is told"
 
 
 def test_a_second_launch_does_not_count_the_night_between() -> None:
@@ -126,7 +126,7 @@ def test_a_second_launch_does_not_count_the_night_between() -> None:
             (50_010.0, step(3)),
         )
     ]
-    assert fold(lines).seconds == pytest.approx(30)
+    assert build_history(lines).seconds == pytest.approx(30)
 
 
 def test_a_generation_that_ended_by_agreement_did_not_end_the_run() -> None:
@@ -141,7 +141,7 @@ def test_what_every_generation_says_as_it_begins_is_one_warning() -> None:
 
 def test_the_agents_record_is_read_beside_rank_0s(make_run: Callable[..., Path]) -> None:
     folder = make_run()
-    recorder, agent = Recorder(folder, 0), Recorder(folder, AGENT)
+    recorder, agent = EventRecorder(folder, 0), EventRecorder(folder, AGENT)
     recorder.emit(Snapshotting(3, 1, 100, 0.001, "replica"))
     recorder.emit(Restored(39, "peer", 1, 0.1, ["slot 1 was torn"]))
     agent.emit(RankLost(0, 1, "", 40, "killed", "killed by SIGKILL", 0.01))
@@ -149,7 +149,7 @@ def test_the_agents_record_is_read_beside_rank_0s(make_run: Callable[..., Path])
     recorder.close()
     agent.close()
     history = load_history(folder)
-    (fault,) = history.troubles.faults
+    (fault,) = history.fault_history.faults
     assert fault.lost.rank == 1
     assert fault.closed == RanksClosed(1, 40, 0.9, 1, 2, "data=2", {"fork": 0.2})
     assert history.lost_s == pytest.approx(0.91)

@@ -20,7 +20,7 @@ from closeranks.core.events import (
     Warned,
 )
 from closeranks.telemetry import lines
-from closeranks.telemetry.meter import Reading
+from closeranks.telemetry.meter import MeterReading
 
 from .conftest import CPU
 
@@ -36,10 +36,10 @@ GPU = RunStarted(
     measured_flops=790e12,
 )
 DONE = StepDone(step=120, loss=2.13449, lr=3e-4, grad_norm=0.51, memory_bytes=1_288_490_188)
-READING = Reading(120, 2.13449, 41_234.0, 0.503, 0.631, 1_288_490_188, 42.0)
+READING = MeterReading(120, 2.13449, 41_234.0, 0.503, 0.631, 1_288_490_188, 42.0)
 
 
-def fields(done: StepDone = DONE, reading: Reading = READING, **options: bool) -> tuple[lines.Field, ...]:
+def fields(done: StepDone = DONE, reading: MeterReading = READING, **options: bool) -> tuple[lines.LineField, ...]:
     return lines.step_fields(GPU, done, reading, num_skipped=0, detail=options.get("detail", False))
 
 
@@ -61,7 +61,7 @@ def test_details_and_metrics_are_appended() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    unknown = Reading(120, 2.1, None, None, None, 0, None)
+    unknown = MeterReading(120, 2.1, None, None, None, 0, None)
     assert lines.join(fields(replace(DONE, memory_bytes=0, seconds=3.2), unknown)) == (
         "step   120/200  loss 2.1345  first step 3.2 s"
     )
@@ -92,7 +92,7 @@ def test_a_skipped_step_says_why_and_what_the_scale_is_now() -> None:
 
 
 def test_a_run_that_skips_on_and_on_is_not_a_flood() -> None:
-    assert [num for num in range(1, 100) if lines.is_worth_a_line(num)] == [1, 2, 3, 4, 8, 16, 32, 64]
+    assert [num for num in range(1, 100) if lines.is_logged(num)] == [1, 2, 3, 4, 8, 16, 32, 64]
 
 
 def test_the_start_says_what_runs_and_once_why_there_is_no_mfu() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.events import RunStarted
-from closeranks.telemetry.meter import Meter, efficiency
+from closeranks.telemetry.meter import ThroughputMeter, efficiency
 
 from .conftest import step
 
@@ -13,7 +13,7 @@ GPU = RunStarted(world_size=2, last_step=200, flops_per_item=1e6, datasheet_flop
 
 
 def test_the_first_step_is_in_no_figure() -> None:
-    meter = Meter(GPU)
+    meter = ThroughputMeter(GPU)
     first = meter.observe(step(1, seconds=60.0))
     assert (first.items_per_s, first.mfu, first.peak_share, first.eta_s) == (None, None, None, None)
     second = meter.observe(step(2))
@@ -22,7 +22,7 @@ def test_the_first_step_is_in_no_figure() -> None:
 
 
 def test_shares_are_of_all_devices() -> None:
-    meter = Meter(GPU)
+    meter = ThroughputMeter(GPU)
     meter.observe(step(1))
     reading = meter.observe(step(2))
     assert reading.mfu == pytest.approx(10_000 * 1e6 / (2 * 1e10))
@@ -38,7 +38,7 @@ def test_what_is_not_known_is_none(started: RunStarted) -> None:
 
 
 def test_throughput_follows_the_latest_steps_and_forgets_old_ones() -> None:
-    meter = Meter(GPU)
+    meter = ThroughputMeter(GPU)
     for number in range(1, 101):
         meter.observe(step(number, seconds=0.1))
     for number in range(101, 116):
@@ -48,7 +48,7 @@ def test_throughput_follows_the_latest_steps_and_forgets_old_ones() -> None:
 
 @given(st.lists(st.floats(0.001, 20.0), min_size=2, max_size=60))
 def test_throughput_is_that_of_some_latest_steps(seconds: list[float]) -> None:
-    meter = Meter(GPU)
+    meter = ThroughputMeter(GPU)
     for number, each_s in enumerate(seconds, start=1):
         reading = meter.observe(step(number, seconds=each_s))
     counted = seconds[1:]
@@ -58,13 +58,13 @@ def test_throughput_is_that_of_some_latest_steps(seconds: list[float]) -> None:
 
 
 def test_a_resumed_run_counts_what_is_left() -> None:
-    meter = Meter(replace(GPU, first_step=150))
+    meter = ThroughputMeter(replace(GPU, first_step=150))
     meter.observe(step(151, seconds=9.0))
     assert meter.observe(step(152)).eta_s == pytest.approx(48 * 0.1)
 
 
 def test_evaluation_slows_the_time_to_go_but_not_the_throughput() -> None:
-    meter = Meter(GPU)
+    meter = ThroughputMeter(GPU)
     for number in range(1, 11):
         meter.observe(step(number))
     meter.pause(1.1)
@@ -74,15 +74,15 @@ def test_evaluation_slows_the_time_to_go_but_not_the_throughput() -> None:
 
 
 def test_nothing_is_left_after_the_last_step() -> None:
-    meter = Meter(replace(GPU, last_step=1))
+    meter = ThroughputMeter(replace(GPU, last_step=1))
     assert meter.observe(step(1)).eta_s == 0.0
 
 
 def test_a_fault_leaves_speed_and_time_to_go_as_they_were() -> None:
-    meter = Meter(GPU)
+    meter = ThroughputMeter(GPU)
     for number in range(1, 21):
         meter.observe(step(number, seconds=0.1))
-    meter.go_on(replace(GPU, generation=1, first_step=18))
+    meter.start_generation(replace(GPU, generation=1, first_step=18))
     first = meter.observe(step(19, seconds=9.0))
     assert first.items_per_s == pytest.approx(10_000), "a process's first step is in no figure"
     assert first.eta_s == pytest.approx(181 * 0.1)
@@ -90,10 +90,10 @@ def test_a_fault_leaves_speed_and_time_to_go_as_they_were() -> None:
 
 
 def test_on_fewer_workers_speed_is_measured_anew() -> None:
-    meter = Meter(GPU)
+    meter = ThroughputMeter(GPU)
     for number in range(1, 21):
         meter.observe(step(number, seconds=0.1))
-    meter.go_on(replace(GPU, generation=1, first_step=18, world_size=1))
+    meter.start_generation(replace(GPU, generation=1, first_step=18, world_size=1))
     assert meter.observe(step(19, seconds=9.0)).items_per_s is None
     reading = meter.observe(step(20, seconds=0.2))
     assert reading.items_per_s == pytest.approx(5_000)

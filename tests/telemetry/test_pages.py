@@ -8,7 +8,7 @@ from pathlib import Path
 from closeranks.core.events import RunEnded, RunStarted
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.pages import write_pages
-from closeranks.telemetry.recorder import Recorder
+from closeranks.telemetry.recorder import EventRecorder
 from tests.checkpoint.test_write_faults import run, tmpfs
 
 from .conftest import step
@@ -16,7 +16,7 @@ from .full import fill, needs_root
 
 
 def record(folder: Path) -> None:
-    recorder = Recorder(folder, 0)
+    recorder = EventRecorder(folder, 0)
     recorder.emit(RunStarted(last_step=3))
     for number in (1, 2, 3):
         recorder.emit(step(number))
@@ -43,10 +43,10 @@ def test_a_script_need_not_wait_for_its_picture(tmp_path: Path) -> None:
 def test_where_there_is_room_it_says_where_they_are(tmp_path: Path) -> None:
     record(tmp_path)
     seen: list[tuple[str, bool]] = []
-    write_pages(tmp_path, lambda text: seen.append((text, RunFolder(tmp_path).picture.exists())))
+    write_pages(tmp_path, lambda text: seen.append((text, RunFolder(tmp_path).plot.exists())))
     assert seen == [(f"report: {tmp_path / 'report.md'}", False)], "said before the picture is drawn"
     assert "](curve.png)" in (tmp_path / "report.md").read_text()
-    assert RunFolder(tmp_path).picture.exists()
+    assert RunFolder(tmp_path).plot.exists()
 
 
 @needs_root

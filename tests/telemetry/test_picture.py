@@ -10,8 +10,8 @@ import pytest
 
 from closeranks.core.events import Evaluated, RankLost, RanksClosed, RunEnded
 from closeranks.telemetry.history import load_history
-from closeranks.telemetry.picture import _figure, draw
-from closeranks.telemetry.recorder import AGENT, Recorder
+from closeranks.telemetry.picture import _figure, draw_run
+from closeranks.telemetry.recorder import AGENT, EventRecorder
 
 from .conftest import CPU, step
 
@@ -25,24 +25,24 @@ def size_of(path: Path) -> tuple[int, int]:
 
 def test_a_run_is_drawn_and_nothing_else_is_left(make_run: Callable[..., Path]) -> None:
     folder = make_run()
-    path = draw(folder)
+    path = draw_run(folder)
     assert path == folder / "curve.png"
     assert size_of(path) == (1536, 960)
     assert not list(folder.glob(".*"))
 
 
 def test_a_run_without_steps_has_no_picture(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    assert draw(make_run(num_steps=0, reason="failed")) is None
-    assert draw(tmp_path / "nowhere") is None
+    assert draw_run(make_run(num_steps=0, reason="failed")) is None
+    assert draw_run(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_run_that_died_young_is_drawn(make_run: Callable[..., Path], num_steps: int) -> None:
-    assert draw(make_run(num_steps=num_steps, reason="")) is not None
+    assert draw_run(make_run(num_steps=num_steps, reason="")) is not None
 
 
 def test_values_that_are_not_finite_skips_and_restarts_are_drawn(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     recorder.emit(CPU)
     for number in range(1, 30):
         taken = number % 7 != 0
@@ -51,15 +51,15 @@ def test_values_that_are_not_finite_skips_and_restarts_are_drawn(tmp_path: Path)
     recorder.emit(step(21))
     recorder.emit(RunEnded(21))
     recorder.close()
-    assert draw(tmp_path) is not None
+    assert draw_run(tmp_path) is not None
 
 
 def test_a_run_that_took_no_step_is_drawn(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     for number in range(1, 4):
         recorder.emit(step(number, taken=False, loss=math.nan, grad_norm=math.nan))
     recorder.close()
-    assert draw(tmp_path) is not None
+    assert draw_run(tmp_path) is not None
 
 
 def test_neither_torch_nor_matplotlib_nor_numpy_is_imported_before_a_picture_is_drawn() -> None:
@@ -75,7 +75,7 @@ def test_neither_torch_nor_matplotlib_nor_numpy_is_imported_before_a_picture_is_
 
 def test_faults_are_marked_and_the_curve_is_unbroken(make_run: Callable[..., Path]) -> None:
     folder = make_run(num_steps=20, reason="")
-    recorder, agent = Recorder(folder, 0), Recorder(folder, AGENT)
+    recorder, agent = EventRecorder(folder, 0), EventRecorder(folder, AGENT)
     recorder.emit(replace(CPU, generation=1, first_step=18))
     for number in range(19, 41):
         recorder.emit(step(number))
@@ -91,12 +91,12 @@ def test_faults_are_marked_and_the_curve_is_unbroken(make_run: Callable[..., Pat
     curve = drawn["training, smoothed"]
     assert list(curve.get_xdata()) == list(range(1, 41))
     assert all(math.isfinite(value) for value in curve.get_ydata())
-    assert draw(folder) is not None
+    assert draw_run(folder) is not None
 
 
 def test_a_run_of_many_faults_names_only_as_many_as_there_is_room_for(make_run: Callable[..., Path]) -> None:
     folder = make_run()
-    agent = Recorder(folder, AGENT)
+    agent = EventRecorder(folder, AGENT)
     for generation in range(40):
         agent.emit(RankLost(generation, 1, "", generation, "killed"))
         agent.emit(RanksClosed(generation + 1, generation, 0.9, 1, 2))
@@ -107,16 +107,16 @@ def test_a_run_of_many_faults_names_only_as_many_as_there_is_room_for(make_run: 
 
 
 def test_faults_of_a_run_that_took_no_step_are_no_hindrance(tmp_path: Path) -> None:
-    recorder, agent = Recorder(tmp_path, 0), Recorder(tmp_path, AGENT)
+    recorder, agent = EventRecorder(tmp_path, 0), EventRecorder(tmp_path, AGENT)
     recorder.emit(step(1, taken=False, loss=math.nan))
     agent.emit(RankLost(0, 1, "", 1, "killed"))
     recorder.close()
     agent.close()
-    assert draw(tmp_path) is not None
+    assert draw_run(tmp_path) is not None
 
 
 def test_metrics_of_evaluations_have_a_panel_of_their_own(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     recorder.emit(CPU)
     for number in range(1, 31):
         recorder.emit(step(number))

@@ -7,7 +7,7 @@ import torch
 
 from closeranks.core.events import Event, Warned
 from closeranks.telemetry import profiler as profilers
-from closeranks.telemetry.profiler import StepProfiler, Window
+from closeranks.telemetry.profiler import StepProfiler, StepRange
 from tests.checkpoint.test_write_faults import tmpfs
 
 from .full import fill, needs_root
@@ -19,7 +19,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def test_the_steps_of_the_window_are_traced(tmp_path: Path) -> None:
-    profiler = StepProfiler(Window(2, 3), tmp_path, rank=0)
+    profiler = StepProfiler(StepRange(2, 3), tmp_path, rank=0)
     path = tmp_path / "traces" / "rank-00000.json.gz"
     for number in range(1, 6):
         with profiler.step(number):
@@ -34,7 +34,7 @@ def test_the_steps_of_the_window_are_traced(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_inside_the_window_keeps_its_trace(tmp_path: Path) -> None:
-    profiler = StepProfiler(Window(1, 100), tmp_path, rank=7)
+    profiler = StepProfiler(StepRange(1, 100), tmp_path, rank=7)
     profiler.step_begin(1)
     torch.mm(torch.ones(8, 8), torch.ones(8, 8))
     profiler.close()
@@ -45,7 +45,7 @@ def test_a_run_that_ends_inside_the_window_keeps_its_trace(tmp_path: Path) -> No
 def test_outside_the_window_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profilers, "profile", None)
     monkeypatch.setattr(profilers, "record_function", None)
-    profiler = StepProfiler(Window(5, 6), tmp_path, rank=0)
+    profiler = StepProfiler(StepRange(5, 6), tmp_path, rank=0)
     for number in (1, 4, 7):
         profiler.step_begin(number)
         profiler.step_end(number)
@@ -57,7 +57,7 @@ def test_outside_the_window_nothing_is_made(tmp_path: Path, monkeypatch: pytest.
 def test_a_trace_that_finds_no_room_is_told_and_ends_nothing(tmp_path: Path) -> None:
     told: list[Event] = []
     with tmpfs(tmp_path / "disk", "64k") as place:
-        profiler = StepProfiler(Window(1, 1), place, 0, told.append)
+        profiler = StepProfiler(StepRange(1, 1), place, 0, told.append)
         filler = fill(place)
         with profiler.step(1):
             torch.ones(4).sum()

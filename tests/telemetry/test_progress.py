@@ -17,7 +17,7 @@ from closeranks.core.events import (
     Snapshotting,
     Warned,
 )
-from closeranks.telemetry.progress import Progress
+from closeranks.telemetry.progress import ProgressDisplay
 
 from .conftest import CPU, step
 
@@ -34,7 +34,7 @@ class Clock:
 
 def plain(events: list[Event], *, log_every: int = 10) -> list[str]:
     out = io.StringIO()
-    with Progress(Console(file=out, width=40), log_every=log_every) as progress:
+    with ProgressDisplay(Console(file=out, width=40), log_every=log_every) as progress:
         for event in events:
             progress.handle(event)
     text = out.getvalue()
@@ -96,7 +96,7 @@ def test_skipped_steps_are_said_and_counted() -> None:
 def test_on_a_terminal_one_line_is_redrawn_at_most_ten_times_a_second() -> None:
     out = io.StringIO()
     console = Console(file=out, width=90, force_terminal=True, color_system="standard", _environ={"TERM": "xterm"})
-    progress = Progress(console, clock=Clock(tick_s=0.01))
+    progress = ProgressDisplay(console, clock=Clock(tick_s=0.01))
     progress.handle(CPU)
     for number in range(1, 41):
         progress.handle(step(number))
@@ -116,7 +116,7 @@ def test_on_a_terminal_one_line_is_redrawn_at_most_ten_times_a_second() -> None:
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system=None, _environ={"TERM": "dumb"})
-    with Progress(console) as progress:
+    with ProgressDisplay(console) as progress:
         progress.handle(CPU)
         progress.handle(step(1))
     assert "\r" not in out.getvalue()
@@ -220,7 +220,7 @@ def test_skipped_steps_that_are_done_again_count_once() -> None:
 def test_the_end_counts_the_time_of_all_generations() -> None:
     out = io.StringIO()
     clock = Clock(tick_s=0.0)
-    with Progress(Console(file=out, width=80), clock=clock) as progress:
+    with ProgressDisplay(Console(file=out, width=80), clock=clock) as progress:
         progress.handle(CPU)
         progress.handle(step(20))
         progress.handle(LOST)
@@ -233,7 +233,7 @@ def test_the_end_counts_the_time_of_all_generations() -> None:
 def test_on_a_terminal_closing_ranks_is_a_live_line_and_then_the_steps_are_again() -> None:
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=True, color_system="standard", _environ={"TERM": "xterm"})
-    with Progress(console, clock=Clock(tick_s=0.01)) as progress:
+    with ProgressDisplay(console, clock=Clock(tick_s=0.01)) as progress:
         for event in broken_run():
             progress.handle(event)
     words = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
@@ -247,8 +247,8 @@ def test_on_a_terminal_closing_ranks_is_a_live_line_and_then_the_steps_are_again
 
 def test_what_a_worker_printed_is_passed_on_as_it_is_and_in_its_place() -> None:
     out = io.StringIO()
-    with Progress(Console(file=out, width=40)) as progress:
-        progress.note("before")
-        progress.pass_on(f"[bold]{'x' * 100}\nsecond � line")
-        progress.note("after")
+    with ProgressDisplay(Console(file=out, width=40)) as progress:
+        progress.print_line("before")
+        progress.print_output(f"[bold]{'x' * 100}\nsecond � line")
+        progress.print_line("after")
     assert out.getvalue() == f"before\n[bold]{'x' * 100}\nsecond � line\nafter\n"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Evaluated, Event, RankLost, RanksClosed, RunStarted, StepDone, Warned, encode
-from closeranks.telemetry.recorder import AGENT, Recorder, parse_line, read_events, to_line
+from closeranks.telemetry.recorder import AGENT, EventRecorder, parse_line, read_events, to_line
 
 
 def path_of(folder: Path, rank: int = 0) -> Path:
@@ -20,7 +20,7 @@ def path_of(folder: Path, rank: int = 0) -> Path:
 
 
 def test_a_line_is_the_event_with_its_time_and_rank(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 3)
+    recorder = EventRecorder(tmp_path, 3)
     event = StepDone(step=7, loss=2.5, metrics={"accuracy": 0.5})
     before = time.time()
     recorder.emit(event)
@@ -33,7 +33,7 @@ def test_a_line_is_the_event_with_its_time_and_rank(tmp_path: Path) -> None:
 
 def test_events_come_back_as_they_were(tmp_path: Path) -> None:
     events: list[Event] = [RunStarted(rank=0, versions={"torch": "2"}), StepDone(step=1), Warned("NaN", step=1)]
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     for event in events:
         recorder.emit(event)
     recorder.close()
@@ -54,13 +54,13 @@ def test_every_float_survives_strict_json(value: object) -> None:
 
 
 def test_a_torn_line_is_passed_over_and_spoils_no_later_one(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     recorder.emit(StepDone(step=1))
     recorder.close()
     with path_of(tmp_path).open("a") as file:
         file.write('{"event": "step", "st')
     assert [event for _, event in read_events(path_of(tmp_path))] == [StepDone(step=1)]
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     recorder.emit(StepDone(step=2))
     recorder.close()
     assert [event for _, event in read_events(path_of(tmp_path))] == [StepDone(step=1), StepDone(step=2)]
@@ -92,7 +92,7 @@ def test_sinks_hear_in_order_and_one_that_raises_is_removed_with_a_warning(tmp_p
     def broken(event: Event) -> None:
         raise ValueError("no pen")
 
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     recorder.add_sink(lambda event: heard.append(("first", event)))
     recorder.add_sink(broken)
     recorder.add_sink(lambda event: heard.append(("last", event)))
@@ -107,7 +107,7 @@ def test_sinks_hear_in_order_and_one_that_raises_is_removed_with_a_warning(tmp_p
 
 
 def test_sinks_that_all_raise_end_in_silence_not_in_a_loop(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     for _ in range(3):
         recorder.add_sink(lambda event: 1 / 0)
     recorder.emit(StepDone(step=1))
@@ -119,7 +119,7 @@ def test_a_full_disk_is_a_warning_to_the_sinks_and_no_error(tmp_path: Path) -> N
     heard: list[Event] = []
     path_of(tmp_path).parent.mkdir()
     path_of(tmp_path).symlink_to("/dev/full")
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     recorder.add_sink(heard.append)
     recorder.emit(StepDone(step=1))
     recorder.emit(StepDone(step=2))
@@ -135,7 +135,7 @@ def test_after_a_run_has_begun_a_folder_that_cannot_be_written_ends_nothing(tmp_
     """Workers that go on with a run, with a file in the way of their metrics."""
     heard: list[Event] = []
     (tmp_path / "metrics").write_text("")
-    recorder = Recorder(tmp_path, 0, must_open=False)
+    recorder = EventRecorder(tmp_path, 0, must_open=False)
     recorder.add_sink(heard.append)
     recorder.emit(StepDone(step=1))
     (warned,) = (event for event in heard if isinstance(event, Warned))
@@ -148,11 +148,11 @@ def test_after_a_run_has_begun_a_folder_that_cannot_be_written_ends_nothing(tmp_
 def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "metrics").write_text("a file in the way")
     with pytest.raises(SetupError, match=r"run\.folder"):
-        Recorder(tmp_path, 0)
+        EventRecorder(tmp_path, 0)
 
 
 def test_emitting_is_cheap(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     event = StepDone(step=7, loss=2.5, metrics={"accuracy": 0.5})
     best_s = math.inf
     for _ in range(200):  # short ones: some of them are not disturbed by whoever else is at work
@@ -166,7 +166,7 @@ def test_emitting_is_cheap(tmp_path: Path) -> None:
 
 
 def test_a_value_that_is_not_finite_is_read_back_as_one(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = EventRecorder(tmp_path, 0)
     recorder.emit(Evaluated(step=1, loss=math.nan, metrics={"accuracy": -math.inf}))
     recorder.close()
     (_, event) = next(read_events(path_of(tmp_path)))
@@ -176,7 +176,7 @@ def test_a_value_that_is_not_finite_is_read_back_as_one(tmp_path: Path) -> None:
 
 
 def test_the_agent_has_a_file_of_its_own(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, AGENT)
+    recorder = EventRecorder(tmp_path, AGENT)
     events = [RankLost(0, 3, "b", 40, "killed", "killed by SIGKILL"), RanksClosed(1, 40, 0.9, parts={"fork": 0.1})]
     for event in events:
         recorder.emit(event)

@@ -17,14 +17,14 @@ from closeranks.core.events import (
     Snapshotting,
     Warned,
 )
-from closeranks.telemetry.recorder import AGENT, Recorder
+from closeranks.telemetry.recorder import AGENT, EventRecorder
 from closeranks.telemetry.report import write_report
 
 from .conftest import CPU, step
 
 
 def add(folder: Path, *events: object, rank: int = 0) -> None:
-    recorder = Recorder(folder, rank)
+    recorder = EventRecorder(folder, rank)
     for event in events:
         recorder.emit(event)  # type: ignore[arg-type]
     recorder.close()

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from closeranks.telemetry.samples import fold_samples, read_samples
+from closeranks.telemetry.samples import build_sample_log, read_samples
 
 
 def row(step: int, micro_batch: int, *samples: int) -> dict[str, object]:
@@ -9,16 +9,16 @@ def row(step: int, micro_batch: int, *samples: int) -> dict[str, object]:
 
 
 def test_a_step_that_was_done_again_counts_once() -> None:
-    log = fold_samples([row(1, 0, 5, 6), row(1, 1, 7, 8), row(2, 0, 1, 2), row(1, 0, 5, 6)])
-    assert log.of(1) == (5, 6, 7, 8)
-    assert log.of(2) == (1, 2)
-    assert log.of(3) == ()
+    log = build_sample_log([row(1, 0, 5, 6), row(1, 1, 7, 8), row(2, 0, 1, 2), row(1, 0, 5, 6)])
+    assert log.samples_of(1) == (5, 6, 7, 8)
+    assert log.samples_of(2) == (1, 2)
+    assert log.samples_of(3) == ()
     assert log.conflicts == ()
 
 
 def test_other_samples_for_the_same_place_are_not_hidden() -> None:
-    log = fold_samples([row(1, 0, 5, 6), row(1, 0, 5, 9)])
-    assert log.of(1) == (5, 9)
+    log = build_sample_log([row(1, 0, 5, 6), row(1, 0, 5, 9)])
+    assert log.samples_of(1) == (5, 9)
     assert [taken.samples for taken in log.conflicts] == [(5, 6)]
 
 
@@ -29,5 +29,5 @@ def test_ranks_of_several_generations_are_read_together(tmp_path: Path) -> None:
     first.write_text(f"{json.dumps(row(1, 0, 1))}\n{json.dumps(row(1, 1, 2))}\n")
     second.write_text(f"{json.dumps(row(1, 1, 2))}\n{json.dumps(row(2, 0, 3))}\n" + '{"step": 2, "micro')
     log = read_samples(tmp_path)
-    assert (log.of(1), log.of(2)) == ((1, 2), (3,))
+    assert (log.samples_of(1), log.samples_of(2)) == ((1, 2), (3,))
     assert read_samples(tmp_path / "nowhere").steps == {}

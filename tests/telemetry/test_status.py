@@ -15,27 +15,27 @@ import pytest
 
 from closeranks.telemetry.status import (
     UNWATCHED,
-    Happened,
-    Heard,
     HostStatus,
-    Status,
+    RunStatus,
+    StatusEvent,
+    StatusFreshness,
+    StatusProcess,
     StatusWriter,
     WorkerStatus,
-    Writer,
     decode_status,
-    how_heard,
     is_alive,
     read_status,
     resident_bytes,
+    status_freshness,
     this_process,
 )
 from closeranks.telemetry.status_text import one_line, status_text
 
 NOW = 1_700_000_000.0
-RUNNING = Status(
+RUNNING = RunStatus(
     run="runs/demo",
     state="running",
-    writer=Writer(4242, 1, "box", "boot"),
+    writer=StatusProcess(4242, 1, "box", "boot"),
     began_at=NOW - 34,
     at=NOW - 0.2,
     generation=1,
@@ -46,7 +46,7 @@ RUNNING = Status(
         WorkerStatus(0, "box", 4250, 213, "computing gradients", 0.041, 350 << 20),
         WorkerStatus(1, "box", None, None, "starting"),
     ),
-    happened=(Happened(NOW - 5, "rank 1 lost at step 200 (killed by SIGKILL); closed ranks in 0.9 s"),),
+    happened=(StatusEvent(NOW - 5, "rank 1 lost at step 200 (killed by SIGKILL); closed ranks in 0.9 s"),),
     snapshot_every=1,
     snapshot_bytes=57 << 20,
 )
@@ -76,21 +76,21 @@ def agent(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def heard(folder: Path, later_s: float = 0.0) -> Heard:
+def heard(folder: Path, later_s: float = 0.0) -> StatusFreshness:
     status = read_status(folder)
     assert status is not None
-    return how_heard(status, time.time() + later_s, is_alive(status.writer))
+    return status_freshness(status, time.time() + later_s, is_alive(status.writer))
 
 
 def test_an_agent_that_lives_is_heard_and_one_that_was_killed_is_gone(tmp_path: Path) -> None:
     with agent(tmp_path) as process:
-        assert heard(tmp_path) is Heard.NOW
-        assert heard(tmp_path, later_s=60.0) is Heard.SILENT
+        assert heard(tmp_path) is StatusFreshness.NOW
+        assert heard(tmp_path, later_s=60.0) is StatusFreshness.SILENT
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert heard(tmp_path) is Heard.GONE, "what is left of it before its parent looks is nobody"
+        assert heard(tmp_path) is StatusFreshness.GONE, "what is left of it before its parent looks is nobody"
         process.wait()
-        assert heard(tmp_path) is Heard.GONE
+        assert heard(tmp_path) is StatusFreshness.GONE
 
 
 def test_another_process_with_its_number_is_not_the_agent(tmp_path: Path) -> None:
@@ -104,18 +104,18 @@ def test_another_process_with_its_number_is_not_the_agent(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("status", "alive", "heard"),
     [
-        (RUNNING, True, Heard.NOW),
-        (RUNNING, None, Heard.NOW),
-        (RUNNING, False, Heard.GONE),
-        (replace(RUNNING, at=NOW - 3600), True, Heard.SILENT),
-        (replace(RUNNING, at=NOW - 3600), None, Heard.FAR),
-        (replace(RUNNING, state="finished", at=NOW - 3600), False, Heard.ENDED),
-        (replace(RUNNING, state="failed"), None, Heard.ENDED),
-        (replace(RUNNING, state=UNWATCHED), None, Heard.UNWATCHED),
+        (RUNNING, True, StatusFreshness.NOW),
+        (RUNNING, None, StatusFreshness.NOW),
+        (RUNNING, False, StatusFreshness.GONE),
+        (replace(RUNNING, at=NOW - 3600), True, StatusFreshness.SILENT),
+        (replace(RUNNING, at=NOW - 3600), None, StatusFreshness.FAR),
+        (replace(RUNNING, state="finished", at=NOW - 3600), False, StatusFreshness.ENDED),
+        (replace(RUNNING, state="failed"), None, StatusFreshness.ENDED),
+        (replace(RUNNING, state=UNWATCHED), None, StatusFreshness.UNWATCHED),
     ],
 )
-def test_how_far_a_status_is_believed(status: Status, alive: bool | None, heard: Heard) -> None:
-    assert how_heard(status, NOW, alive) is heard
+def test_how_far_a_status_is_believed(status: RunStatus, alive: bool | None, heard: StatusFreshness) -> None:
+    assert status_freshness(status, NOW, alive) is heard
 
 
 def test_a_status_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_newer_versions_status_can_be_read(tmp_path: Path) -> None:
         {"state": "running", "mood": "calm", "workers": [{"rank": 3, "hat": "red"}], "writer": {"x": 1}}
     )
     assert status.workers == (WorkerStatus(3),)
-    assert status.writer == Writer()
+    assert status.writer == StatusProcess()
     for text in ("", "{", "[]", '{"workers": 3}'):
         (tmp_path / "status.json").write_text(text)
         assert read_status(tmp_path) is None
@@ -195,7 +195,7 @@ def test_memory_is_what_the_kernel_says() -> None:
 
 
 def test_the_text_says_who_is_here(tmp_path: Path) -> None:
-    lines = status_text(RUNNING, Heard.NOW, NOW).splitlines()
+    lines = status_text(RUNNING, StatusFreshness.NOW, NOW).splitlines()
     assert lines[:5] == [
         "runs/demo: running, step 212 of 400, generation 1",
         "agent 4242 on box, for 34 s, 2 workers, state kept in memory every step (57.0 MiB on this host)",
@@ -210,28 +210,30 @@ def test_the_text_says_who_is_here(tmp_path: Path) -> None:
 
 def test_several_hosts_are_listed() -> None:
     several = replace(RUNNING, hosts=(HostStatus("box", 2, "member"), HostStatus("b", 2, "lost")))
-    assert "b     2        lost" in status_text(several, Heard.NOW, NOW).splitlines()
+    assert "b     2        lost" in status_text(several, StatusFreshness.NOW, NOW).splitlines()
 
 
 @pytest.mark.parametrize(
     ("heard", "words"),
     [
         (
-            Heard.GONE,
+            StatusFreshness.GONE,
             "last heard 3 h 0 min ago (step 212 of 400, generation 1): its agent, process 4242 on box, is gone",
         ),
         (
-            Heard.FAR,
+            StatusFreshness.FAR,
             "last heard 3 h 0 min ago (step 212 of 400, generation 1): its agent, process 4242 on box, cannot be",
         ),
-        (Heard.SILENT, "is alive but does not write"),
-        (Heard.UNWATCHED, "no agent of ours watches it"),
-        (Heard.ENDED, "running 3 h 0 min ago, step 212 of 400"),
+        (StatusFreshness.SILENT, "is alive but does not write"),
+        (StatusFreshness.UNWATCHED, "no agent of ours watches it"),
+        (StatusFreshness.ENDED, "running 3 h 0 min ago, step 212 of 400"),
     ],
 )
-def test_what_is_old_is_told_with_its_age(heard: Heard, words: str) -> None:
+def test_what_is_old_is_told_with_its_age(heard: StatusFreshness, words: str) -> None:
     old = replace(RUNNING, at=NOW - 3 * 3600)
     text = status_text(old, heard, NOW)
     assert words in text.splitlines()[0]
     assert words in one_line(old, heard, NOW)
-    assert ("computing gradients" in text) == (heard is Heard.SILENT), "who is gone is not shown as being at work"
+    assert ("computing gradients" in text) == (heard is StatusFreshness.SILENT), (
+        "who is gone is not shown as being at work"
+    )

@@ -53,7 +53,7 @@ def test_clock(seconds: float, text: str) -> None:
     [(0.08, "80 ms"), (3.21, "3.2 s"), (31.2, "31 s"), (59.7, "1 min 0 s"), (125, "2 min 5 s"), (3790, "1 h 3 min")],
 )
 def test_span(seconds: float, text: str) -> None:
-    assert wording.span(seconds) == text
+    assert wording.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_size(num_bytes: int, text: str) -> None:
 def test_units_and_shares() -> None:
     assert wording.rate(41_200, "token") == "41.2k tok/s"
     assert wording.rate(812, "sample") == "812 samples/s"
-    assert wording.share(0.5034) == "50.3%"
-    assert wording.share(0.00003) == "0.003%"
+    assert wording.percent(0.5034) == "50.3%"
+    assert wording.percent(0.00003) == "0.003%"
     assert wording.metric(0.9612) == "0.961"
     assert wording.tick(40_000) == "40k"
     assert wording.brief(5.5) == "5.50"

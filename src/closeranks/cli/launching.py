@@ -39,8 +39,8 @@ from closeranks.run.past import BatchHistory
 from closeranks.run.paths import resolve_existing_paths
 from closeranks.run.resizing import describe_samples, fault_limits, resize_job
 from closeranks.run.voice import print_error, report_turn
-from closeranks.telemetry.progress import Progress
-from closeranks.telemetry.recorder import AGENT, Recorder
+from closeranks.telemetry.progress import ProgressDisplay
+from closeranks.telemetry.recorder import AGENT, EventRecorder
 
 _STARTED_ELSEWHERE = ("torchrun", "slurm")
 _WARM = "closeranks.run.warming:warm"
@@ -252,10 +252,10 @@ def _start(work: _Work, num_workers: int) -> None:
     )
     failure = ""
     set_title("agent", str(work.folder))
-    with Progress(Console(), log_every=work.log_every) as progress:
+    with ProgressDisplay(Console(), log_every=work.log_every) as progress:
         screen = _Screen(progress, work.folder)
         try:
-            plan = replace(plan, door=_door(work, progress.note))
+            plan = replace(plan, door=_door(work, progress.print_line))
             outcome = screen.watch(plan, work.on_turn)
         except CloseranksError as error:
             failure = str(error)
@@ -317,7 +317,7 @@ def plan_for(
 class _Screen:
     """Turns what the agent hears into what a person sees."""
 
-    def __init__(self, progress: Progress, folder: Path) -> None:
+    def __init__(self, progress: ProgressDisplay, folder: Path) -> None:
         self._progress = progress
         self.folder = folder
         """Where the run writes; a script's session may say otherwise."""
@@ -327,15 +327,15 @@ class _Screen:
         """Whether a run began, rather than being refused."""
         self._agent: Agent | None = None
         self._has_moved = False
-        self._standing = Standing(folder, progress.note)
-        self._agent_log: Recorder | None = None
+        self._standing = Standing(folder, progress.print_line)
+        self._agent_log: EventRecorder | None = None
 
     def watch(self, plan: LaunchPlan, on_turn: OnTick | None) -> JobOutcome:
         agent = self._agent = Agent(
             plan,
             on_event=self._on_event,
             on_output=self._on_output,
-            on_note=self._progress.note,
+            on_note=self._progress.print_line,
             on_turn=self._standing.looking_beside(on_turn),
         )
         ending = "failed"
@@ -379,12 +379,12 @@ class _Screen:
     def _record(self, event: Event) -> None:
         """What the agent itself saw: workers that were killed could not write it down."""
         if self._agent_log is None:
-            self._agent_log = Recorder(self.folder, AGENT, must_open=False)
+            self._agent_log = EventRecorder(self.folder, AGENT, must_open=False)
             self._agent_log.add_sink(lambda event: self._progress.handle(event) if isinstance(event, Warned) else None)
         self._agent_log.emit(event)
 
     def _on_output(self, rank: int, text: str) -> None:
-        self._progress.pass_on(text.rstrip("\n"))
+        self._progress.print_output(text.rstrip("\n"))
 
 
 def _whereabouts(folder: Path, saved: str) -> str:

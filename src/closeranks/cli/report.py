@@ -22,13 +22,13 @@ def register(app: typer.Typer) -> None:
 
 def report(run: Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]) -> None:
     from closeranks.core.errors import UserError
-    from closeranks.telemetry.picture import draw
+    from closeranks.telemetry.picture import draw_run
     from closeranks.telemetry.report import write_report
 
     if not (run / "metrics").is_dir():
         raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")
     try:
-        draw(run)
+        draw_run(run)
         say(write_report(run))
     except OSError as error:
         what = f"the report of {run} cannot be written: {error.strerror or error}"

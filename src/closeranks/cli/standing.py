@@ -30,9 +30,9 @@ from closeranks.core.events import (
 from closeranks.telemetry import lines
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.status import (
-    Happened,
     HostStatus,
-    Status,
+    RunStatus,
+    StatusEvent,
     StatusWriter,
     WorkerStatus,
     resident_bytes,
@@ -61,7 +61,7 @@ class Standing:
         self._self = this_process()
         self._num_steps = self._step = self._snapshot_every = self._num_before = 0
         self._lost: RankLost | None = None
-        self._happened: deque[Happened] = deque(maxlen=_EVENTS_KEPT)
+        self._happened: deque[StatusEvent] = deque(maxlen=_EVENTS_KEPT)
         self._view = JobView(0.0, "starting", 0, 0, (), (), (), 0)
         self._is_held = RunFolder(folder).status.exists()
 
@@ -121,12 +121,12 @@ class Standing:
         if not self._is_held:
             self._writer.write(self.status(state))
 
-    def status(self, state: str) -> Status:
+    def status(self, state: str) -> RunStatus:
         view, now = self._view, time.time()
         happened = tuple(self._happened)
         if self._lost is not None:
-            happened = (*happened, Happened(now, lines.closing_line(self._lost)))
-        return Status(
+            happened = (*happened, StatusEvent(now, lines.closing_line(self._lost)))
+        return RunStatus(
             run=str(self._folder),
             state=state,
             writer=self._self,
@@ -146,7 +146,7 @@ class Standing:
         )
 
     def _note(self, text: str) -> None:
-        self._happened.append(Happened(time.time(), text))
+        self._happened.append(StatusEvent(time.time(), text))
 
     def _settle(self) -> None:
         """Somebody was lost and no ranks were closed after it."""

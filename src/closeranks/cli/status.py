@@ -14,7 +14,7 @@ from closeranks.cli.terminal import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from closeranks.telemetry.status import Heard, Status
+    from closeranks.telemetry.status import RunStatus, StatusFreshness
 
 HELP = """Tell how a run stands: its workers and hosts, generation, step and last events.
 
@@ -65,23 +65,23 @@ def _folder(run: Path | None) -> Path:
     return run
 
 
-def _look(folder: Path) -> tuple[Status, Heard]:
-    from closeranks.telemetry.status import how_heard, is_alive, read_status
+def _look(folder: Path) -> tuple[RunStatus, StatusFreshness]:
+    from closeranks.telemetry.status import is_alive, read_status, status_freshness
 
     found = read_status(folder) or _unwatched(folder)
-    return found, how_heard(found, time.time(), is_alive(found.writer))
+    return found, status_freshness(found, time.time(), is_alive(found.writer))
 
 
-def _unwatched(folder: Path) -> Status:
+def _unwatched(folder: Path) -> RunStatus:
     """A run that no agent of ours watches, as far as its metrics tell."""
     from closeranks.telemetry.folder import RunFolder
     from closeranks.telemetry.history import load_history
-    from closeranks.telemetry.status import UNWATCHED, Status
+    from closeranks.telemetry.status import UNWATCHED, RunStatus
 
     run, history = RunFolder(folder), load_history(folder)
     path = run.metrics(0) if run.metrics(0).exists() else run.job
     started = history.started
-    return Status(
+    return RunStatus(
         run=str(folder),
         state=UNWATCHED if history.ended is None else history.ended.reason,
         at=path.stat().st_mtime,
@@ -92,7 +92,7 @@ def _unwatched(folder: Path) -> Status:
     )
 
 
-def _shown(found: Status, heard: Heard, as_json: bool) -> str:
+def _shown(found: RunStatus, heard: StatusFreshness, as_json: bool) -> str:
     from closeranks.telemetry.status import encode_status
     from closeranks.telemetry.status_text import status_text
 
@@ -116,14 +116,14 @@ def _watch(folder: Path, as_json: bool) -> None:
         return
 
 
-def _looks(folder: Path) -> Iterator[tuple[Status, Heard]]:
+def _looks(folder: Path) -> Iterator[tuple[RunStatus, StatusFreshness]]:
     """Look after look, up to the one after which there is nothing more to see."""
-    from closeranks.telemetry.status import Heard
+    from closeranks.telemetry.status import StatusFreshness
 
     while True:
         found, heard = _look(folder)
         yield found, heard
-        if heard in (Heard.ENDED, Heard.GONE, Heard.UNWATCHED):
+        if heard in (StatusFreshness.ENDED, StatusFreshness.GONE, StatusFreshness.UNWATCHED):
             return
         time.sleep(_WATCH_S)
 

@@ -41,7 +41,7 @@ from closeranks.run.hub_files import read_hub_metadata, validate_hub_metadata, w
 from closeranks.run.job import Job
 from closeranks.run.saved_tree import validate_tree
 from closeranks.run.whole_folder import atomic_folder
-from closeranks.telemetry.folder import Settings
+from closeranks.telemetry.folder import ResolvedSettings
 
 CONFIG = "config.json"
 NO_PROGRESS = NoProgress()
@@ -96,7 +96,7 @@ def _about_tokenizer(hub: Mapping[str, Any], written: tuple[str, ...]) -> tuple[
 
 
 def _saved_llama(weights: CheckpointWeights, place: str) -> tuple[LlamaShape, int]:
-    config = Settings(validate_tree(weights.tree, weights.path).get("config") or {})
+    config = ResolvedSettings(validate_tree(weights.tree, weights.path).get("config") or {})
     table, seq_len = config.get("model"), config.get("data.seq_len")
     if not isinstance(table, dict) or table.get("name") != "llama":
         what = f"{weights.path} holds the model '{config.get('model.name')}'; Hugging Face's folders are written for"

@@ -26,7 +26,7 @@ from closeranks.run.config import RunConfig, TrainConfig
 from closeranks.sync import replicas
 from closeranks.sync.config import SyncConfig
 from closeranks.telemetry.config import TelemetryConfig
-from closeranks.telemetry.window import parse_window
+from closeranks.telemetry.window import parse_step_range
 
 
 class Job(Table):
@@ -74,7 +74,7 @@ def check_profile(job: Job) -> Iterable[Problem]:
 
 def profile_warning(job: Job, num_steps: int) -> str:
     """Empty if the profiler's window contains a step of the run, or if there is no window."""
-    window = parse_window(job.telemetry.profile)
+    window = parse_step_range(job.telemetry.profile)
     if window is None or window.first <= num_steps:
         return ""
     return f"steps {window.first} to {window.last} lie beyond the run's {num_steps}, so nothing would be traced"

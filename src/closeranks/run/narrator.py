@@ -13,11 +13,13 @@ from closeranks.core.world import World
 from closeranks.run.overseer import AgentClient, StandaloneClient, current_agent_client
 from closeranks.telemetry.config import TelemetryConfig
 from closeranks.telemetry.pages import write_pages
-from closeranks.telemetry.progress import Progress
-from closeranks.telemetry.recorder import Recorder
+from closeranks.telemetry.progress import ProgressDisplay
+from closeranks.telemetry.recorder import EventRecorder
 
 
-def connect_agent_client(recorder: Recorder, folder: Path, telemetry: TelemetryConfig, world: World) -> AgentClient:
+def connect_agent_client(
+    recorder: EventRecorder, folder: Path, telemetry: TelemetryConfig, world: World
+) -> AgentClient:
     """The agent client of this session: that of an agent or a launcher, or a standalone one. It receives the events
     that rank 0 records."""
     overseer = current_agent_client() or standalone_client(folder, telemetry, world)
@@ -36,7 +38,7 @@ def standalone_client(folder: Path, telemetry: TelemetryConfig, world: World) ->
 class _Narrator:
     def __init__(self, folder: Path, telemetry: TelemetryConfig) -> None:
         self._folder, self._telemetry = folder, telemetry
-        self._progress = Progress(log_every=telemetry.log_every)
+        self._progress = ProgressDisplay(log_every=telemetry.log_every)
 
     def handle(self, event: Event) -> None:
         self._progress.handle(event)
@@ -44,4 +46,4 @@ class _Narrator:
             return
         self._progress.close()
         if self._telemetry.report:
-            write_pages(self._folder, self._progress.note, is_script=True, draws_beside=True)
+            write_pages(self._folder, self._progress.print_line, is_script=True, draws_beside=True)

@@ -38,7 +38,7 @@ from closeranks.run.result import Result
 from closeranks.run.step import Step, check_between_steps
 from closeranks.run.work import compute_loss
 from closeranks.telemetry.profiler import StepProfiler
-from closeranks.telemetry.recorder import Recorder
+from closeranks.telemetry.recorder import EventRecorder
 
 
 class Session:
@@ -79,7 +79,7 @@ class Session:
             self.engine, self.state, self.context = self._built.engine, self._built.state, self._built.engine.context
             opened.callback(self.context.world_group.close)
             self.job, self.folder = self.context.job, agreement.folder(self.context.groups.world)
-            self.recorder = Recorder(self.folder, self.world.rank, must_open=self.world.is_first)
+            self.recorder = EventRecorder(self.folder, self.world.rank, must_open=self.world.is_first)
             self._emit = self.recorder.emit
             opened.callback(self.recorder.close)
             self._furnish(hooks)

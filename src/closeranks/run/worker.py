@@ -28,7 +28,7 @@ from closeranks.run.session import Session
 from closeranks.run.store import count_failure, wait_for_all_ranks
 from closeranks.run.voice import ReportTurn, describe_failure, print_error, report_turn
 from closeranks.telemetry.pages import write_pages
-from closeranks.telemetry.progress import Progress
+from closeranks.telemetry.progress import ProgressDisplay
 
 
 def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
@@ -81,7 +81,7 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
     the launcher would kill rank 0 before it has written the report.
     """
     world, failure, session = detect_world(), "", None
-    with Progress(log_every=job.telemetry.log_every) as progress:
+    with ProgressDisplay(log_every=job.telemetry.log_every) as progress:
         overseer = StandaloneClient(progress.handle)
         configure_worker(overseer=overseer)
         try:
@@ -96,7 +96,9 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
             return account.exit_code
         finally:
             if session and world.is_lead and job.telemetry.report:
-                write_pages(session.folder, progress.note, job_file=job_file, overrides=overrides, failure=failure)
+                write_pages(
+                    session.folder, progress.print_line, job_file=job_file, overrides=overrides, failure=failure
+                )
     if not world.is_lead or result.reason != "drained":
         return 0
     ending = ENDINGS[overseer.end_reason](

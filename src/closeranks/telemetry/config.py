@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from closeranks.core.config.table import Table
 from closeranks.core.errors import UserError
-from closeranks.telemetry.window import parse_window
+from closeranks.telemetry.window import parse_step_range
 
 
 class TelemetryConfig(Table):
@@ -29,7 +29,7 @@ class TelemetryConfig(Table):
     @classmethod
     def _window_reads(cls, text: str) -> str:
         try:
-            parse_window(text)
+            parse_step_range(text)
         except UserError as error:
             raise ValueError(str(error)) from None
         return text

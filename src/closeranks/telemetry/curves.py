@@ -17,7 +17,7 @@ _LOG_RATIO = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class StepCurve:
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
@@ -26,7 +26,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AxisLimits:
     low: float
     high: float
 
@@ -66,7 +66,7 @@ def _running(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(accumulate(values, initial=0.0))
 
 
-def smoothed(curve: Curve) -> Curve:
+def smooth_curve(curve: StepCurve) -> StepCurve:
     """A local line through about a twentieth of the run around each step: it lags nowhere and bends at no end.
 
     Held within the values it was made from, so that a smooth loss is never below every loss. Read at some two thousand
@@ -81,7 +81,7 @@ def smoothed(curve: Curve) -> Curve:
         near = [value for value in curve.values[first : stop : _sparse(stop - first)] if math.isfinite(value)]
         mean = sums.line_at(place, first, stop)
         means.append(min(max(mean, min(near)), max(near)) if near and math.isfinite(mean) else math.nan)
-    return Curve(tuple(curve.steps[place] for place in places), tuple(means))
+    return StepCurve(tuple(curve.steps[place] for place in places), tuple(means))
 
 
 def _sparse(length: int) -> int:
@@ -89,7 +89,7 @@ def _sparse(length: int) -> int:
     return max(1, length // 50)
 
 
-def thinned(curve: Curve, most: int = _MOST_POINTS) -> Curve:
+def downsample(curve: StepCurve, most: int = _MOST_POINTS) -> StepCurve:
     """At most about ``most`` points; of each stretch its lowest and highest stay, so that no spike is lost."""
     if len(curve.steps) <= most:
         return curve
@@ -102,7 +102,7 @@ def thinned(curve: Curve, most: int = _MOST_POINTS) -> Curve:
             kept += sorted({min(finite, key=curve.values.__getitem__), max(finite, key=curve.values.__getitem__)})
         else:
             kept.append(first)
-    return Curve(tuple(curve.steps[place] for place in kept), tuple(curve.values[place] for place in kept))
+    return StepCurve(tuple(curve.steps[place] for place in kept), tuple(curve.values[place] for place in kept))
 
 
 def wants_log_scale(values: Iterable[float]) -> bool:
@@ -113,7 +113,7 @@ def wants_log_scale(values: Iterable[float]) -> bool:
     return quantile(finite, 0.99) / quantile(finite, 0.01) > _LOG_RATIO
 
 
-def limits(raw: Curve, smooth: Curve, *, is_log: bool) -> Limits | None:
+def axis_limits(raw: StepCurve, smooth: StepCurve, *, is_log: bool) -> AxisLimits | None:
     """An axis range that holds the smooth line and nearly all raw points; single spikes may leave the picture."""
     values, means = raw.finite(), smooth.finite()
     if not values:
@@ -121,9 +121,9 @@ def limits(raw: Curve, smooth: Curve, *, is_log: bool) -> Limits | None:
     low = min(quantile(values, 0.005), min(means))
     high = max(quantile(values, 0.995), max(means))
     if is_log:
-        return Limits(low / 1.15, high * 1.15)
+        return AxisLimits(low / 1.15, high * 1.15)
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    return Limits(low - margin, high + margin)
+    return AxisLimits(low - margin, high + margin)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -131,7 +131,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[round(share * (len(ordered) - 1))]
 
 
-def rates(steps: Sequence[StepDone], window: int) -> Curve:
+def rates(steps: Sequence[StepDone], window: int) -> StepCurve:
     """Items per second over the latest ``window`` steps, at each step."""
     items, seconds = _running(step.items for step in steps), _running(step.seconds for step in steps)
     values: list[float] = []
@@ -139,4 +139,4 @@ def rates(steps: Sequence[StepDone], window: int) -> Curve:
         first = max(0, stop - window)
         spent_s = seconds[stop] - seconds[first]
         values.append((items[stop] - items[first]) / spent_s if spent_s > 0 else math.nan)
-    return Curve(tuple(step.step for step in steps), tuple(values))
+    return StepCurve(tuple(step.step for step in steps), tuple(values))

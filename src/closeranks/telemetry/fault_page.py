@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from closeranks.core.events import HostChanged, Restored, SlowRank
 from closeranks.telemetry import lines, wording
-from closeranks.telemetry.faults import Fault, Told
-from closeranks.telemetry.history import History
+from closeranks.telemetry.faults import RunFault, TimedEvent
+from closeranks.telemetry.history import RunHistory
 
 _ROWS_SHOWN = 40
 _NOTHING = "-"
@@ -23,9 +23,9 @@ class _Row:
     cells: tuple[str, ...]
 
 
-def fault_section(history: History, *, failed: bool = False) -> str:
+def fault_section(history: RunHistory, *, failed: bool = False) -> str:
     """The table of what happened and what it cost; one sentence where nothing did, silence where that would mislead."""
-    troubles = history.troubles
+    troubles = history.fault_history
     kept = _kept(history)
     if not troubles.faults and not troubles.others:
         said = f"None was recorded. {kept}".rstrip()
@@ -41,34 +41,34 @@ def fault_section(history: History, *, failed: bool = False) -> str:
     return "\n".join(["## Faults", "", *table, "", " ".join(filter(None, (_cost(history), kept)))])
 
 
-def _kept(history: History) -> str:
+def _kept(history: RunHistory) -> str:
     text = lines.snapshots_line(history.snapshots) if history.snapshots is not None else ""
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _cost(history: History) -> str:
-    faults = history.troubles.faults
+def _cost(history: RunHistory) -> str:
+    faults = history.fault_history.faults
     if not faults:
         return ""
     lost_s, whole_s = history.lost_s, history.seconds
-    share = f" of {wording.span(whole_s)} ({wording.share(lost_s / whole_s)})" if whole_s > lost_s else ""
-    redone = wording.count(history.troubles.num_redone, "finished step")
+    share = f" of {wording.duration(whole_s)} ({wording.percent(lost_s / whole_s)})" if whole_s > lost_s else ""
+    redone = wording.count(history.fault_history.num_redone, "finished step")
     told = f"until noticed, until ranks were closed, and in doing {redone} again"
-    return f"{wording.count(len(faults), 'fault')}: {wording.span(lost_s)}{share} lost in all, {told}."
+    return f"{wording.count(len(faults), 'fault')}: {wording.duration(lost_s)}{share} lost in all, {told}."
 
 
-def _when(history: History, at: float) -> str:
+def _when(history: RunHistory, at: float) -> str:
     return wording.clock(at - history.starts[0].at) if history.starts else _NOTHING
 
 
-def _fault_rows(history: History) -> list[_Row]:
+def _fault_rows(history: RunHistory) -> list[_Row]:
     restored = {event.generation: event for event in history.restored}
-    return [_fault_row(history, fault, restored) for fault in history.troubles.faults]
+    return [_fault_row(history, fault, restored) for fault in history.fault_history.faults]
 
 
-def _fault_row(history: History, fault: Fault, restored: dict[int, Restored]) -> _Row:
+def _fault_row(history: RunHistory, fault: RunFault, restored: dict[int, Restored]) -> _Row:
     lost, closed = fault.lost, fault.closed
-    noticed = wording.span(lost.detected_s) if lost.detected_s > 0 else _NOTHING
+    noticed = wording.duration(lost.detected_s) if lost.detected_s > 0 else _NOTHING
     if closed is None:
         ending: tuple[str, ...] = (_NOTHING, _NOTHING, "the run ended")
     elif fault.is_followed:
@@ -77,15 +77,15 @@ def _fault_row(history: History, fault: Fault, restored: dict[int, Restored]) ->
         workers = wording.count(closed.world_size, "worker")
         source = restored[closed.generation].source if closed.generation in restored else ""
         went_on = ", ".join(filter(None, (workers, closed.layout, f"from {source}" if source else "")))
-        ending = (wording.span(closed.seconds), str(closed.num_redone), went_on)
+        ending = (wording.duration(closed.seconds), str(closed.num_redone), went_on)
     return _Row(fault.at, (_when(history, fault.at), _in_a_cell(lines.lost_words(lost)), noticed, *ending))
 
 
-def _other_rows(history: History) -> list[_Row]:
-    return [_other_row(history, told) for told in history.troubles.others]
+def _other_rows(history: RunHistory) -> list[_Row]:
+    return [_other_row(history, told) for told in history.fault_history.others]
 
 
-def _other_row(history: History, told: Told) -> _Row:
+def _other_row(history: RunHistory, told: TimedEvent) -> _Row:
     match told.event:
         case SlowRank():
             what = lines.slow_line(told.event)

@@ -14,7 +14,7 @@ from closeranks.core.events import Event, HostChanged, RankLost, RanksClosed, Sl
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TimedEvent:
     """An event of the agent's, and the wall clock when it was recorded."""
 
     at: float
@@ -22,7 +22,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RunFault:
     """A rank, or whatever else, that ended a generation, and the step that was first finished after it."""
 
     at: float
@@ -49,11 +49,11 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Troubles:
+class FaultHistory:
     """All that the agent told of, in order."""
 
-    faults: tuple[Fault, ...] = ()
-    others: tuple[Told, ...] = ()
+    faults: tuple[RunFault, ...] = ()
+    others: tuple[TimedEvent, ...] = ()
     """Slow ranks and hosts that came or went: nothing was lost by them alone."""
 
     @property
@@ -64,26 +64,26 @@ class Troubles:
         return sum(fault.lost_s(step_s) for fault in self.faults)
 
 
-def fold_troubles(lines: Iterable[Told]) -> Troubles:
+def fault_history(lines: Iterable[TimedEvent]) -> FaultHistory:
     """The lines of ``metrics/agent.jsonl``, in order."""
-    faults: list[Fault] = []
-    others: list[Told] = []
-    waiting: list[Fault] = []
+    faults: list[RunFault] = []
+    others: list[TimedEvent] = []
+    waiting: list[RunFault] = []
     for line in lines:
         match line.event:
             case RankLost():
                 if waiting and line.event.generation <= waiting[-1].lost.generation:
                     faults += waiting  # the run ended there; this is another launch of it
                     waiting = []
-                waiting.append(Fault(line.at, line.event))
+                waiting.append(RunFault(line.at, line.event))
             case RanksClosed():
                 faults += _closed(waiting, line.event)
                 waiting = []
             case SlowRank() | HostChanged():
                 others.append(line)
-    return Troubles((*faults, *waiting), tuple(others))
+    return FaultHistory((*faults, *waiting), tuple(others))
 
 
-def _closed(waiting: list[Fault], closed: RanksClosed) -> list[Fault]:
+def _closed(waiting: list[RunFault], closed: RanksClosed) -> list[RunFault]:
     last = len(waiting) - 1
-    return [Fault(one.at, one.lost, closed, is_followed=place < last) for place, one in enumerate(waiting)]
+    return [RunFault(one.at, one.lost, closed, is_followed=place < last) for place, one in enumerate(waiting)]

@@ -21,13 +21,13 @@ _HELP = {
 }
 
 
-def feeding(steps: Sequence[StepDone]) -> str:
+def data_wait(steps: Sequence[StepDone]) -> str:
     """How much of these steps' time went into waiting for data, and what was slow about it."""
     seconds = sum(step.seconds for step in steps)
     if seconds <= 0:
         return ""
     waited = sum(step.data_wait_s for step in steps) / seconds
-    said = f"{wording.share(waited)} of the steps' time"
+    said = f"{wording.percent(waited)} of the steps' time"
     stages = stage_seconds(steps)
     slowest = max(stages, key=lambda name: stages[name])
     if waited < _NOTICED or stages[slowest] == 0:

@@ -43,7 +43,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def picture(self) -> Path:
+    def plot(self) -> Path:
         return self.path / "curve.png"
 
     @property
@@ -89,13 +89,13 @@ class RunFolder:
         """The metrics of every rank but 0, in the order of ranks."""
         return [path for path in sorted(self.path.glob("metrics/rank-*.jsonl")) if path != self.metrics(0)]
 
-    def resolved(self) -> Settings:
+    def resolved(self) -> ResolvedSettings:
         """The resolved job; empty where the run failed before it was written or was cut short in writing."""
         try:
             values = json.loads(read_text(self.config, _MOST_BYTES))
         except (OSError, ValueError, RecursionError):
             values = {}
-        return Settings(values if isinstance(values, dict) else {})
+        return ResolvedSettings(values if isinstance(values, dict) else {})
 
 
 _MOST_BYTES = 16 << 20
@@ -103,7 +103,7 @@ _MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ResolvedSettings:
     """A resolved job as plain values, asked by dotted key; a key it lacks is None."""
 
     values: Mapping[str, Any]

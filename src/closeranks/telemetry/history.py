@@ -26,7 +26,7 @@ from closeranks.core.events import (
     StepDone,
     Warned,
 )
-from closeranks.telemetry.faults import Told, Troubles, fold_troubles
+from closeranks.telemetry.faults import FaultHistory, TimedEvent, fault_history
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.recorder import lines_of, parse_line, read_events
 
@@ -37,7 +37,7 @@ _RANKS_SEARCHED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class GenerationStart:
     """One generation of the run: how it began, and how long it was heard of, or until the next took over from it."""
 
     started: RunStarted
@@ -47,7 +47,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Caution:
+class WarningCount:
     """A warning with the number of times and the ranks it was said."""
 
     what: str
@@ -70,7 +70,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True)
-class Pauses:
+class PauseTimes:
     """Time that stood between steps."""
 
     evals_s: float = 0.0
@@ -78,22 +78,22 @@ class Pauses:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
-    starts: tuple[Start, ...] = ()
+class RunHistory:
+    starts: tuple[GenerationStart, ...] = ()
     steps: tuple[StepDone, ...] = ()
     first_steps: frozenset[int] = frozenset()
     """Steps that were the first of their process: warm-up and compile are in them."""
     evals: tuple[Evaluated, ...] = ()
     saves: tuple[Saved, ...] = ()
     resumed: tuple[Resumed, ...] = ()
-    warnings: tuple[Caution, ...] = ()
+    warnings: tuple[WarningCount, ...] = ()
     ended: RunEnded | None = None
-    pauses: Pauses = Pauses()
+    pauses: PauseTimes = PauseTimes()
     restored: tuple[Restored, ...] = ()
     compressed: tuple[Compressed, ...] = ()
     snapshots: Snapshotting | None = None
     """How the state was kept in memory, as it was decided last."""
-    troubles: Troubles = field(default_factory=Troubles)
+    fault_history: FaultHistory = field(default_factory=FaultHistory)
     noise: NoiseSeen | None = None
     """The last measurement of the noise scale that told anything."""
 
@@ -120,7 +120,7 @@ class History:
     def restarts(self) -> tuple[int, ...]:
         """Steps from which the run was started again. Faults that the agent told of stand among the troubles."""
         later = [start.started for start in self.starts[1:]]
-        return tuple(one.first_step for one in later if not one.generation or not self.troubles.faults)
+        return tuple(one.first_step for one in later if not one.generation or not self.fault_history.faults)
 
     @property
     def typical_step_s(self) -> float:
@@ -131,7 +131,7 @@ class History:
     @property
     def lost_s(self) -> float:
         """Time that faults cost."""
-        return self.troubles.lost_s(self.typical_step_s)
+        return self.fault_history.lost_s(self.typical_step_s)
 
     def throughput(self) -> Throughput:
         counted = [step for step in self.steps if step.step not in self.first_steps]
@@ -202,10 +202,10 @@ class _Fold:
         self.evals = {number: done for number, done in self.evals.items() if number <= step}
         self.first_steps = {number for number in self.first_steps if number <= step} | {step + 1}
 
-    def history(self, warnings: tuple[Caution, ...], troubles: Troubles) -> History:
+    def history(self, warnings: tuple[WarningCount, ...], troubles: FaultHistory) -> RunHistory:
         times = zip(self.starts, self.heard, strict=True)
-        return History(
-            starts=tuple(Start(started, last - first, first) for started, (first, last) in times),
+        return RunHistory(
+            starts=tuple(GenerationStart(started, last - first, first) for started, (first, last) in times),
             steps=tuple(self.steps[number] for number in sorted(self.steps)),
             first_steps=frozenset(self.first_steps & self.steps.keys()),
             evals=tuple(self.evals[number] for number in sorted(self.evals)),
@@ -213,20 +213,20 @@ class _Fold:
             resumed=tuple(self.resumed),
             warnings=warnings,
             ended=self.ended,
-            pauses=Pauses(self.evals_s, self.saves_s),
+            pauses=PauseTimes(self.evals_s, self.saves_s),
             restored=tuple(self.restored),
             compressed=tuple(self.compressed[number] for number in sorted(self.compressed)),
             snapshots=self.snapshots,
-            troubles=troubles,
+            fault_history=troubles,
             noise=self.noise,
         )
 
 
-def fold(
+def build_history(
     lines: Iterable[tuple[dict[str, Any], Event | None]],
     others: Iterable[dict[str, Any]] = (),
-    agent: Iterable[Told] = (),
-) -> History:
+    agent: Iterable[TimedEvent] = (),
+) -> RunHistory:
     """Rank 0's lines as a history; ``others`` are the warnings of further ranks, ``agent`` what the agent told."""
     state = _Fold()
     warned: list[dict[str, Any]] = []
@@ -234,10 +234,10 @@ def fold(
         state.add(event, float(fields.get("at", 0.0)))
         if isinstance(event, Warned | SaveFailed):
             warned.append({**fields, "generation": state.starts[-1].generation if state.starts else 0})
-    return state.history(_gather([*warned, *others]), fold_troubles(agent))
+    return state.history(_gather([*warned, *others]), fault_history(agent))
 
 
-def _gather(warned: Iterable[dict[str, Any]]) -> tuple[Caution, ...]:
+def _gather(warned: Iterable[dict[str, Any]]) -> tuple[WarningCount, ...]:
     """Equal texts become one warning, in the order they were first said.
 
     What a later generation says again as it begins is the same warning once more, not another.
@@ -248,7 +248,7 @@ def _gather(warned: Iterable[dict[str, Any]]) -> tuple[Caution, ...]:
         if not times or not fields.get("generation") or fields.get("step") is not None:
             times.append(fields)
     return tuple(
-        Caution(
+        WarningCount(
             what=what,
             times=len(times),
             ranks=tuple(sorted({int(fields.get("rank", 0)) for fields in times})),
@@ -263,17 +263,17 @@ def _words(fields: dict[str, Any]) -> str:
     return f"a save failed: {what}" if fields.get("event") == SaveFailed.name else what
 
 
-def load_history(folder: Path) -> History:
+def load_history(folder: Path) -> RunHistory:
     """What a run folder tells; an empty history where rank 0 left no metrics."""
     run = RunFolder(folder)
     others = [fields for path in run.other_metrics()[: _RANKS_SEARCHED - 1] for fields in _warnings_in(path)]
-    return fold(read_events(run.metrics(0)), others, told_by_agent(run))
+    return build_history(read_events(run.metrics(0)), others, agent_events(run))
 
 
-def told_by_agent(run: RunFolder) -> Iterator[Told]:
+def agent_events(run: RunFolder) -> Iterator[TimedEvent]:
     """What the agent recorded; nothing where there was no agent, or nothing to tell."""
     for fields, event in read_events(run.agent):
-        yield Told(float(fields.get("at", 0.0)), event)
+        yield TimedEvent(float(fields.get("at", 0.0)), event)
 
 
 def _warnings_in(path: Path) -> Iterable[dict[str, Any]]:

@@ -28,16 +28,16 @@ from closeranks.core.events import (
     Warned,
 )
 from closeranks.telemetry import wording
-from closeranks.telemetry.meter import Reading
+from closeranks.telemetry.meter import MeterReading
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class LineField:
     """``label value`` in a step's line; the highest ``spare`` goes first when the line is too wide, 0 never goes."""
 
     label: str
     value: str
-    spare: int = 0
+    drop_order: int = 0
     gap: str = "  "
     """What stands between this field and the one before."""
 
@@ -47,52 +47,57 @@ class Field:
 
 
 def step_fields(
-    started: RunStarted, done: StepDone, reading: Reading, *, num_skipped: int, detail: bool
-) -> tuple[Field, ...]:
+    started: RunStarted, done: StepDone, reading: MeterReading, *, num_skipped: int, detail: bool
+) -> tuple[LineField, ...]:
     """The fields of a step's line, in reading order; ``detail`` adds learning rate and gradient norm."""
     of = f"/{started.last_step}" if started.last_step else ""
-    fields = [Field("step", f"{done.step:>5}{of}"), Field("loss", wording.number(done.loss))]
+    fields = [LineField("step", f"{done.step:>5}{of}"), LineField("loss", wording.number(done.loss))]
     if reading.items_per_s is None:
-        fields.append(Field("", f"first step {wording.span(done.seconds)}", spare=1))
+        fields.append(LineField("", f"first step {wording.duration(done.seconds)}", drop_order=1))
     else:
-        fields.append(Field("", wording.rate(reading.items_per_s, started.item), spare=1))
+        fields.append(LineField("", wording.rate(reading.items_per_s, started.item), drop_order=1))
     fields += _peak_fields(reading)
     if done.memory_bytes:
-        fields.append(Field("mem", wording.size(done.memory_bytes), spare=4))
+        fields.append(LineField("mem", wording.size(done.memory_bytes), drop_order=4))
     if reading.eta_s is not None and done.step < started.last_step:
-        fields.append(Field("eta", wording.clock(reading.eta_s), spare=2))
+        fields.append(LineField("eta", wording.clock(reading.eta_s), drop_order=2))
     if detail:
-        fields += [Field("lr", f"{done.lr:.2e}", spare=7), Field("grad", wording.number(done.grad_norm), spare=7)]
+        fields += [
+            LineField("lr", f"{done.lr:.2e}", drop_order=7),
+            LineField("grad", wording.number(done.grad_norm), drop_order=7),
+        ]
     fields += _metric_fields(done.metrics)
     if num_skipped:
-        fields.append(Field("skipped", str(num_skipped), spare=5))
+        fields.append(LineField("skipped", str(num_skipped), drop_order=5))
     return tuple(fields)
 
 
-def _peak_fields(reading: Reading) -> list[Field]:
-    measured = None if reading.peak_share is None else wording.share(reading.peak_share)
+def _peak_fields(reading: MeterReading) -> list[LineField]:
+    measured = None if reading.peak_share is None else wording.percent(reading.peak_share)
     if reading.mfu is None:
-        return [] if measured is None else [Field("peak", measured, spare=3)]
-    fields = [Field("mfu", wording.share(reading.mfu), spare=3)]
+        return [] if measured is None else [LineField("peak", measured, drop_order=3)]
+    fields = [LineField("mfu", wording.percent(reading.mfu), drop_order=3)]
     if measured is not None:
-        fields.append(Field("", f"(of measured peak {measured})", spare=8, gap=" "))
+        fields.append(LineField("", f"(of measured peak {measured})", drop_order=8, gap=" "))
     return fields
 
 
-def _metric_fields(metrics: Mapping[str, float]) -> list[Field]:
-    return [Field(wording.metric_label(name), wording.metric(value), spare=6) for name, value in metrics.items()]
+def _metric_fields(metrics: Mapping[str, float]) -> list[LineField]:
+    return [
+        LineField(wording.metric_label(name), wording.metric(value), drop_order=6) for name, value in metrics.items()
+    ]
 
 
-def join(fields: Sequence[Field]) -> str:
+def join(fields: Sequence[LineField]) -> str:
     return "".join((field.gap if place else "") + field.text for place, field in enumerate(fields))
 
 
-def fit(fields: Sequence[Field], width: int) -> tuple[Field, ...]:
+def fit(fields: Sequence[LineField], width: int) -> tuple[LineField, ...]:
     """The fields that fit into ``width`` columns: the most easily spared leave first, later ones before earlier."""
     kept = list(fields)
     while len(join(kept)) > width:
-        place = max(range(len(kept)), key=lambda index: (kept[index].spare, index))
-        if kept[place].spare == 0:
+        place = max(range(len(kept)), key=lambda index: (kept[index].drop_order, index))
+        if kept[place].drop_order == 0:
             break
         del kept[place]
     return tuple(kept)
@@ -105,11 +110,11 @@ def skipped_line(started: RunStarted, done: StepDone, num_skipped: int) -> str:
     return f"{place}  skipped: gradients not finite{scale}{so_far}"
 
 
-def _nothing_known(done: StepDone) -> Reading:
-    return Reading(done.step, done.loss, None, None, None, done.memory_bytes, None)
+def _nothing_known(done: StepDone) -> MeterReading:
+    return MeterReading(done.step, done.loss, None, None, None, done.memory_bytes, None)
 
 
-def is_worth_a_line(num_skipped: int) -> bool:
+def is_logged(num_skipped: int) -> bool:
     """The first three skipped steps, then ever fewer: a run that skips on and on does not flood the screen."""
     return num_skipped <= 3 or num_skipped & (num_skipped - 1) == 0
 
@@ -142,7 +147,9 @@ def buckets_line(started: RunStarted) -> str:
     """The size of buckets that was chosen, and by what; empty where the job named it."""
     if started.link_latency_s is None or not started.link_bytes_per_s:
         return ""
-    found = f"measured {wording.brief_span(started.link_latency_s)} and {wording.byte_rate(started.link_bytes_per_s)}"
+    found = (
+        f"measured {wording.short_duration(started.link_latency_s)} and {wording.byte_rate(started.link_bytes_per_s)}"
+    )
     return f"buckets of {started.bucket_mib:g} MiB: {found} between ranks"
 
 
@@ -174,26 +181,26 @@ def evaluated_line(event: Evaluated) -> str:
     metrics = join(_metric_fields(event.metrics))
     loss = f"eval at step {event.step}  loss {wording.number(event.loss)}"
     bad = f"{event.num_bad} bad samples left out" if event.num_bad else ""
-    return "  ".join(part for part in (loss, metrics, bad, f"({wording.span(event.seconds)})") if part)
+    return "  ".join(part for part in (loss, metrics, bad, f"({wording.duration(event.seconds)})") if part)
 
 
 def noise_line(event: NoiseSeen) -> str:
     """What it means for the batch: at the noise scale, twice the samples save a quarter of the steps, no more."""
     if event.noise_scale is None:
         return f"noise at step {event.step}: gradients are too noisy yet to tell how large a batch pays"
-    scale = about(event.noise_scale)
+    scale = two_digits(event.noise_scale)
     means = "a larger batch still pays" if event.batch < event.noise_scale else f"batches beyond {scale} gain little"
     return f"noise scale about {scale} samples; a step now has {event.batch}: {means}"
 
 
-def about(value: float) -> str:
+def two_digits(value: float) -> str:
     """Two digits: the measurement is no better."""
     return f"{float(f'{value:.2g}'):g}" if value < 1e5 else wording.compact(value)
 
 
 def saved_line(event: Saved) -> str:
-    stall = f", training stood {wording.span(event.stall_s)}" if event.stall_s else ""
-    took = f"{wording.size(event.bytes)}, {wording.span(event.seconds)}{stall}"
+    stall = f", training stood {wording.duration(event.stall_s)}" if event.stall_s else ""
+    took = f"{wording.size(event.bytes)}, {wording.duration(event.seconds)}{stall}"
     return f"saved step {event.step}: {shown(event.path)} ({took})"
 
 
@@ -251,7 +258,7 @@ def closing_line(event: RankLost) -> str:
 
 def closed_line(lost: RankLost, closed: RanksClosed, num_before: int) -> str:
     """The whole of it, once a step is finished again; ``num_before`` workers there were."""
-    words = [f"{lost_words(lost)}; closed ranks in {wording.span(closed.seconds)}"]
+    words = [f"{lost_words(lost)}; closed ranks in {wording.duration(closed.seconds)}"]
     if closed.num_redone > 1:
         words.append(f"{closed.num_redone} steps redone")
     if closed.world_size != num_before:
@@ -270,7 +277,9 @@ _SOURCES = {
 
 def restored_line(event: Restored) -> str:
     source = _SOURCES.get(event.source, f"from {event.source}")
-    return f"generation {event.generation} goes on after step {event.step}, {source} ({wording.span(event.seconds)})"
+    return (
+        f"generation {event.generation} goes on after step {event.step}, {source} ({wording.duration(event.seconds)})"
+    )
 
 
 _COPIES = {
@@ -285,14 +294,12 @@ def snapshots_line(event: Snapshotting) -> str:
     """How often the state is copied, how much memory that takes and what it costs."""
     every = "every step" if event.every == 1 else f"every {event.every} steps"
     where = _COPIES.get(event.copies, f", {event.copies}" if event.copies else "")
-    return (
-        f"state kept in memory {every} ({wording.size(event.bytes)} a rank{where}; {wording.span(event.cost_s)} a copy)"
-    )
+    return f"state kept in memory {every} ({wording.size(event.bytes)} a rank{where}; {wording.duration(event.cost_s)} a copy)"
 
 
 def slow_line(event: SlowRank) -> str:
     host = f" on {event.host}" if event.host else ""
-    times = f"{wording.span(event.own_s)} a step, the others {wording.span(event.median_s)}"
+    times = f"{wording.duration(event.own_s)} a step, the others {wording.duration(event.median_s)}"
     return f"rank {event.rank}{host} is slow at step {event.step}: {event.score:.2g} times the others ({times})"
 
 
@@ -313,4 +320,4 @@ _ENDINGS = {
 def ended_line(event: RunEnded) -> str:
     words = _ENDINGS.get(event.reason, event.reason + " at step {step} after {time}")
     why = f": {event.detail}" if event.detail and event.reason == "stopped" else ""
-    return words.format(step=event.step, time=wording.span(event.seconds)) + why
+    return words.format(step=event.step, time=wording.duration(event.seconds)) + why

@@ -17,7 +17,7 @@ _WINDOW_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MeterReading:
     """What a step says about the run so far; None where nothing is known yet, or can be."""
 
     step: int
@@ -55,7 +55,7 @@ class _Timed:
     seconds: float
 
 
-class Meter:
+class ThroughputMeter:
     """Fed with the steps of a run, in order; ``go_on`` stands between two generations.
 
     The window holds the latest steps that make up five seconds, and ten steps at least, so that a fast run's figure
@@ -71,21 +71,21 @@ class Meter:
         self._is_first = True
         self._pauses_s = 0.0
 
-    def go_on(self, started: RunStarted) -> None:
+    def start_generation(self, started: RunStarted) -> None:
         """Other processes take over. What was measured still holds, unless there are more of them or fewer."""
         if started.world_size != self._started.world_size:
             self._window.clear()
             self._items, self._seconds = 0, 0.0
         self._started, self._is_first = started, True
 
-    def observe(self, done: StepDone) -> Reading:
+    def observe(self, done: StepDone) -> MeterReading:
         self._num_steps += 1
         if not self._is_first:
             self._push(_Timed(done.items, done.seconds))
         self._is_first = False
         speed = self._items / self._seconds if self._seconds > 0 else None
         shares = efficiency(self._started, speed) if speed is not None else Efficiency(None, None)
-        return Reading(
+        return MeterReading(
             step=done.step,
             loss=done.loss,
             items_per_s=speed,

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from closeranks.core.blame import shown
-from closeranks.telemetry.picture import draw
+from closeranks.telemetry.picture import draw_run
 from closeranks.telemetry.report import write_report
 
 
@@ -47,7 +47,7 @@ def write_pages(
 def _add_picture(folder: Path, write: Callable[[], object], tell: Callable[[str], None]) -> None:
     """Draw it, and write the page once more, which shows it now."""
     try:
-        if draw(folder) is not None:
+        if draw_run(folder) is not None:
             write()
     except OSError as error:
         tell(f"The report has no picture ({error.strerror or error}).")

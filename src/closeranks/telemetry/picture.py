@@ -14,9 +14,9 @@ from typing import Any
 
 from closeranks.core.events import StepDone
 from closeranks.telemetry import wording
-from closeranks.telemetry.curves import Curve, limits, rates, smoothed, thinned, wants_log_scale
+from closeranks.telemetry.curves import StepCurve, axis_limits, downsample, rates, smooth_curve, wants_log_scale
 from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.history import History, load_history
+from closeranks.telemetry.history import RunHistory, load_history
 from closeranks.telemetry.meter import efficiency
 
 _INK = "#1f2933"
@@ -32,7 +32,7 @@ _LABEL_SHARE = 0.06
 """Of the axis: what the name of a generation takes, with the room around it."""
 
 
-def draw(folder: Path) -> Path | None:
+def draw_run(folder: Path) -> Path | None:
     """Draw ``curve.png`` into the run folder; None where no step was recorded and there is nothing to draw."""
     history = load_history(folder)
     if not history.steps:
@@ -41,17 +41,17 @@ def draw(folder: Path) -> Path | None:
     name = str(run.resolved().get("run.name") or folder.resolve().name)
     figure = _figure(history, name)
     # Replaced whole: a viewer that has the picture open never sees half of one.
-    unfinished = run.picture.with_name(".curve.png")
+    unfinished = run.plot.with_name(".curve.png")
     try:
         figure.savefig(unfinished, dpi=160, facecolor="white", format="png")
-        return unfinished.replace(run.picture)
+        return unfinished.replace(run.plot)
     except OSError:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
 
 
-def _figure(history: History, name: str) -> Any:
+def _figure(history: RunHistory, name: str) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -65,7 +65,7 @@ def _figure(history: History, name: str) -> Any:
     )  # fmt: skip
     above = figure.add_subplot(grid[0, :])
     below = [figure.add_subplot(grid[1, place]) for place in range(num_below)]
-    panels = Panels(above, below[0], below[-1])
+    panels = PlotPanels(above, below[0], below[-1])
     for axes in (panels.loss, *below):
         _tidy(axes, history)
     if metrics:
@@ -82,13 +82,13 @@ def _figure(history: History, name: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Panels:
+class PlotPanels:
     loss: Any
     throughput: Any
     rate: Any
 
 
-def _subtitle(history: History) -> str:
+def _subtitle(history: RunHistory) -> str:
     started = history.started
     steps = f"step {history.steps[-1].step}"
     if started is None:
@@ -98,12 +98,12 @@ def _subtitle(history: History) -> str:
         f"{wording.count(started.world_size, 'worker')} on {started.device}",
         started.precision,
         f"{steps} of {started.last_step}" if started.last_step else steps,
-        wording.span(history.seconds),
+        wording.duration(history.seconds),
     )
     return "   ·   ".join(parts)
 
 
-def _tidy(axes: Any, history: History) -> None:
+def _tidy(axes: Any, history: RunHistory) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for side in ("top", "right"):
@@ -126,15 +126,15 @@ def _title(axes: Any, text: str, value: str = "", color: str = _INK) -> None:
     axes.set_title(value, loc="right", fontsize=9.5, color=_QUIET, pad=7)
 
 
-def _draw_loss(axes: Any, history: History) -> None:
+def _draw_loss(axes: Any, history: RunHistory) -> None:
     taken = history.taken
-    raw = Curve(tuple(step.step for step in taken), tuple(step.loss for step in taken))
-    smooth = smoothed(raw)
+    raw = StepCurve(tuple(step.step for step in taken), tuple(step.loss for step in taken))
+    smooth = smooth_curve(raw)
     is_log = wants_log_scale((*smooth.values, *(done.loss for done in history.evals)))
     if is_log:
         axes.set_yscale("log")
     few = len(raw.steps) < 30
-    light = thinned(raw)
+    light = downsample(raw)
     axes.plot(
         light.steps, light.values, color=_BLUE, alpha=0.38, linewidth=0.9, marker="o" if few else "", markersize=3
     )
@@ -159,14 +159,14 @@ def _draw_loss(axes: Any, history: History) -> None:
     axes.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="upper left" if has_grown else "upper right")
 
 
-def _limit(axes: Any, raw: Curve, smooth: Curve, evals: list[float], is_log: bool) -> None:
-    bounds = limits(raw, smooth, is_log=is_log)
+def _limit(axes: Any, raw: StepCurve, smooth: StepCurve, evals: list[float], is_log: bool) -> None:
+    bounds = axis_limits(raw, smooth, is_log=is_log)
     if bounds is not None:
-        finite = Curve((), tuple(evals)).finite()
+        finite = StepCurve((), tuple(evals)).finite()
         axes.set_ylim(min(bounds.low, *finite, bounds.low), max(bounds.high, *finite, bounds.high))
 
 
-def _mark_skipped(axes: Any, history: History) -> None:
+def _mark_skipped(axes: Any, history: RunHistory) -> None:
     skipped = [step.step for step in history.steps if not step.taken]
     if skipped:
         label = wording.count(len(skipped), "skipped step")
@@ -177,7 +177,7 @@ def _mark_skipped(axes: Any, history: History) -> None:
         )  # fmt: skip
 
 
-def _mark_restarts(axes: Any, history: History) -> None:
+def _mark_restarts(axes: Any, history: RunHistory) -> None:
     for place, step in enumerate(history.restarts):
         axes.axvline(step, color=_QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=0)
         if place < 6:  # beyond that the words would cover one another
@@ -187,9 +187,9 @@ def _mark_restarts(axes: Any, history: History) -> None:
             )  # fmt: skip
 
 
-def _mark_faults(axes: Any, history: History, smooth: Curve) -> None:
+def _mark_faults(axes: Any, history: RunHistory, smooth: StepCurve) -> None:
     """A thin mark on the curve where a rank was lost, with the generation that took over; the curve runs on through."""
-    faults = history.troubles.faults
+    faults = history.fault_history.faults
     if not faults or not smooth.finite():
         return
     first, last = smooth.steps[0], smooth.steps[-1]
@@ -209,13 +209,13 @@ def _mark_faults(axes: Any, history: History, smooth: Curve) -> None:
             )  # fmt: skip
 
 
-def _value_at(curve: Curve, step: int) -> float:
+def _value_at(curve: StepCurve, step: int) -> float:
     """Of the point nearest to a step, among those that have a value."""
     known = ((abs(at - step), value) for at, value in zip(curve.steps, curve.values, strict=True))
     return min((point for point in known if math.isfinite(point[1])), key=lambda point: point[0])[1]
 
 
-def evaluated_metrics(history: History) -> dict[str, Curve]:
+def evaluated_metrics(history: RunHistory) -> dict[str, StepCurve]:
     """The first few metrics of evaluations, by name; values that are not finite are left out."""
     names = list(dict.fromkeys(name for done in history.evals for name in done.metrics))[: len(_METRIC_COLORS)]
     found = {}
@@ -223,11 +223,11 @@ def evaluated_metrics(history: History) -> dict[str, Curve]:
         points = [(done.step, done.metrics[name]) for done in history.evals if name in done.metrics]
         known = [(step, value) for step, value in points if math.isfinite(value)]
         if known:
-            found[name] = Curve(tuple(step for step, _ in known), tuple(value for _, value in known))
+            found[name] = StepCurve(tuple(step for step, _ in known), tuple(value for _, value in known))
     return found
 
 
-def _draw_metrics(axes: Any, metrics: dict[str, Curve]) -> None:
+def _draw_metrics(axes: Any, metrics: dict[str, StepCurve]) -> None:
     """What evaluations measured beside the loss: a line each, named in a legend where there are several."""
     for color, (name, curve) in zip(_METRIC_COLORS, metrics.items(), strict=False):
         axes.plot(
@@ -241,7 +241,7 @@ def _draw_metrics(axes: Any, metrics: dict[str, Curve]) -> None:
     _title(axes, f"evaluated {first}" if is_one else "evaluated", value, color=_ORANGE)
 
 
-def _draw_throughput(axes: Any, history: History, *, is_narrow: bool) -> None:
+def _draw_throughput(axes: Any, history: RunHistory, *, is_narrow: bool) -> None:
     started = history.started
     item = started.item if started is not None else "item"
     counted = [step for step in history.steps if step.step not in history.first_steps]
@@ -250,7 +250,7 @@ def _draw_throughput(axes: Any, history: History, *, is_narrow: bool) -> None:
         _title(axes, "throughput", "too short to measure", color=_GREEN)
         axes.set_yticks([])
         return
-    each, steady = thinned(rates(counted, 1)), thinned(rates(counted, max(5, len(counted) // 30)))
+    each, steady = downsample(rates(counted, 1)), downsample(rates(counted, max(5, len(counted) // 30)))
     axes.plot(each.steps, each.values, color=_GREEN, alpha=0.25, linewidth=0.8)
     axes.plot(steady.steps, steady.values, color=_GREEN, linewidth=1.8)
     axes.set_ylim(0, 1.3 * max(steady.finite()))
@@ -259,23 +259,23 @@ def _draw_throughput(axes: Any, history: History, *, is_narrow: bool) -> None:
     if started is not None and not is_narrow:
         shares = efficiency(started, average)
         if shares.mfu is not None:
-            value += f",  MFU {wording.share(shares.mfu)}"
+            value += f",  MFU {wording.percent(shares.mfu)}"
         elif shares.peak_share is not None:
-            value += f",  {wording.share(shares.peak_share)} of matmul peak"
+            value += f",  {wording.percent(shares.peak_share)} of matmul peak"
     _title(axes, "throughput", value, color=_GREEN)
 
 
 def _draw_learning(axes: Any, steps: tuple[StepDone, ...], *, is_narrow: bool) -> None:
     """Gradient norm on the left axis, learning rate on the right; each title in its line's colour."""
     numbers = tuple(step.step for step in steps)
-    norm = Curve(numbers, tuple(step.grad_norm for step in steps))
-    light, smooth = thinned(norm), smoothed(norm)
+    norm = StepCurve(numbers, tuple(step.grad_norm for step in steps))
+    light, smooth = downsample(norm), smooth_curve(norm)
     is_log = wants_log_scale(norm.values)
     if is_log:
         axes.set_yscale("log")
     axes.plot(light.steps, light.values, color=_PURPLE, alpha=0.25, linewidth=0.8)
     axes.plot(smooth.steps, smooth.values, color=_PURPLE, linewidth=1.8)
-    bounds = limits(norm, smooth, is_log=is_log)
+    bounds = axis_limits(norm, smooth, is_log=is_log)
     if bounds is not None:
         axes.set_ylim(bounds.low if is_log else 0, bounds.high)
     right = axes.twinx()

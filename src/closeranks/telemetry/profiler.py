@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from closeranks.core.events import Event, Warned
 from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.window import NO_STEPS, Window, parse_window
+from closeranks.telemetry.window import NO_STEPS, StepRange, parse_step_range
 
-__all__ = ["StepProfiler", "Window", "parse_window"]
+__all__ = ["StepProfiler", "StepRange", "parse_step_range"]
 
 
 class StepProfiler:
@@ -30,7 +30,7 @@ class StepProfiler:
     """
 
     def __init__(
-        self, window: Window, folder: Path, rank: int, emit: Callable[[Event], None] = lambda event: None
+        self, window: StepRange, folder: Path, rank: int, emit: Callable[[Event], None] = lambda event: None
     ) -> None:
         self._window = window
         self._emit = emit
@@ -41,7 +41,7 @@ class StepProfiler:
     @classmethod
     def of(cls, steps: str, folder: Path, rank: int, emit: Callable[[Event], None]) -> Self:
         """For the steps that a job names, or none."""
-        return cls(parse_window(steps) or NO_STEPS, folder, rank, emit)
+        return cls(parse_step_range(steps) or NO_STEPS, folder, rank, emit)
 
     def step_begin(self, step: int) -> None:
         if step not in self._window:

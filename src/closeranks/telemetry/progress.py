@@ -38,14 +38,14 @@ from closeranks.core.events import (
 )
 from closeranks.telemetry import lines
 from closeranks.telemetry.history import REGROUPED
-from closeranks.telemetry.meter import Meter, Reading
+from closeranks.telemetry.meter import MeterReading, ThroughputMeter
 
 _REDRAW_S = 0.1
 _BAR_COLUMNS = 24
 _BAR_LEAST = 8
 
 
-class Progress:
+class ProgressDisplay:
     """Call sequence: ``handle`` each event of rank 0 and of the agent in order, ``note`` anything else worth a line,
     ``close`` once.
 
@@ -61,11 +61,11 @@ class Progress:
         self._live: Live | None = None
         self._drawn_at = -_REDRAW_S
         self._started = RunStarted()
-        self._meter = Meter(self._started)
+        self._meter = ThroughputMeter(self._started)
         self._began_at: float | None = None
         """None before the run was introduced."""
         self._skipped: set[int] = set()
-        self._latest: tuple[StepDone, Reading] | None = None
+        self._latest: tuple[StepDone, MeterReading] | None = None
         self._is_latest_shown = True
         self._lost: RankLost | None = None
         """Who fell, while ranks are being closed."""
@@ -76,7 +76,7 @@ class Progress:
         self._kept: Snapshotting | None = None
         self._noise_told: float | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,7 +100,7 @@ class Progress:
             case NoiseSeen():
                 self._hear(event)
             case Resumed():
-                self.note(lines.resumed_line(event))
+                self.print_line(lines.resumed_line(event))
             case Warned():
                 self._warn(event)
             case RunEnded():
@@ -124,15 +124,15 @@ class Progress:
                 gone = event.change in ("lost", "quarantined")
                 self._tell(lines.host_line(event), style="yellow" if gone else "")
 
-    def note(self, text: str, *, style: str = "") -> None:
+    def print_line(self, text: str, *, style: str = "") -> None:
         """A line that stays, above the live one."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
-    def pass_on(self, text: str) -> None:
+    def print_output(self, text: str) -> None:
         """What a worker printed. Without a live line above which it must stand it is written as it is: laying it out
         takes a second for each MiB, during which the workers are not heard."""
         if self._live is not None:
-            self.note(text)
+            self.print_line(text)
             return
         self._console.file.write(f"{text}\n")
         self._console.file.flush()
@@ -146,12 +146,12 @@ class Progress:
             self._live = None
         failed, self._failed = self._failed, None
         if failed is not None:
-            self.note(lines.ended_line(failed))
+            self.print_line(lines.ended_line(failed))
 
     def _tell(self, text: str, *, style: str = "") -> None:
         """A line that belongs after the latest step's."""
         self._show_latest()
-        self.note(text, style=style)
+        self.print_line(text, style=style)
 
     def _begin(self, started: RunStarted) -> None:
         self._failed = None
@@ -159,26 +159,26 @@ class Progress:
         if started.generation and self._began_at is not None:  # the same run goes on, in other processes
             whole = replace(started, first_step=self._started.first_step)
             self._started = whole
-            self._meter.go_on(whole)
+            self._meter.start_generation(whole)
             return
         self._started = started
-        self._meter = Meter(started)
+        self._meter = ThroughputMeter(started)
         self._began_at = self._clock()
-        self.note(lines.started_line(started))
+        self.print_line(lines.started_line(started))
         if started.sync:
-            self.note(started.sync)
+            self.print_line(started.sync)
         if started.rate:
-            self.note(started.rate)
+            self.print_line(started.rate)
         if told := lines.buckets_line(started):
-            self.note(told)
+            self.print_line(told)
 
     def _step(self, done: StepDone) -> None:
         self._latest = (done, self._meter.observe(done))
         self._is_latest_shown = False
         if not done.taken:
             self._skipped.add(done.step)
-            if lines.is_worth_a_line(len(self._skipped)):
-                self.note(lines.skipped_line(self._started, done, len(self._skipped)), style="yellow")
+            if lines.is_logged(len(self._skipped)):
+                self.print_line(lines.skipped_line(self._started, done, len(self._skipped)), style="yellow")
         if self._is_due(done):
             self._show_latest()
 
@@ -188,7 +188,7 @@ class Progress:
         if event.step is None and self._started.generation and text in self._said:
             return
         self._said.add(text)
-        self.note(text, style="yellow")
+        self.print_line(text, style="yellow")
 
     def _hear(self, event: NoiseSeen) -> None:
         """A line where there is news: a scale that has moved by a third, or by a tenth to another verdict."""
@@ -205,7 +205,7 @@ class Progress:
     def _keep(self, event: Snapshotting) -> None:
         last, self._kept = self._kept, event
         if last is None or (last.every, last.copies) != (event.every, event.copies):
-            self.note(lines.snapshots_line(event), style="dim")
+            self.print_line(lines.snapshots_line(event), style="dim")
 
     def _lose(self, event: RankLost) -> None:
         self._failed = None
@@ -220,13 +220,13 @@ class Progress:
         elif self._lost is not None:
             self._draw_closing(f"{lines.closing_line(self._lost)} {lines.restored_line(event)}")
         for text in event.notes:
-            self.note(f"warning: {text}", style="yellow")
+            self.print_line(f"warning: {text}", style="yellow")
 
     def _close_ranks(self, event: RanksClosed) -> None:
         lost, self._lost = self._lost, None
         num_before, self._num_before = self._num_before, 0
         if lost is not None:
-            self.note(lines.closed_line(lost, event, num_before or event.world_size), style="bold")
+            self.print_line(lines.closed_line(lost, event, num_before or event.world_size), style="bold")
             if self._console.is_interactive:
                 self._is_latest_shown = False
                 self._show_latest()  # over the live line, which told of the closing
@@ -235,7 +235,7 @@ class Progress:
         """Leave a line of who was lost where no ranks were closed after it."""
         lost, self._lost = self._lost, None
         if lost is not None:
-            self.note(lines.lost_words(lost), style="bold")
+            self.print_line(lines.lost_words(lost), style="bold")
 
     def _draw_closing(self, text: str) -> None:
         if self._console.is_interactive:
@@ -250,7 +250,7 @@ class Progress:
         self.close()
         if self._started.generation and self._began_at is not None:  # a generation knows of its own time only
             event = replace(event, seconds=max(event.seconds, self._clock() - self._began_at))
-        self.note(lines.ended_line(event))
+        self.print_line(lines.ended_line(event))
 
     def _is_due(self, done: StepDone) -> bool:
         if done.step in (self._started.first_step + 1, self._started.last_step):
@@ -269,7 +269,7 @@ class Progress:
         if is_live:
             self._draw(_live_line(fields, done.step, self._started.last_step, self._console.width - 1))
         else:
-            self.note(lines.join(fields))
+            self.print_line(lines.join(fields))
 
     def _draw(self, line: RenderableType) -> None:
         if self._live is None:
@@ -279,7 +279,7 @@ class Progress:
         self._drawn_at = self._clock()
 
 
-def _live_line(fields: Sequence[lines.Field], step: int, last_step: int, width: int) -> RenderableType:
+def _live_line(fields: Sequence[lines.LineField], step: int, last_step: int, width: int) -> RenderableType:
     """One row: the fields that fit, and a slim bar in what room is left."""
     kept = lines.fit(fields, width)
     text = Text(no_wrap=True, overflow="ellipsis")

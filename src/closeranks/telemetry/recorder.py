@@ -39,7 +39,7 @@ _FAR = 10**11
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-class Recorder:
+class EventRecorder:
     """The events of one rank, or of the ``AGENT``, to its file and then to its sinks in the order they were added."""
 
     def __init__(self, folder: Path, rank: int, *, must_open: bool = True) -> None:

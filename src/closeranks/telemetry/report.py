@@ -18,9 +18,9 @@ from closeranks.core.events import Evaluated, RunStarted, Saved, StepDone
 from closeranks.core.printable import printable
 from closeranks.telemetry import wording
 from closeranks.telemetry.fault_page import fault_section
-from closeranks.telemetry.feeding import feeding
-from closeranks.telemetry.folder import RunFolder, Settings
-from closeranks.telemetry.history import Caution, History, load_history
+from closeranks.telemetry.feeding import data_wait
+from closeranks.telemetry.folder import ResolvedSettings, RunFolder
+from closeranks.telemetry.history import RunHistory, WarningCount, load_history
 from closeranks.telemetry.lines import batch_words, is_cpu, noise_line, parameters
 from closeranks.telemetry.meter import efficiency
 
@@ -28,7 +28,7 @@ _WARNINGS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RunCommand:
     """How the run was started: what the commands for going on repeat."""
 
     job_file: str
@@ -46,7 +46,7 @@ def write_report(
     account of what ended the run, shown as it is.
     """
     run = RunFolder(folder)
-    command = Command(job_file or str(run.job), tuple(overrides), is_script)
+    command = RunCommand(job_file or str(run.job), tuple(overrides), is_script)
     text = printable(compose(run, load_history(folder), command, failure))
     unfinished = run.report.with_name(".report.md")
     try:
@@ -58,16 +58,14 @@ def write_report(
         raise
 
 
-def compose(run: RunFolder, history: History, command: Command, failure: str = "") -> str:
+def compose(run: RunFolder, history: RunHistory, command: RunCommand, failure: str = "") -> str:
     """The whole page."""
     settings = run.resolved()
     name = str(settings.get("run.name") or run.path.resolve().name)
-    picture = (
-        f"![Loss, throughput, learning rate and gradient norm]({run.picture.name})" if run.picture.exists() else ""
-    )
+    picture = f"![Loss, throughput, learning rate and gradient norm]({run.plot.name})" if run.plot.exists() else ""
     sections = (
         f"# {name}",
-        verdict(history, failed=bool(failure)),
+        headline(history, failed=bool(failure)),
         _failure_section(run, failure),
         picture,
         _table(_figures(run, history, settings)),
@@ -79,7 +77,7 @@ def compose(run: RunFolder, history: History, command: Command, failure: str = "
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def verdict(history: History, *, failed: bool = False) -> str:
+def headline(history: RunHistory, *, failed: bool = False) -> str:
     """The first line: what ran, for how long, and what it reached."""
     if not history.steps:
         return "No step was recorded: the run ended before its first step was done."
@@ -88,10 +86,10 @@ def verdict(history: History, *, failed: bool = False) -> str:
     return f"{text} {ending}" if (ending := _ending(history, failed)) else text
 
 
-def _what_ran(history: History) -> str:
+def _what_ran(history: RunHistory) -> str:
     started = history.started
     workers = f" on {wording.count(started.world_size, 'worker')}" if started is not None else ""
-    taken = f"Trained {wording.count(len(history.steps), 'step')}{workers} in {wording.span(history.seconds)}"
+    taken = f"Trained {wording.count(len(history.steps), 'step')}{workers} in {wording.duration(history.seconds)}"
     return f"{taken} ({history.num_skipped} skipped)" if history.num_skipped else taken
 
 
@@ -108,16 +106,16 @@ def _eval_words(evals: Sequence[Evaluated]) -> str:
     return f"eval {wording.brief(evals[-1].loss)}{metrics}"
 
 
-def _survived(history: History) -> str:
-    num = sum(fault.closed is not None for fault in history.troubles.faults)
+def _survived(history: RunHistory) -> str:
+    num = sum(fault.closed is not None for fault in history.fault_history.faults)
     return f"closed ranks after {wording.count(num, 'fault')}" if num else ""
 
 
-def _why(history: History) -> str:
+def _why(history: RunHistory) -> str:
     return f": {history.ended.detail}" if history.ended is not None and history.ended.detail else ""
 
 
-def _ending(history: History, failed: bool) -> str:
+def _ending(history: RunHistory, failed: bool) -> str:
     last = history.steps[-1].step
     goal = f" of {history.started.last_step}" if history.started is not None and history.started.last_step else ""
     reason = "failed" if failed else history.ended.reason if history.ended is not None else "unknown"
@@ -139,45 +137,45 @@ def _failure_section(run: RunFolder, failure: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ReportFigure:
     """A row of the table; an empty value is left out."""
 
     label: str
     value: str
 
 
-def _table(figures: Sequence[Figure]) -> str:
+def _table(figures: Sequence[ReportFigure]) -> str:
     rows = [f"| {figure.label} | {figure.value} |" for figure in figures if figure.value]
     return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
 
 
-def _figures(run: RunFolder, history: History, settings: Settings) -> tuple[Figure, ...]:
+def _figures(run: RunFolder, history: RunHistory, settings: ResolvedSettings) -> tuple[ReportFigure, ...]:
     started = history.started
     if started is None:
         return ()
     devices = ", ".join(filter(None, (f"{started.world_size} × {started.device}", started.layout, started.precision)))
     return (
-        Figure("model", ", ".join(filter(None, (_model_name(settings), parameters(started)))).replace("|", "/")),
-        Figure("workers", devices.replace("|", "/")),
-        Figure("replicas", started.apart),
-        Figure("batch", _batch(started, settings)),
-        Figure("learning rate", started.rate.removeprefix("learning rate ")),
-        Figure("noise", noise_line(history.noise) if history.noise is not None else ""),
-        Figure("steps", _steps(history, started)),
-        Figure("loss", _loss_figure(history)),
-        Figure("evaluation", _eval_figure(history.evals)),
-        Figure("time", _time(history)),
-        Figure("throughput", _throughput(history, started)),
+        ReportFigure("model", ", ".join(filter(None, (_model_name(settings), parameters(started)))).replace("|", "/")),
+        ReportFigure("workers", devices.replace("|", "/")),
+        ReportFigure("replicas", started.apart),
+        ReportFigure("batch", _batch(started, settings)),
+        ReportFigure("learning rate", started.rate.removeprefix("learning rate ")),
+        ReportFigure("noise", noise_line(history.noise) if history.noise is not None else ""),
+        ReportFigure("steps", _steps(history, started)),
+        ReportFigure("loss", _loss_figure(history)),
+        ReportFigure("evaluation", _eval_figure(history.evals)),
+        ReportFigure("time", _time(history)),
+        ReportFigure("throughput", _throughput(history, started)),
         *_peaks(history, started),
-        Figure("memory", _memory(history, started)),
-        Figure("gradients", _gradients(history, started)),
-        Figure("waiting for data", _data_wait(history)),
-        Figure("bad samples", _bad_samples(history)),
-        Figure("checkpoint", _checkpoint(run, history)),
+        ReportFigure("memory", _memory(history, started)),
+        ReportFigure("gradients", _gradients(history, started)),
+        ReportFigure("waiting for data", _data_wait(history)),
+        ReportFigure("bad samples", _bad_samples(history)),
+        ReportFigure("checkpoint", _checkpoint(run, history)),
     )
 
 
-def _gradients(history: History, started: RunStarted) -> str:
+def _gradients(history: RunHistory, started: RunStarted) -> str:
     """How they travel, and what that lost where it was measured."""
     if not started.sync or not history.compressed:
         return started.sync
@@ -192,7 +190,7 @@ def _gradients(history: History, started: RunStarted) -> str:
 _SHAPE = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "tied")
 
 
-def _model_name(settings: Settings) -> str:
+def _model_name(settings: ResolvedSettings) -> str:
     """A preset that keys of the job have changed is no longer that model: they are told with it."""
     name, preset = settings.get("model.name"), settings.get("model.preset")
     if not name or not preset:
@@ -201,14 +199,14 @@ def _model_name(settings: Settings) -> str:
     return f"{name} with {', '.join(changed)}, the rest as in {preset}" if changed else f"{name} {preset}"
 
 
-def _batch(started: RunStarted, settings: Settings) -> str:
+def _batch(started: RunStarted, settings: ResolvedSettings) -> str:
     whole, length = settings.get("train.global_batch"), settings.get("data.seq_len")
     said = batch_words(started) or (str(whole) if whole else "")
     parts = (f"{said} samples" if said else "", f"{length} tokens each" if length else "")
     return ", ".join(filter(None, parts))
 
 
-def _steps(history: History, started: RunStarted) -> str:
+def _steps(history: RunHistory, started: RunStarted) -> str:
     if not history.steps:
         return ""
     first, last = history.steps[0].step, history.steps[-1].step
@@ -221,7 +219,7 @@ def _steps(history: History, started: RunStarted) -> str:
     return ", ".join(words)
 
 
-def _loss_figure(history: History) -> str:
+def _loss_figure(history: RunHistory) -> str:
     taken = history.taken
     if not taken:
         return ""
@@ -241,7 +239,7 @@ def _eval_figure(evals: Sequence[Evaluated]) -> str:
     return f"loss {wording.number(last.loss)}{metrics} at step {last.step}{beside}"
 
 
-def _time(history: History) -> str:
+def _time(history: RunHistory) -> str:
     work = history.throughput()
     parts = (
         ("first step" if len(history.first_steps) <= 1 else "first steps", work.first_steps_s),
@@ -250,44 +248,46 @@ def _time(history: History) -> str:
         ("saving", history.pauses.saves_s),
         ("faults", history.lost_s),
     )
-    spent = ", ".join(f"{label} {wording.span(seconds)}" for label, seconds in parts if seconds > 0)
-    return f"{wording.span(history.seconds)}" + (f" ({spent})" if spent else "")
+    spent = ", ".join(f"{label} {wording.duration(seconds)}" for label, seconds in parts if seconds > 0)
+    return f"{wording.duration(history.seconds)}" + (f" ({spent})" if spent else "")
 
 
-def _throughput(history: History, started: RunStarted) -> str:
+def _throughput(history: RunHistory, started: RunStarted) -> str:
     average = history.throughput().items_per_s
     if average is None:
         return "too short to measure (a process's first step does not count)"
     return f"{wording.rate(average, started.item)} on average, without first steps, evaluation and saving"
 
 
-def _peaks(history: History, started: RunStarted) -> tuple[Figure, ...]:
+def _peaks(history: RunHistory, started: RunStarted) -> tuple[ReportFigure, ...]:
     average = history.throughput().items_per_s
     if average is None:
         return ()
     shares = efficiency(started, average)
-    measured = "" if shares.peak_share is None else f"{wording.share(shares.peak_share)} of the measured matmul peak"
+    measured = "" if shares.peak_share is None else f"{wording.percent(shares.peak_share)} of the measured matmul peak"
     if shares.mfu is None:
-        return (Figure("share of peak", f"{measured} (no datasheet for this device, so no MFU)" if measured else ""),)
-    return (Figure("MFU", f"{wording.share(shares.mfu)}" + (f" ({measured})" if measured else "")),)
+        return (
+            ReportFigure("share of peak", f"{measured} (no datasheet for this device, so no MFU)" if measured else ""),
+        )
+    return (ReportFigure("MFU", f"{wording.percent(shares.mfu)}" + (f" ({measured})" if measured else "")),)
 
 
-def _memory(history: History, started: RunStarted) -> str:
+def _memory(history: RunHistory, started: RunStarted) -> str:
     most = max((step.memory_bytes for step in history.steps), default=0)
     kind = "resident in rank 0's process" if is_cpu(started.device) else "at its peak on rank 0's device"
     return f"{wording.size(most)} {kind}" if most else ""
 
 
-def _data_wait(history: History) -> str:
-    return feeding([step for step in history.steps if step.step not in history.first_steps])
+def _data_wait(history: RunHistory) -> str:
+    return data_wait([step for step in history.steps if step.step not in history.first_steps])
 
 
-def _bad_samples(history: History) -> str:
+def _bad_samples(history: RunHistory) -> str:
     bad = sum(step.num_bad for step in history.steps)
     return f"{bad} skipped, which count nothing" if bad else ""
 
 
-def _checkpoint(run: RunFolder, history: History) -> str:
+def _checkpoint(run: RunFolder, history: RunHistory) -> str:
     saved = latest_save(run, history)
     if saved is None:
         return "none was written"
@@ -297,13 +297,13 @@ def _checkpoint(run: RunFolder, history: History) -> str:
     return f"`{name}`{about}, {wording.size(saved.bytes)}"
 
 
-def latest_save(run: RunFolder, history: History) -> Saved | None:
+def latest_save(run: RunFolder, history: RunHistory) -> Saved | None:
     """The checkpoint to go on from: the latest that is still there; one in a store is taken at its word."""
     saves = reversed(history.saves)
     return next((event for event in saves if "://" in event.path or Path(event.path).exists()), None)
 
 
-def _warning_section(warnings: Sequence[Caution]) -> str:
+def _warning_section(warnings: Sequence[WarningCount]) -> str:
     if not warnings:
         return ""
     rows = [f"- {_warning(caution)}" for caution in warnings[:_WARNINGS_SHOWN]]
@@ -312,7 +312,7 @@ def _warning_section(warnings: Sequence[Caution]) -> str:
     return "\n".join(["## Warnings", "", *rows])
 
 
-def _warning(caution: Caution) -> str:
+def _warning(caution: WarningCount) -> str:
     words = [f"step {caution.first_step}"] if caution.first_step is not None else []
     if caution.ranks != (0,):
         label = "rank" if len(caution.ranks) == 1 else "ranks"
@@ -322,7 +322,7 @@ def _warning(caution: Caution) -> str:
     return caution.what + (f" ({', '.join(words)})" if words else "")
 
 
-def _next_section(run: RunFolder, history: History, job: Settings, command: Command) -> str:
+def _next_section(run: RunFolder, history: RunHistory, job: ResolvedSettings, command: RunCommand) -> str:
     started = history.started
     state = _resumable(run, latest_save(run, history))
     if command.is_script:
@@ -343,7 +343,7 @@ def _next_section(run: RunFolder, history: History, job: Settings, command: Comm
     return "\n".join(["## Go on", "", "```bash", *rows, "```"])
 
 
-def _twice(started: RunStarted, job: Settings) -> tuple[str, str]:
+def _twice(started: RunStarted, job: ResolvedSettings) -> tuple[str, str]:
     """The key by which the job counts its length, and twice what it was."""
     epochs = job.get("train.epochs")
     return ("epochs", f"{2 * epochs:g}") if epochs else ("steps", str(2 * started.last_step))
@@ -357,7 +357,7 @@ def _resumable(run: RunFolder, saved: Saved | None) -> str | None:
     return str(run.path) if is_inside else saved.path
 
 
-def _next_in_python(started: RunStarted | None, job: Settings, state: str | None) -> str:
+def _next_in_python(started: RunStarted | None, job: ResolvedSettings, state: str | None) -> str:
     if started is None or state is None:
         return ""
     key, value = _twice(started, job)

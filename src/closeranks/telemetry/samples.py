@@ -15,7 +15,7 @@ from closeranks.telemetry.recorder import lines_of, parse_line
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class LoggedMicroBatch:
     """One micro-batch of one step."""
 
     step: int
@@ -28,27 +28,29 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class SampleLog:
-    steps: Mapping[int, tuple[Taken, ...]]
+    steps: Mapping[int, tuple[LoggedMicroBatch, ...]]
     """Micro-batches of each step, in their order."""
-    conflicts: tuple[Taken, ...] = ()
+    conflicts: tuple[LoggedMicroBatch, ...] = ()
     """Accounts that were replaced by one of other samples: none, unless the order of a run was broken."""
 
-    def of(self, step: int) -> tuple[int, ...]:
+    def samples_of(self, step: int) -> tuple[int, ...]:
         return tuple(sample for taken in self.steps.get(step, ()) for sample in taken.samples)
 
 
-def fold_samples(rows: Iterable[Mapping[str, Any]]) -> SampleLog:
+def build_sample_log(rows: Iterable[Mapping[str, Any]]) -> SampleLog:
     """Rows in the order in which each rank wrote them."""
-    latest: dict[tuple[int, int], Taken] = {}
-    conflicts: list[Taken] = []
+    latest: dict[tuple[int, int], LoggedMicroBatch] = {}
+    conflicts: list[LoggedMicroBatch] = []
     for row in rows:
-        taken = Taken(int(row["step"]), int(row["micro_batch"]), tuple(row["samples"]), tuple(row.get("skipped", ())))
+        taken = LoggedMicroBatch(
+            int(row["step"]), int(row["micro_batch"]), tuple(row["samples"]), tuple(row.get("skipped", ()))
+        )
         place = (taken.step, taken.micro_batch)
         earlier = latest.get(place)
         if earlier is not None and earlier.samples != taken.samples:
             conflicts.append(earlier)
         latest[place] = taken
-    steps: dict[int, list[Taken]] = {}
+    steps: dict[int, list[LoggedMicroBatch]] = {}
     for place in sorted(latest):
         steps.setdefault(place[0], []).append(latest[place])
     return SampleLog({step: tuple(each) for step, each in steps.items()}, tuple(conflicts))
@@ -62,4 +64,4 @@ def read_samples(folder: Path) -> SampleLog:
         for line in lines_of(path)
         if (fields := parse_line(line)) is not None
     )
-    return fold_samples(rows)
+    return build_sample_log(rows)

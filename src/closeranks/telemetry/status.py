@@ -59,7 +59,7 @@ class HostStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class StatusEvent:
     """Something worth a line, and the wall clock when it came to pass."""
 
     at: float = 0.0
@@ -67,7 +67,7 @@ class Happened:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class StatusProcess:
     """Which process wrote a status: enough to tell whether it still lives, though its number may be given again."""
 
     pid: int = 0
@@ -78,11 +78,11 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class RunStatus:
     run: str = ""
     state: str = "starting"
     """``starting``, ``running``, ``closing ranks``, ``stopping``, or how it ended."""
-    writer: Writer = Writer()
+    writer: StatusProcess = StatusProcess()
     began_at: float = 0.0
     at: float = 0.0
     """``time.time()`` when it was written."""
@@ -93,7 +93,7 @@ class Status:
     num_steps: int = 0
     workers: tuple[WorkerStatus, ...] = ()
     hosts: tuple[HostStatus, ...] = ()
-    happened: tuple[Happened, ...] = ()
+    happened: tuple[StatusEvent, ...] = ()
     """The latest, oldest first."""
     snapshot_every: int = 0
     """Steps between copies of the state in memory; 0: none, or not decided yet."""
@@ -133,7 +133,7 @@ class StatusWriter:
     def is_due(self, generation: int, state: str) -> bool:
         return (generation, state) != self._last or self._clock() >= self.next_at
 
-    def write(self, status: Status) -> None:
+    def write(self, status: RunStatus) -> None:
         """Replace the file. A failure is told once, and tried again the next time."""
         self._last, self._written_at = (status.generation, status.state), self._clock()
         unfinished = self._path.with_name(".status.json")
@@ -149,23 +149,23 @@ class StatusWriter:
             self._has_failed = True
 
 
-def encode_status(status: Status, **more: Any) -> str:
+def encode_status(status: RunStatus, **more: Any) -> str:
     return json.dumps({**dataclasses.asdict(status), **more}, indent=1)
 
 
-def decode_status(values: Mapping[str, Any]) -> Status:
+def decode_status(values: Mapping[str, Any]) -> RunStatus:
     """A status of this version or of a newer one: what is not known is ignored, what is missing takes its default.
     ``TypeError``, ``ValueError`` or ``AttributeError`` where a value cannot be one of a status."""
-    kinds: dict[str, type[Any]] = {"workers": WorkerStatus, "hosts": HostStatus, "happened": Happened}
-    own = known_fields(Status, values)
+    kinds: dict[str, type[Any]] = {"workers": WorkerStatus, "hosts": HostStatus, "happened": StatusEvent}
+    own = known_fields(RunStatus, values)
     own |= {name: tuple(kind(**known_fields(kind, item)) for item in own.get(name, ())) for name, kind in kinds.items()}
-    status = Status(**{**own, "writer": Writer(**known_fields(Writer, values.get("writer", {})))})
+    status = RunStatus(**{**own, "writer": StatusProcess(**known_fields(StatusProcess, values.get("writer", {})))})
     if not all(0 <= at <= _LATEST for at in (status.at, status.began_at, *(one.at for one in status.happened))):
         raise ValueError("a time of the status is none")
     return status
 
 
-def read_status(folder: Path) -> Status | None:
+def read_status(folder: Path) -> RunStatus | None:
     """What the agent wrote last; None where there is no such file, or none that we can read."""
     try:
         return decode_status(json.loads(read_text(RunFolder(folder).status, _MOST_BYTES)))
@@ -173,7 +173,7 @@ def read_status(folder: Path) -> Status | None:
         return None
 
 
-class Heard(Enum):
+class StatusFreshness(Enum):
     """How far a status is to be believed."""
 
     NOW = "now"
@@ -190,25 +190,25 @@ class Heard(Enum):
     """There never was an agent of ours: started by torchrun, srun or plain Python."""
 
 
-def how_heard(status: Status, now: float, is_alive: bool | None) -> Heard:
+def status_freshness(status: RunStatus, now: float, is_alive: bool | None) -> StatusFreshness:
     """``is_alive`` is None where the writer's machine is not this one. ``now`` is the wall clock."""
     if status.has_ended:
-        return Heard.ENDED
+        return StatusFreshness.ENDED
     if status.state == UNWATCHED:
-        return Heard.UNWATCHED
+        return StatusFreshness.UNWATCHED
     if is_alive is False:
-        return Heard.GONE
+        return StatusFreshness.GONE
     if now - status.at <= _FRESH_S:
-        return Heard.NOW
-    return Heard.FAR if is_alive is None else Heard.SILENT
+        return StatusFreshness.NOW
+    return StatusFreshness.FAR if is_alive is None else StatusFreshness.SILENT
 
 
-def this_process() -> Writer:
+def this_process() -> StatusProcess:
     pid = os.getpid()
-    return Writer(pid, _born(pid) or 0, socket.gethostname(), _boot())
+    return StatusProcess(pid, _born(pid) or 0, socket.gethostname(), _boot())
 
 
-def is_alive(writer: Writer) -> bool | None:
+def is_alive(writer: StatusProcess) -> bool | None:
     """Whether that very process lives; None where it was on another machine."""
     if writer.host != socket.gethostname():
         return None

@@ -9,15 +9,15 @@ import time
 from collections.abc import Sequence
 
 from closeranks.telemetry import wording
-from closeranks.telemetry.status import Heard, Status, WorkerStatus
+from closeranks.telemetry.status import RunStatus, StatusFreshness, WorkerStatus
 
 
-def status_text(status: Status, heard: Heard, now: float) -> str:
+def status_text(status: RunStatus, heard: StatusFreshness, now: float) -> str:
     """The whole answer to ``closeranks status``."""
     parts = [f"{status.run}: {_first_line(status, heard, now)}"]
-    if heard in (Heard.NOW, Heard.SILENT):
+    if heard in (StatusFreshness.NOW, StatusFreshness.SILENT):
         parts += [_agent_line(status, now), "", *_worker_rows(status.workers)]
-    if len(status.hosts) > 1 and heard is not Heard.ENDED:
+    if len(status.hosts) > 1 and heard is not StatusFreshness.ENDED:
         parts += [
             "",
             *_table(("host", "workers", "state"), [(h.name, str(h.num_workers), h.state) for h in status.hosts]),
@@ -28,45 +28,45 @@ def status_text(status: Status, heard: Heard, now: float) -> str:
     return "\n".join(parts)
 
 
-def one_line(status: Status, heard: Heard, now: float) -> str:
+def one_line(status: RunStatus, heard: StatusFreshness, now: float) -> str:
     """For a place without a terminal, where a screen cannot be drawn over."""
     return _first_line(status, heard, now)
 
 
-def _first_line(status: Status, heard: Heard, now: float) -> str:
+def _first_line(status: RunStatus, heard: StatusFreshness, now: float) -> str:
     place = _place(status)
     who = f"its agent, process {status.writer.pid} on {status.writer.host},"
     match heard:
-        case Heard.NOW:
+        case StatusFreshness.NOW:
             return f"{status.state}, {place}"
-        case Heard.ENDED:
+        case StatusFreshness.ENDED:
             return f"{status.state} {_ago(status, now)}, {place}"
-        case Heard.GONE:
+        case StatusFreshness.GONE:
             return f"last heard {_ago(status, now)} ({place}): {who} is gone and did not say how the run ended"
-        case Heard.SILENT:
+        case StatusFreshness.SILENT:
             return f"last heard {_ago(status, now)} ({place}): {who} is alive but does not write"
-        case Heard.FAR:
+        case StatusFreshness.FAR:
             return f"last heard {_ago(status, now)} ({place}): {who} cannot be asked from this machine"
-        case Heard.UNWATCHED:
+        case StatusFreshness.UNWATCHED:
             return (
                 f"last heard {_ago(status, now)} ({place}): no agent of ours watches it (torchrun, srun, plain Python)"
             )
 
 
-def _place(status: Status) -> str:
+def _place(status: RunStatus) -> str:
     of = f" of {status.num_steps}" if status.num_steps else ""
     step = f"step {status.step}{of}" if status.step else "no step finished yet"
     return f"{step}, generation {status.generation}"
 
 
-def _ago(status: Status, now: float) -> str:
-    return f"{wording.span(max(0.0, now - status.at))} ago"
+def _ago(status: RunStatus, now: float) -> str:
+    return f"{wording.duration(max(0.0, now - status.at))} ago"
 
 
-def _agent_line(status: Status, now: float) -> str:
+def _agent_line(status: RunStatus, now: float) -> str:
     words = [
         f"agent {status.writer.pid} on {status.writer.host}",
-        f"for {wording.span(max(0.0, now - status.began_at))}",
+        f"for {wording.duration(max(0.0, now - status.began_at))}",
     ]
     words.append(wording.count(status.world_size, "worker"))
     if status.snapshot_every:
@@ -83,7 +83,7 @@ def _worker_rows(workers: Sequence[WorkerStatus]) -> list[str]:
             str(one.pid) if one.pid is not None else "-",
             str(one.step) if one.step is not None else "-",
             one.phase,
-            wording.span(one.own_s) if one.own_s > 0 else "-",
+            wording.duration(one.own_s) if one.own_s > 0 else "-",
             wording.size(one.memory_bytes) if one.memory_bytes else "-",
         )
         for one in workers

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Evaluated, Event, RunStarted, StepDone, Warned
 from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.meter import Meter
+from closeranks.telemetry.meter import ThroughputMeter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -42,7 +42,7 @@ class TensorBoardSink:
         self._retry_at: float | None = None
         """When to try again, after a failure."""
         self._open = partial(_writer_class(), log_dir=str(self._folder), flush_secs=10)
-        self._meter = Meter(RunStarted())
+        self._meter = ThroughputMeter(RunStarted())
         self._writer: SummaryWriter | None = None
 
     def handle(self, event: Event) -> None:
@@ -93,7 +93,7 @@ class TensorBoardSink:
 
     def _begin(self, started: RunStarted) -> None:
         self.close()
-        self._meter = Meter(started)
+        self._meter = ThroughputMeter(started)
         is_again = started.first_step > 0 or started.generation > 0
         self._writer = self._open(purge_step=started.first_step + 1 if is_again else None)
 

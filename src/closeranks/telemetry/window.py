@@ -13,7 +13,7 @@ from closeranks.core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepRange:
     """Steps ``first`` to ``last``, both included."""
 
     first: int
@@ -23,10 +23,10 @@ class Window:
         return self.first <= step <= self.last
 
 
-NO_STEPS = Window(1, 0)
+NO_STEPS = StepRange(1, 0)
 
 
-def parse_window(text: str) -> Window | None:
+def parse_step_range(text: str) -> StepRange | None:
     """The window a job names, or None for the empty text."""
     if not text.strip():
         return None
@@ -38,4 +38,4 @@ def parse_window(text: str) -> Window | None:
         raise UserError(f"'{text}' starts before the first step", f'Steps count from 1: write "1:{max(stop, 2)}".')
     if stop <= first:
         raise UserError(f"'{text}' holds no step", f'The second number is left out: write "{first}:{first + 1}".')
-    return Window(first, stop - 1)
+    return StepRange(first, stop - 1)

@@ -62,7 +62,7 @@ def rate(items_per_s: float, item: str) -> str:
     return f"{compact(items_per_s)} {_ITEM_UNITS.get(item, f'{item}s/s')}"
 
 
-def share(fraction: float) -> str:
+def percent(fraction: float) -> str:
     """50.3%; below a tenth of a percent the order of magnitude still shows."""
     percent = 100 * fraction
     return f"{percent:.1f}%" if percent >= 0.05 or percent == 0 else f"{percent:.1g}%"
@@ -90,7 +90,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def span(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A duration, for prose: 80 ms, 3.2 s, 31 s, 2 min 5 s, 1 h 3 min."""
     if not math.isfinite(seconds):
         return number(seconds)
@@ -107,11 +107,11 @@ def span(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def brief_span(seconds: float) -> str:
+def short_duration(seconds: float) -> str:
     """A moment, two digits: 3.1 us, 0.21 ms, 12 ms."""
     if seconds < 0.995e-4:
         return f"{1e6 * seconds:.2g} us"
-    return f"{1000 * seconds:.2g} ms" if seconds < 0.0995 else span(seconds)
+    return f"{1000 * seconds:.2g} ms" if seconds < 0.0995 else duration(seconds)
 
 
 def byte_rate(bytes_per_s: float) -> str:

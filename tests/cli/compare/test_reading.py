@@ -24,7 +24,7 @@ from closeranks.cli.compare.records import Record, last_words
 from closeranks.cli.compare.traffic import bytes_per_step, moments, sent_until
 from closeranks.core.events import Evaluated, RunEnded, StepDone
 from closeranks.run.job import Job
-from closeranks.telemetry.history import History
+from closeranks.telemetry.history import RunHistory
 
 WELL = Record(0, 1.0)
 
@@ -122,35 +122,40 @@ def test_sent_bytes_are_the_ninth_figure_of_the_kernels_table() -> None:
 @pytest.mark.parametrize(
     ("record", "history", "state", "reason"),
     [
-        (WELL, History(steps=steps(3.0, 2.0)), FINISHED, ""),
-        (WELL, History(steps=steps(3.0, math.nan, math.nan)), DIVERGED, "its loss is not finite since step 2"),
-        (WELL, History(steps=steps(2.0, 9.0)), DIVERGED, "its loss rose from 2 to 9"),
-        (WELL, History(steps=steps(1.0, *[2.0] * 39)), FINISHED, ""),
+        (WELL, RunHistory(steps=steps(3.0, 2.0)), FINISHED, ""),
+        (WELL, RunHistory(steps=steps(3.0, math.nan, math.nan)), DIVERGED, "its loss is not finite since step 2"),
+        (WELL, RunHistory(steps=steps(2.0, 9.0)), DIVERGED, "its loss rose from 2 to 9"),
+        (WELL, RunHistory(steps=steps(1.0, *[2.0] * 39)), FINISHED, ""),
         (
             WELL,
-            History(steps=steps(3.0, 2.0), evals=(Evaluated(2, math.nan),)),
+            RunHistory(steps=steps(3.0, 2.0), evals=(Evaluated(2, math.nan),)),
             DIVERGED,
             "its loss in the evaluation after step 2 is not finite",
         ),
-        (WELL, History(), FAILED, "no step was finished"),
-        (Record(2, 1.0), History(steps=steps(2.0, taken=False)), DIVERGED, "its gradients are not finite since step 1"),
-        (Record(2, 1.0, said="there is no file"), History(), FAILED, "there is no file"),
-        (Record(1, 1.0), History(steps=steps(2.0), ended=RunEnded(1, "failed", 1, "oh\nno")), FAILED, "oh"),
-        (Record(137, 1.0), History(), FAILED, "exit status 137"),
-        (Record(130, 1.0, is_stopped=True), History(steps=steps(3.0, 2.0)), FINISHED, ""),
+        (WELL, RunHistory(), FAILED, "no step was finished"),
+        (
+            Record(2, 1.0),
+            RunHistory(steps=steps(2.0, taken=False)),
+            DIVERGED,
+            "its gradients are not finite since step 1",
+        ),
+        (Record(2, 1.0, said="there is no file"), RunHistory(), FAILED, "there is no file"),
+        (Record(1, 1.0), RunHistory(steps=steps(2.0), ended=RunEnded(1, "failed", 1, "oh\nno")), FAILED, "oh"),
+        (Record(137, 1.0), RunHistory(), FAILED, "exit status 137"),
+        (Record(130, 1.0, is_stopped=True), RunHistory(steps=steps(3.0, 2.0)), FINISHED, ""),
     ],
 )
-def test_how_a_run_ended(record: Record, history: History, state: str, reason: str) -> None:
+def test_how_a_run_ended(record: Record, history: RunHistory, state: str, reason: str) -> None:
     assert judge(record, history) == (state, reason)
 
 
 def test_what_is_not_a_number_is_no_final_figure() -> None:
     case = Case("plain", (), 2, Job.model_construct())
     seen = steps(*[3.0] * 28, 2.0, math.inf, 1.0)
-    outcome = outcome_of(Compare(job="job.toml"), Run(case, 0, 0, ""), WELL, History(steps=seen), {})
+    outcome = outcome_of(Compare(job="job.toml"), Run(case, 0, 0, ""), WELL, RunHistory(steps=seen), {})
     assert outcome.final_loss == 1.5
     assert outcome.state == FINISHED
-    lost = outcome_of(Compare(job="job.toml"), Run(case, 0, 0, ""), WELL, History(steps=steps(math.nan)), {})
+    lost = outcome_of(Compare(job="job.toml"), Run(case, 0, 0, ""), WELL, RunHistory(steps=steps(math.nan)), {})
     assert lost.final_loss is None
 
 
@@ -158,7 +163,7 @@ def test_figures_of_training_and_of_evaluations_stay_apart() -> None:
     case = Case("plain", (), 2, Job.model_construct())
     trained = tuple(StepDone(n, 2.0, seconds=1.0, metrics={"accuracy": 0.8}) for n in (1, 2))
     held_out = Evaluated(2, 2.5, metrics={"accuracy": 0.7, "odd": math.nan})
-    told = History(steps=trained, evals=(held_out,))
+    told = RunHistory(steps=trained, evals=(held_out,))
     outcome = outcome_of(Compare(job="job.toml"), Run(case, 0, 0, ""), WELL, told, {})
     assert (outcome.final("loss", is_evaluated=False), outcome.final("loss", is_evaluated=True)) == (2.0, 2.5)
     assert (outcome.metrics, outcome.eval_metrics) == ({"accuracy": 0.8}, {"accuracy": 0.7})

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from closeranks.cli.compare.table import Row, Stat, Table
 from closeranks.cli.compare.weighing import CLEAR, is_better, is_faster, is_same, is_slower, is_worse
-from closeranks.telemetry.wording import brief, span
+from closeranks.telemetry.wording import brief, duration
 
 _TINY = 1e-5
 """Of final figures that differ by less than this share, nobody wants to hear the difference."""
@@ -53,7 +53,7 @@ def _to_target(table: Table, sound: Sequence[Row]) -> Said:
         return Said(f"No setting reaches {goal} with every seed: {_lower(said.words)}", said.by)
     if not base.has_reached:
         best = _first(reached)
-        gain = f"it reaches {goal} in {span(_mean(best.seconds_to_target))}, {base.name} {_fell_short(base)}"
+        gain = f"it reaches {goal} in {duration(_mean(best.seconds_to_target))}, {base.name} {_fell_short(base)}"
         lost = f", but it ends {_loss(table, best)}" if base.is_sound and is_worse(table, best) else ""
         return Said(f"Use {best.name}: {gain}{lost}{_price(table, best)}", best.seconds_to_target)
     faster = [row for row in reached if row is not base and is_faster(row.speedup)]
@@ -61,7 +61,7 @@ def _to_target(table: Table, sound: Sequence[Row]) -> Said:
         return _stay(table, reached, goal)
     best = _first(faster)
     mine, theirs = _mean(best.seconds_to_target), _mean(base.seconds_to_target)
-    gain = f"it reaches {goal} in {span(mine)} instead of {span(theirs)} ({_times(theirs / mine)})"
+    gain = f"it reaches {goal} in {duration(mine)} instead of {duration(theirs)} ({_times(theirs / mine)})"
     lost = f"{_loss(table, best)}{_price(table, best)}"
     return Said(f"Use {best.name}: {gain}, {lost}{_ties(best, faster, _speedup)}", best.speedup)
 
@@ -85,13 +85,13 @@ def _runs(row: Row) -> str:
 def _stay(table: Table, reached: Sequence[Row], goal: str) -> Said:
     """Nobody is clearly faster than the baseline."""
     base = table.baseline
-    took = span(_mean(base.seconds_to_target))
+    took = duration(_mean(base.seconds_to_target))
     others = [row for row in reached if row is not base]
     if not others:
         some = " with every seed" if any(row.num_reached for row in table.rows if row is not base) else ""
         return Said(f"Stay with {base.name}: it alone reaches {goal}{some}, in {took}", base.seconds_to_target)
     second = _first(others)
-    theirs = span(_mean(second.seconds_to_target))
+    theirs = duration(_mean(second.seconds_to_target))
     if is_slower(second.speedup):
         told = f"it reaches {goal} first, in {took}; the next is {second.name} with {theirs}"
     else:
@@ -135,7 +135,7 @@ def _by_time(table: Table, sound: Sequence[Row]) -> Said:
     base = table.baseline
     if not base.is_sound:
         best = _quickest(sound)
-        took = span(_mean(best.seconds))
+        took = duration(_mean(best.seconds))
         return Said(f"Use {best.name}: it trains in {took}, and {base.name} does not finish", best.seconds)
     faster = [row for row in sound if row is not base and is_faster(row.seconds_ratio)]
     if good := [row for row in faster if not is_worse(table, row)]:
@@ -159,7 +159,7 @@ def _quickest(rows: Sequence[Row]) -> Row:
 def _in_less_time(row: Row, base: Row) -> str:
     mine, theirs = _mean(row.seconds), _mean(base.seconds)
     steps = _over_steps(row, base)
-    gain = f"trains in {span(mine)} instead of {span(theirs)} ({_times(theirs / mine)})"
+    gain = f"trains in {duration(mine)} instead of {duration(theirs)} ({_times(theirs / mine)})"
     return f"{gain} {steps}" if steps else gain
 
 
@@ -199,7 +199,7 @@ def _price(table: Table, row: Row) -> str:
     base, words = table.baseline, ""
     if base.is_sound and not table.is_timed and _mean(row.seconds) > (1 + CLEAR) * _mean(base.seconds):
         what = "but takes" if table.target is None else "but the whole budget takes"
-        words = f", {what} {span(_mean(row.seconds))} instead of {span(_mean(base.seconds))}"
+        words = f", {what} {duration(_mean(row.seconds))} instead of {duration(_mean(base.seconds))}"
     if row.num_workers != base.num_workers:
         words += f", on {row.num_workers} workers instead of {base.num_workers}"
     return words

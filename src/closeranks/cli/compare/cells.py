@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from closeranks.cli.compare.table import Row, Stat, Table
-from closeranks.telemetry.wording import brief, number, size, span
+from closeranks.telemetry.wording import brief, duration, number, size
 
 _NONE = "-"
 
@@ -32,7 +32,7 @@ def _cells(table: Table, row: Row, goal: str, final: str) -> dict[str, str]:
         "steps/s": _about(row.steps_per_s, brief),
         "x": _times(row.rate_ratio, base),
         "bytes/step": size(row.bytes_per_step.mean) if row.bytes_per_step else _NONE,
-        "training": _about(row.seconds, span) if not table.is_timed else "",
+        "training": _about(row.seconds, duration) if not table.is_timed else "",
         goal: _goal(table, row),
         "speed-up": _NONE if base else _about(row.speedup, _ratio),
         final: _about(row.final, number),
@@ -48,7 +48,7 @@ def _goal(table: Table, row: Row) -> str:
     if table.target is None or not row.num_sound:
         return _NONE
     if row.seconds_to_target is not None:
-        return _about(row.seconds_to_target, span)
+        return _about(row.seconds_to_target, duration)
     return "not reached" if not row.num_reached else f"reached by {row.num_reached} of {row.num_sound}"
 
 

@@ -17,7 +17,7 @@ from closeranks.cli.compare.config import Compare
 from closeranks.cli.compare.reading import Outcome, Point
 from closeranks.cli.compare.table import Row, Stat, Table
 from closeranks.telemetry.curves import quantile, wants_log_scale
-from closeranks.telemetry.wording import brief, count, size, span, tick
+from closeranks.telemetry.wording import brief, count, duration, size, tick
 
 _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e6eaef"
 _COLOURS = ("#2563a8", "#e07b28", "#2f855a", "#7c4d9e", "#c53030", "#0e8f9c", "#8a6d1f", "#d1568b", "#52606d")
@@ -67,7 +67,7 @@ def draw_bars(path: Path, compare: Compare, table: Table) -> Path:
     panels: list[tuple[str, Callable[[Row], Stat | None], Callable[[float], str], str]] = [
         ("steps a second", lambda row: row.steps_per_s, brief, "not measured"),
         ("bytes sent a step", lambda row: row.bytes_per_step, size, "not measured"),
-        (goal, _target_or_all(table), span, "not reached" if table.target is not None else "not measured"),
+        (goal, _target_or_all(table), duration, "not reached" if table.target is not None else "not measured"),
         (f"final {table.metric}", lambda row: row.final, brief, "not measured"),
     ]
     num = len(table.rows)

@@ -16,7 +16,7 @@ from closeranks.cli.compare.plan import Run
 from closeranks.cli.compare.records import Record, Slot
 from closeranks.cli.compare.traffic import bytes_per_step, told_times
 from closeranks.core.events import Evaluated, StepDone
-from closeranks.telemetry.history import History, load_history
+from closeranks.telemetry.history import RunHistory, load_history
 
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 _RISEN = 1.2
@@ -91,7 +91,7 @@ def read_outcome(compare: Compare, run: Run, slot: Slot, record: Record) -> Outc
 
 
 def outcome_of(
-    compare: Compare, run: Run, record: Record, history: History, times: dict[int, float], folder: str = ""
+    compare: Compare, run: Run, record: Record, history: RunHistory, times: dict[int, float], folder: str = ""
 ) -> Outcome:
     """``times``: the wall clock at which each step was told."""
     state, reason = judge(record, history)
@@ -130,7 +130,7 @@ def outcome_of(
     )
 
 
-def judge(record: Record, history: History) -> tuple[str, str]:
+def judge(record: Record, history: RunHistory) -> tuple[str, str]:
     """How a run ended, and why in words where it did not end well."""
     steps = history.steps
     if steps and _is_lost(steps[-1]):
@@ -173,7 +173,7 @@ def points(steps: Sequence[StepDone], metric: str) -> list[Point]:
     return [Point(step.step, at_s, value) for step, at_s, value in zip(steps, elapsed, values, strict=True)]
 
 
-def eval_points(history: History, metric: str) -> list[Point]:
+def eval_points(history: RunHistory, metric: str) -> list[Point]:
     at_s = {point.step: point.at_s for point in points(history.steps, "loss")}
     return [Point(one.step, at_s.get(one.step, 0.0), _value(one, metric)) for one in history.evals]
 
@@ -217,7 +217,7 @@ def crossing(row: Sequence[Point], target: float, *, rises: bool) -> Point | Non
     return None
 
 
-def _reached(target: Target, history: History) -> Point | None:
+def _reached(target: Target, history: RunHistory) -> Point | None:
     if target.of == "evaluation":
         return crossing(eval_points(history, target.metric), target.value, rises=target.rises)
     return crossing(smooth(points(history.steps, target.metric)), target.value, rises=target.rises)
@@ -234,7 +234,7 @@ def _last(values: Sequence[float]) -> float | None:
     return sum(tail) / len(tail) if tail else None
 
 
-def _final_metrics(history: History) -> dict[str, float]:
+def _final_metrics(history: RunHistory) -> dict[str, float]:
     names = history.steps[-1].metrics if history.steps else {}
     found = {name: _last([point.value for point in points(history.steps, name)]) for name in names}
     return {name: value for name, value in found.items() if value is not None}

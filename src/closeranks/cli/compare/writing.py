@@ -26,7 +26,7 @@ from closeranks.cli.compare.plan import Plan, texts_of
 from closeranks.cli.compare.reading import Outcome
 from closeranks.cli.compare.records import written
 from closeranks.cli.compare.table import Row, Table
-from closeranks.telemetry.wording import brief, number, size, span
+from closeranks.telemetry.wording import brief, duration, number, size
 
 _LEFT = ("setting", "note")
 
@@ -47,14 +47,14 @@ class Story:
 def in_words(outcome: Outcome) -> str:
     """One run, in a line."""
     if not outcome.is_sound:
-        return f"{outcome.state} after {span(outcome.wall_s)}: {outcome.reason}"
-    parts = [span(outcome.wall_s), f"{outcome.num_steps} steps"]
+        return f"{outcome.state} after {duration(outcome.wall_s)}: {outcome.reason}"
+    parts = [duration(outcome.wall_s), f"{outcome.num_steps} steps"]
     if outcome.steps_per_s is not None:
         parts.append(f"{brief(outcome.steps_per_s)} steps/s")
     if outcome.bytes_per_step is not None:
         parts.append(f"{size(outcome.bytes_per_step)} a step")
     if outcome.seconds_to_target is not None:
-        parts.append(f"target after {span(outcome.seconds_to_target)}")
+        parts.append(f"target after {duration(outcome.seconds_to_target)}")
     final = outcome.final("loss", is_evaluated=outcome.eval_loss is not None)
     return ", ".join([*parts, *([f"final loss {number(final)}"] if final is not None else [])])
 

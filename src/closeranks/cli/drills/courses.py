@@ -18,9 +18,9 @@ from closeranks.checkpoint.manifest import CheckpointManifest
 from closeranks.cli.ckpt.places import pick
 from closeranks.core.errors import CheckpointError
 from closeranks.core.events import SaveFailed, StepDone
-from closeranks.telemetry.faults import Told
+from closeranks.telemetry.faults import TimedEvent
 from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.history import load_history, told_by_agent
+from closeranks.telemetry.history import agent_events, load_history
 from closeranks.telemetry.recorder import read_events
 from closeranks.telemetry.samples import read_samples
 
@@ -36,7 +36,7 @@ class Course:
     """By step."""
     samples: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Which samples each step took, in order; empty where that was not written down."""
-    told: Sequence[Told] = ()
+    told: Sequence[TimedEvent] = ()
     """What the agent saw, and saves that failed."""
     last_step: int = 0
     longest_s: float = 0.0
@@ -51,14 +51,14 @@ def read_course(folder: Path) -> Course:
     return Course(
         losses={step.step: step.loss for step in steps},
         samples=_samples(folder),
-        told=sorted([*told_by_agent(run), *_failed_saves(run)], key=lambda line: line.at),
+        told=sorted([*agent_events(run), *_failed_saves(run)], key=lambda line: line.at),
         last_step=history.started.last_step if history.started else 0,
         longest_s=max((step.seconds for step in steps), default=0.0),
         ended_at=_last_told(run),
     )
 
 
-def _failed_saves(run: RunFolder) -> list[Told]:
+def _failed_saves(run: RunFolder) -> list[TimedEvent]:
     return [line for line in _told(run) if isinstance(line.event, SaveFailed)]
 
 
@@ -66,15 +66,15 @@ def _last_told(run: RunFolder) -> float:
     return max((line.at for line in _told(run) if isinstance(line.event, StepDone)), default=0.0)
 
 
-def _told(run: RunFolder) -> list[Told]:
+def _told(run: RunFolder) -> list[TimedEvent]:
     """By rank 0."""
     lines = read_events(run.metrics(0)) if run.metrics(0).exists() else ()
-    return [Told(float(values["at"]), event) for values, event in lines]
+    return [TimedEvent(float(values["at"]), event) for values, event in lines]
 
 
 def _samples(folder: Path) -> dict[int, tuple[int, ...]]:
     log = read_samples(folder)
-    return {step: log.of(step) for step in log.steps}
+    return {step: log.samples_of(step) for step in log.steps}
 
 
 def same_losses(one: Course, other: Course, first: int, last: int, tolerance: float = 0.0) -> bool:

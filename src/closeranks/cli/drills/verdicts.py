@@ -13,7 +13,7 @@ from closeranks.cli.drills.courses import Course, same_losses
 from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injection
-from closeranks.telemetry.faults import Told
+from closeranks.telemetry.faults import TimedEvent
 
 _LEAVING_S = 1.0
 """Who is asked to leave has that long before it must be seen to."""
@@ -128,10 +128,10 @@ def _row(strike: Injection, struck: Course, is_equal: bool, has_finished: bool) 
     )
 
 
-def _noticed_at(strike: Injection, told: Sequence[Told]) -> float | None:
+def _noticed_at(strike: Injection, told: Sequence[TimedEvent]) -> float | None:
     """When a fault that ends nothing was first spoken of."""
 
-    def is_of_it(line: Told) -> bool:
+    def is_of_it(line: TimedEvent) -> bool:
         match line.event:
             case SlowRank():
                 return strike.fault.kind == "slow" and line.event.rank == strike.fault.rank and line.at >= strike.at
@@ -143,10 +143,10 @@ def _noticed_at(strike: Injection, told: Sequence[Told]) -> float | None:
     return found.at if found is not None else None
 
 
-def _first(told: Sequence[Told], is_it: Callable[[Told], bool]) -> Told | None:
+def _first(told: Sequence[TimedEvent], is_it: Callable[[TimedEvent], bool]) -> TimedEvent | None:
     return next((line for line in told if is_it(line)), None)
 
 
-def is_resized(told: Sequence[Told], num_workers: int) -> bool:
+def is_resized(told: Sequence[TimedEvent], num_workers: int) -> bool:
     """Whether the run went on with another number of workers than it began with."""
     return any(isinstance(line.event, RanksClosed) and line.event.world_size != num_workers for line in told)
