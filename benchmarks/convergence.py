@@ -21,8 +21,8 @@ from typing import Any
 
 from results import begin, conclude, say
 
-from closeranks.cli.compare.comparing import carry_out
-from closeranks.cli.compare.table import Row
+from closeranks.cli.compare.comparing import run_comparison
+from closeranks.cli.compare.table import SettingRow
 from closeranks.core.errors import UserError
 
 ACCURACY = 0.97
@@ -80,12 +80,12 @@ def main() -> None:
     conclude("convergence", figures, goal, not args.short and judge(figures))
 
 
-def compare(name: str, spread: str, args: argparse.Namespace) -> Sequence[Row]:
+def compare(name: str, spread: str, args: argparse.Namespace) -> Sequence[SettingRow]:
     """The exact run, and every kind beside it."""
     file = args.folder / f"{name}-{spread}.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(comparison(TASKS[name], spread, args.kinds, is_short=args.short))
-    story = carry_out(file, [f"folder={args.folder / file.stem}"])
+    story = run_comparison(file, [f"folder={args.folder / file.stem}"])
     if broken := [row for row in story.table.rows if not row.is_sound]:
         raise UserError("; ".join(f"{row.name}: {row.reason}" for row in broken))
     return story.table.rows
@@ -108,7 +108,7 @@ def comparison(task: Task, spread: str, kinds: Sequence[str], *, is_short: bool)
     return "\n".join(lines) + "\n"
 
 
-def tell(row: Row, metric: str) -> dict[str, float]:
+def tell(row: SettingRow, metric: str) -> dict[str, float]:
     assert row.final is not None
     assert row.final_gap is not None
     told = {metric: row.final.mean, "lowest": row.final.low, "highest": row.final.high, "gap": row.final_gap.mean}

@@ -15,8 +15,8 @@ from typing import Any
 
 from results import say
 
-from closeranks.cli.compare.config import Network
-from closeranks.cli.compare.network import Hosts, address_of, why_not
+from closeranks.cli.compare.config import NetworkConfig
+from closeranks.cli.compare.network import NamespaceHosts, address_of, unavailable_reason
 
 NUM_HOSTS = 2
 INTERFACE = "eth0"
@@ -25,7 +25,7 @@ _PORT = 29500
 
 def require_hosts() -> None:
     """One sentence and exit 2 where there can be none."""
-    if reason := why_not(shaped=True):
+    if reason := unavailable_reason(shaped=True):
         print(f"The hosts of this benchmark cannot be made: {reason}.", file=sys.stderr)
         sys.exit(2)
 
@@ -36,7 +36,7 @@ def run_ranks(
     """What each rank left; the link carries ``rate_mbit`` in each direction."""
     plan_path = folder / "plan.json"
     plan_path.write_text(json.dumps({**plan, "folder": str(folder)}))
-    with Hosts(Network(hosts=NUM_HOSTS, mbit=rate_mbit)) as hosts:
+    with NamespaceHosts(NetworkConfig(hosts=NUM_HOSTS, mbit=rate_mbit)) as hosts:
         say(f"two hosts, {rate_mbit:g} Mbit/s, {plan['rounds']} rounds, turns of {plan['block']} steps")
         running = []
         for rank, host in enumerate(hosts.hosts):

@@ -30,8 +30,8 @@ from soak_picture import draw
 from soak_plan import LIGHT, Plan, draw_plan
 from soak_watch import Sample, adopt_orphans, left_over, sample
 
-from closeranks.cli.drills.courses import read_course, same_losses, same_samples, state_difference
-from closeranks.cli.drills.running import all_kinds
+from closeranks.cli.drills.courses import read_recorded_run, same_losses, same_samples, state_difference
+from closeranks.cli.drills.running import possible_kinds
 from closeranks.run.folder import make_unused_folder
 
 NUM_RANKS = 4
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _all_kinds() -> tuple[tuple[str, ...], dict[str, str]]:
-    asked, without = all_kinds(NUM_RANKS)
+    asked, without = possible_kinds(NUM_RANKS)
     return asked.kinds, without
 
 
@@ -153,7 +153,7 @@ def judge_run(
         for line in strikes
     ]
     made = throughput(course, plan)
-    told = read_course(folder / "struck").told
+    told = read_recorded_run(folder / "struck").events
     found = costs(struck, told, began_at, course, made["step_s"])
     calms = [window for window in plan.windows if not window.is_storm]
     near = [
@@ -177,7 +177,7 @@ def compare(folder: Path, num_steps: int, args: argparse.Namespace) -> Equality:
     command = ["-m", "closeranks", "train", "benchmarks/soak.toml", "-n", str(NUM_RANKS), *overrides]
     with Lane(command, folder / "quiet-printed") as lane:
         lane.watch(_START_S + 4 * 60 * args.minutes)
-    whole, struck = (_up_to(read_course(each), num_steps) for each in (quiet, folder / "struck"))
+    whole, struck = (_up_to(read_recorded_run(each), num_steps) for each in (quiet, folder / "struck"))
     return Equality(
         num_steps,
         losses=same_losses(whole, struck, 1, num_steps),

@@ -21,8 +21,8 @@ from typing import Any
 
 from results import begin, conclude, say
 
-from closeranks.cli.compare.comparing import carry_out
-from closeranks.cli.compare.table import Row, Stat
+from closeranks.cli.compare.comparing import run_comparison
+from closeranks.cli.compare.table import RunStat, SettingRow
 from closeranks.core.errors import UserError
 from closeranks.facts.collectives import across_bytes
 from closeranks.facts.rounds import Topology
@@ -58,21 +58,21 @@ def main() -> None:
     conclude("sync", figures, GOAL, args.steps == 0 and judge(figures))
 
 
-def compare(part: str, args: argparse.Namespace) -> tuple[tuple[Row, ...], int]:
+def compare(part: str, args: argparse.Namespace) -> tuple[tuple[SettingRow, ...], int]:
     """The rows of one comparison, and the size of the model."""
     file, words = PARTS[part]
     asked = (f"budget.steps={args.steps}",) if args.steps else ()
     if part in ("slow", "fast") and args.seeds:
         asked += (f"seeds={args.seeds}",)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    story = carry_out(_HERE / file, [*words, *asked, f"folder={args.folder / part}"])
+    story = run_comparison(_HERE / file, [*words, *asked, f"folder={args.folder / part}"])
     if broken := [row for row in story.table.rows if not row.is_sound]:
         raise UserError("; ".join(f"{row.name}: {row.reason}" for row in broken))
     started = load_history(Path(story.outcomes[0].folder)).started
     return story.table.rows, started.num_params if started else 0
 
 
-def tell(row: Row) -> dict[str, Any]:
+def tell(row: SettingRow) -> dict[str, Any]:
     """What a row says, in figures that fit a line."""
     told = {
         "steps_per_s": _mean(row.steps_per_s, 3),
@@ -85,7 +85,7 @@ def tell(row: Row) -> dict[str, Any]:
     return {key: value for key, value in told.items() if value is not None}
 
 
-def tell_hosts(rows: Sequence[Row], num_params: int) -> dict[str, Any]:
+def tell_hosts(rows: Sequence[SettingRow], num_params: int) -> dict[str, Any]:
     """Each way of summing beside what its formula says leaves a host."""
     told = {}
     for row in rows:
@@ -121,7 +121,7 @@ def judge(figures: Mapping[str, Any]) -> bool:
     )
 
 
-def _mean(stat: Stat | None, digits: int, scale: float = 1.0) -> float | None:
+def _mean(stat: RunStat | None, digits: int, scale: float = 1.0) -> float | None:
     return None if stat is None else round(stat.mean * scale, digits)
 
 

@@ -10,11 +10,13 @@ import psutil
 import pytest
 from overlap import FLOOR, PAIRS, QUICK, compare, compare_losses, hidden_share, judge, main, slower, variants
 
-from closeranks.cli.compare.network import why_not
+from closeranks.cli.compare.network import unavailable_reason
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.benchmarks.scripts import run_script
 
-needs_hosts = pytest.mark.skipif(bool(why_not(shaped=True)), reason=why_not(shaped=True) or "possible")
+needs_hosts = pytest.mark.skipif(
+    bool(unavailable_reason(shaped=True)), reason=unavailable_reason(shaped=True) or "possible"
+)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from closeranks.cli.compare.config import load_compare
-from closeranks.cli.compare.network import why_not
+from closeranks.cli.compare.network import unavailable_reason
 from closeranks.cli.compare.plan import make_plan
-from closeranks.cli.compare.table import Row, Stat
+from closeranks.cli.compare.table import RunStat, SettingRow
 from sync import PARTS, judge, tell, tell_hosts
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.benchmarks.scripts import run_script
@@ -57,16 +57,16 @@ def test_what_was_not_run_proves_nothing() -> None:
     assert not judge({part: GOOD[part] for part in ("slow", "bytes", "hosts")})
 
 
-def stat(*values: float) -> Stat:
-    found = Stat.of(values)
+def stat(*values: float) -> RunStat:
+    found = RunStat.of(values)
     assert found is not None
     return found
 
 
 def test_bytes_of_hosts_stand_beside_the_formula() -> None:
     """A million values of four bytes; the interfaces counted those of both hosts."""
-    flat = Row("flat", 4, 2, 2, steps_per_s=stat(0.5, 0.7), bytes_per_step=stat(12.6e6), bytes_ratio=1.0)
-    two = Row("hierarchical", 4, 2, 2, steps_per_s=stat(0.8, 0.9), bytes_per_step=stat(8.4e6), bytes_ratio=2 / 3)
+    flat = SettingRow("flat", 4, 2, 2, steps_per_s=stat(0.5, 0.7), bytes_per_step=stat(12.6e6), bytes_ratio=1.0)
+    two = SettingRow("hierarchical", 4, 2, 2, steps_per_s=stat(0.8, 0.9), bytes_per_step=stat(8.4e6), bytes_ratio=2 / 3)
     told = tell_hosts([flat, two], 1_000_000)
     assert (told["flat"]["mb_computed"], told["flat"]["times_computed"]) == (6.0, 1.05)
     assert (told["hierarchical"]["mb_computed"], told["hierarchical"]["times_computed"]) == (4.0, 1.05)
@@ -74,7 +74,7 @@ def test_bytes_of_hosts_stand_beside_the_formula() -> None:
 
 
 def test_a_row_that_did_not_reach_the_loss_has_no_gain() -> None:
-    assert tell(Row("topk", 2, 2, 2, steps_per_s=stat(2.0))) == {"steps_per_s": 2.0}
+    assert tell(SettingRow("topk", 2, 2, 2, steps_per_s=stat(2.0))) == {"steps_per_s": 2.0}
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -89,7 +89,7 @@ def test_every_comparison_can_be_run(part: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(420)  # six runs of four workers
 def test_it_runs(tmp_path: Path) -> None:
-    if reason := why_not(shaped=True):
+    if reason := unavailable_reason(shaped=True):
         pytest.skip(reason)
     found = run_script("sync.py", "--only", "hosts", "--steps", "4", "--folder", str(tmp_path), timeout_s=400)
     assert found["met"] is False, "four steps prove nothing"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sync_peers import FORGETFUL, GOAL, OURS, RIVALS, compare, compare_losses, judge, main
 
-from closeranks.cli.compare.network import why_not
+from closeranks.cli.compare.network import unavailable_reason
 from tests.benchmarks.scripts import run_script
 
 LANES = [name for kind, ours in OURS.items() for name in (*RIVALS[kind], ours)] + [FORGETFUL]
@@ -96,7 +96,9 @@ def test_without_root_it_says_so_and_ends_with_2(
 
 @pytest.mark.hosts
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or bool(why_not(shaped=True)), reason="network namespaces cannot be made")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or bool(unavailable_reason(shaped=True)), reason="network namespaces cannot be made"
+)
 def test_every_lane_trains_on_two_hosts_and_compressed_ones_send_less() -> None:
     closing = run_script("sync_peers.py", "--quick")
     figures = closing["figures"]["1000 Mbit/s"]

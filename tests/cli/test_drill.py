@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.cli.drills.courses import Course, read_course, same_losses, same_samples, state_difference
-from closeranks.cli.drills.showing import page, print_summary, write_down
-from closeranks.cli.drills.verdicts import Row, Summary, is_resized, judge
+from closeranks.cli.drills.courses import RecordedRun, read_recorded_run, same_losses, same_samples, state_difference
+from closeranks.cli.drills.showing import markdown_page, print_summary, write_report
+from closeranks.cli.drills.verdicts import DrillResult, FaultResult, fault_results, is_resized
 from closeranks.core.events import Event, RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injection
@@ -72,7 +72,7 @@ def test_help_names_every_kind() -> None:
 # --- how it judges: from strikes and from what the agent recorded
 
 LOSSES = {step: 1.0 / step for step in range(1, 11)}
-QUIET = Course(LOSSES, last_step=10)
+QUIET = RecordedRun(LOSSES, last_step=10)
 
 
 def told(*lines: tuple[float, Event]) -> list[TimedEvent]:
@@ -82,8 +82,10 @@ def told(*lines: tuple[float, Event]) -> list[TimedEvent]:
 def test_a_fault_is_timed_from_the_strike_over_its_notice_to_the_first_good_step() -> None:
     kill = Injection(InjectedFault("kill", 3, 1), 100.0, 0, 3, "SIGKILL")
     lines = told((100.2, RankLost(0, 1, step=3, kind="killed")), (101.0, RanksClosed(1, 3, 0.9, 1, 4)))
-    (row,) = judge([kill], [], QUIET, Course(LOSSES, told=lines), has_finished=True)
-    assert row == Row("kill(rank=1, step=3)", pytest.approx(0.1), 0.9, 1, survived=True, equal=True, note="SIGKILL")
+    (row,) = fault_results([kill], [], QUIET, RecordedRun(LOSSES, events=lines), has_finished=True)
+    assert row == FaultResult(
+        "kill(rank=1, step=3)", pytest.approx(0.1), 0.9, 1, survived=True, equal=True, note="SIGKILL"
+    )
 
 
 def test_each_fault_is_matched_with_its_own_generation() -> None:
@@ -91,21 +93,21 @@ def test_each_fault_is_matched_with_its_own_generation() -> None:
     lines = told(
         (100.1, RankLost(0)), (101.0, RanksClosed(1, 3, 0.9)), (116.0, RankLost(1)), (117.0, RanksClosed(2, 7, 1.5, 1))
     )
-    rows = judge(strikes, [], QUIET, Course(LOSSES, told=lines), has_finished=True)
+    rows = fault_results(strikes, [], QUIET, RecordedRun(LOSSES, events=lines), has_finished=True)
     assert [row.detected_s for row in rows] == [pytest.approx(0.1), pytest.approx(5.5)]
     assert [row.num_redone for row in rows] == [0, 1]
 
 
 def test_who_never_came_back_was_not_survived() -> None:
     unseen = Injection(InjectedFault("stop", 3, 1), 100.0, 0, 3, "SIGSTOP")
-    (row,) = judge([unseen], [], QUIET, QUIET, has_finished=True)
+    (row,) = fault_results([unseen], [], QUIET, QUIET, has_finished=True)
     assert not row.survived
     assert row.note == "SIGSTOP; it was never noticed"
-    lost = Course(LOSSES, told=told((105.0, RankLost(0, 1))))
-    (row,) = judge([unseen], [], QUIET, lost, has_finished=False)
+    lost = RecordedRun(LOSSES, events=told((105.0, RankLost(0, 1))))
+    (row,) = fault_results([unseen], [], QUIET, lost, has_finished=False)
     assert (row.survived, row.detected_s, row.num_redone) == (False, 5.0, None)
     assert row.note == "SIGSTOP; no step was finished after it"
-    (row,) = judge([unseen], [], QUIET, lost, has_finished=True)
+    (row,) = fault_results([unseen], [], QUIET, lost, has_finished=True)
     assert (row.survived, row.detected_s, row.num_redone) == (True, 5.0, 0)
     assert row.note == "SIGSTOP; every step was finished already"
 
@@ -114,14 +116,16 @@ def test_who_never_came_back_was_not_survived() -> None:
 def test_who_is_asked_to_leave_in_the_last_second_need_not_be_seen_to(ended_at: float, survived: bool) -> None:
     losses = dict.fromkeys(range(1, 4), 1.0)
     strike = Injection(InjectedFault("term", 3, 1), 100.0, 0, 3, "SIGTERM")
-    (row,) = judge([strike], [], Course(losses, last_step=3), Course(losses, ended_at=ended_at), has_finished=True)
+    (row,) = fault_results(
+        [strike], [], RecordedRun(losses, last_step=3), RecordedRun(losses, ended_at=ended_at), has_finished=True
+    )
     assert row.survived == survived
     assert ("was over before" in row.note) == survived
 
 
 def test_what_did_not_strike_was_not_survived() -> None:
     failed = Injection(InjectedFault("exception", 2), 100.0, 0, 2, error="rank 0 has no connection to another")
-    rows = judge([failed], [InjectedFault("kill", 10)], QUIET, QUIET, has_finished=True)
+    rows = fault_results([failed], [InjectedFault("kill", 10)], QUIET, QUIET, has_finished=True)
     assert [row.survived for row in rows] == [False, False]
     assert rows[0].note == "it could not strike: rank 0 has no connection to another"
     assert rows[1].note.startswith("it did not strike: the run was over")
@@ -133,9 +137,11 @@ def test_what_ends_nothing_is_survived_by_going_on() -> None:
         Injection(InjectedFault("diskfull", 6), 110.0, 0, 6),
     ]
     lines = told((90.0, SaveFailed(1)), (95.0, SlowRank(1)), (103.0, SlowRank(0)), (104.0, SlowRank(1)))
-    rows = judge(strikes, [], QUIET, Course(LOSSES, told=[*lines, TimedEvent(112.5, SaveFailed(6))]), has_finished=True)
+    rows = fault_results(
+        strikes, [], QUIET, RecordedRun(LOSSES, events=[*lines, TimedEvent(112.5, SaveFailed(6))]), has_finished=True
+    )
     assert [(row.detected_s, row.num_redone, row.survived) for row in rows] == [(4.0, 0, True), (2.5, 0, True)]
-    rows = judge(strikes, [], QUIET, Course(LOSSES), has_finished=True)
+    rows = fault_results(strikes, [], QUIET, RecordedRun(LOSSES), has_finished=True)
     assert [(row.detected_s, row.survived) for row in rows] == [(None, True), (None, True)]
     assert [row.note for row in rows] == ["; it was not called slow", "; no save met it"]
 
@@ -146,9 +152,9 @@ def test_the_fault_after_which_losses_differ_is_the_one_that_is_blamed() -> None
     ]
     lines = told(*((100.5 + step, RankLost(number)) for number, step in enumerate((2, 5, 8))))
     lines += told(*((101.0 + step, RanksClosed(number + 1)) for number, step in enumerate((2, 5, 8))))
-    odd = Course({**LOSSES, 6: 1.0 / 6 + 1e-16}, told=lines)
-    assert [row.equal for row in judge(strikes, [], QUIET, odd, has_finished=True)] == [True, False, True]
-    assert [row.equal for row in judge(strikes, [], QUIET, odd, has_finished=True, tolerance=1e-9)] == [
+    odd = RecordedRun({**LOSSES, 6: 1.0 / 6 + 1e-16}, events=lines)
+    assert [row.equal for row in fault_results(strikes, [], QUIET, odd, has_finished=True)] == [True, False, True]
+    assert [row.equal for row in fault_results(strikes, [], QUIET, odd, has_finished=True, tolerance=1e-9)] == [
         True,
         True,
         True,
@@ -157,11 +163,11 @@ def test_the_fault_after_which_losses_differ_is_the_one_that_is_blamed() -> None
 
 def test_losses_are_compared_bit_by_bit() -> None:
     assert same_losses(QUIET, QUIET, 1, 10)
-    assert not same_losses(QUIET, Course({**LOSSES, 3: 1 / 3 + 1e-16}), 1, 10)
-    assert not same_losses(QUIET, Course({step: LOSSES[step] for step in range(1, 10)}), 1, 10)
-    nan = Course({1: float("nan")})
+    assert not same_losses(QUIET, RecordedRun({**LOSSES, 3: 1 / 3 + 1e-16}), 1, 10)
+    assert not same_losses(QUIET, RecordedRun({step: LOSSES[step] for step in range(1, 10)}), 1, 10)
+    nan = RecordedRun({1: float("nan")})
     assert same_losses(nan, nan, 1, 1)
-    assert not same_losses(Course({1: 0.0}), Course({1: -0.0}), 1, 1)
+    assert not same_losses(RecordedRun({1: 0.0}), RecordedRun({1: -0.0}), 1, 1)
 
 
 def test_another_size_is_noticed() -> None:
@@ -172,13 +178,13 @@ def test_another_size_is_noticed() -> None:
 # --- how it tells
 
 ROWS = (
-    Row("kill(rank=1, step=3)", 0.05, 0.912, 1, survived=True, equal=True, note="SIGKILL"),
-    Row("slow(rank=0, step=5)", None, None, 0, survived=True, equal=True, note="20% of a processor"),
+    FaultResult("kill(rank=1, step=3)", 0.05, 0.912, 1, survived=True, equal=True, note="SIGKILL"),
+    FaultResult("slow(rank=0, step=5)", None, None, 0, survived=True, equal=True, note="20% of a processor"),
 )
 
 
 def test_the_table_and_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    summary = Summary(ROWS, 10, losses=True, state="", samples=True)
+    summary = DrillResult(ROWS, 10, losses=True, state="", samples=True)
     assert summary.has_passed
     print_summary(summary)
     lines = capsys.readouterr().out.splitlines()
@@ -190,9 +196,9 @@ def test_the_table_and_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_resized_run_is_equal_up_to_a_tolerance_and_says_so() -> None:
-    summary = Summary(ROWS, 10, losses=True, state="", samples=None, tolerance=1e-4)
+    summary = DrillResult(ROWS, 10, losses=True, state="", samples=None, tolerance=1e-4)
     assert "equal up to 0.0001, for the run was resized" in summary.sentence
-    assert "| to 0.0001 |" in page(
+    assert "| to 0.0001 |" in markdown_page(
         summary, {"job": "job.toml", "num_workers": 4, "command": "closeranks drill job.toml"}
     )
 
@@ -200,18 +206,24 @@ def test_a_resized_run_is_equal_up_to_a_tolerance_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("summary", "said"),
     [
-        (Summary(ROWS, 10, losses=False, state="", samples=None), "but the losses are not those"),
-        (Summary(ROWS, 10, losses=True, state="3 tensors differ", samples=None), "but 3 tensors differ."),
-        (Summary(ROWS, 10, losses=True, state="", samples=False), "but some steps took other samples"),
-        (Summary(ROWS, 10, losses=False, state="", samples=None, failure="rank 1 died\nlog"), "ended: rank 1 died"),
-        (Summary((Row("x", equal=True),), 10, losses=True, state="", samples=None), "0 of 1 fault survived"),
-        (Summary((Row("x", survived=True),), 10, losses=True, state="", samples=None), "1 of 1 fault survived"),
+        (DrillResult(ROWS, 10, losses=False, state="", samples=None), "but the losses are not those"),
+        (DrillResult(ROWS, 10, losses=True, state="3 tensors differ", samples=None), "but 3 tensors differ."),
+        (DrillResult(ROWS, 10, losses=True, state="", samples=False), "but some steps took other samples"),
+        (DrillResult(ROWS, 10, losses=False, state="", samples=None, failure="rank 1 died\nlog"), "ended: rank 1 died"),
+        (
+            DrillResult((FaultResult("x", equal=True),), 10, losses=True, state="", samples=None),
+            "0 of 1 fault survived",
+        ),
+        (
+            DrillResult((FaultResult("x", survived=True),), 10, losses=True, state="", samples=None),
+            "1 of 1 fault survived",
+        ),
     ],
 )
-def test_whatever_is_wrong_fails_the_drill(summary: Summary, said: str, tmp_path: Path) -> None:
+def test_whatever_is_wrong_fails_the_drill(summary: DrillResult, said: str, tmp_path: Path) -> None:
     assert not summary.has_passed
     assert said in summary.sentence
-    write_down(tmp_path, summary, {"job": "job.toml", "num_workers": 4, "command": "closeranks drill job.toml"})
+    write_report(tmp_path, summary, {"job": "job.toml", "num_workers": 4, "command": "closeranks drill job.toml"})
     kept = json.loads((tmp_path / "drill.json").read_text())
     assert kept["passed"] is False
     assert kept["sentence"] == summary.sentence
@@ -243,7 +255,7 @@ def test_a_job_comes_out_the_same_after_a_kill_at_the_first_a_middle_and_the_las
     assert [row["survived"] and row["equal"] and row["num_redone"] <= 1 for row in rows] == [True] * 3
     assert "3 of 3 faults survived" in out
     assert state_difference(folder / "undisturbed", folder / "disturbed") == ""
-    assert same_samples(read_course(folder / "undisturbed"), read_course(folder / "disturbed"))
+    assert same_samples(read_recorded_run(folder / "undisturbed"), read_recorded_run(folder / "disturbed"))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import pytest
 import typer
 
 import closeranks
-from closeranks.cli.compare.config import Compare, load_compare
+from closeranks.cli.compare.config import CompareConfig, load_compare
 from closeranks.cli.main import app
 from closeranks.elastic.config import ElasticConfig
 from closeranks.elastic.faults.fault import KINDS
@@ -225,7 +225,7 @@ def test_the_keys_of_elastic_are_all_told_with_their_defaults() -> None:
 
 def test_the_keys_of_a_comparison_are_all_told() -> None:
     told = set(re.findall(r"(?m)^\| `\[?\[?(\w+)", (ROOT / "docs" / "compare.md").read_text()))
-    assert set(Compare.model_fields) <= told
+    assert set(CompareConfig.model_fields) <= told
 
 
 def test_compressors_and_faults_are_all_told() -> None:

@@ -74,7 +74,7 @@ def _worth_telling(ran: Ran, case: Case) -> Iterator[dict[str, Any]]:
 
 
 def _figures(ran: Ran, strike: dict[str, Any], case: Case) -> tuple[float | None, float | None, int | None]:
-    told = ran.course.told
+    told = ran.course.events
     closed = next(
         (line for line in told if isinstance(line.event, RanksClosed) and line.event.generation > strike["generation"]),
         None,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.checkpoint.catalogue import FoundCheckpoint
-from closeranks.cli.ckpt.places import pick
-from closeranks.cli.drills.courses import Course, read_course, state_difference
+from closeranks.cli.ckpt.places import pick_checkpoint
+from closeranks.cli.drills.courses import RecordedRun, read_recorded_run, state_difference
 from closeranks.core.events import Event, RankLost, RanksClosed
 from closeranks.elastic.faults.disk import mount_problem
 from closeranks.telemetry.samples import SampleLog, read_samples
@@ -51,8 +51,8 @@ class Ran:
         return self.folder / "run"
 
     @cached_property
-    def course(self) -> Course:
-        return read_course(self.run)
+    def course(self) -> RecordedRun:
+        return read_recorded_run(self.run)
 
     @cached_property
     def samples(self) -> SampleLog:
@@ -60,10 +60,10 @@ class Ran:
 
     @cached_property
     def state(self) -> tuple[FoundCheckpoint, Any]:
-        return pick(str(self.run))
+        return pick_checkpoint(str(self.run))
 
     def told(self, kind: type[Event]) -> list[Any]:
-        return [line.event for line in self.course.told if isinstance(line.event, kind)]
+        return [line.event for line in self.course.events if isinstance(line.event, kind)]
 
     @property
     def lost(self) -> list[RankLost]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from closeranks.agent.agent import Agent
-from closeranks.cli.launching import look_beside, modules_of, plan_for
+from closeranks.cli.launching import add_job_folder_to_path, modules_of, plan_for
 from closeranks.cli.planning import split_words, with_layout
 from closeranks.core.errors import ConfigError, RunFailed
 from closeranks.facts.layout import Layout
@@ -35,7 +35,7 @@ _KINDS = {"loss": "losses", "gradient": "first gradients", "weight": "last weigh
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class LayoutCheckResult:
     """One precision's comparison, and the first thing that should have been equal and was not."""
 
     precision: str
@@ -43,10 +43,10 @@ class Result:
     first: LayoutDifference | None
 
 
-def check(path: Path, words: Sequence[str], precisions: Sequence[str], steps: int) -> None:
+def check_layout(path: Path, words: Sequence[str], precisions: Sequence[str], steps: int) -> None:
     text, overrides = split_words(words)
     tried = with_layout(resolve_paths(load_job(path, overrides).value, path), text)
-    look_beside(path)
+    add_job_folder_to_path(path)
     layout = layout_for(tried, 1)
     if problems := [*check_axes(tried), *check_workers(tried, layout.num_ranks)]:
         raise ConfigError(problems)
@@ -71,15 +71,18 @@ def short_job(job: Job, precision: str, steps: int) -> Job:
     return job.model_copy(update={name: getattr(job, name).model_copy(update=keys) for name, keys in tables.items()})
 
 
-def alone(job: Job) -> Job:
+def single_process_job(job: Job) -> Job:
     """The same job in one process."""
     plain = {"data": 1, "zero": 0, "shard": 0, "tensor": 1, "pipeline": 1, "schedule": "1f1b"}
     return job.model_copy(update={"layout": job.layout.model_copy(update=plain)})
 
 
-def _prove(job: Job, layout: Layout, precision: str, steps: int, folder: Path, console: Console) -> Result:
+def _prove(job: Job, layout: Layout, precision: str, steps: int, folder: Path, console: Console) -> LayoutCheckResult:
     few = short_job(job, precision, steps)
-    sides = {"one process": (alone(few), 1), f"{layout} on {layout.num_ranks} workers": (few, layout.num_ranks)}
+    sides = {
+        "one process": (single_process_job(few), 1),
+        f"{layout} on {layout.num_ranks} workers": (few, layout.num_ranks),
+    }
     records = []
     for number, (name, (side, num_workers)) in enumerate(sides.items()):
         console.print(f"{precision}: {steps} steps, {name} ...")
@@ -88,7 +91,7 @@ def _prove(job: Job, layout: Layout, precision: str, steps: int, folder: Path, c
     from closeranks.run.proof import compare_records
 
     comparison = compare_records(records[1], records[0])
-    return Result(precision, comparison, comparison.first_exceeding(TOLERANCES[precision]))
+    return LayoutCheckResult(precision, comparison, comparison.first_exceeding(TOLERANCES[precision]))
 
 
 def _record(job: Job, num_workers: int, record: Path) -> None:
@@ -105,7 +108,7 @@ def _record(job: Job, num_workers: int, record: Path) -> None:
     Agent(plan, on_event=lambda rank, event: None, on_output=lambda rank, text: None, on_note=lambda text: None).run()
 
 
-def _table(results: Sequence[Result]) -> Table:
+def _table(results: Sequence[LayoutCheckResult]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("relative difference", *_KINDS.values(), ""):
         table.add_column(title, justify="right" if title in _KINDS.values() else "left", no_wrap=True)
@@ -120,7 +123,7 @@ def _table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _in_words(layout: Layout, result: Result) -> str:
+def _in_words(layout: Layout, result: LayoutCheckResult) -> str:
     first = result.first
     assert first is not None
     allowed = TOLERANCES[result.precision][first.kind]

@@ -23,11 +23,11 @@ def workers_of_host(num_ranks: int, per_host: int) -> int:
     return per_host or min(num_ranks, USUAL_HOST)
 
 
-def hosts_of(num_ranks: int, per_host: int) -> list[int]:
+def host_sizes(num_ranks: int, per_host: int) -> list[int]:
     return [rank // workers_of_host(num_ranks, per_host) for rank in range(num_ranks)]
 
 
-def rank_copies(job: Job, cost: Cost, per_host: int) -> list[int]:
+def snapshot_bytes_per_rank(job: Job, cost: Cost, per_host: int) -> list[int]:
     """Of each rank, the bytes of all its copies."""
     mesh, num_ranks = Mesh(cost.layout), cost.layout.num_ranks
     held = [rank.state.parameters + rank.state.optimizer for rank in cost.ranks]
@@ -36,7 +36,7 @@ def rank_copies(job: Job, cost: Cost, per_host: int) -> list[int]:
         return [0] * num_ranks
     if job.elastic.second_copies == "off" or num_ranks == 1:
         return [copies_bytes(size) for size in own]
-    hosts, images = hosts_of(num_ranks, per_host), images_of(mesh, are_own=job.sync.compress.name != "none")
+    hosts, images = host_sizes(num_ranks, per_host), images_of(mesh, are_own=job.sync.compress.name != "none")
     if num_ranks > _MOST_PAIRED:
         on_hosts: dict[str, set[int]] = {}
         for host, image in zip(hosts, images, strict=True):
@@ -50,11 +50,11 @@ def rank_copies(job: Job, cost: Cost, per_host: int) -> list[int]:
     return [copies_bytes(mine, kept) for mine, kept in zip(own, of_peer, strict=True)]
 
 
-def copies_line(job: Job, cost: Cost, per_host: int) -> str:
+def snapshot_memory_line(job: Job, cost: Cost, per_host: int) -> str:
     """``copies in host memory: 9.54 MiB a rank, 38.2 MiB a host of 4 workers, ...``"""
     if not job.elastic.enabled:
         return "copies in host memory: none (elastic.enabled = false)"
-    copies, num_ranks = rank_copies(job, cost, per_host), cost.layout.num_ranks
+    copies, num_ranks = snapshot_bytes_per_rank(job, cost, per_host), cost.layout.num_ranks
     num_local = workers_of_host(num_ranks, per_host)
     hosts = [sum(copies[first : first + num_local]) for first in range(0, num_ranks, num_local)]
     alone = sum(copies_bytes(rank.state.parameters + rank.state.optimizer) for rank in cost.ranks)

@@ -55,8 +55,8 @@ def drill(
     seed: Annotated[int, typer.Option(min=0, help="Which campaign: the same seed strikes the same way.")] = 0,
     folder: Annotated[str, typer.Option(help="Where both runs go; runs/drill-JOB if left away.")] = "",
 ) -> None:
-    from closeranks.cli.drills.running import Orders, all_kinds
-    from closeranks.cli.drills.running import drill as run
+    from closeranks.cli.drills.running import DrillRequest, possible_kinds
+    from closeranks.cli.drills.running import run_drill as run
     from closeranks.cli.launching import workers_of
     from closeranks.elastic.faults.grammar import parse_faults
     from closeranks.run.job import load_job
@@ -65,11 +65,11 @@ def drill(
     if faults.strip():
         asked = parse_faults(faults)
     else:
-        asked, without = all_kinds(workers_of(load_job(job, changes).value, num_workers))
+        asked, without = possible_kinds(workers_of(load_job(job, changes).value, num_workers))
         for kind, reason in without.items():
             typer.echo(f"{kind} is left out, it is not possible here: {reason}.")
     command = _command(job, changes, num_workers, faults, count, seed)
-    if not run(Orders(job, changes, num_workers, asked, count, seed, folder, command)):
+    if not run(DrillRequest(job, changes, num_workers, asked, count, seed, folder, command)):
         raise typer.Exit(1)
 
 

@@ -23,7 +23,7 @@ from closeranks.agent.gate import JoinEndpoint
 from closeranks.agent.launch import JobOutcome, LaunchPlan, RecoverySettings, ResizedLaunch
 from closeranks.agent.lead import OnTick
 from closeranks.agent.view import JobView
-from closeranks.cli.standing import Standing
+from closeranks.cli.standing import StatusUpdater
 from closeranks.core.blame import shown
 from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
 from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
@@ -47,20 +47,20 @@ _WARM = "closeranks.run.warming:warm"
 
 
 @dataclass(frozen=True, slots=True)
-class Party:
+class JobHosts:
     """The hosts of a job, as the command line names them."""
 
     num_hosts: int = 1
     """It begins when so many are here, this one included,"""
-    most_hosts: int = 1
+    max_hosts: int = 1
     """and grows up to so many; others stand by."""
     listen: str = ""
     """Where others may join: an address of this host, with a port or without."""
     token_file: Path | None = None
 
     @property
-    def is_open(self) -> bool:
-        return bool(self.listen) or self.most_hosts > 1
+    def accepts_hosts(self) -> bool:
+        return bool(self.listen) or self.max_hosts > 1
 
 
 def train(
@@ -68,21 +68,21 @@ def train(
     overrides: Sequence[str],
     num_workers: int,
     on_turn: OnTick | None = None,
-    party: Party | None = None,
+    party: JobHosts | None = None,
 ) -> None:
     """``on_turn`` looks on while the job runs: see ``agent.lead``."""
-    party = party or Party()
+    party = party or JobHosts()
     world = detect_world()
     if world.launcher in _STARTED_ELSEWHERE:
         _train_here(path, overrides, num_workers, world)
         return
     job = resolve_existing_paths(load_job(path, overrides).value, path)
-    look_beside(path)
+    add_job_folder_to_path(path)
     num_workers = workers_of(job, num_workers)
     with owned_run_folder(job, path.stem) as claim:
         past = _past_of(job, claim.folder)
         job = past.apply_to(job)
-        if problems := check_workers(job, num_workers * party.most_hosts):
+        if problems := check_workers(job, num_workers * party.max_hosts):
             raise ConfigError(problems)
         prepare_folder(job, claim.folder)
         work = _training(job, claim, past, party, (str(path), tuple(overrides)))
@@ -90,7 +90,7 @@ def train(
 
 
 def _training(
-    job: Job, claim: OwnedRunFolder, past: BatchHistory, party: Party, command: tuple[str, tuple[str, ...]]
+    job: Job, claim: OwnedRunFolder, past: BatchHistory, party: JobHosts, command: tuple[str, tuple[str, ...]]
 ) -> _Work:
     return _Work(
         entry="closeranks.run.worker:train_entry",
@@ -119,15 +119,15 @@ def _minding(on_turn: OnTick | None) -> OnTick:
     return look
 
 
-def _reachable(config: AgentConfig, party: Party) -> AgentConfig:
+def _reachable(config: AgentConfig, party: JobHosts) -> AgentConfig:
     """Where other hosts join, their workers must reach this host's too."""
-    if not party.is_open or config.host != AgentConfig().host:
+    if not party.accepts_hosts or config.host != AgentConfig().host:
         return config
-    host = listening(party)[0]
+    host = listen_address(party)[0]
     return config.model_copy(update={"host": own_address() if host in WILDCARDS else host})
 
 
-def listening(party: Party) -> tuple[str, int]:
+def listen_address(party: JobHosts) -> tuple[str, int]:
     """Address and port; 0: any free port. Beyond loopback somebody must say so."""
     if not party.listen:
         return AgentConfig().host, 0
@@ -178,13 +178,13 @@ def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: W
     except UserError as error:
         print_error(error, report_turn(error, world, None))
         sys.exit(error.exit_code)
-    look_beside(path)
+    add_job_folder_to_path(path)
     from closeranks.run.worker import train_in_process
 
     train_in_process(job, str(path), overrides)
 
 
-def look_beside(path: Path) -> None:
+def add_job_folder_to_path(path: Path) -> None:
     """A job's own modules are looked for beside its file, then in the working folder."""
     sys.path[:0] = [str(path.resolve().parent), os.getcwd()]
 
@@ -233,7 +233,7 @@ class _Work:
     saves: bool = False
     """Whether the job wants its state saved."""
     on_turn: OnTick | None = None
-    party: Party = field(default_factory=Party)
+    party: JobHosts = field(default_factory=JobHosts)
 
 
 def _start(work: _Work, num_workers: int) -> None:
@@ -248,7 +248,7 @@ def _start(work: _Work, num_workers: int) -> None:
         threads=work.threads,
         must_finish=work.must_finish,
         num_hosts=work.party.num_hosts,
-        most_hosts=work.party.most_hosts,
+        most_hosts=work.party.max_hosts,
     )
     failure = ""
     set_title("agent", str(work.folder))
@@ -273,16 +273,16 @@ def _start(work: _Work, num_workers: int) -> None:
 
 def _door(work: _Work, on_note: Callable[[str], None]) -> JoinEndpoint | None:
     party = work.party
-    if not party.is_open:
+    if not party.accepts_hosts:
         return None
     drawn_at = (work.folder / "job.token").absolute()
     token = lead_token(party.token_file, job_token(), drawn_at, on_note)
-    host, port = listening(party)
+    host, port = listen_address(party)
     token_file = party.token_file or ("" if job_token() else drawn_at)
     return JoinEndpoint(host, port, token, address=work.agent.host, token_file=str(token_file))
 
 
-def hosts_of(text: str) -> tuple[int, int]:
+def parse_hosts(text: str) -> tuple[int, int]:
     """``2`` or ``1:4``: how many hosts it begins with, and up to how many it grows."""
     first, _, last = text.partition(":")
     if not (first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first)):
@@ -327,7 +327,7 @@ class _Screen:
         """Whether a run began, rather than being refused."""
         self._agent: Agent | None = None
         self._has_moved = False
-        self._standing = Standing(folder, progress.print_line)
+        self._standing = StatusUpdater(folder, progress.print_line)
         self._agent_log: EventRecorder | None = None
 
     def watch(self, plan: LaunchPlan, on_turn: OnTick | None) -> JobOutcome:
@@ -336,7 +336,7 @@ class _Screen:
             on_event=self._on_event,
             on_output=self._on_output,
             on_note=self._progress.print_line,
-            on_turn=self._standing.looking_beside(on_turn),
+            on_turn=self._standing.chained_with(on_turn),
         )
         ending = "failed"
         try:
@@ -344,7 +344,7 @@ class _Screen:
             ending = outcome.reason
             return outcome
         finally:
-            self._standing.end(ending)
+            self._standing.finish(ending)
             if self._agent_log is not None:
                 self._agent_log.close()
 
@@ -360,14 +360,14 @@ class _Screen:
                 self.saved = event.path
         else:
             self._record(event)
-        self._standing.hear(event)
+        self._standing.handle(event)
         self._progress.handle(event)
 
     def _move(self, folder: Path) -> None:
         """A script's session has said where it writes: all that stands elsewhere so far goes there. A second session
         of the script has a folder of its own; the logs stay with the first."""
         first, self.folder = self.folder, folder
-        self._standing.move(folder)
+        self._standing.set_folder(folder)
         if not self._has_moved and self._agent is not None and first.absolute() != folder.absolute():
             self._agent.move_logs(folder / "logs")
             if self._agent_log is not None:

@@ -87,7 +87,7 @@ def ls(
 ) -> None:
     from closeranks.cli import planning
 
-    wish = planning.Listing(
+    wish = planning.LayoutQuery(
         schedules=tuple(schedule or ()), with_hsdp=hsdp, sort=sort, fits_gib=fits, limit=0 if show_all else limit
     )
     planning.list_layouts(job, overrides or [], num_workers, wish, as_json=as_json)
@@ -128,4 +128,4 @@ def check(
 ) -> None:
     from closeranks.cli import checking
 
-    checking.check(job, words or [], ["float64", "float32"] if precision == "both" else [precision], steps)
+    checking.check_layout(job, words or [], ["float64", "float32"] if precision == "both" else [precision], steps)

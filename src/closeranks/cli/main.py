@@ -85,14 +85,14 @@ _PATIENCE_S = 5.0
 """How long a terminal or pipe that is there but not read may hold a run up."""
 
 
-def outlasts_its_reader(words: Sequence[str]) -> bool:
+def ignores_closed_output(words: Sequence[str]) -> bool:
     """Whether a command does work that counts beyond what it prints. The others, which only tell something, end when
     nobody listens, as ``ls | head -1`` does."""
     return bool(words) and (words[0] in _WORKING or tuple(words[:2]) in _WORKING_PAIRS)
 
 
 def main() -> None:
-    if outlasts_its_reader(sys.argv[1:]):
+    if ignores_closed_output(sys.argv[1:]):
         streams.outlast_readers(_PATIENCE_S)
     else:
         streams.install(("stderr",), required=False)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from closeranks.cli.copies import copies_line, hosts_of, rank_copies
+from closeranks.cli.copies import host_sizes, snapshot_bytes_per_rank, snapshot_memory_line
 from closeranks.cli.pictures import check_picture, drawing
 from closeranks.core.config.overrides import split_pairs
 from closeranks.core.environment import num_gpus
@@ -35,7 +35,7 @@ _AXES = ("data", "zero", "shard", "tensor", "pipeline", "context", "expert", "sc
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class LayoutQuery:
     """Which layouts to list, and how many of them."""
 
     schedules: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Listing:
     """0: all."""
 
 
-def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: Listing, *, as_json: bool) -> None:
+def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: LayoutQuery, *, as_json: bool) -> None:
     job = _load(path, overrides)
     num_ranks = num_workers or num_gpus() or layout_for(job, 1).num_ranks
     subject = describe_job(job)
@@ -86,7 +86,7 @@ def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: L
         console.print(f"\n{sentence}", soft_wrap=not console.is_terminal)
 
 
-def _fewest(job: Job, subject: Subject, costing: Costing, wish: Listing) -> Cost | None:
+def _fewest(job: Job, subject: Subject, costing: Costing, wish: LayoutQuery) -> Cost | None:
     """The least-byte layout of the fewest workers, of ``listing.WORKERS``, on which one fits."""
     limit = wish.fits_gib * _GIB
     state = costing.of(Layout()).fullest.state
@@ -103,9 +103,9 @@ def _fewest(job: Job, subject: Subject, costing: Costing, wish: Listing) -> Cost
 def _load(path: Path, overrides: Sequence[str]) -> Job:
     job = load_job(path, overrides).value
     if is_dotted(job.model.name):
-        from closeranks.cli.launching import look_beside
+        from closeranks.cli.launching import add_job_folder_to_path
 
-        look_beside(path)
+        add_job_folder_to_path(path)
     return job
 
 
@@ -117,7 +117,7 @@ def _console() -> Console:
     return console
 
 
-def _enumerated(job: Job, num_ranks: int, wish: Listing, own: Layout) -> list[Layout]:
+def _enumerated(job: Job, num_ranks: int, wish: LayoutQuery, own: Layout) -> list[Layout]:
     schedules = wish.schedules or (job.layout.schedule,)
     for name in schedules:
         if name not in SCHEDULES:
@@ -147,7 +147,9 @@ def _table(costs: Sequence[Cost], scale: listing.Scale, own: Layout, width: int,
     return table
 
 
-def _closing(costs: Sequence[Cost], fitting: Sequence[Cost], shown: Sequence[Cost], own: Layout, wish: Listing) -> str:
+def _closing(
+    costs: Sequence[Cost], fitting: Sequence[Cost], shown: Sequence[Cost], own: Layout, wish: LayoutQuery
+) -> str:
     """How many there are and are shown, what would show more, and which is the job's."""
     order = "least bytes first" if wish.sort == "bytes" else "least traffic first"
     counted = [f"{len(shown)} of {len(costs)} shown, {order}"]
@@ -182,13 +184,13 @@ def show_layout(
             draw_layout(cost, picture)
     if as_json:
         ranks = {"num_ranks": num_ranks, "ranks": listing.ranks_as_json(cost)}
-        copies = {"host_copies_bytes": rank_copies(job, cost, per_host)}
+        copies = {"host_copies_bytes": snapshot_bytes_per_rank(job, cost, per_host)}
         print(json.dumps({**listing.as_json(cost, is_job=not text), **ranks, **copies}, indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
-    for line in _description(cost, subject, copies_line(job, cost, per_host)):
+    for line in _description(cost, subject, snapshot_memory_line(job, cost, per_host)):
         console.print(line, markup=False)
-    if warning := tensor_crossing(cost.layout, hosts_of(num_ranks, per_host)):
+    if warning := tensor_crossing(cost.layout, host_sizes(num_ranks, per_host)):
         console.print(f"\nwarning: {warning}", markup=False)
     if picture is not None:
         console.print(f"\npicture: {picture}", markup=False)

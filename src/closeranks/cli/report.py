@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 
 HELP = """Draw curve.png and write report.md of a run folder again, also while the run goes on.
 
@@ -29,7 +29,7 @@ def report(run: Annotated[Path, typer.Argument(help="The run's folder.", metavar
         raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")
     try:
         draw_run(run)
-        say(write_report(run))
+        safe_echo(write_report(run))
     except OSError as error:
         what = f"the report of {run} cannot be written: {error.strerror or error}"
         raise UserError(what, "Make room there, or make the folder writable.") from error

@@ -46,7 +46,7 @@ _EVENTS_KEPT = 8
 _HELD_S = 60.0
 
 
-class Standing:
+class StatusUpdater:
     """Call sequence: ``hear`` each event of rank 0 and of the agent, ``look`` in every turn, ``end`` once.
 
     A folder that holds the status of an earlier part of the run keeps it until this part has really begun: a run that
@@ -65,7 +65,7 @@ class Standing:
         self._view = JobView(0.0, "starting", 0, 0, (), (), (), 0)
         self._is_held = RunFolder(folder).status.exists()
 
-    def move(self, folder: Path) -> None:
+    def set_folder(self, folder: Path) -> None:
         """A script's session writes elsewhere than was thought."""
         if folder != self._folder:
             if not self._is_held:
@@ -73,7 +73,7 @@ class Standing:
                     RunFolder(self._folder).status.unlink(missing_ok=True)
             self._folder, self._writer = folder, StatusWriter(folder, on_problem=self._on_problem)
 
-    def hear(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         match event:
             case RunStarted():
                 self._is_held = False
@@ -98,24 +98,24 @@ class Standing:
             case Warned():
                 self._note(lines.warned_line(event))
 
-    def look(self, view: JobView) -> float:
+    def update(self, view: JobView) -> float:
         """One turn of the agent; the answer is when, on the monotonic clock, it should look in again at the latest."""
         self._view = view
         if not self._is_held and self._writer.is_due(view.generation, view.state):
             self._writer.write(self.status(view.state))
         return self._writer.next_at if not self._is_held else view.now + _HELD_S
 
-    def looking_beside(self, other: OnTick | None) -> OnTick:
+    def chained_with(self, other: OnTick | None) -> OnTick:
         """Both look on in every turn, the other first; whoever wants to look again earlier is heeded."""
 
         def look(view: JobView) -> float:
             asked = other(view) if other is not None else None
-            own = self.look(view)
+            own = self.update(view)
             return own if asked is None else min(own, asked)
 
         return look
 
-    def end(self, state: str) -> None:
+    def finish(self, state: str) -> None:
         """How the run ended: the last that is written."""
         self._settle()
         if not self._is_held:

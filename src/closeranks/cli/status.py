@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,7 @@ def status(
         _watch(folder, as_json)
     else:
         found, heard = _look(folder)
-        say(_shown(found, heard, as_json))
+        safe_echo(_shown(found, heard, as_json))
 
 
 def _folder(run: Path | None) -> Path:
@@ -145,5 +145,5 @@ def _print_changes(folder: Path, as_json: bool) -> None:
     for found, heard in _looks(folder):
         text = _shown(found, heard, True).replace("\n", "") if as_json else one_line(found, heard, time.time())
         if text != last:
-            say(text)
+            safe_echo(text)
         last = text

@@ -10,6 +10,6 @@ import typer
 from closeranks.core.printable import printable
 
 
-def say(text: object, *, err: bool = False) -> None:
+def safe_echo(text: object, *, err: bool = False) -> None:
     """``typer.echo``, made safe."""
     typer.echo(printable(str(text)), err=err)

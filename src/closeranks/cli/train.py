@@ -45,10 +45,10 @@ def train(
     from closeranks.cli import launching
 
     changes = [*(overrides or []), *([f'telemetry.profile="{profile}"'] if profile else [])]
-    party = launching.Party(*launching.hosts_of(hosts), listen, token_file)
+    party = launching.JobHosts(*launching.parse_hosts(hosts), listen, token_file)
     if not faults.strip():
         launching.train(job, changes, num_workers, party=party)
         return
-    from closeranks.cli.drills.running import train_with
+    from closeranks.cli.drills.running import train_with_faults
 
-    train_with(job, changes, num_workers, faults, party)
+    train_with_faults(job, changes, num_workers, faults, party)

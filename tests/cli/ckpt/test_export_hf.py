@@ -16,7 +16,7 @@ from closeranks.checkpoint.weights.open import open_weights
 from closeranks.checkpoint.weights.shards import NoProgress, plan_export
 from closeranks.checkpoint.weights.taking import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
-from closeranks.cli.ckpt.moving import bar, in_words, parse_size
+from closeranks.cli.ckpt.moving import parse_size, size_text, transfer_bar
 from closeranks.core.pieces import Piece
 from closeranks.facts.llama import LlamaShape, parameter_shapes
 from tests.cli.ckpt.calling import ckpt
@@ -74,7 +74,7 @@ def test_sizes(text: str, num_bytes: int) -> None:
 
 
 def test_sizes_in_words() -> None:
-    assert [in_words(n) for n in (0, 999, 1500, 5 * 10**9)] == ["0 B", "999 B", "1.5 kB", "5.0 GB"]
+    assert [size_text(n) for n in (0, 999, 1500, 5 * 10**9)] == ["0 B", "999 B", "1.5 kB", "5.0 GB"]
 
 
 def test_a_place_without_a_checkpoint_is_one_sentence_and_exit_2(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as there:
         there.setattr(sys, "stderr", terminal)
-        with bar() as watcher:
+        with transfer_bar() as watcher:
             watcher.begin("writing", 2000)
             watcher.advance(500)
             watcher.advance(1500)
@@ -123,7 +123,7 @@ def test_a_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_bar_is_drawn_into_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stderr", log)
-        with bar() as watcher:
+        with transfer_bar() as watcher:
             watcher.begin("writing", 2000)
             watcher.advance(2000)
     assert (tmp_path / "log").read_text() == ""

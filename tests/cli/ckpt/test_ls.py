@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.cli.ckpt.places import aligned
+from closeranks.cli.ckpt.places import align_columns
 from tests.checkpoint import making
 from tests.checkpoint.making import Whole, a_state, filled
 from tests.cli.ckpt.calling import ckpt
@@ -77,14 +77,14 @@ def test_nothing_there_is_bad_input(tmp_path: Path) -> None:
 def test_a_narrow_terminal_loses_columns_and_never_letters() -> None:
     rows = [("*", "step-00000080", "14.3 MiB", "certified, latest"), ("", "step-00000060", "5 B", "certified")]
     headings = ("", "name", "size", "state")
-    wide, left_out = aligned(headings, rows, ("size",), ("size", "state"), None)
+    wide, left_out = align_columns(headings, rows, ("size",), ("size", "state"), None)
     assert wide[1:] == ["*  step-00000080  14.3 MiB  certified, latest", "   step-00000060       5 B  certified"]
     assert left_out == []
-    assert aligned(headings, rows, ("size",), ("size", "state"), len(wide[1])) == (wide, [])
-    narrow, left_out = aligned(headings, rows, ("size",), ("size", "state"), len(wide[1]) - 1)
+    assert align_columns(headings, rows, ("size",), ("size", "state"), len(wide[1])) == (wide, [])
+    narrow, left_out = align_columns(headings, rows, ("size",), ("size", "state"), len(wide[1]) - 1)
     assert narrow[1:] == ["*  step-00000080  certified, latest", "   step-00000060  certified"]
     assert left_out == ["size"]
-    assert aligned(headings, rows, (), ("size",), 10)[0] == narrow
+    assert align_columns(headings, rows, (), ("size",), 10)[0] == narrow
 
 
 def test_no_verb_imports_torch_to_look_at_manifests(run: Path) -> None:

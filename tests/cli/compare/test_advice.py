@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from closeranks.cli.compare.advice import advise
-from closeranks.cli.compare.config import Budget, Target
+from closeranks.cli.compare.config import ComparisonBudget, ComparisonTarget
 from closeranks.cli.compare.reading import DIVERGED, FAILED
 from tests.cli.compare.outcomes import compared, runs
 
@@ -65,7 +65,7 @@ def test_one_seed_has_no_spread() -> None:
     assert stays.endswith("and that is no clear difference (1.01x); one run each: no spread is known.")
     broken = runs("broken", None, state=FAILED, reason="no disk")
     assert advise(compared(runs("plain", 100.0), broken)).endswith("one run each: no spread is known; broken failed.")
-    for target, budget in ((None, None), (None, Budget(seconds=60.0))):
+    for target, budget in ((None, None), (None, ComparisonBudget(seconds=60.0))):
         said = advise(compared(runs("plain", None), runs("other", None), target=target, budget=budget))
         assert said.endswith("; one run each: no spread is known.")
 
@@ -118,7 +118,7 @@ def test_what_diverged_or_failed_is_never_recommended_and_named() -> None:
 
 
 def test_accuracy_rises() -> None:
-    target = Target(metric="accuracy", value=0.9)
+    target = ComparisonTarget(metric="accuracy", value=0.9)
     low = [replace(one, metrics={"accuracy": 0.95}) for one in PLAIN]
     high = [replace(one, metrics={"accuracy": 0.97}) for one in runs("other", None, None)]
     table = compared(low, high, target=target)
@@ -158,14 +158,14 @@ def test_without_a_target_and_no_faster_the_better_one() -> None:
 
 def test_with_the_same_time_for_all_the_one_that_comes_furthest() -> None:
     better = runs("quick", None, None, finals=(1.0, 1.1))
-    table = compared(runs("plain", None, None), better, target=None, budget=Budget(seconds=60.0))
+    table = compared(runs("plain", None, None), better, target=None, budget=ComparisonBudget(seconds=60.0))
     assert advise(table).startswith("Use quick: in the same time it ends at training loss 1.05")
 
 
 def test_a_lucky_mean_hides_no_clearly_better_end() -> None:
     plain, lucky = runs("plain", *[None] * 3, finals=(2.0,) * 3), runs("A", *[None] * 3, finals=(1.0, 1.9, 2.1))
     better = runs("B", *[None] * 3, finals=(1.8, 1.81, 1.79))
-    timed = advise(compared(plain, lucky, better, target=None, budget=Budget(seconds=60.0)))
+    timed = advise(compared(plain, lucky, better, target=None, budget=ComparisonBudget(seconds=60.0)))
     assert timed.startswith("Use B: in the same time it ends at training loss 1.80")
     assert "instead of" not in timed
     assert advise(compared(plain, lucky, better, target=None)).startswith(

@@ -68,7 +68,7 @@ def test_a_comparison_from_its_file_to_its_recommendation(tmp_path: Path) -> Non
 
 def _check_bytes(two: dict[str, Any], one: dict[str, Any], cwd: Path) -> None:
     """Two ranks send each other the gradients once there and once back: 2 (n-1)/n of them, each."""
-    if network.why_not(shaped=False):
+    if network.unavailable_reason(shaped=False):
         assert two["bytes_per_step"] is None
         return
     assert two["bytes_per_step"] == pytest.approx(2 * 4 * num_params(cwd / two["folder"]), rel=0.1)

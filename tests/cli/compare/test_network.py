@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.cli.compare.config import Network
-from closeranks.cli.compare.network import Host, Hosts, why_not
+from closeranks.cli.compare.config import NetworkConfig
+from closeranks.cli.compare.network import NamespaceHost, NamespaceHosts, unavailable_reason
 from tests.cli.compare.jobs import HEAD, JOB, write
 from tests.cli.compare.test_compare import compare, told
 
 pytestmark = [
     pytest.mark.hosts,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(why_not(shaped=True)), reason=why_not(shaped=True) or "possible"),
+    pytest.mark.skipif(bool(unavailable_reason(shaped=True)), reason=unavailable_reason(shaped=True) or "possible"),
 ]
 _SERVE = (
     "import socket; server = socket.create_server(('', 5000)); print('up', flush=True)\n"
@@ -35,7 +35,7 @@ _KNOCK = (
 )
 
 
-def python(host: Host, folder: Path, text: str, *words: object) -> tuple[subprocess.Popen[str], Path]:
+def python(host: NamespaceHost, folder: Path, text: str, *words: object) -> tuple[subprocess.Popen[str], Path]:
     path = folder / f"{host.name}.txt"
     with path.open("w") as output:
         return host.start([sys.executable, "-c", text, *map(str, words)], output), path
@@ -46,7 +46,7 @@ def number(process: subprocess.Popen[str], path: Path) -> float:
     return float(path.read_text())
 
 
-def send(hosts: Hosts, folder: Path, num_bytes: int) -> float:
+def send(hosts: NamespaceHosts, folder: Path, num_bytes: int) -> float:
     """Seconds for so many bytes from the first host to the second."""
     first, second = hosts.hosts
     _, ready = python(second, folder, _SERVE)
@@ -57,7 +57,7 @@ def send(hosts: Hosts, folder: Path, num_bytes: int) -> float:
 
 
 def test_a_link_is_as_wide_as_was_asked_for_and_its_bytes_are_counted(tmp_path: Path) -> None:
-    with Hosts(Network(hosts=2, mbit=80.0)) as hosts:
+    with NamespaceHosts(NetworkConfig(hosts=2, mbit=80.0)) as hosts:
         before = hosts.sent_bytes()
         seconds = send(hosts, tmp_path, 10_000_000)
         assert seconds > 0.97, "10 MB at 10 MB/s; what fits the queue's burst comes at once"
@@ -66,7 +66,7 @@ def test_a_link_is_as_wide_as_was_asked_for_and_its_bytes_are_counted(tmp_path: 
 
 
 def test_a_packet_takes_as_long_as_was_asked_for(tmp_path: Path) -> None:
-    with Hosts(Network(hosts=2, mbit=80.0, delay_ms=30.0)) as hosts:
+    with NamespaceHosts(NetworkConfig(hosts=2, mbit=80.0, delay_ms=30.0)) as hosts:
         first, second = hosts.hosts
         there_and_back = number(*python(first, tmp_path, _KNOCK, second.address))
         assert 0.06 <= there_and_back < 0.3
@@ -75,7 +75,7 @@ def test_a_packet_takes_as_long_as_was_asked_for(tmp_path: Path) -> None:
 
 def test_nothing_is_left(tmp_path: Path) -> None:
     own = os.readlink("/proc/self/ns/net")
-    with Hosts(Network(hosts=3, mbit=10.0, delay_ms=1.0)) as hosts:
+    with NamespaceHosts(NetworkConfig(hosts=3, mbit=10.0, delay_ms=1.0)) as hosts:
         inits = [host.init_pid for host in hosts.hosts]
         spaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in inits}
         assert len(spaces) == 3

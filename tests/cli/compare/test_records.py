@@ -11,23 +11,26 @@ import pytest
 from closeranks.cli.compare import running
 from closeranks.cli.compare.advice import advise
 from closeranks.cli.compare.config import load_compare
-from closeranks.cli.compare.place import Place
-from closeranks.cli.compare.plan import Plan, Run, make_plan
-from closeranks.cli.compare.reading import Outcome
-from closeranks.cli.compare.records import Machine, Record, Slot, of_others
+from closeranks.cli.compare.place import RunEnvironment
+from closeranks.cli.compare.plan import ComparisonPlan, ComparisonRun, make_plan
+from closeranks.cli.compare.reading import ComparisonRunOutcome
+from closeranks.cli.compare.records import ComparisonRunFolder, MachineInfo, RunRecord, mixed_machines
 from closeranks.cli.compare.running import run_all
 from closeranks.cli.compare.table import make_table
-from closeranks.cli.compare.writing import Story, conditions, write_down
+from closeranks.cli.compare.writing import ComparisonResult, conditions, write_report
 from closeranks.core.errors import SetupError
 from tests.cli.compare.jobs import write
 from tests.cli.compare.outcomes import runs
 
-HERE, THERE = Machine("here", 2, "2.11.0"), Machine("there", 8, "2.12.0")
-COUNTED, UNCOUNTED = Place(None, is_counted=True), Place(None, is_counted=False, why_not="isolate = false")
+HERE, THERE = MachineInfo("here", 2, "2.11.0"), MachineInfo("there", 8, "2.12.0")
+COUNTED, UNCOUNTED = (
+    RunEnvironment(None, is_counted=True),
+    RunEnvironment(None, is_counted=False, not_counted_reason="isolate = false"),
+)
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Plan:
+def plan(tmp_path: Path) -> ComparisonPlan:
     """Two settings, one seed."""
     folder = f"folder={tmp_path / 'out'}"
     return make_plan(load_compare(write(tmp_path), ["seeds=[0]", folder]), tmp_path / "compare.toml")
@@ -38,25 +41,27 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The settings that were really run; each run is over at once."""
     names: list[str] = []
 
-    def at_once(plan: Plan, place: Place, run: Run, slot: Slot) -> Record:
+    def at_once(
+        plan: ComparisonPlan, place: RunEnvironment, run: ComparisonRun, slot: ComparisonRunFolder
+    ) -> RunRecord:
         names.append(run.case.name)
-        return Record(0, 1.0, traffic=((1.0, 5),) if place.is_counted else ())
+        return RunRecord(0, 1.0, traffic=((1.0, 5),) if place.is_counted else ())
 
     monkeypatch.setattr(running, "_carry_out", at_once)
-    monkeypatch.setattr(Machine, "here", lambda: HERE)
+    monkeypatch.setattr(MachineInfo, "here", lambda: HERE)
     return names
 
 
-def run(plan: Plan, place: Place) -> None:
+def run(plan: ComparisonPlan, place: RunEnvironment) -> None:
     run_all(plan, place, lambda run, slot, record: "over")
 
 
-def told(plan: Plan, outcomes: list[Outcome], uncounted: str = "") -> Story:
+def told(plan: ComparisonPlan, outcomes: list[ComparisonRunOutcome], uncounted: str = "") -> ComparisonResult:
     table = make_table(plan.compare, outcomes)
-    return Story(plan, tuple(outcomes), table, advise(table), uncounted)
+    return ComparisonResult(plan, tuple(outcomes), table, advise(table), uncounted)
 
 
-def test_runs_without_bytes_are_run_again_where_bytes_are_counted(plan: Plan, ran: list[str]) -> None:
+def test_runs_without_bytes_are_run_again_where_bytes_are_counted(plan: ComparisonPlan, ran: list[str]) -> None:
     run(plan, UNCOUNTED)
     run(plan, UNCOUNTED)
     assert ran == ["replicas", "zero 1"], "nothing runs twice"
@@ -67,33 +72,33 @@ def test_runs_without_bytes_are_run_again_where_bytes_are_counted(plan: Plan, ra
     assert ran == ["replicas", "zero 1"] * 2, "what was counted stays"
 
 
-def test_a_record_comes_back_with_its_machine(plan: Plan, ran: list[str]) -> None:
+def test_a_record_comes_back_with_its_machine(plan: ComparisonPlan, ran: list[str]) -> None:
     run(plan, COUNTED)
-    assert Slot(plan, plan.runs[0]).read() == Record(0, 1.0, traffic=((1.0, 5),), machine=HERE)
+    assert ComparisonRunFolder(plan, plan.runs[0]).read() == RunRecord(0, 1.0, traffic=((1.0, 5),), machine=HERE)
 
 
 def test_a_machine_is_known_without_torch() -> None:
-    here = Machine.here()
+    here = MachineInfo.here()
     assert here.host == os.uname().nodename
     assert here.num_cores == len(os.sched_getaffinity(0))
     assert here.torch.startswith("2.")
 
 
-def test_what_is_no_whole_record_counts_for_nothing(plan: Plan, ran: list[str]) -> None:
+def test_what_is_no_whole_record_counts_for_nothing(plan: ComparisonPlan, ran: list[str]) -> None:
     run(plan, COUNTED)
-    slot = Slot(plan, plan.runs[0])
+    slot = ComparisonRunFolder(plan, plan.runs[0])
     for text in ("", "{}", '{"exit_code": 0, "wall_s": 1.0, "traffic": [], "machine": {}, "later": 1}'):
         (slot.path / "done.json").write_text(text)
         assert slot.read() is None
 
 
 def test_runs_of_another_machine_are_told_of(
-    plan: Plan, ran: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan: ComparisonPlan, ran: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(plan, COUNTED)
-    Slot(plan, plan.runs[1]).clear()
+    ComparisonRunFolder(plan, plan.runs[1]).clear()
     assert "machine" not in capsys.readouterr().out
-    monkeypatch.setattr(Machine, "here", lambda: THERE)
+    monkeypatch.setattr(MachineInfo, "here", lambda: THERE)
     run(plan, COUNTED)
     assert capsys.readouterr().out.startswith(
         "1 finished run is of here with 2 cores and torch 2.11.0, not of there with 8 cores and torch 2.12.0: "
@@ -102,14 +107,16 @@ def test_runs_of_another_machine_are_told_of(
 
 
 def test_times_of_one_machine_are_not_mixed_wherever_they_are_looked_at() -> None:
-    mine, theirs = Record(0, 1.0, machine=HERE), Record(0, 1.0, machine=THERE)
-    assert of_others([mine, None], HERE) == of_others([theirs, theirs], HERE) == of_others([], HERE) == ""
-    assert of_others([theirs, None], HERE) != ""
-    assert of_others([theirs, mine], HERE) != ""
-    assert of_others([theirs, theirs], replace(THERE, num_cores=4)) == "", "nothing is run on this one"
+    mine, theirs = RunRecord(0, 1.0, machine=HERE), RunRecord(0, 1.0, machine=THERE)
+    assert (
+        mixed_machines([mine, None], HERE) == mixed_machines([theirs, theirs], HERE) == mixed_machines([], HERE) == ""
+    )
+    assert mixed_machines([theirs, None], HERE) != ""
+    assert mixed_machines([theirs, mine], HERE) != ""
+    assert mixed_machines([theirs, theirs], replace(THERE, num_cores=4)) == "", "nothing is run on this one"
 
 
-def test_the_page_tells_of_machines_and_of_bytes(plan: Plan) -> None:
+def test_the_page_tells_of_machines_and_of_bytes(plan: ComparisonPlan) -> None:
     first, second = runs("replicas", None, machine="here"), runs("zero 1", None, machine="here")
     assert "machines" not in conditions(told(plan, first + second))
     mixed = conditions(told(plan, first + [replace(one, machine="there") for one in second]))
@@ -121,10 +128,10 @@ def test_the_page_tells_of_machines_and_of_bytes(plan: Plan) -> None:
     )
 
 
-def test_a_slot_that_cannot_be_written(plan: Plan) -> None:
-    slot = Slot(plan, plan.runs[0])
+def test_a_slot_that_cannot_be_written(plan: ComparisonPlan) -> None:
+    slot = ComparisonRunFolder(plan, plan.runs[0])
     with pytest.raises(SetupError, match=r"cannot be written: No such file .* Set folder, or make it yours"):
-        slot.write(Record(0, 1.0))
+        slot.write(RunRecord(0, 1.0))
     with pytest.raises(SetupError, match=r"output.txt cannot be written: No such file"):
         slot.open("output.txt")
     plan.folder.mkdir()
@@ -133,14 +140,14 @@ def test_a_slot_that_cannot_be_written(plan: Plan) -> None:
         slot.clear()
 
 
-def test_what_a_comparison_came_to_cannot_be_written(plan: Plan) -> None:
+def test_what_a_comparison_came_to_cannot_be_written(plan: ComparisonPlan) -> None:
     story = told(plan, runs("replicas", None) + runs("zero 1", None))
     (plan.folder / "runs.csv").mkdir(parents=True)
     with pytest.raises(SetupError, match=r"runs.csv cannot be written: Is a directory\. Set folder"):
-        write_down(story)
+        write_report(story)
 
 
-def test_a_run_that_cannot_be_started(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_started(plan: ComparisonPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*words: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -148,4 +155,4 @@ def test_a_run_that_cannot_be_started(plan: Plan, monkeypatch: pytest.MonkeyPatc
     plan.folder.mkdir()
     with pytest.raises(SetupError, match=r"a run cannot be carried out: .*Resource temporarily unavailable"):
         run(plan, UNCOUNTED)
-    assert Slot(plan, plan.runs[0]).read() is None
+    assert ComparisonRunFolder(plan, plan.runs[0]).read() is None

@@ -11,7 +11,7 @@ import pytest
 
 from closeranks.cli.compare import network, running
 from closeranks.cli.compare.config import load_compare
-from closeranks.cli.compare.plan import make_plan, texts_of
+from closeranks.cli.compare.plan import make_plan, override_texts
 from closeranks.core.errors import SetupError
 from closeranks.run.ownership import owned_folder
 from tests.cli.calling import call
@@ -92,7 +92,7 @@ def test_a_network_without_its_tools(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("unshare", "nsenter", "ip", "mount", "hostname"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert network.why_not(shaped=True).startswith("tc cannot be found")
+    assert network.unavailable_reason(shaped=True).startswith("tc cannot be found")
 
 
 def test_a_host_without_an_init(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +122,11 @@ def test_the_examples_can_be_compared(path: Path) -> None:
 
 
 def test_changes_are_a_table_or_texts() -> None:
-    assert texts_of({"sync": {"bucket_mib": 1}, "model": {"name": "llama"}}) == [
+    assert override_texts({"sync": {"bucket_mib": 1}, "model": {"name": "llama"}}) == [
         "sync.bucket_mib=1",
         'model.name="llama"',
     ]
-    assert texts_of(("a.b=1",)) == ["a.b=1"]
+    assert override_texts(("a.b=1",)) == ["a.b=1"]
 
 
 def test_what_takes_the_link_under_some_settings_only_is_off_unless_a_setting_turns_it_on(tmp_path: Path) -> None:

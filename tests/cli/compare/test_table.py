@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from closeranks.cli.compare.cells import headings_and_cells
-from closeranks.cli.compare.config import Target
+from closeranks.cli.compare.config import ComparisonTarget
 from closeranks.cli.compare.reading import DIVERGED
-from closeranks.cli.compare.table import Stat
+from closeranks.cli.compare.table import RunStat
 from closeranks.cli.compare.writing import _finite
 from tests.cli.compare.outcomes import compared, runs
 
@@ -21,15 +21,15 @@ def test_a_row_has_means_spreads_and_ratios() -> None:
         runs("top-k", 10.0, 10.0, steps_per_s=8.0, bytes_per_step=10.0),
     )
     plain, topk = table.rows
-    assert plain.seconds_to_target == Stat(50.0, pytest.approx(14.142, abs=1e-3), 40.0, 60.0, 2)
-    assert topk.speedup == Stat(5.0, pytest.approx(1.414, abs=1e-3), 4.0, 6.0, 2)
+    assert plain.seconds_to_target == RunStat(50.0, pytest.approx(14.142, abs=1e-3), 40.0, 60.0, 2)
+    assert topk.speedup == RunStat(5.0, pytest.approx(1.414, abs=1e-3), 4.0, 6.0, 2)
     assert (topk.rate_ratio, topk.bytes_ratio) == (4.0, 0.01)
 
 
 def test_the_gap_is_taken_seed_by_seed() -> None:
     """Seeds lie far apart, the settings do not."""
     table = compared(runs("plain", 1.0, 1.0, finals=(1.0, 5.0)), runs("other", 1.0, 1.0, finals=(1.5, 5.5)))
-    assert table.rows[1].final_gap == Stat(0.5, 0.0, 0.5, 0.5, 2)
+    assert table.rows[1].final_gap == RunStat(0.5, 0.0, 0.5, 0.5, 2)
     assert table.rows[1].final is not None
     assert table.rows[1].final.spread > 2
 
@@ -48,7 +48,7 @@ def test_what_did_not_finish_weighs_nothing_and_says_why() -> None:
     other = compared(runs("plain", 40.0, 60.0), [good, bad]).rows[1]
     assert (other.num_sound, other.is_sound) == (1, False)
     assert other.reason == "diverged in 1 of 2 runs: its loss is not finite since step 4"
-    assert other.final == Stat(1.9, 0.0, 1.9, 1.9, 1)
+    assert other.final == RunStat(1.9, 0.0, 1.9, 1.9, 1)
 
 
 def test_columns_without_a_figure_are_left_out() -> None:
@@ -66,24 +66,24 @@ def test_strict_json_holds_what_is_not_finite_as_null() -> None:
 
 
 def test_what_is_not_a_number_is_in_no_mean() -> None:
-    assert Stat.of([1.0, float("nan"), 3.0, float("inf"), None]) == Stat(
+    assert RunStat.of([1.0, float("nan"), 3.0, float("inf"), None]) == RunStat(
         2.0, pytest.approx(1.414, abs=1e-3), 1.0, 3.0, 2
     )
-    assert Stat.of([float("nan")]) is None
+    assert RunStat.of([float("nan")]) is None
 
 
 def test_final_figures_are_all_of_evaluations_or_all_of_training() -> None:
     evaluated = [replace(one, eval_loss=9.0) for one in runs("plain", 1.0, 1.0)]
     table = compared(evaluated, runs("other", 1.0, 1.0))
     assert not table.is_evaluated
-    assert table.rows[1].final_gap == Stat(0.0, 0.0, 0.0, 0.0, 2), "a training loss against a training loss"
+    assert table.rows[1].final_gap == RunStat(0.0, 0.0, 0.0, 0.0, 2), "a training loss against a training loss"
     both = compared(evaluated, [replace(one, eval_loss=9.5) for one in runs("other", 1.0, 1.0)])
     assert both.is_evaluated
-    assert both.rows[1].final_gap == Stat(0.5, 0.0, 0.5, 0.5, 2)
+    assert both.rows[1].final_gap == RunStat(0.5, 0.0, 0.5, 0.5, 2)
 
 
 def test_a_metric_is_of_evaluations_only_where_all_have_it_there() -> None:
-    target = Target(metric="accuracy", value=0.9)
+    target = ComparisonTarget(metric="accuracy", value=0.9)
     one = [replace(run, metrics={"accuracy": 0.8}, eval_loss=1.0) for run in runs("plain", 1.0)]
     two = [replace(run, metrics={"accuracy": 0.9}, eval_metrics={"accuracy": 0.5}) for run in runs("other", 1.0)]
     table = compared(one, two, target=target)

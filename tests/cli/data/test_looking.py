@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from closeranks.cli.data.proving import prove
+from closeranks.cli.data.proving import check_dataset
 from closeranks.data.files.open import open_files
 from closeranks.data.formats import index_file
 from closeranks.data.formats.index import IndexLocation
@@ -136,7 +136,7 @@ def test_damage_in_the_part_of_an_index_that_opening_does_not_look_at(
     content = bytearray(index.path.read_bytes())
     content[(3 << 20) // 2] ^= 1  # in the second of three blocks
     index.path.write_bytes(content)
-    proof = prove(str(tmp_path / "d"), "", lambda done, total: None)
+    proof = check_dataset(str(tmp_path / "d"), "", lambda done, total: None)
     assert [finding.file for finding in proof.findings] == [str(index.path)]
     assert "is damaged: bytes" in proof.findings[0].text
     assert "Remove it: it is built again" in proof.findings[0].text

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from closeranks.cli.ckpt.moving import local_path
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 
 HELP = """Write weights in another format: a checkpoint of ours, a torch DCP folder, a torch or a safetensors file.
 
@@ -44,9 +44,9 @@ def convert(
     with _progress(f"{source} -> {out}") as (on_total, on_bytes):
         done = carry_over(source, place, to, on_total, on_bytes)
     for note in (*done.notes, *_ending(place.suffix, to)):
-        say(f"note: {note}", err=True)
+        safe_echo(f"note: {note}", err=True)
     kind = "checkpoint of weights alone" if to == "closeranks" else to
-    say(f"{out}: {kind}, {done.num_tensors} tensors, {done.num_bytes:,} bytes, from {done.source}")
+    safe_echo(f"{out}: {kind}, {done.num_tensors} tensors, {done.num_bytes:,} bytes, from {done.source}")
 
 
 def _ending(suffix: str, to: Format) -> tuple[str, ...]:

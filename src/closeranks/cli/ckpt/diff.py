@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 
 if TYPE_CHECKING:
     from closeranks.checkpoint.catalogue import FoundCheckpoint
@@ -44,14 +44,14 @@ def diff(
 
     from closeranks.checkpoint.difference import diff_manifests as compare
     from closeranks.checkpoint.difference import tree_differences
-    from closeranks.cli.ckpt.places import in_order, matches, pick
+    from closeranks.cli.ckpt.places import matches_patterns, natural_sort_key, pick_checkpoint
     from closeranks.core.errors import CheckpointError
 
-    (one, first), (other, second) = pick(a), pick(b)
-    found = [row for row in compare(first, second) if matches((row.section, row.key), patterns or [])]
+    (one, first), (other, second) = pick_checkpoint(a), pick_checkpoint(b)
+    found = [row for row in compare(first, second) if matches_patterns((row.section, row.key), patterns or [])]
     if not found:
         raise CheckpointError(f"no tensor of {a} or {b} is named so", "`closeranks ckpt show` lists their names.")
-    found.sort(key=lambda row: in_order((row.section, row.key)))
+    found.sort(key=lambda row: natural_sort_key((row.section, row.key)))
     apart = _measure(one, other, found) if values else {}
     trees = tree_differences(first.tree, second.tree)
     is_equal = all(row.verdict == "equal" for row in found)
@@ -62,7 +62,7 @@ def diff(
     else:
         _print(one, other, [row for row in found if show_all or row.verdict != "equal"], apart, trees)
         num_equal = sum(row.verdict == "equal" for row in found)
-        say(f"{num_equal} of {len(found)} tensors are equal")
+        safe_echo(f"{num_equal} of {len(found)} tensors are equal")
     if not is_equal:
         raise typer.Exit(1)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from closeranks.cli.ckpt.moving import bar, local_path, parse_size, tell
+from closeranks.cli.ckpt.moving import local_path, parse_size, print_result, transfer_bar
 
 HELP = """Write the weights of a run as a folder that transformers loads.
 
@@ -20,7 +20,7 @@ not needed. The folder appears when it is whole.
 """
 
 
-class Format(StrEnum):
+class ExportDtype(StrEnum):
     """What weights may be written in."""
 
     float32 = "float32"
@@ -36,12 +36,12 @@ def register(app: typer.Typer) -> None:
 def export_hf(
     run: Annotated[str, typer.Argument(help="A run, its checkpoints, one of them, or a URL of those.", metavar="RUN")],
     out: Annotated[str, typer.Argument(help="The folder to make.", metavar="OUT")],
-    dtype: Annotated[Format | None, typer.Option(help="Numbers to write; as saved where left out.")] = None,
+    dtype: Annotated[ExportDtype | None, typer.Option(help="Numbers to write; as saved where left out.")] = None,
     shard_size: Annotated[str, typer.Option(help="Of one file, at most.")] = "5GB",
 ) -> None:
     shard_bytes, folder = parse_size(shard_size), local_path(out)
     from closeranks.run.exchange import export_hf as export
 
-    with bar() as watcher:
+    with transfer_bar() as watcher:
         moved = export(run, folder, dtype=dtype.value if dtype else "", shard_bytes=shard_bytes, watcher=watcher)
-    tell(moved, f"Load it with transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}).")
+    print_result(moved, f"Load it with transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}).")

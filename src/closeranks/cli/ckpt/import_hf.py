@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from closeranks.cli.ckpt.moving import bar, local_path, tell
+from closeranks.cli.ckpt.moving import local_path, print_result, transfer_bar
 
 HELP = """Make a checkpoint of ours, and a job for it, from a Llama in Hugging Face's format.
 
@@ -30,6 +30,6 @@ def import_hf(
     from closeranks.run.exchange import import_hf as take
 
     run = local_path(out)
-    with bar() as watcher:
+    with transfer_bar() as watcher:
         moved = take(folder, run, watcher=watcher)
-    tell(moved, f"Its job is {run / 'job.toml'}: fill in data and train, and start it with `closeranks train`.")
+    print_result(moved, f"Its job is {run / 'job.toml'}: fill in data and train, and start it with `closeranks train`.")

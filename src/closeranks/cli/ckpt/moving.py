@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 from closeranks.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 _UNITS["TIB"] = 2**40
 
 
-class Bar:
+class TransferBar:
     """One bar for each pass over the bytes (``checkpoint.weights.shards.Watcher``)."""
 
     def __init__(self, progress: Progress) -> None:
@@ -38,11 +38,11 @@ class Bar:
 
 
 @contextmanager
-def bar() -> Iterator[Bar]:
+def transfer_bar() -> Iterator[TransferBar]:
     columns = (TextColumn("{task.description:8}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()) as progress:
-        yield Bar(progress)
+        yield TransferBar(progress)
 
 
 def bytes_of(text: str) -> float:
@@ -71,7 +71,7 @@ def local_path(text: str) -> Path:
     return Path(text.removeprefix("file://"))
 
 
-def in_words(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     for unit in ("TB", "GB", "MB", "kB"):
         size = _UNITS[unit.upper()]
         if num_bytes >= size:
@@ -79,10 +79,10 @@ def in_words(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def tell(moved: HubConversion, last: str) -> None:
+def print_result(moved: HubConversion, last: str) -> None:
     """What came of it: the notes, the place, and what to do with it."""
     for note in moved.notes:
-        say(f"note: {note}", err=True)
+        safe_echo(f"note: {note}", err=True)
     files = f" in {len(moved.files)} files" if len(moved.files) > 1 else ""
-    size = in_words(moved.num_bytes)
-    say(f"{moved.source} -> {moved.place}: {moved.num_tensors} tensors, {size}{files}.\n{last}")
+    size = size_text(moved.num_bytes)
+    safe_echo(f"{moved.source} -> {moved.place}: {moved.num_tensors} tensors, {size}{files}.\n{last}")

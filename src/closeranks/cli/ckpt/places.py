@@ -25,7 +25,7 @@ _WIDE = 200
 _PLACES = "Name a run folder, its checkpoints folder, one checkpoint in it, or a URL of those."
 
 
-def look(place: str) -> Catalogue:
+def find_checkpoints(place: str) -> Catalogue:
     """All that lies there; nothing at all is a mistake in the place."""
     if not place.strip():
         raise CheckpointError("the name of the place is empty", _PLACES)
@@ -45,9 +45,9 @@ def _nothing(place: str) -> str:
     return f"there are no checkpoints at {place}"
 
 
-def pick(place: str) -> tuple[FoundCheckpoint, CheckpointManifest]:
+def pick_checkpoint(place: str) -> tuple[FoundCheckpoint, CheckpointManifest]:
     """The one checkpoint that is named, or the sound one that a resumed run would try first."""
-    catalogue = look(place)
+    catalogue = find_checkpoints(place)
     for found in catalogue.candidates():
         if found.manifest is not None:
             return found, found.manifest
@@ -56,13 +56,13 @@ def pick(place: str) -> tuple[FoundCheckpoint, CheckpointManifest]:
     raise CheckpointError(what, "Name another checkpoint of the run.")
 
 
-def matches(name: tuple[str, str], patterns: Sequence[str]) -> bool:
+def matches_patterns(name: tuple[str, str], patterns: Sequence[str]) -> bool:
     """Whether one of the patterns names the tensor, with its section or without; no pattern names all."""
     full = "/".join(name)
     return not patterns or any(fnmatchcase(full, pattern) or fnmatchcase(name[1], pattern) for pattern in patterns)
 
 
-def in_order(name: tuple[str, str]) -> tuple[str, list[tuple[int, str]]]:
+def natural_sort_key(name: tuple[str, str]) -> tuple[str, list[tuple[int, str]]]:
     """To sort tensors by: ranks save their shares in an order of their own, and layer 10 comes after layer 9."""
     section, key = name
     return section, [(int(word or 0), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", key)]
@@ -91,14 +91,14 @@ def print_table(
     """No cell is ever cut. Where a terminal is too narrow, columns go in the order of ``spare``, and that is said."""
     console = stdout()
     rows = [[printable(cell) for cell in row] for row in rows]
-    lines, left_out = aligned(headings, rows, right, spare, console.width if console.is_terminal else None)
+    lines, left_out = align_columns(headings, rows, right, spare, console.width if console.is_terminal else None)
     for number, line in enumerate(lines):
         console.print(Text(line, style="" if number else "bold"), soft_wrap=True)
     if left_out:
         console.print(f"(a wider terminal shows {', '.join(left_out)})", soft_wrap=True)
 
 
-def aligned(
+def align_columns(
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Collection[str],

@@ -71,8 +71,8 @@ def policy(
     base = Situation(
         price=price, num_jobs=jobs, machine_loss=machine_loss, drag=drag, keep_last=keep, is_preemptible=preemptible
     )
-    given = Given(mtbf, ranks, length, save_cost, durable, restart, step, state, bandwidth, remote_bandwidth)
-    measured = _measured(run) if run is not None else Measured()
+    given = PolicyOptions(mtbf, ranks, length, save_cost, durable, restart, step, state, bandwidth, remote_bandwidth)
+    measured = _measured(run) if run is not None else MeasuredSaves()
     situation = _situation(base, given, measured)
     check_picture(picture)
     found = policy_for(situation)
@@ -88,7 +88,7 @@ def policy(
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class PolicyOptions:
     """Words of the command line; empty where nothing was said."""
 
     mtbf: str
@@ -104,7 +104,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredSaves:
     """What a run tells of its saves; zeros where nothing was measured."""
 
     num_saves: int = 0
@@ -119,7 +119,7 @@ class Measured:
     uptime_s: float = 0.0
 
 
-def _measured(run: Path) -> Measured:
+def _measured(run: Path) -> MeasuredSaves:
     from statistics import median
 
     from closeranks.core.errors import UserError
@@ -138,7 +138,7 @@ def _measured(run: Path) -> Measured:
     history, durable_s = load_history(run), median(float(fields["seconds"]) for fields in saves)
     far = [float(fields["seconds"]) - durable_s for fields in events if fields.get("tier") == "remote"]
     counted = [step.seconds for step in history.steps if step.step not in history.first_steps]
-    return Measured(
+    return MeasuredSaves(
         num_saves=len(saves),
         stall_s=median(float(fields.get("stall_s", fields["seconds"])) for fields in saves),
         durable_s=durable_s,
@@ -151,7 +151,7 @@ def _measured(run: Path) -> Measured:
     )
 
 
-def _situation(base: Situation, given: Given, measured: Measured) -> Situation:
+def _situation(base: Situation, given: PolicyOptions, measured: MeasuredSaves) -> Situation:
     """The command line first, then the run, then the defaults."""
     stall_s = _seconds("--save-cost", given.save_cost) if given.save_cost else measured.stall_s or base.stall_s
     state_bytes = _positive("--state", given.state) if given.state else measured.state_bytes or base.state_bytes
@@ -178,7 +178,7 @@ def _situation(base: Situation, given: Given, measured: Measured) -> Situation:
     )
 
 
-def _mtbf_s(base: Situation, given: Given, measured: Measured) -> float:
+def _mtbf_s(base: Situation, given: PolicyOptions, measured: MeasuredSaves) -> float:
     """As given; else the fleet's and what the run lived through; else that of preemptible machines."""
     from closeranks.facts.intervals import learned_mtbf_s, prior_mtbf_s
 
@@ -239,7 +239,7 @@ def _print_json(found: Policy) -> None:
     print(json.dumps(plain({**asdict(found), "waste": found.waste, "table": table_of(found)}), indent=1))
 
 
-def _print(found: Policy, measured: Measured, picture: Path | None) -> None:
+def _print(found: Policy, measured: MeasuredSaves, picture: Path | None) -> None:
     from closeranks.cli.ckpt.places import print_table, stdout
     from closeranks.plan import policy_text
 

@@ -52,7 +52,7 @@ def prune(
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
+class PrunedFolder:
     """What goes of one folder."""
 
     name: str
@@ -78,21 +78,21 @@ def _prune(run: str, keep: RetentionPolicy, dry_run: bool) -> None:
 def _root(run: str) -> Storage:
     """Where the run's checkpoints lie; refuses one checkpoint, since all of them would be meant."""
     from closeranks.checkpoint.manifest import parse_folder
-    from closeranks.cli.ckpt.places import look
+    from closeranks.cli.ckpt.places import find_checkpoints
     from closeranks.core.errors import CheckpointError
 
     if parse_folder(run.rstrip("/").rpartition("/")[2]) is not None:
         raise CheckpointError(
             f"{run} is one checkpoint, and prune chooses among all of a run", "Name the run's folder."
         )
-    return look(run).found[0].storage
+    return find_checkpoints(run).found[0].storage
 
 
-def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalPlan) -> list[Going]:
+def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalPlan) -> list[PrunedFolder]:
     """By folder; one whose data others need frees little more than its manifest."""
     from closeranks.checkpoint.manifest import MANIFEST
 
-    found: list[Going] = []
+    found: list[PrunedFolder] = []
     for folder in folders:
         mine = [name for name in what.files if name.startswith(f"{folder.name}/")]
         if folder.name in what.folders:
@@ -104,11 +104,11 @@ def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalP
         else:
             why = "of no use to any checkpoint"
         if mine or folder.name in what.folders:
-            found.append(Going(folder.name, why, sum(storage.size(name) for name in mine)))
+            found.append(PrunedFolder(folder.name, why, sum(storage.size(name) for name in mine)))
     return found
 
 
-def _say(going: Sequence[Going], num_left: int, dry_run: bool) -> None:
+def _say(going: Sequence[PrunedFolder], num_left: int, dry_run: bool) -> None:
     from closeranks.cli.ckpt.places import print_table, size
 
     if going:

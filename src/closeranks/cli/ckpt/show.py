@@ -37,14 +37,14 @@ def show(
     import json
 
     from closeranks.checkpoint.difference import tensor_summaries
-    from closeranks.cli.ckpt.places import in_order, matches, pick, size, stdout
+    from closeranks.cli.ckpt.places import matches_patterns, natural_sort_key, pick_checkpoint, size, stdout
     from closeranks.core.errors import CheckpointError
 
-    found, manifest = pick(place)
-    tensors = {name: one for name, one in tensor_summaries(manifest).items() if matches(name, patterns or [])}
+    found, manifest = pick_checkpoint(place)
+    tensors = {name: one for name, one in tensor_summaries(manifest).items() if matches_patterns(name, patterns or [])}
     if patterns and not tensors:
         raise CheckpointError(f"no tensor of {found.path} is named so", "Without a pattern, all are listed.")
-    tensors = dict(sorted(tensors.items(), key=lambda item: in_order(item[0])))
+    tensors = dict(sorted(tensors.items(), key=lambda item: natural_sort_key(item[0])))
     if as_json:
         rows = [_row(*name, one) for name, one in tensors.items()]
         told = {"path": found.path, "state": found.status, "step": manifest.step, "layout": manifest.layout}

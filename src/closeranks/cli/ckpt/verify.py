@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 
 if TYPE_CHECKING:
     from closeranks.checkpoint.verify import VerifyFinding
@@ -43,9 +43,9 @@ def verify(
     from dataclasses import asdict
 
     from closeranks.checkpoint.verify import VerifiedChunks, num_bytes_to_verify, verify_all
-    from closeranks.cli.ckpt.places import look, size
+    from closeranks.cli.ckpt.places import find_checkpoints, size
 
-    catalogue, seen, started_at = look(place), VerifiedChunks(), time.monotonic()
+    catalogue, seen, started_at = find_checkpoints(place), VerifiedChunks(), time.monotonic()
     with _bar(num_bytes_to_verify(catalogue)) as on_progress:
         findings = verify_all(catalogue, on_progress, seen)
     seconds = max(time.monotonic() - started_at, 1e-9)
@@ -57,14 +57,14 @@ def verify(
         print(json.dumps({**told, "seconds": seconds, "is_sound": not damage, "findings": rows}, indent=1))
     else:
         for line in _lines(findings):
-            say(line)
+            safe_echo(line)
         what = f"{num_sealed} checkpoint{'' if num_sealed == 1 else 's'}, {seen.num_chunks:,} chunks"
         rate = f"{size(seen.num_bytes)} in {seconds:.1f} s, {seen.num_bytes / seconds / 1e9:.2f} GB/s"
         wrong = {finding.checkpoint or finding.what for finding in damage}
-        say(f"{what}: {f'{len(wrong)} damaged' if wrong else 'all sound'} ({rate})")
+        safe_echo(f"{what}: {f'{len(wrong)} damaged' if wrong else 'all sound'} ({rate})")
         sound = [found.name for found in catalogue if found.manifest is not None and found.name not in wrong]
         if wrong and sound:
-            say(f"The newest sound one is {sound[0]}: a run that resumes passes over the damaged.")
+            safe_echo(f"The newest sound one is {sound[0]}: a run that resumes passes over the damaged.")
     if damage:
         raise typer.Exit(1)
 

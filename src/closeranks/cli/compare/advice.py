@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from closeranks.cli.compare.table import Row, Stat, Table
+from closeranks.cli.compare.table import ResultTable, RunStat, SettingRow
 from closeranks.cli.compare.weighing import CLEAR, is_better, is_faster, is_same, is_slower, is_worse
 from closeranks.telemetry.wording import brief, duration
 
@@ -20,13 +20,13 @@ _FEW_TIMES = 1.1
 """Below this, a ratio is told with two digits."""
 
 
-class Said(NamedTuple):
+class AdvicePhrase(NamedTuple):
     words: str
-    by: Stat | None
+    by: RunStat | None
     """The figure that decided."""
 
 
-def advise(table: Table) -> str:
+def advise(table: ResultTable) -> str:
     sound = [row for row in table.rows if row.is_sound]
     if not sound:
         return f"No setting can be recommended: {_troubles(table.rows)}."
@@ -44,18 +44,18 @@ def advise(table: Table) -> str:
     return "; ".join(parts) + "."
 
 
-def _to_target(table: Table, sound: Sequence[Row]) -> Said:
+def _to_target(table: ResultTable, sound: Sequence[SettingRow]) -> AdvicePhrase:
     goal = f"{table.metric} {brief(table.target or 0.0)}"
     base = table.baseline
     reached = [row for row in sound if row.has_reached]
     if not reached:
         said = _by_quality(table, sound, "within the budget")
-        return Said(f"No setting reaches {goal} with every seed: {_lower(said.words)}", said.by)
+        return AdvicePhrase(f"No setting reaches {goal} with every seed: {_lower(said.words)}", said.by)
     if not base.has_reached:
         best = _first(reached)
         gain = f"it reaches {goal} in {duration(_mean(best.seconds_to_target))}, {base.name} {_fell_short(base)}"
         lost = f", but it ends {_loss(table, best)}" if base.is_sound and is_worse(table, best) else ""
-        return Said(f"Use {best.name}: {gain}{lost}{_price(table, best)}", best.seconds_to_target)
+        return AdvicePhrase(f"Use {best.name}: {gain}{lost}{_price(table, best)}", best.seconds_to_target)
     faster = [row for row in reached if row is not base and is_faster(row.speedup)]
     if not faster:
         return _stay(table, reached, goal)
@@ -63,14 +63,14 @@ def _to_target(table: Table, sound: Sequence[Row]) -> Said:
     mine, theirs = _mean(best.seconds_to_target), _mean(base.seconds_to_target)
     gain = f"it reaches {goal} in {duration(mine)} instead of {duration(theirs)} ({_times(theirs / mine)})"
     lost = f"{_loss(table, best)}{_price(table, best)}"
-    return Said(f"Use {best.name}: {gain}, {lost}{_ties(best, faster, _speedup)}", best.speedup)
+    return AdvicePhrase(f"Use {best.name}: {gain}, {lost}{_ties(best, faster, _speedup)}", best.speedup)
 
 
-def _first(reached: Sequence[Row]) -> Row:
+def _first(reached: Sequence[SettingRow]) -> SettingRow:
     return min(reached, key=lambda row: _mean(row.seconds_to_target))
 
 
-def _fell_short(base: Row) -> str:
+def _fell_short(base: SettingRow) -> str:
     if not base.is_sound:
         return "does not finish"
     if not base.num_reached:
@@ -78,18 +78,18 @@ def _fell_short(base: Row) -> str:
     return f"gets there with {base.num_reached} of {base.num_runs} {_runs(base)}"
 
 
-def _runs(row: Row) -> str:
+def _runs(row: SettingRow) -> str:
     return "seeds" if row.num_seeds == row.num_runs else "runs"
 
 
-def _stay(table: Table, reached: Sequence[Row], goal: str) -> Said:
+def _stay(table: ResultTable, reached: Sequence[SettingRow], goal: str) -> AdvicePhrase:
     """Nobody is clearly faster than the baseline."""
     base = table.baseline
     took = duration(_mean(base.seconds_to_target))
     others = [row for row in reached if row is not base]
     if not others:
         some = " with every seed" if any(row.num_reached for row in table.rows if row is not base) else ""
-        return Said(f"Stay with {base.name}: it alone reaches {goal}{some}, in {took}", base.seconds_to_target)
+        return AdvicePhrase(f"Stay with {base.name}: it alone reaches {goal}{some}, in {took}", base.seconds_to_target)
     second = _first(others)
     theirs = duration(_mean(second.seconds_to_target))
     if is_slower(second.speedup):
@@ -97,18 +97,18 @@ def _stay(table: Table, reached: Sequence[Row], goal: str) -> Said:
     else:
         told = f"it reaches {goal} in {took}, {second.name} in {theirs}, and that is no clear difference"
         told += f" ({_ratio(second.speedup)})"
-    return Said(f"Stay with {base.name}: {told}", second.speedup)
+    return AdvicePhrase(f"Stay with {base.name}: {told}", second.speedup)
 
 
-def _speedup(row: Row) -> Stat | None:
+def _speedup(row: SettingRow) -> RunStat | None:
     return row.speedup
 
 
-def _seconds_ratio(row: Row) -> Stat | None:
+def _seconds_ratio(row: SettingRow) -> RunStat | None:
     return row.seconds_ratio
 
 
-def _ties(best: Row, rows: Sequence[Row], pick: Callable[[Row], Stat | None]) -> str:
+def _ties(best: SettingRow, rows: Sequence[SettingRow], pick: Callable[[SettingRow], RunStat | None]) -> str:
     """Who else gains as much, as far as the spread lets anybody tell."""
     most, names = pick(best), []
     for row in rows:
@@ -120,7 +120,7 @@ def _ties(best: Row, rows: Sequence[Row], pick: Callable[[Row], Stat | None]) ->
     return f" ({' and '.join(names)}: no clear difference from it)" if names else ""
 
 
-def _ratio(ratio: Stat | None) -> str:
+def _ratio(ratio: RunStat | None) -> str:
     if ratio is None:
         return "one has no figure"
     return f"seed by seed {ratio.mean:.2f}x, spread {ratio.spread:.2f}" if ratio.num > 1 else f"{ratio.mean:.2f}x"
@@ -130,71 +130,75 @@ def _times(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < _FEW_TIMES else f"{ratio:.1f}x"
 
 
-def _by_time(table: Table, sound: Sequence[Row]) -> Said:
+def _by_time(table: ResultTable, sound: Sequence[SettingRow]) -> AdvicePhrase:
     """The same steps or epochs for all: who is done first without having learned less?"""
     base = table.baseline
     if not base.is_sound:
         best = _quickest(sound)
         took = duration(_mean(best.seconds))
-        return Said(f"Use {best.name}: it trains in {took}, and {base.name} does not finish", best.seconds)
+        return AdvicePhrase(f"Use {best.name}: it trains in {took}, and {base.name} does not finish", best.seconds)
     faster = [row for row in sound if row is not base and is_faster(row.seconds_ratio)]
     if good := [row for row in faster if not is_worse(table, row)]:
         best = _quickest(good)
         lost = f"{_loss(table, best)}{_price(table, best)}{_ties(best, good, _seconds_ratio)}"
-        return Said(f"Use {best.name}: it {_in_less_time(best, base)}, {lost}", best.seconds_ratio)
+        return AdvicePhrase(f"Use {best.name}: it {_in_less_time(best, base)}, {lost}", best.seconds_ratio)
     if better := [row for row in sound if is_better(table, row)]:
         best = _furthest(table, better)
         return _use(table, best, _over_steps(best, base) or "with the same number of steps")
     if faster:
         best = _quickest(faster)
         told = f"{best.name} {_in_less_time(best, base)}, but ends {_loss(table, best)}"
-        return Said(f"Stay with {base.name}: {told}", best.seconds_ratio)
-    return Said(f"Stay with {base.name}: no other setting is clearly faster or ends clearly better", base.seconds)
+        return AdvicePhrase(f"Stay with {base.name}: {told}", best.seconds_ratio)
+    return AdvicePhrase(
+        f"Stay with {base.name}: no other setting is clearly faster or ends clearly better", base.seconds
+    )
 
 
-def _quickest(rows: Sequence[Row]) -> Row:
+def _quickest(rows: Sequence[SettingRow]) -> SettingRow:
     return min(rows, key=lambda row: _mean(row.seconds))
 
 
-def _in_less_time(row: Row, base: Row) -> str:
+def _in_less_time(row: SettingRow, base: SettingRow) -> str:
     mine, theirs = _mean(row.seconds), _mean(base.seconds)
     steps = _over_steps(row, base)
     gain = f"trains in {duration(mine)} instead of {duration(theirs)} ({_times(theirs / mine)})"
     return f"{gain} {steps}" if steps else gain
 
 
-def _over_steps(row: Row, base: Row) -> str:
+def _over_steps(row: SettingRow, base: SettingRow) -> str:
     """Where a job counts epochs, another batch makes another number of steps; empty where it is the same."""
     mine, theirs = round(row.num_steps), round(base.num_steps)
     return f"with {mine} steps instead of {theirs}" if mine != theirs else ""
 
 
-def _by_quality(table: Table, sound: Sequence[Row], when: str) -> Said:
+def _by_quality(table: ResultTable, sound: Sequence[SettingRow], when: str) -> AdvicePhrase:
     base = table.baseline
     known = [row for row in sound if row.final is not None]
     if not known:
-        return Said(f"Stay with {base.name}: no setting has a final {table.metric} to compare", None)
+        return AdvicePhrase(f"Stay with {base.name}: no setting has a final {table.metric} to compare", None)
     best = _furthest(table, known)
     if base not in known:
         came = f"it comes furthest {when} ({_final(table)} {brief(_mean(best.final))})"
-        return Said(f"Use {best.name}: {came}{_price(table, best)}", best.final)
+        return AdvicePhrase(f"Use {best.name}: {came}{_price(table, best)}", best.final)
     if better := [row for row in known if is_better(table, row)]:
         return _use(table, _furthest(table, better), when)
     told = "it comes furthest" if best is base else "none ends clearly better"
-    return Said(f"Stay with {base.name}: {told} {when} ({_final(table)} {brief(_mean(base.final))})", base.final)
+    return AdvicePhrase(
+        f"Stay with {base.name}: {told} {when} ({_final(table)} {brief(_mean(base.final))})", base.final
+    )
 
 
-def _furthest(table: Table, rows: Sequence[Row]) -> Row:
+def _furthest(table: ResultTable, rows: Sequence[SettingRow]) -> SettingRow:
     return (max if table.rises else min)(rows, key=lambda row: _mean(row.final))
 
 
-def _use(table: Table, row: Row, when: str) -> Said:
+def _use(table: ResultTable, row: SettingRow, when: str) -> AdvicePhrase:
     """It ends clearly better than the baseline."""
     ends = f"{when} it ends at {_final(table)} {brief(_mean(row.final))}"
-    return Said(f"Use {row.name}: {ends}, {_loss(table, row)}{_price(table, row)}", row.final_gap)
+    return AdvicePhrase(f"Use {row.name}: {ends}, {_loss(table, row)}{_price(table, row)}", row.final_gap)
 
 
-def _price(table: Table, row: Row) -> str:
+def _price(table: ResultTable, row: SettingRow) -> str:
     """What else it takes: time, where it is slower, and workers."""
     base, words = table.baseline, ""
     if base.is_sound and not table.is_timed and _mean(row.seconds) > (1 + CLEAR) * _mean(base.seconds):
@@ -205,7 +209,7 @@ def _price(table: Table, row: Row) -> str:
     return words
 
 
-def _loss(table: Table, row: Row) -> str:
+def _loss(table: ResultTable, row: SettingRow) -> str:
     """What a setting costs in quality, seed against seed."""
     gap, base = row.final_gap, table.baseline
     if gap is None:
@@ -220,11 +224,11 @@ def _loss(table: Table, row: Row) -> str:
     return f"{told} ({spread[0]})" if spread else told
 
 
-def _final(table: Table) -> str:
+def _final(table: ResultTable) -> str:
     return f"{'evaluation' if table.is_evaluated else 'training'} {table.metric}"
 
 
-def _troubles(rows: Sequence[Row]) -> str:
+def _troubles(rows: Sequence[SettingRow]) -> str:
     return ", ".join(f"{row.name} {row.reason.partition(':')[0]}" for row in rows)
 
 
@@ -232,6 +236,6 @@ def _lower(text: str) -> str:
     return text[0].lower() + text[1:]
 
 
-def _mean(stat: Stat | None) -> float:
+def _mean(stat: RunStat | None) -> float:
     assert stat is not None
     return stat.mean

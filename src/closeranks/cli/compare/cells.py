@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from closeranks.cli.compare.table import Row, Stat, Table
+from closeranks.cli.compare.table import ResultTable, RunStat, SettingRow
 from closeranks.telemetry.wording import brief, duration, number, size
 
 _NONE = "-"
 
 
-def headings_and_cells(table: Table) -> tuple[list[str], list[list[str]]]:
+def headings_and_cells(table: ResultTable) -> tuple[list[str], list[list[str]]]:
     """The table as text; columns that say nothing are left out."""
     goal = f"to {table.metric} {brief(table.target)}" if table.target is not None else "to the target"
     final = f"final {table.metric}"
@@ -24,7 +24,7 @@ def headings_and_cells(table: Table) -> tuple[list[str], list[list[str]]]:
     return shown, [[cells[name] for name in shown] for cells in named]
 
 
-def _cells(table: Table, row: Row, goal: str, final: str) -> dict[str, str]:
+def _cells(table: ResultTable, row: SettingRow, goal: str, final: str) -> dict[str, str]:
     base = row is table.baseline
     return {
         "setting": row.name,
@@ -44,7 +44,7 @@ def _cells(table: Table, row: Row, goal: str, final: str) -> dict[str, str]:
     }
 
 
-def _goal(table: Table, row: Row) -> str:
+def _goal(table: ResultTable, row: SettingRow) -> str:
     if table.target is None or not row.num_sound:
         return _NONE
     if row.seconds_to_target is not None:
@@ -52,7 +52,7 @@ def _goal(table: Table, row: Row) -> str:
     return "not reached" if not row.num_reached else f"reached by {row.num_reached} of {row.num_sound}"
 
 
-def _about(stat: Stat | None, words: Any) -> str:
+def _about(stat: RunStat | None, words: Any) -> str:
     if stat is None:
         return _NONE
     return f"{words(stat.mean)} ± {words(stat.spread).lstrip('+')}" if stat.num > 1 else str(words(stat.mean))

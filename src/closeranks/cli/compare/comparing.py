@@ -17,32 +17,32 @@ import typer
 
 from closeranks.cli.compare.advice import advise
 from closeranks.cli.compare.config import load_compare
-from closeranks.cli.compare.place import choose_place
-from closeranks.cli.compare.plan import Run, make_plan
-from closeranks.cli.compare.reading import Outcome, read_outcome
-from closeranks.cli.compare.records import Record, Slot, failed_runs
+from closeranks.cli.compare.place import choose_environment
+from closeranks.cli.compare.plan import ComparisonRun, make_plan
+from closeranks.cli.compare.reading import ComparisonRunOutcome, read_outcome
+from closeranks.cli.compare.records import ComparisonRunFolder, RunRecord, failed_runs
 from closeranks.cli.compare.running import run_all
 from closeranks.cli.compare.table import make_table
-from closeranks.cli.compare.writing import Story, in_words, show, write_down
+from closeranks.cli.compare.writing import ComparisonResult, outcome_line, print_result, write_report
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import SetupError
 from closeranks.run.ownership import owned_folder
 
 
-def carry_out(file: Path, overrides: Sequence[str] = (), *, retry: bool = False) -> Story:
+def run_comparison(file: Path, overrides: Sequence[str] = (), *, retry: bool = False) -> ComparisonResult:
     """The whole comparison: what it came to is written down, shown, and returned."""
     if detect_world().launcher in ("torchrun", "slurm"):
         raise SetupError("`closeranks compare` starts its own workers", "Start it without torchrun or srun.")
     compare = load_compare(file, overrides)
     plan = make_plan(compare, file)
-    place = choose_place(plan)
-    if place.why_not:
-        typer.echo(f"Bytes are not measured: {place.why_not}.")
-    outcomes: list[Outcome] = []
+    place = choose_environment(plan)
+    if place.not_counted_reason:
+        typer.echo(f"Bytes are not measured: {place.not_counted_reason}.")
+    outcomes: list[ComparisonRunOutcome] = []
 
-    def on_done(run: Run, slot: Slot, record: Record) -> str:
+    def on_done(run: ComparisonRun, slot: ComparisonRunFolder, record: RunRecord) -> str:
         outcomes.append(read_outcome(compare, run, slot, record))
-        return in_words(outcomes[-1])
+        return outcome_line(outcomes[-1])
 
     with owned_folder(plan.folder, "a comparison"):
         if retry:
@@ -51,9 +51,9 @@ def carry_out(file: Path, overrides: Sequence[str] = (), *, retry: bool = False)
         run_all(plan, place, on_done)
         table = make_table(compare, outcomes)
         command = shlex.join(["closeranks", "compare", str(file), *overrides])
-        story = Story(plan, tuple(outcomes), table, advise(table), place.why_not, command)
-        files = write_down(story)
+        story = ComparisonResult(plan, tuple(outcomes), table, advise(table), place.not_counted_reason, command)
+        files = write_report(story)
     typer.echo()
-    show(story)
+    print_result(story)
     typer.echo(f"\n{story.advice}\nwritten down in {', '.join(str(path) for path in files)}")
     return story

@@ -20,7 +20,7 @@ _RELAY_MBIT = 500.0
 """With a delay every frame passes through a process of ours, which takes some processor time of its own."""
 
 
-class Setting(Table):
+class ComparisonSetting(Table):
     """One way to run the job; the first is what all others are held against."""
 
     name: str = Field(min_length=1, max_length=60)
@@ -31,7 +31,7 @@ class Setting(Table):
     """Workers in all; 0: as many as the comparison says."""
 
 
-class Budget(Table):
+class ComparisonBudget(Table):
     """How long each run trains, the same for all; left out: as long as the job says."""
 
     steps: int | None = Field(default=None, ge=1)
@@ -43,7 +43,7 @@ class Budget(Table):
     follows the job's own length."""
 
 
-class Target(Table):
+class ComparisonTarget(Table):
     """What must be reached; the time until then is measured."""
 
     metric: str = "loss"
@@ -58,7 +58,7 @@ class Target(Table):
         return self.metric != "loss"
 
 
-class Network(Table):
+class NetworkConfig(Table):
     """Hosts on one machine, joined by links of a real width: network namespaces, for root."""
 
     hosts: int = Field(default=2, ge=2, le=64)
@@ -69,7 +69,7 @@ class Network(Table):
     """What a packet takes from one host to another."""
 
 
-class Compare(Table):
+class CompareConfig(Table):
     """One job, several settings."""
 
     job: str = Field(min_length=1)
@@ -78,38 +78,38 @@ class Compare(Table):
     """Workers in all, over all hosts; 0: one for each host, or for each GPU, or as the job's layout says."""
     set: Changes = ()
     """What all settings change about the job."""
-    setting: tuple[Setting, ...] = ()
+    setting: tuple[ComparisonSetting, ...] = ()
     """``[[setting]]``: the first is the baseline."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each setting runs with each; run.seed of the job does not count."""
     repeats: int = Field(default=1, ge=1)
     """Run each setting and seed so many times, where times are what matters."""
-    budget: Budget = Budget()
-    target: Target | None = None
+    budget: ComparisonBudget = ComparisonBudget()
+    target: ComparisonTarget | None = None
     price_per_worker_hour: float = Field(default=0.0, ge=0)
     """In your currency; 0: no costs are told."""
     folder: str = ""
     """Where everything goes; empty: runs/compare-NAME. Runs that are finished there are not run again."""
     isolate: bool = True
     """Without [network], as root: run in a network namespace of its own, so that the bytes can be counted."""
-    network: Network | None = None
+    network: NetworkConfig | None = None
 
 
-def load_compare(path: Path, overrides: Sequence[str] = ()) -> Compare:
+def load_compare(path: Path, overrides: Sequence[str] = ()) -> CompareConfig:
     """The comparison of a file and the command line; all problems at once."""
     try:
-        return load(Compare, path, overrides, checks=(check_settings, check_budget, check_network)).value
+        return load(CompareConfig, path, overrides, checks=(check_settings, check_budget, check_network)).value
     except ConfigError as error:
-        raise told_of(error, path.name) from None
+        raise as_user_error(error, path.name) from None
 
 
-def told_of(error: ConfigError, where: str) -> UserError:
+def as_user_error(error: ConfigError, where: str) -> UserError:
     """The problems as they are, under another heading than the job's."""
     count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
     return UserError(f"{count} in {where}:\n" + "\n".join(f"  {problem}" for problem in error.problems))
 
 
-def check_settings(compare: Compare) -> Iterable[Problem]:
+def check_settings(compare: CompareConfig) -> Iterable[Problem]:
     names = [setting.name for setting in compare.setting]
     if not names:
         yield Problem("setting", "there is nothing to compare", 'Write [[setting]] with name = "as it is", and others.')
@@ -122,12 +122,12 @@ def check_settings(compare: Compare) -> Iterable[Problem]:
         yield Problem("seeds", "seeds must differ, and be 0 or more", "To run one again, write repeats = 2.")
 
 
-def check_budget(compare: Compare) -> Iterable[Problem]:
+def check_budget(compare: CompareConfig) -> Iterable[Problem]:
     if compare.budget.steps is not None and compare.budget.epochs is not None:
         yield Problem("budget", "both steps and epochs are given", "Leave the one away that the job does not count.")
 
 
-def check_network(compare: Compare) -> Iterable[Problem]:
+def check_network(compare: CompareConfig) -> Iterable[Problem]:
     network = compare.network
     if network is None:
         return

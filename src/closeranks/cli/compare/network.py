@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import IO
 
 from closeranks.cli.compare import relay
-from closeranks.cli.compare.config import Network
+from closeranks.cli.compare.config import NetworkConfig
 from closeranks.core.errors import SetupError
 from closeranks.core.linux import die_with_parent
 
@@ -43,7 +43,7 @@ _BURST_S, _LEAST_BURST = 0.002, 1 << 16
 """Short enough that a step cannot hide in it; no less than the kernel's largest segment."""
 
 
-def why_not(*, shaped: bool) -> str:
+def unavailable_reason(*, shaped: bool) -> str:
     """Why there can be no hosts here; empty where there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -56,7 +56,7 @@ def why_not(*, shaped: bool) -> str:
     return f"namespaces cannot be made here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-class Host:
+class NamespaceHost:
     """One host: its init, its interface."""
 
     def __init__(self, number: int, hosts_file: Path, interface: str) -> None:
@@ -96,23 +96,23 @@ class Host:
         _end(self._unshare)
 
 
-class Hosts:
+class NamespaceHosts:
     """The hosts of one run: one alone with its loopback, or several on a switch."""
 
-    def __init__(self, network: Network | None) -> None:
+    def __init__(self, network: NetworkConfig | None) -> None:
         self._network = network
         self._stays: list[subprocess.Popen[str]] = []
-        self.hosts: list[Host] = []
+        self.hosts: list[NamespaceHost] = []
         self._folder = tempfile.TemporaryDirectory(prefix="closeranks-compare-")
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> NamespaceHosts:
         num_hosts = self._network.hosts if self._network else 1
         names = [f"{address_of(n) if self._network else '127.0.0.1'} host{n}\n" for n in range(num_hosts)]
         path = Path(self._folder.name, "hosts")
         path.write_text("127.0.0.1 localhost\n" + "".join(names))
         try:
             for number in range(num_hosts):
-                self.hosts.append(Host(number, path, "eth0" if self._network else "lo"))
+                self.hosts.append(NamespaceHost(number, path, "eth0" if self._network else "lo"))
             if self._network is not None:
                 self._join(self._network)
         except BaseException:
@@ -134,7 +134,7 @@ class Hosts:
             _end(process)
         self._folder.cleanup()
 
-    def _join(self, network: Network) -> None:
+    def _join(self, network: NetworkConfig) -> None:
         switch = _held(["unshare", "--net", "sh", "-c", "echo up && exec sleep infinity"])
         self._stays.append(switch)
         ports = [f"p{number}" for number in range(len(self.hosts))]
@@ -148,7 +148,7 @@ class Hosts:
             self._stays.append(_held(["nsenter", f"--net=/proc/{switch.pid}/ns/net", "--", *program]))
 
 
-def _plug(host: Host, port: str, switch: int, network: Network) -> None:
+def _plug(host: NamespaceHost, port: str, switch: int, network: NetworkConfig) -> None:
     pid = str(host.init_pid)
     _inside(switch, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
     if not network.delay_ms:

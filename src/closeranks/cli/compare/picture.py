@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from closeranks.cli.compare.config import Compare
-from closeranks.cli.compare.reading import Outcome, Point
-from closeranks.cli.compare.table import Row, Stat, Table
+from closeranks.cli.compare.config import CompareConfig
+from closeranks.cli.compare.reading import ComparisonRunOutcome, MetricPoint
+from closeranks.cli.compare.table import ResultTable, RunStat, SettingRow
 from closeranks.telemetry.curves import quantile, wants_log_scale
 from closeranks.telemetry.wording import brief, count, duration, size, tick
 
@@ -25,7 +25,9 @@ _MOST_POINTS = 400
 _LONGEST = 26
 
 
-def draw_curves(path: Path, compare: Compare, table: Table, outcomes: Sequence[Outcome]) -> Path | None:
+def draw_curves(
+    path: Path, compare: CompareConfig, table: ResultTable, outcomes: Sequence[ComparisonRunOutcome]
+) -> Path | None:
     """Loss over time and over steps: a thin line for each run, a thick one for the mean; None: nothing to draw."""
     drawn = [row for row in table.rows if any(len(one.losses) > 1 for one in outcomes if one.setting == row.name)]
     if not drawn:
@@ -61,10 +63,10 @@ def draw_curves(path: Path, compare: Compare, table: Table, outcomes: Sequence[O
     return _save(figure, path)
 
 
-def draw_bars(path: Path, compare: Compare, table: Table) -> Path:
+def draw_bars(path: Path, compare: CompareConfig, table: ResultTable) -> Path:
     """Steps a second, bytes a step, time to the target, the final figure."""
     goal = f"seconds to {table.metric} {brief(table.target)}" if table.target is not None else "seconds of training"
-    panels: list[tuple[str, Callable[[Row], Stat | None], Callable[[float], str], str]] = [
+    panels: list[tuple[str, Callable[[SettingRow], RunStat | None], Callable[[float], str], str]] = [
         ("steps a second", lambda row: row.steps_per_s, brief, "not measured"),
         ("bytes sent a step", lambda row: row.bytes_per_step, size, "not measured"),
         (goal, _target_or_all(table), duration, "not reached" if table.target is not None else "not measured"),
@@ -84,12 +86,16 @@ def draw_bars(path: Path, compare: Compare, table: Table) -> Path:
     return _save(figure, path)
 
 
-def _target_or_all(table: Table) -> Callable[[Row], Stat | None]:
+def _target_or_all(table: ResultTable) -> Callable[[SettingRow], RunStat | None]:
     return (lambda row: row.seconds_to_target) if table.target is not None else (lambda row: row.seconds)
 
 
 def _draw_bars(
-    axes: Any, table: Table, pick: Callable[[Row], Stat | None], words: Callable[[float], str], missing: str
+    axes: Any,
+    table: ResultTable,
+    pick: Callable[[SettingRow], RunStat | None],
+    words: Callable[[float], str],
+    missing: str,
 ) -> None:
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
@@ -112,7 +118,7 @@ def _draw_bars(
 
 
 def _draw_runs(
-    axes: Any, runs: Sequence[Sequence[Point]], place: Callable[[Point], float], colour: str, name: str
+    axes: Any, runs: Sequence[Sequence[MetricPoint]], place: Callable[[MetricPoint], float], colour: str, name: str
 ) -> None:
     runs = [_thin(run) for run in runs if len(run) > 1]
     alone = len(runs) == 1
@@ -125,7 +131,9 @@ def _draw_runs(
         axes.plot(xs, ys, color=colour, linewidth=2.0, label=name, solid_capstyle="round")
 
 
-def mean_line(runs: Sequence[Sequence[Point]], place: Callable[[Point], float]) -> tuple[list[float], list[float]]:
+def mean_line(
+    runs: Sequence[Sequence[MetricPoint]], place: Callable[[MetricPoint], float]
+) -> tuple[list[float], list[float]]:
     """The mean of several runs, as far as all of them go, at places of the one with the most points."""
     first = max(place(run[0]) for run in runs)
     last = min(place(run[-1]) for run in runs)
@@ -134,7 +142,7 @@ def mean_line(runs: Sequence[Sequence[Point]], place: Callable[[Point], float]) 
     return xs, [mean(_value_at(run, x, place) for run in runs) for x in xs]
 
 
-def _value_at(run: Sequence[Point], x: float, place: Callable[[Point], float]) -> float:
+def _value_at(run: Sequence[MetricPoint], x: float, place: Callable[[MetricPoint], float]) -> float:
     for before, after in pairwise(run):
         if place(before) <= x <= place(after):
             width = place(after) - place(before)
@@ -143,16 +151,16 @@ def _value_at(run: Sequence[Point], x: float, place: Callable[[Point], float]) -
     return run[-1].value
 
 
-def _thin(run: Sequence[Point]) -> list[Point]:
+def _thin(run: Sequence[MetricPoint]) -> list[MetricPoint]:
     stride = math.ceil(len(run) / _MOST_POINTS)
     return [*run[:-1:stride], run[-1]]
 
 
-def _sound(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+def _sound(outcomes: Sequence[ComparisonRunOutcome]) -> Sequence[ComparisonRunOutcome]:
     return [one for one in outcomes if one.is_sound] or outcomes
 
 
-def _limit(axes: Any, outcomes: Sequence[Outcome]) -> None:
+def _limit(axes: Any, outcomes: Sequence[ComparisonRunOutcome]) -> None:
     """What diverged may leave the picture, what was learned stays in it."""
     values = [point.value for one in _sound(outcomes) for point in one.losses if math.isfinite(point.value)]
     if values:
@@ -186,7 +194,7 @@ def _tidy(axes: Any, title: str, label: str) -> None:
     axes.set_title(title, loc="left", fontsize=10, color=_INK, fontweight="bold", pad=7)
 
 
-def _head(figure: Any, compare: Compare, note: str) -> None:
+def _head(figure: Any, compare: CompareConfig, note: str) -> None:
     height = figure.get_size_inches()[1]
     where = ""
     if compare.network is not None:
@@ -200,7 +208,7 @@ def _head(figure: Any, compare: Compare, note: str) -> None:
     figure.text(0.012, 1 - 0.5 / height, where + note, fontsize=9, color=_QUIET, va="center")
 
 
-def _colour(table: Table, row: Row) -> str:
+def _colour(table: ResultTable, row: SettingRow) -> str:
     return _COLOURS[table.rows.index(row) % len(_COLOURS)]
 
 

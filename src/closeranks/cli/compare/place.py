@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from closeranks.cli.compare.config import Network
-from closeranks.cli.compare.network import why_not
-from closeranks.cli.compare.plan import Plan
+from closeranks.cli.compare.config import NetworkConfig
+from closeranks.cli.compare.network import unavailable_reason
+from closeranks.cli.compare.plan import ComparisonPlan
 from closeranks.core.errors import SetupError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunEnvironment:
     """Where runs happen: plainly here, or in namespaces."""
 
-    network: Network | None
+    network: NetworkConfig | None
     is_counted: bool
-    why_not: str = ""
+    not_counted_reason: str = ""
     """Why bytes are not counted."""
 
 
-def choose_place(plan: Plan) -> Place:
+def choose_environment(plan: ComparisonPlan) -> RunEnvironment:
     """Refuses a network that cannot be made, or that the job could not do with; without one, says why bytes will not be
     counted."""
     network = plan.compare.network
@@ -33,15 +33,17 @@ def choose_place(plan: Plan) -> Place:
         if far:
             fix = "Name a copy on this machine, or leave [network] away."
             raise SetupError(f"the job needs {far}, which the hosts of [network] cannot reach", fix)
-        if reason := why_not(shaped=bool(network.mbit)):
+        if reason := unavailable_reason(shaped=bool(network.mbit)):
             raise SetupError(f"the hosts of [network] cannot be made: {reason}", "Leave [network] away, or be root.")
-        return Place(network, is_counted=True)
+        return RunEnvironment(network, is_counted=True)
     if not plan.compare.isolate:
-        return Place(None, is_counted=False, why_not="isolate = false")
+        return RunEnvironment(None, is_counted=False, not_counted_reason="isolate = false")
     if far:
-        return Place(None, is_counted=False, why_not=f"the job needs {far}, which a namespace of its own cannot reach")
-    reason = why_not(shaped=False)
-    return Place(None, is_counted=not reason, why_not=reason)
+        return RunEnvironment(
+            None, is_counted=False, not_counted_reason=f"the job needs {far}, which a namespace of its own cannot reach"
+        )
+    reason = unavailable_reason(shaped=False)
+    return RunEnvironment(None, is_counted=not reason, not_counted_reason=reason)
 
 
 def _addresses(value: object) -> Iterator[str]:

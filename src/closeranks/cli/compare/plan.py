@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from closeranks import __version__
-from closeranks.cli.compare.config import Changes, Compare, Setting, told_of
+from closeranks.cli.compare.config import Changes, CompareConfig, ComparisonSetting, as_user_error
 from closeranks.cli.launching import workers_of
 from closeranks.core.config.origin import COMMAND_LINE
 from closeranks.core.config.overrides import Override, parse_overrides
@@ -37,7 +37,7 @@ _OURS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ComparisonCase:
     """One setting, ready to run."""
 
     name: str
@@ -48,8 +48,8 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    case: Case
+class ComparisonRun:
+    case: ComparisonCase
     seed: int
     repeat: int
     key: str
@@ -63,21 +63,21 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    compare: Compare
+class ComparisonPlan:
+    compare: CompareConfig
     job_file: Path
-    cases: tuple[Case, ...]
-    runs: tuple[Run, ...]
+    cases: tuple[ComparisonCase, ...]
+    runs: tuple[ComparisonRun, ...]
     """In the order in which they run."""
     folder: Path
 
 
-def make_plan(compare: Compare, path: Path) -> Plan:
+def make_plan(compare: CompareConfig, path: Path) -> ComparisonPlan:
     """Refuses everything that can be refused before hours were spent on the first run."""
     job_file = find_job(compare.job, path)
     cases = tuple(_case(compare, setting, job_file) for setting in compare.setting)
     folder = Path(compare.folder or Path("runs") / f"compare-{path.stem}").expanduser()
-    return Plan(compare, job_file, cases, tuple(_in_turns(compare, cases)), folder)
+    return ComparisonPlan(compare, job_file, cases, tuple(_in_turns(compare, cases)), folder)
 
 
 def find_job(name: str, beside: Path) -> Path:
@@ -89,7 +89,7 @@ def find_job(name: str, beside: Path) -> Path:
     raise UserError(f"there is no job file at {shown}", f"Set job in {beside.name} to the file that shall be trained.")
 
 
-def texts_of(changes: Changes) -> list[str]:
+def override_texts(changes: Changes) -> list[str]:
     """What is changed, as the command line says it."""
     if not isinstance(changes, Mapping):
         return list(changes)
@@ -104,9 +104,9 @@ def _leaves(values: Mapping[str, Any], parts: Parts) -> Iterator[tuple[Parts, An
             yield (*parts, key), value
 
 
-def _case(compare: Compare, setting: Setting, job_file: Path) -> Case:
+def _case(compare: CompareConfig, setting: ComparisonSetting, job_file: Path) -> ComparisonCase:
     where = f"setting '{setting.name}'"
-    own = [*texts_of(compare.set), *texts_of(setting.set)]
+    own = [*override_texts(compare.set), *override_texts(setting.set)]
     overrides = (*QUIET, *own, *_budget(compare))
     try:
         if problems := list(_claims(own)):
@@ -116,8 +116,8 @@ def _case(compare: Compare, setting: Setting, job_file: Path) -> Case:
         if problems := check_workers(job, num_workers):
             raise ConfigError(problems)
     except ConfigError as error:
-        raise told_of(ConfigError([_plainly(problem) for problem in error.problems]), where) from None
-    return Case(setting.name, overrides, num_workers, job)
+        raise as_user_error(ConfigError([_plainly(problem) for problem in error.problems]), where) from None
+    return ComparisonCase(setting.name, overrides, num_workers, job)
 
 
 def _plainly(problem: Problem) -> Problem:
@@ -125,14 +125,14 @@ def _plainly(problem: Problem) -> Problem:
     return replace(problem, origin="") if problem.origin == str(COMMAND_LINE) else problem
 
 
-def _workers(compare: Compare, setting: Setting, job: Job) -> int:
+def _workers(compare: CompareConfig, setting: ComparisonSetting, job: Job) -> int:
     wanted = setting.workers or compare.workers
     if compare.network is not None:
         return wanted or compare.network.hosts
     return workers_of(job, wanted)
 
 
-def _budget(compare: Compare) -> list[str]:
+def _budget(compare: CompareConfig) -> list[str]:
     budget = compare.budget
     given = {"train.steps": budget.steps, "train.epochs": budget.epochs}
     return [f"{key}={format_value(value)}" for key, value in given.items() if value is not None]
@@ -154,14 +154,14 @@ def _set_by(override: Override) -> list[Parts]:
     return [parts for parts, _ in _leaves(override.value, override.parts)]
 
 
-def _in_turns(compare: Compare, cases: Sequence[Case]) -> Iterator[Run]:
+def _in_turns(compare: CompareConfig, cases: Sequence[ComparisonCase]) -> Iterator[ComparisonRun]:
     rounds = [(seed, repeat) for repeat in range(compare.repeats) for seed in compare.seeds]
     for number, (seed, repeat) in enumerate(rounds):
         for case in cases if number % 2 == 0 else reversed(cases):
-            yield Run(case, seed, repeat, _key(compare, case, seed, repeat))
+            yield ComparisonRun(case, seed, repeat, _key(compare, case, seed, repeat))
 
 
-def _key(compare: Compare, case: Case, seed: int, repeat: int) -> str:
+def _key(compare: CompareConfig, case: ComparisonCase, seed: int, repeat: int) -> str:
     job = case.job.model_dump(mode="json")
     job["run"] |= {"seed": seed, "folder": "", "name": ""}
     network = compare.network.model_dump() if compare.network else None

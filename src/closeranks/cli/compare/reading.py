@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 
-from closeranks.cli.compare.config import Compare, Target
-from closeranks.cli.compare.plan import Run
-from closeranks.cli.compare.records import Record, Slot
-from closeranks.cli.compare.traffic import bytes_per_step, told_times
+from closeranks.cli.compare.config import CompareConfig, ComparisonTarget
+from closeranks.cli.compare.plan import ComparisonRun
+from closeranks.cli.compare.records import ComparisonRunFolder, RunRecord
+from closeranks.cli.compare.traffic import bytes_per_step, recorded_step_times
 from closeranks.core.events import Evaluated, StepDone
 from closeranks.telemetry.history import RunHistory, load_history
 
@@ -26,7 +26,7 @@ _FEWEST = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MetricPoint:
     """A figure, and the seconds of training until then."""
 
     step: int
@@ -35,7 +35,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ComparisonRunOutcome:
     """One run."""
 
     setting: str
@@ -72,7 +72,7 @@ class Outcome:
     folder: str = ""
     machine: str = ""
     """Where it ran, in words."""
-    losses: tuple[Point, ...] = ()
+    losses: tuple[MetricPoint, ...] = ()
     """Smoothed, for the picture."""
 
     @property
@@ -86,22 +86,29 @@ class Outcome:
         return self.eval_loss if is_evaluated else self.final_loss
 
 
-def read_outcome(compare: Compare, run: Run, slot: Slot, record: Record) -> Outcome:
-    return outcome_of(compare, run, record, load_history(slot.folder), told_times(slot), str(slot.folder))
+def read_outcome(
+    compare: CompareConfig, run: ComparisonRun, slot: ComparisonRunFolder, record: RunRecord
+) -> ComparisonRunOutcome:
+    return outcome_of(compare, run, record, load_history(slot.folder), recorded_step_times(slot), str(slot.folder))
 
 
 def outcome_of(
-    compare: Compare, run: Run, record: Record, history: RunHistory, times: dict[int, float], folder: str = ""
-) -> Outcome:
+    compare: CompareConfig,
+    run: ComparisonRun,
+    record: RunRecord,
+    history: RunHistory,
+    times: dict[int, float],
+    folder: str = "",
+) -> ComparisonRunOutcome:
     """``times``: the wall clock at which each step was told."""
-    state, reason = judge(record, history)
+    state, reason = end_state(record, history)
     losses = points(history.steps, "loss")
     reached = _reached(compare.target, history) if compare.target else None
     seconds = losses[-1].at_s if losses else None
     counted = [step for step in history.steps if step.step not in history.first_steps]
     counted_s = sum(step.seconds for step in counted)
     per_hour = run.case.num_workers * compare.price_per_worker_hour / 3600
-    return Outcome(
+    return ComparisonRunOutcome(
         setting=run.case.name,
         seed=run.seed,
         repeat=run.repeat,
@@ -130,7 +137,7 @@ def outcome_of(
     )
 
 
-def judge(record: Record, history: RunHistory) -> tuple[str, str]:
+def end_state(record: RunRecord, history: RunHistory) -> tuple[str, str]:
     """How a run ended, and why in words where it did not end well."""
     steps = history.steps
     if steps and _is_lost(steps[-1]):
@@ -166,23 +173,23 @@ def _first_sentence(text: str) -> str:
     return first if len(first) <= 200 else first[:197] + "..."
 
 
-def points(steps: Sequence[StepDone], metric: str) -> list[Point]:
+def points(steps: Sequence[StepDone], metric: str) -> list[MetricPoint]:
     """A figure of every step of training, over the time the steps took."""
     elapsed = accumulate(step.seconds for step in steps)
     values = (step.loss if metric == "loss" else step.metrics.get(metric, math.nan) for step in steps)
-    return [Point(step.step, at_s, value) for step, at_s, value in zip(steps, elapsed, values, strict=True)]
+    return [MetricPoint(step.step, at_s, value) for step, at_s, value in zip(steps, elapsed, values, strict=True)]
 
 
-def eval_points(history: RunHistory, metric: str) -> list[Point]:
+def eval_points(history: RunHistory, metric: str) -> list[MetricPoint]:
     at_s = {point.step: point.at_s for point in points(history.steps, "loss")}
-    return [Point(one.step, at_s.get(one.step, 0.0), _value(one, metric)) for one in history.evals]
+    return [MetricPoint(one.step, at_s.get(one.step, 0.0), _value(one, metric)) for one in history.evals]
 
 
 def _value(done: Evaluated, metric: str) -> float:
     return done.loss if metric == "loss" else done.metrics.get(metric, math.nan)
 
 
-def smooth(raw: Sequence[Point]) -> list[Point]:
+def smooth(raw: Sequence[MetricPoint]) -> list[MetricPoint]:
     """Each figure as the mean of about a tenth of the run around it.
 
     The same on both sides, so that a steep start does not lag; at the end what there is: no single step decides.
@@ -196,31 +203,31 @@ def smooth(raw: Sequence[Point]) -> list[Point]:
         half = min(widest, place)
         first, stop = place - half, min(len(raw), place + half + 1)
         num = counts[stop] - counts[first]
-        smoothed.append(Point(point.step, point.at_s, (sums[stop] - sums[first]) / num if num else math.nan))
+        smoothed.append(MetricPoint(point.step, point.at_s, (sums[stop] - sums[first]) / num if num else math.nan))
     return smoothed
 
 
-def crossing(row: Sequence[Point], target: float, *, rises: bool) -> Point | None:
+def first_reaching(row: Sequence[MetricPoint], target: float, *, rises: bool) -> MetricPoint | None:
     """Where a row first reaches the target, between two of its points; the value is then the step. None: nowhere."""
     sign = 1.0 if rises else -1.0
-    before: Point | None = None
+    before: MetricPoint | None = None
     for point in row:
         short = sign * (target - point.value)
         if short <= 0:
             if before is None:
-                return Point(point.step, point.at_s, float(point.step))
+                return MetricPoint(point.step, point.at_s, float(point.step))
             gap = sign * (target - before.value)
             share = gap / (gap - short)
             at_s = before.at_s + share * (point.at_s - before.at_s)
-            return Point(point.step, at_s, before.step + share * (point.step - before.step))
+            return MetricPoint(point.step, at_s, before.step + share * (point.step - before.step))
         before = point if math.isfinite(point.value) else None
     return None
 
 
-def _reached(target: Target, history: RunHistory) -> Point | None:
+def _reached(target: ComparisonTarget, history: RunHistory) -> MetricPoint | None:
     if target.of == "evaluation":
-        return crossing(eval_points(history, target.metric), target.value, rises=target.rises)
-    return crossing(smooth(points(history.steps, target.metric)), target.value, rises=target.rises)
+        return first_reaching(eval_points(history, target.metric), target.value, rises=target.rises)
+    return first_reaching(smooth(points(history.steps, target.metric)), target.value, rises=target.rises)
 
 
 def _first(values: Sequence[float]) -> float | None:

@@ -22,14 +22,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from closeranks.cli.compare.plan import Plan, Run
+from closeranks.cli.compare.plan import ComparisonPlan, ComparisonRun
 from closeranks.core.errors import SetupError
 from closeranks.core.regular_file import read_text
 from closeranks.telemetry.wording import count
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineInfo:
     """What the times of a run depend on beside the job."""
 
     host: str = ""
@@ -37,7 +37,7 @@ class Machine:
     torch: str = ""
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> MachineInfo:
         """Without importing torch."""
         try:
             torch = metadata.version("torch")
@@ -50,7 +50,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """How a run went, beside what its own folder tells."""
 
     exit_code: int
@@ -61,47 +61,47 @@ class Record:
     """(wall clock, bytes sent until then), as the interfaces counted; empty where nobody counted."""
     said: str = ""
     """Its last words."""
-    machine: Machine = Machine()
+    machine: MachineInfo = MachineInfo()
 
 
-class Slot:
+class ComparisonRunFolder:
     """The folder of one run."""
 
-    def __init__(self, plan: Plan, run: Run) -> None:
+    def __init__(self, plan: ComparisonPlan, run: ComparisonRun) -> None:
         self.path = plan.folder / "runs" / run.name
         self.folder = self.path / "run"
         self.output = self.path / "output.txt"
         self._done = self.path / "done.json"
 
-    def read(self) -> Record | None:
+    def read(self) -> RunRecord | None:
         """How the run went; None where it was not finished, or another version of ours wrote it down."""
         try:
             told = json.loads(read_text(self._done))
             traffic = tuple((float(at), int(sent)) for at, sent in told["traffic"])
-            return Record(**{**told, "traffic": traffic, "machine": Machine(**told["machine"])})
+            return RunRecord(**{**told, "traffic": traffic, "machine": MachineInfo(**told["machine"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: RunRecord) -> None:
         unfinished = self._done.with_suffix(".part")
-        with written(unfinished):
+        with disk_errors_explained(unfinished):
             unfinished.write_text(json.dumps(asdict(record)) + "\n")
             unfinished.replace(self._done)
 
     def clear(self) -> None:
-        with written(self.path):
+        with disk_errors_explained(self.path):
             if self.path.exists():
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True)
 
     def open(self, name: str) -> IO[str]:
         """A file beside the run, for what a process prints."""
-        with written(self.path / name):
+        with disk_errors_explained(self.path / name):
             return (self.path / name).open("w")
 
 
 @contextmanager
-def written(path: Path) -> Iterator[None]:
+def disk_errors_explained(path: Path) -> Iterator[None]:
     """What the disk refuses is told in a sentence."""
     try:
         yield
@@ -110,7 +110,7 @@ def written(path: Path) -> Iterator[None]:
         raise SetupError(what, "Set folder, or make it yours.") from error
 
 
-def last_words(output: str) -> str:
+def last_output(output: str) -> str:
     """What ``closeranks`` said as it ended, or the last line of whoever said something."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [place for place, line in enumerate(lines) if line.startswith("closeranks: ")]
@@ -119,13 +119,13 @@ def last_words(output: str) -> str:
     return lines[-1] if lines else ""
 
 
-def failed_runs(plan: Plan) -> Sequence[Slot]:
+def failed_runs(plan: ComparisonPlan) -> Sequence[ComparisonRunFolder]:
     """Runs that are over and did not end well; whoever clears them lets them run again."""
-    slots = [Slot(plan, run) for run in plan.runs]
+    slots = [ComparisonRunFolder(plan, run) for run in plan.runs]
     return [slot for slot in slots if (record := slot.read()) and record.exit_code and not record.is_stopped]
 
 
-def of_others(records: Sequence[Record | None], here: Machine) -> str:
+def mixed_machines(records: Sequence[RunRecord | None], here: MachineInfo) -> str:
     """Says so where times of several machines would be mixed; None is a run that is still to be made, here."""
     foreign = [record.machine for record in records if record is not None and record.machine != here]
     if not foreign or (len(set(foreign)) == 1 and len(foreign) == len(records)):

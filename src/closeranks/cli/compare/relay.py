@@ -41,7 +41,7 @@ def open_port(name: str) -> socket.socket:
     return port
 
 
-class Switch:
+class DelaySwitch:
     def __init__(self, ports: list[socket.socket], delay_s: float) -> None:
         self._ports = {port.fileno(): port for port in ports}
         self._delay_s = delay_s
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("ports", nargs="+")
     parser.add_argument("--delay-ms", type=float, default=0.0)
     given = parser.parse_args()
-    switch = Switch([open_port(name) for name in given.ports], given.delay_ms / 1000)
+    switch = DelaySwitch([open_port(name) for name in given.ports], given.delay_ms / 1000)
     print("up", flush=True)
     switch.run()
 

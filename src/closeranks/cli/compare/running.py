@@ -24,11 +24,18 @@ from typing import IO
 import typer
 
 from closeranks.agent.stops import is_sighup_ignored
-from closeranks.cli.compare.config import Network
-from closeranks.cli.compare.network import Host, Hosts, address_of, children_of
-from closeranks.cli.compare.place import Place
-from closeranks.cli.compare.plan import Plan, Run
-from closeranks.cli.compare.records import Machine, Record, Slot, last_words, of_others, written
+from closeranks.cli.compare.config import NetworkConfig
+from closeranks.cli.compare.network import NamespaceHost, NamespaceHosts, address_of, children_of
+from closeranks.cli.compare.place import RunEnvironment
+from closeranks.cli.compare.plan import ComparisonPlan, ComparisonRun
+from closeranks.cli.compare.records import (
+    ComparisonRunFolder,
+    MachineInfo,
+    RunRecord,
+    disk_errors_explained,
+    last_output,
+    mixed_machines,
+)
 from closeranks.core.errors import Disconnected, Drained, Interrupted, SetupError
 from closeranks.core.linux import die_with_parent
 from closeranks.telemetry.folder import RunFolder
@@ -42,14 +49,16 @@ _PORT = 29400
 _MOST_SAMPLES = 4000
 
 
-def run_all(plan: Plan, place: Place, on_done: Callable[[Run, Slot, Record], str]) -> None:
+def run_all(
+    plan: ComparisonPlan, place: RunEnvironment, on_done: Callable[[ComparisonRun, ComparisonRunFolder, RunRecord], str]
+) -> None:
     """Run what is not finished, and tell of each run as it ends; ``on_done`` puts one in words."""
-    here = Machine.here()
-    if mixed := of_others([_finished(Slot(plan, run), place) for run in plan.runs], here):
+    here = MachineInfo.here()
+    if mixed := mixed_machines([_finished(ComparisonRunFolder(plan, run), place) for run in plan.runs], here):
         typer.echo(mixed)
     with _stopped_in_order():
         for number, run in enumerate(plan.runs, 1):
-            slot = Slot(plan, run)
+            slot = ComparisonRunFolder(plan, run)
             typer.echo(f"[{number}/{len(plan.runs)}] {run.case.name}, seed {run.seed}: ", nl=False)
             record = _finished(slot, place)
             before = " (from before)" if record is not None else ""
@@ -60,7 +69,7 @@ def run_all(plan: Plan, place: Place, on_done: Callable[[Run, Slot, Record], str
             typer.echo(on_done(run, slot, record) + before)
 
 
-def _finished(slot: Slot, place: Place) -> Record | None:
+def _finished(slot: ComparisonRunFolder, place: RunEnvironment) -> RunRecord | None:
     """How the run went before; one whose bytes nobody counted does not do where they can be counted."""
     record = slot.read()
     return record if record is None or record.traffic or not place.is_counted else None
@@ -93,7 +102,7 @@ def _stopped_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _carry_out(plan: Plan, place: Place, run: Run, slot: Slot) -> Record:
+def _carry_out(plan: ComparisonPlan, place: RunEnvironment, run: ComparisonRun, slot: ComparisonRunFolder) -> RunRecord:
     try:
         return _started_and_watched(plan, place, run, slot)
     except OSError as error:
@@ -101,11 +110,13 @@ def _carry_out(plan: Plan, place: Place, run: Run, slot: Slot) -> Record:
         raise SetupError(f"a run cannot be carried out: {error}", fix) from error
 
 
-def _started_and_watched(plan: Plan, place: Place, run: Run, slot: Slot) -> Record:
+def _started_and_watched(
+    plan: ComparisonPlan, place: RunEnvironment, run: ComparisonRun, slot: ComparisonRunFolder
+) -> RunRecord:
     processes: list[subprocess.Popen[str]] = []
     with ExitStack() as stack:
         output = stack.enter_context(slot.open(slot.output.name))
-        hosts = stack.enter_context(Hosts(place.network)) if place.is_counted else None
+        hosts = stack.enter_context(NamespaceHosts(place.network)) if place.is_counted else None
         stack.callback(_stop, processes, hosts is not None)
         command = _command(plan, run, slot, place.network)
         started_at = time.monotonic()
@@ -116,12 +127,12 @@ def _started_and_watched(plan: Plan, place: Place, run: Run, slot: Slot) -> Reco
             processes.append(host.start(_joining(slot, host, run.case.num_workers // (len(others) + 1)), joined))
         watched = _Watch(processes[0], hosts, slot, plan.compare.budget.seconds)
         exit_code = watched.wait()
-    return Record(
+    return RunRecord(
         exit_code=exit_code,
         wall_s=time.monotonic() - started_at,
         is_stopped=watched.is_stopped,
         traffic=tuple(watched.samples),
-        said=last_words(slot.output.read_text(errors="replace")),
+        said=last_output(slot.output.read_text(errors="replace")),
     )
 
 
@@ -138,12 +149,14 @@ def _start_here(command: Sequence[str], output: IO[str]) -> subprocess.Popen[str
     )
 
 
-def _command(plan: Plan, run: Run, slot: Slot, network: Network | None) -> list[str]:
+def _command(
+    plan: ComparisonPlan, run: ComparisonRun, slot: ComparisonRunFolder, network: NetworkConfig | None
+) -> list[str]:
     num_hosts = network.hosts if network else 1
     words = [*_closeranks(), "train", str(plan.job_file), "-n", str(run.case.num_workers // num_hosts)]
     if network is not None:
         token = slot.path / "token"
-        with written(token):
+        with disk_errors_explained(token):
             token.touch(mode=0o600)
             token.write_text(secrets.token_hex(32))
         listen = f"{address_of(0)}:{_PORT}"
@@ -156,7 +169,7 @@ def _closeranks() -> list[str]:
     return ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, "-m", "closeranks"]
 
 
-def _joining(slot: Slot, host: Host, num_workers: int) -> list[str]:
+def _joining(slot: ComparisonRunFolder, host: NamespaceHost, num_workers: int) -> list[str]:
     words = ["agent", "--join", f"{address_of(0)}:{_PORT}", "-n", str(num_workers), "--name", host.name]
     return [*_closeranks(), *words, "--token-file", str(slot.path / "token")]
 
@@ -185,7 +198,13 @@ def _signal(process: subprocess.Popen[str], is_inside: bool, signum: int) -> Non
 class _Watch:
     """Looks at a run until it ends: counts its bytes, and stops it when its time is up."""
 
-    def __init__(self, lead: subprocess.Popen[str], hosts: Hosts | None, slot: Slot, budget_s: float | None) -> None:
+    def __init__(
+        self,
+        lead: subprocess.Popen[str],
+        hosts: NamespaceHosts | None,
+        slot: ComparisonRunFolder,
+        budget_s: float | None,
+    ) -> None:
         self._lead = lead
         self._hosts = hosts
         self._metrics = RunFolder(slot.folder).metrics(0)

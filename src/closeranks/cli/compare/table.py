@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from closeranks.cli.compare.config import Compare
-from closeranks.cli.compare.reading import Outcome
+from closeranks.cli.compare.config import CompareConfig
+from closeranks.cli.compare.reading import ComparisonRunOutcome
 
-Figure = Callable[[Outcome], float | None]
+Figure = Callable[[ComparisonRunOutcome], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Stat:
+class RunStat:
     """A figure over several runs."""
 
     mean: float
@@ -30,7 +30,7 @@ class Stat:
     num: int
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> Stat | None:
+    def of(cls, values: Iterable[float | None]) -> RunStat | None:
         """None where nobody measured anything that is a number."""
         known = [value for value in values if value is not None and math.isfinite(value)]
         if not known:
@@ -40,7 +40,7 @@ class Stat:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SettingRow:
     """One setting."""
 
     name: str
@@ -53,30 +53,30 @@ class Row:
     num_seeds: int = 0
     num_steps: float = 0.0
     """Of a run that finished, in the mean."""
-    steps_per_s: Stat | None = None
+    steps_per_s: RunStat | None = None
     rate_ratio: float | None = None
     """Steps a second, by those of the baseline."""
-    items_per_s: Stat | None = None
-    bytes_per_step: Stat | None = None
+    items_per_s: RunStat | None = None
+    bytes_per_step: RunStat | None = None
     bytes_ratio: float | None = None
-    seconds: Stat | None = None
+    seconds: RunStat | None = None
     """Of the whole training."""
-    seconds_ratio: Stat | None = None
+    seconds_ratio: RunStat | None = None
     """The baseline's seconds, by these, seed by seed: how many times as fast."""
-    seconds_to_target: Stat | None = None
+    seconds_to_target: RunStat | None = None
     """Only where every run that finished got there."""
     num_reached: int = 0
-    speedup: Stat | None = None
+    speedup: RunStat | None = None
     """The baseline's time to the target, by this, seed by seed."""
-    final: Stat | None = None
+    final: RunStat | None = None
     """The loss, or the target's metric, in the end."""
-    final_gap: Stat | None = None
+    final_gap: RunStat | None = None
     """What that lies above the baseline's, seed by seed."""
-    final_loss: Stat | None = None
-    eval_loss: Stat | None = None
-    memory_bytes: Stat | None = None
-    cost: Stat | None = None
-    cost_to_target: Stat | None = None
+    final_loss: RunStat | None = None
+    eval_loss: RunStat | None = None
+    memory_bytes: RunStat | None = None
+    cost: RunStat | None = None
+    cost_to_target: RunStat | None = None
 
     @property
     def is_sound(self) -> bool:
@@ -88,8 +88,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    rows: tuple[Row, ...]
+class ResultTable:
+    rows: tuple[SettingRow, ...]
     metric: str
     """What ``final`` is: loss, or the target's metric."""
     rises: bool
@@ -101,22 +101,22 @@ class Table:
     """Whether all had the same time, rather than the same steps or epochs."""
 
     @property
-    def baseline(self) -> Row:
+    def baseline(self) -> SettingRow:
         return self.rows[0]
 
 
-def make_table(compare: Compare, outcomes: Sequence[Outcome]) -> Table:
+def make_table(compare: CompareConfig, outcomes: Sequence[ComparisonRunOutcome]) -> ResultTable:
     """Rows in the order of the settings."""
     target = compare.target
     metric = target.metric if target else "loss"
     sound = [one for one in outcomes if one.is_sound]
     is_evaluated = bool(sound) and all(one.final(metric, is_evaluated=True) is not None for one in sound)
 
-    def final(one: Outcome) -> float | None:
+    def final(one: ComparisonRunOutcome) -> float | None:
         return one.final(metric, is_evaluated=is_evaluated)
 
     groups = [[one for one in outcomes if one.setting == setting.name] for setting in compare.setting]
-    return Table(
+    return ResultTable(
         rows=tuple(_row(group, groups[0], final, has_target=target is not None) for group in groups if group),
         metric=metric,
         rises=metric != "loss",
@@ -126,19 +126,21 @@ def make_table(compare: Compare, outcomes: Sequence[Outcome]) -> Table:
     )
 
 
-def _row(group: Sequence[Outcome], baseline: Sequence[Outcome], final: Figure, *, has_target: bool) -> Row:
+def _row(
+    group: Sequence[ComparisonRunOutcome], baseline: Sequence[ComparisonRunOutcome], final: Figure, *, has_target: bool
+) -> SettingRow:
     sound = [one for one in group if one.is_sound]
     base = [one for one in baseline if one.is_sound]
     reached = [one.seconds_to_target for one in sound if one.seconds_to_target is not None]
-    to_target = Stat.of(reached) if len(reached) == len(sound) else None
+    to_target = RunStat.of(reached) if len(reached) == len(sound) else None
 
-    def stat(pick: Figure) -> Stat | None:
-        return Stat.of(pick(one) for one in sound)
+    def stat(pick: Figure) -> RunStat | None:
+        return RunStat.of(pick(one) for one in sound)
 
     def ratio(pick: Figure) -> float | None:
-        return _ratio(Stat.of(pick(one) for one in sound), Stat.of(pick(one) for one in base))
+        return _ratio(RunStat.of(pick(one) for one in sound), RunStat.of(pick(one) for one in base))
 
-    return Row(
+    return SettingRow(
         name=group[0].setting,
         num_workers=group[0].num_workers,
         num_runs=len(group),
@@ -166,7 +168,7 @@ def _row(group: Sequence[Outcome], baseline: Sequence[Outcome], final: Figure, *
     )
 
 
-def _ratio(over: Stat | None, under: Stat | None) -> float | None:
+def _ratio(over: RunStat | None, under: RunStat | None) -> float | None:
     return over.mean / under.mean if over is not None and under is not None and under.mean > 0 else None
 
 
@@ -179,11 +181,11 @@ def _above(mine: float, theirs: float) -> float:
 
 
 def _beside(
-    sound: Sequence[Outcome],
-    base: Sequence[Outcome],
+    sound: Sequence[ComparisonRunOutcome],
+    base: Sequence[ComparisonRunOutcome],
     pick: Figure,
     weigh: Callable[[float, float], float | None],
-) -> Stat | None:
+) -> RunStat | None:
     """Each run held against the baseline's of the same seed; None where one of those has no figure."""
     theirs = {(one.seed, one.repeat): pick(one) for one in base}
     if None in theirs.values():
@@ -192,10 +194,10 @@ def _beside(
     for one in sound:
         mine, other = pick(one), theirs.get((one.seed, one.repeat))
         found.append(weigh(mine, other) if mine is not None and other is not None else None)
-    return Stat.of(found)
+    return RunStat.of(found)
 
 
-def _reason(group: Sequence[Outcome]) -> str:
+def _reason(group: Sequence[ComparisonRunOutcome]) -> str:
     """``diverged in 2 of 3 runs: its loss is not finite since step 4``; the first of each kind speaks for it."""
     parts = []
     for state in dict.fromkeys(one.state for one in group if not one.is_sound):

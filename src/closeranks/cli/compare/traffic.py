@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from closeranks.cli.compare.records import Slot
+from closeranks.cli.compare.records import ComparisonRunFolder
 from closeranks.core.events import StepDone
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.recorder import read_events
@@ -40,14 +40,14 @@ def sent_until(traffic: Sequence[tuple[float, int]], at: float) -> float:
     return left + (right - left) * (at - left_at) / (right_at - left_at)
 
 
-def told_times(slot: Slot) -> dict[int, float]:
+def recorded_step_times(slot: ComparisonRunFolder) -> dict[int, float]:
     """The wall clock at which rank 0 told of each step."""
     path = RunFolder(slot.folder).metrics(0)
     lines = read_events(path) if path.exists() else ()
-    return moments((float(fields.get("at", 0.0)), event) for fields, event in lines if isinstance(event, StepDone))
+    return step_times((float(fields.get("at", 0.0)), event) for fields, event in lines if isinstance(event, StepDone))
 
 
-def moments(told: Iterable[tuple[float, StepDone]]) -> dict[int, float]:
+def step_times(told: Iterable[tuple[float, StepDone]]) -> dict[int, float]:
     """Each step with the moment it was told. Where replicas train apart, the steps of a round are told one right after
     the other when they meet: they share the moment of the first."""
     times: dict[int, float] = {}

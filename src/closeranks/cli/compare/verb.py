@@ -53,8 +53,8 @@ def compare(
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed before.")] = False,
 ) -> None:
-    from closeranks.cli.compare.comparing import carry_out
+    from closeranks.cli.compare.comparing import run_comparison
 
-    story = carry_out(file, tuple(overrides or ()), retry=retry)
+    story = run_comparison(file, tuple(overrides or ()), retry=retry)
     if not any(row.num_sound for row in story.table.rows):
         raise typer.Exit(1)

@@ -22,29 +22,29 @@ from closeranks import __version__
 from closeranks.cli.ckpt.places import print_table
 from closeranks.cli.compare.cells import headings_and_cells
 from closeranks.cli.compare.picture import draw_bars, draw_curves
-from closeranks.cli.compare.plan import Plan, texts_of
-from closeranks.cli.compare.reading import Outcome
-from closeranks.cli.compare.records import written
-from closeranks.cli.compare.table import Row, Table
+from closeranks.cli.compare.plan import ComparisonPlan, override_texts
+from closeranks.cli.compare.reading import ComparisonRunOutcome
+from closeranks.cli.compare.records import disk_errors_explained
+from closeranks.cli.compare.table import ResultTable, SettingRow
 from closeranks.telemetry.wording import brief, duration, number, size
 
 _LEFT = ("setting", "note")
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class ComparisonResult:
     """All that a comparison came to."""
 
-    plan: Plan
-    outcomes: tuple[Outcome, ...]
-    table: Table
+    plan: ComparisonPlan
+    outcomes: tuple[ComparisonRunOutcome, ...]
+    table: ResultTable
     advice: str
     uncounted: str = ""
     """Why bytes were not measured."""
     command: str = ""
 
 
-def in_words(outcome: Outcome) -> str:
+def outcome_line(outcome: ComparisonRunOutcome) -> str:
     """One run, in a line."""
     if not outcome.is_sound:
         return f"{outcome.state} after {duration(outcome.wall_s)}: {outcome.reason}"
@@ -59,30 +59,30 @@ def in_words(outcome: Outcome) -> str:
     return ", ".join([*parts, *([f"final loss {number(final)}"] if final is not None else [])])
 
 
-def show(story: Story) -> None:
+def print_result(story: ComparisonResult) -> None:
     headings, rows = headings_and_cells(story.table)
     right = [name for name in headings if name not in _LEFT]
     print_table(headings, rows, right=right, spare=("memory", "x", "cost", "training", "note"))
 
 
-def write_down(story: Story) -> list[Path]:
+def write_report(story: ComparisonResult) -> list[Path]:
     """All files; what they are called, those first that people open."""
-    with written(story.plan.folder):
+    with disk_errors_explained(story.plan.folder):
         return _write_all(story, story.plan.folder)
 
 
-def _write_all(story: Story, folder: Path) -> list[Path]:
+def _write_all(story: ComparisonResult, folder: Path) -> list[Path]:
     compare, table = story.plan.compare, story.table
     bars = draw_bars(folder / "bars.png", compare, table)
     curves = draw_curves(folder / "curves.png", compare, table, story.outcomes)
     pictures = [path for path in (curves, bars) if path is not None]
     _write(folder / "compare.json", json.dumps(as_json(story), indent=1, allow_nan=False) + "\n")
     _write_runs(folder / "runs.csv", story.outcomes)
-    _write(folder / "compare.md", page(story, [path.name for path in pictures]))
+    _write(folder / "compare.md", markdown_page(story, [path.name for path in pictures]))
     return [folder / "compare.md", *pictures, folder / "compare.json", folder / "runs.csv"]
 
 
-def as_json(story: Story) -> dict[str, Any]:
+def as_json(story: ComparisonResult) -> dict[str, Any]:
     table = story.table
     told = {
         "closeranks": __version__,
@@ -98,7 +98,7 @@ def as_json(story: Story) -> dict[str, Any]:
     return _finite(told)  # type: ignore[no-any-return]
 
 
-def _setting(story: Story, row: Row) -> dict[str, Any]:
+def _setting(story: ComparisonResult, row: SettingRow) -> dict[str, Any]:
     (case,) = [case for case in story.plan.cases if case.name == row.name]
     metric, is_evaluated = story.table.metric, story.table.is_evaluated
     mine = [one for one in story.outcomes if one.setting == row.name]
@@ -106,7 +106,7 @@ def _setting(story: Story, row: Row) -> dict[str, Any]:
     return {**asdict(row), "overrides": list(case.overrides), "runs": runs}
 
 
-def _flat(outcome: Outcome) -> dict[str, Any]:
+def _flat(outcome: ComparisonRunOutcome) -> dict[str, Any]:
     """All but the curve, which the run folder holds."""
     return {one.name: getattr(outcome, one.name) for one in fields(outcome) if one.name != "losses"}
 
@@ -120,7 +120,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write_runs(path: Path, outcomes: Sequence[Outcome]) -> None:
+def _write_runs(path: Path, outcomes: Sequence[ComparisonRunOutcome]) -> None:
     rows = [_flat(one) for one in outcomes]
     figures = [
         {**one.metrics, **{f"eval_{name}": value for name, value in one.eval_metrics.items()}} for one in outcomes
@@ -140,7 +140,7 @@ def _write(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def page(story: Story, pictures: Sequence[str]) -> str:
+def markdown_page(story: ComparisonResult, pictures: Sequence[str]) -> str:
     headings, rows = headings_and_cells(story.table)
     lines = ["| " + " | ".join(headings) + " |", "|" + "".join(_rule(name) for name in headings)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -162,7 +162,7 @@ def _rule(name: str) -> str:
     return "---|" if name in _LEFT else "---:|"
 
 
-def conditions(story: Story) -> str:
+def conditions(story: ComparisonResult) -> str:
     """Under which conditions these figures hold, in a paragraph."""
     compare, table = story.plan.compare, story.table
     seeds = ", ".join(map(str, compare.seeds))
@@ -189,10 +189,10 @@ def conditions(story: Story) -> str:
     return " ".join([*parts, *others])
 
 
-def _settings(story: Story) -> list[str]:
-    common = texts_of(story.plan.compare.set)
+def _settings(story: ComparisonResult) -> list[str]:
+    common = override_texts(story.plan.compare.set)
     lines = [f"- all: `{' '.join(common)}`"] if common else []
     for setting in story.plan.compare.setting:
-        changes = " ".join(texts_of(setting.set))
+        changes = " ".join(override_texts(setting.set))
         lines.append(f"- {setting.name}: `{changes}`" if changes else f"- {setting.name}: the job as it is")
     return lines

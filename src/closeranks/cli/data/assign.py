@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from closeranks.cli.data.assigning import Share
-    from closeranks.cli.data.jobs import Reading
+    from closeranks.cli.data.assigning import RankSamples
+    from closeranks.cli.data.jobs import JobData
 
 HELP = """Show which data rank reads which samples at a step, and what changes when a run goes on with other workers.
 
@@ -45,15 +45,15 @@ def assign(
     import json
     from pathlib import Path
 
-    from closeranks.cli.data.assigning import compare, shares_of
-    from closeranks.cli.data.jobs import open_reading, sort_words
+    from closeranks.cli.data.assigning import compare_assignments, samples_per_rank
+    from closeranks.cli.data.jobs import open_job_data, parse_arguments
     from closeranks.core.errors import UserError
 
-    reading = open_reading(sort_words(words or [], Path.cwd()))
+    reading = open_job_data(parse_arguments(words or [], Path.cwd()))
     if step > reading.schedule.num_steps:
         what = f"the run of {reading.name} has {reading.schedule.num_steps} steps, and step {step} was asked for"
         raise UserError(what, f"Name one of 1 to {reading.schedule.num_steps}.")
-    shares = {count: shares_of(reading, step - 1, count) for count in dict.fromkeys(workers)}
+    shares = {count: samples_per_rank(reading, step - 1, count) for count in dict.fromkeys(workers)}
     if as_json:
         print(json.dumps(_told(reading, step, shares), indent=1))
         return
@@ -62,10 +62,10 @@ def assign(
         _print_shares(count, held)
     first, *others = shares.values()
     for other in others:
-        typer.echo(f"\n{compare(first, other)}")
+        typer.echo(f"\n{compare_assignments(first, other)}")
 
 
-def _print_head(reading: Reading, step: int) -> None:
+def _print_head(reading: JobData, step: int) -> None:
     schedule = reading.schedule
     first, last = schedule.position(step - 1), schedule.position(step)
     micro = schedule.num_micro_batches(step - 1)
@@ -76,7 +76,7 @@ def _print_head(reading: Reading, step: int) -> None:
     )
 
 
-def _print_shares(count: int, shares: Sequence[Share]) -> None:
+def _print_shares(count: int, shares: Sequence[RankSamples]) -> None:
     from closeranks.cli.ckpt.places import print_table
 
     ranks = f"{len(shares)} data {'rank' if len(shares) == 1 else 'ranks'}"
@@ -110,7 +110,7 @@ def _short(files: Sequence[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _told(reading: Reading, step: int, shares: dict[int, list[Share]]) -> dict[str, Any]:
+def _told(reading: JobData, step: int, shares: dict[int, list[RankSamples]]) -> dict[str, Any]:
     schedule = reading.schedule
     return {
         "job": reading.name,
@@ -122,7 +122,7 @@ def _told(reading: Reading, step: int, shares: dict[int, list[Share]]) -> dict[s
     }
 
 
-def _told_share(share: Share, step: int) -> dict[str, Any]:
+def _told_share(share: RankSamples, step: int) -> dict[str, Any]:
     from dataclasses import asdict
 
     told = asdict(share)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from closeranks.cli.data.jobs import Reading
+from closeranks.cli.data.jobs import JobData
 from closeranks.core.errors import ConfigError
 from closeranks.data.order import MicroBatch
 from closeranks.data.source import LoaderSource
@@ -21,7 +21,7 @@ _LOOKED_UP = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankSamples:
     """What one data rank reads."""
 
     rank: int
@@ -31,17 +31,17 @@ class Share:
     """In the order first needed; empty where the source has none."""
 
 
-def shares_of(reading: Reading, step: int, num_workers: int) -> list[Share]:
+def samples_per_rank(reading: JobData, step: int, num_workers: int) -> list[RankSamples]:
     if problems := check_workers(reading.job, num_workers):
         raise ConfigError(problems)
     size = layout_for(reading.job, num_workers).data
     return [_share(reading, step, rank, size) for rank in range(size)]
 
 
-def _share(reading: Reading, step: int, rank: int, size: int) -> Share:
+def _share(reading: JobData, step: int, rank: int, size: int) -> RankSamples:
     taken = reading.schedule.assigned(step, rank, size)
     samples = reading.order.between(taken[0].first, taken[-1].last).tolist() if taken else []
-    return Share(rank, taken, tuple(samples), tuple(files_of(reading.source, samples[:_LOOKED_UP])))
+    return RankSamples(rank, taken, tuple(samples), tuple(files_of(reading.source, samples[:_LOOKED_UP])))
 
 
 def files_of(source: LoaderSource, samples: Iterable[int]) -> list[str]:
@@ -49,7 +49,7 @@ def files_of(source: LoaderSource, samples: Iterable[int]) -> list[str]:
     return list(dict.fromkeys(name for index in samples for name in re.findall(r"'([^']+)'", source.where(index))))
 
 
-def compare(one: Sequence[Share], other: Sequence[Share]) -> str:
+def compare_assignments(one: Sequence[RankSamples], other: Sequence[RankSamples]) -> str:
     """In a sentence."""
     ranks, others = _readers(one), _readers(other)
     if ranks.keys() != others.keys():
@@ -62,7 +62,7 @@ def compare(one: Sequence[Share], other: Sequence[Share]) -> str:
     )
 
 
-def _readers(shares: Sequence[Share]) -> dict[tuple[int, int], int]:
+def _readers(shares: Sequence[RankSamples]) -> dict[tuple[int, int], int]:
     """(position, sample) -> the rank that reads it."""
     return {
         (position, sample): share.rank

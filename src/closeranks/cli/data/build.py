@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 
 if TYPE_CHECKING:
     from closeranks.data.building.build import BuildReporter, BuildSummary
@@ -97,7 +97,7 @@ def build(
         print(json.dumps(summary.as_dict(), indent=1))
     else:
         for line in _lines(summary, out):
-            say(line)
+            safe_echo(line)
 
 
 def _lines(summary: BuildSummary, out: str) -> Iterator[str]:
@@ -142,5 +142,5 @@ def _reporter() -> Iterator[BuildReporter]:
         yield BuildReporter(
             on_total=lambda total, done: bar.update(task, total=total, completed=done),
             on_bytes=lambda num_bytes: bar.update(task, advance=num_bytes),
-            on_remark=lambda text: say(text, err=True),
+            on_remark=lambda text: safe_echo(text, err=True),
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from closeranks.cli.launching import look_beside
+from closeranks.cli.launching import add_job_folder_to_path
 from closeranks.core.config.overrides import UNSET_MARK
 from closeranks.core.errors import UserError
 from closeranks.data.config import MixtureConfig
@@ -30,7 +30,7 @@ DEFAULT = "job.toml"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MixtureDraw:
     """Which part of a mixture a position belongs to."""
 
     part: str
@@ -41,7 +41,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class JobData:
     """What a run reads."""
 
     name: str
@@ -52,7 +52,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class DataArguments:
     """What was named on the command line: a place, and values to change."""
 
     place: str
@@ -63,27 +63,27 @@ class Words:
         return self.place.endswith(".toml")
 
 
-def sort_words(words: Sequence[str], folder: Path) -> Words:
+def parse_arguments(words: Sequence[str], folder: Path) -> DataArguments:
     """A place comes first, if there is one; else it is the folder's ``job.toml``."""
     if words and not words[0].startswith(UNSET_MARK) and ("=" not in words[0] or Path(words[0]).exists()):
-        return Words(words[0], tuple(words[1:]))
+        return DataArguments(words[0], tuple(words[1:]))
     if not (folder / DEFAULT).is_file():
         what = f"no job was named, and there is no {DEFAULT} in this folder"
         raise UserError(what, "Name a job file, or the path of a data set where the verb takes one.")
-    return Words(DEFAULT, tuple(words))
+    return DataArguments(DEFAULT, tuple(words))
 
 
-def open_reading(words: Words) -> Reading:
+def open_job_data(words: DataArguments) -> JobData:
     path = Path(words.place)
     job = resolve_paths(load_job(path, words.overrides).value, path)
-    look_beside(path)
+    add_job_folder_to_path(path)
     source = as_loader_source(open_source(job.data, "train", job.run.seed))
     order = order_of(job.data, source, job.run.seed)
     past = find_batch_history(job, choose_folder(job, path.stem))
-    return Reading(words.place, job, source, order, batch_schedule(past.apply_to(job), len(source), past.ends))
+    return JobData(words.place, job, source, order, batch_schedule(past.apply_to(job), len(source), past.ends))
 
 
-def turn_at(reading: Reading, position: int) -> Turn | None:
+def draw_at(reading: JobData, position: int) -> MixtureDraw | None:
     """None where the data is no mixture."""
     config, order = reading.job.data, reading.order
     if not isinstance(config, MixtureConfig) or not isinstance(order, MixtureOrder):
@@ -93,4 +93,4 @@ def turn_at(reading: Reading, position: int) -> Turn | None:
     number, draw = int(numbers[0]), int(draws[0])
     offset = sum(part.num_samples for part in order.parts[:number])
     sample = int(order.at(place)[0]) - offset
-    return Turn(list(config.parts)[number], sample, draw // order.parts[number].num_samples)
+    return MixtureDraw(list(config.parts)[number], sample, draw // order.parts[number].num_samples)

@@ -23,7 +23,7 @@ from closeranks.data.stores import RecordLocation, Records, Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class StoredData:
     """Stored data: ``tokens`` or ``records``."""
 
     name: str
@@ -75,38 +75,38 @@ def _start(tokens: Tokens, number: int) -> int:
     return int(tokens.ends[number - 1]) if number else 0
 
 
-def open_path(path: str, format: str = "") -> Opened:
+def open_path(path: str, format: str = "") -> StoredData:
     """As records where a format has them, else as tokens."""
     if "://" not in path and not Path(path).expanduser().exists():
         raise DataError(f"there is no file or folder '{path}'", "Check the name.")
     return _open(path, open_files(path), format, IndexLocation())
 
 
-def _open(name: str, files: Files, format: str, place: IndexLocation) -> Opened:
+def _open(name: str, files: Files, format: str, place: IndexLocation) -> StoredData:
     format = format or detect(files)
     if format == SHARDS:
         manifest = read_manifest(files)
         if manifest.head.kind == "tokens":
             text_bytes = int(manifest.about.provenance.get("text_bytes", 0))
-            return Opened(name, format, files, tokens=open_tokens(files, format, place, ""), text_bytes=text_bytes)
+            return StoredData(name, format, files, tokens=open_tokens(files, format, place, ""), text_bytes=text_bytes)
     if format == "megatron":
-        return Opened(name, format, files, tokens=open_tokens(files, format, place, ""))
-    return Opened(name, format, files, records=open_records(files, format, place))
+        return StoredData(name, format, files, tokens=open_tokens(files, format, place, ""))
+    return StoredData(name, format, files, records=open_records(files, format, place))
 
 
-def open_config(config: DataConfig) -> Iterator[Opened]:
+def open_config(config: DataConfig) -> Iterator[StoredData]:
     """The stored data of a job's table; of a mixture, each part."""
     for part, table in _tables(config, config.name):
         files = open_files(table.path, cache=table.cache, cache_bytes=table.cache_bytes)
         place = IndexLocation(table.index, table.cache)
         shown = f"{part} ({table.path})"
         if isinstance(table, RecordsConfig):
-            yield Opened(shown, table.format, files, records=open_records(files, table.format, place))
+            yield StoredData(shown, table.format, files, records=open_records(files, table.format, place))
             continue
         tokens = open_tokens(files, table.format, place, table.field)
         is_ours = (table.format or detect(files)) == SHARDS
         text_bytes = int(read_manifest(files).about.provenance.get("text_bytes", 0)) if is_ours else 0
-        yield Opened(shown, table.format, files, tokens=tokens, text_bytes=text_bytes, seq_len=table.seq_len)
+        yield StoredData(shown, table.format, files, tokens=tokens, text_bytes=text_bytes, seq_len=table.seq_len)
 
 
 def _tables(config: DataConfig, name: str) -> Iterator[tuple[str, TokensConfig | RecordsConfig]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from closeranks.cli.data.surveying import Surveyed
+from closeranks.cli.data.surveying import NamedStats
 
 _INK, _QUIET, _GRID, _BAR, _MARK = "#1f2933", "#7b8794", "#dfe4ea", "#2b6cb0", "#c2601a"
 _DPI = 130
@@ -18,7 +18,7 @@ _LABELS = 20
 """Bars that have room for a label each."""
 
 
-def draw(found: Sequence[Surveyed], path: Path) -> None:
+def draw_lengths(found: Sequence[NamedStats], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,7 +29,7 @@ def draw(found: Sequence[Surveyed], path: Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
-def _draw_one(axes: Any, found: Surveyed) -> None:
+def _draw_one(axes: Any, found: NamedStats) -> None:
     lengths = found.survey.lengths
     bars = lengths.bars()
     axes.set_title(f"{found.name}: {found.headline()}", loc="left", fontsize=10, color=_INK)

@@ -40,7 +40,7 @@ OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DatasetFinding:
     file: str
     offset: int
     reason: str
@@ -52,42 +52,42 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class DatasetCheck:
     what: str
     """What was looked at."""
     how: str
     """What it was compared with."""
-    findings: tuple[Finding, ...]
+    findings: tuple[DatasetFinding, ...]
 
 
-def prove(path: str, format: str, on_progress: OnProgress) -> Proof:
+def check_dataset(path: str, format: str, on_progress: OnProgress) -> DatasetCheck:
     files = open_files(path)
     if format in ("", "shards") and is_shards(files):
         found = verify(files, on_progress)
-        told = tuple(Finding(one.file, one.offset, one.reason, one.first, one.last, str(one)) for one in found)
-        return Proof(_shards_in_words(path), "every block against its checksum", told)
+        told = tuple(DatasetFinding(one.file, one.offset, one.reason, one.first, one.last, str(one)) for one in found)
+        return DatasetCheck(_shards_in_words(path), "every block against its checksum", told)
     opened = open_path(path, format)
     what = f"{opened.num_samples:,} {opened.noun}"
     store = opened.tokens if opened.tokens is not None else opened.records
     if damaged := tuple(_bad_indexes(store)):  # what is found by a damaged index says nothing of the data
-        return Proof(what, "its index against its checksums", damaged)
+        return DatasetCheck(what, "its index against its checksums", damaged)
     if opened.tokens is not None:
-        return Proof(what, "every token read", tuple(_bad_tokens(opened.tokens, on_progress)))
+        return DatasetCheck(what, "every token read", tuple(_bad_tokens(opened.tokens, on_progress)))
     assert opened.records is not None
     records = _Looked(opened.records)
     findings = tuple(records.findings(on_progress))
     how_far = "decoded" if find_spec("PIL") else "looked at, and none decoded without Pillow"
     images = f", {records.num_images:,} images {how_far}" if records.num_images else ""
-    return Proof(what, f"every record read{images}; {_CARRIED[opened.format]}", findings)
+    return DatasetCheck(what, f"every record read{images}; {_CARRIED[opened.format]}", findings)
 
 
-def _bad_indexes(store: object) -> Iterator[Finding]:
+def _bad_indexes(store: object) -> Iterator[DatasetFinding]:
     """Opening checks a part of a large index; this, all of it."""
     for index in store.indexes if isinstance(store, IndexedStore) else ():
         try:
             index.check()
         except DataError as error:
-            yield Finding(str(index.path), 0, error.what, 0, 0, str(error))
+            yield DatasetFinding(str(index.path), 0, error.what, 0, 0, str(error))
 
 
 def _shards_in_words(path: str) -> str:
@@ -107,7 +107,7 @@ class _Looked:
         self._store = store
         self.num_images = 0
 
-    def findings(self, on_progress: OnProgress) -> Iterator[Finding]:
+    def findings(self, on_progress: OnProgress) -> Iterator[DatasetFinding]:
         size = len(self._store)
         for first in range(0, size, _RECORDS_AT_ONCE):
             last = min(first + _RECORDS_AT_ONCE, size)
@@ -124,28 +124,28 @@ class _Looked:
                     return f"field '{name}' {fault}"
         return ""
 
-    def _finding(self, index: int, reason: str) -> Finding:
+    def _finding(self, index: int, reason: str) -> DatasetFinding:
         place = self._store.where(index)
         text = reason if place.file in reason else f"{place}: {reason}"
-        return Finding(place.file, place.offset, reason, index, index + 1, f"{text} (record {index})")
+        return DatasetFinding(place.file, place.offset, reason, index, index + 1, f"{text} (record {index})")
 
 
-def _bad_tokens(store: Tokens, on_progress: OnProgress) -> Iterator[Finding]:
+def _bad_tokens(store: Tokens, on_progress: OnProgress) -> Iterator[DatasetFinding]:
     for start in range(0, store.num_tokens, _TOKENS_AT_ONCE):
         length = min(_TOKENS_AT_ONCE, store.num_tokens - start)
         try:
             tokens = store.read(np.array([start], dtype=np.int64), length)
         except BadRecordError as error:
             place = store.where(start)
-            yield Finding(place.file, place.offset, error.what, start, start + length, error.what)
+            yield DatasetFinding(place.file, place.offset, error.what, start, start + length, error.what)
         else:
             if store.vocab_size and int(tokens.max()) >= store.vocab_size:
                 yield _outside(store, start, tokens)
         on_progress(start + length, store.num_tokens)
 
 
-def _outside(store: Tokens, start: int, tokens: np.ndarray) -> Finding:
+def _outside(store: Tokens, start: int, tokens: np.ndarray) -> DatasetFinding:
     at = int(np.argmax(tokens[0] >= store.vocab_size))
     place = store.where(start + at)
     reason = f"token {int(tokens[0, at])} lies outside the vocabulary of {store.vocab_size}"
-    return Finding(place.file, place.offset, reason, start + at, start + at + 1, f"{place}: {reason}")
+    return DatasetFinding(place.file, place.offset, reason, start + at, start + at + 1, f"{place}: {reason}")

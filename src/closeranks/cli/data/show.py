@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 
 HELP = """Show the sample that a run reads at a position, or the n-th sample of stored data.
 
@@ -47,17 +47,17 @@ def show(
 ) -> None:
     import json
 
-    from closeranks.cli.data.jobs import sort_words
-    from closeranks.cli.data.showing import decoder_of, lines, save_fields, shown_of_job, shown_of_path
+    from closeranks.cli.data.jobs import parse_arguments
+    from closeranks.cli.data.showing import decoder_of, lines, sample_of_job, sample_of_path, save_fields
 
-    place = sort_words(words or [], Path.cwd())
+    place = parse_arguments(words or [], Path.cwd())
     decode = decoder_of(tokenizer)
-    shown = shown_of_job(place, number) if place.is_job else shown_of_path(place, number, format_)
+    shown = sample_of_job(place, number) if place.is_job else sample_of_path(place, number, format_)
     written = save_fields(shown, save, decode) if save is not None else []
     if as_json:
-        print(json.dumps({**shown.told(decode), "files": [str(path) for path in written]}, indent=1))
+        print(json.dumps({**shown.as_dict(decode), "files": [str(path) for path in written]}, indent=1))
         return
     for line in lines(shown, decode, length):
-        say(line)
+        safe_echo(line)
     for path in written:
-        say(f"wrote {path}")
+        safe_echo(f"wrote {path}")

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.cli.data.fields import describe_field, file_of_field, is_tokens, plain
-from closeranks.cli.data.jobs import Words
+from closeranks.cli.data.jobs import DataArguments
 from closeranks.core.errors import SetupError, UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class SampleText:
     """A sample with what is known of it: ``facts`` in the order they are told."""
 
     title: str
@@ -33,7 +33,7 @@ class Shown:
     fields: Mapping[str, Any]
     vocab_size: int = 0
 
-    def told(self, decode: Decode | None) -> dict[str, Any]:
+    def as_dict(self, decode: Decode | None) -> dict[str, Any]:
         texts = dict(self.texts(decode))
         return {
             "title": self.title,
@@ -65,12 +65,12 @@ def decoder_of(tokenizer: str) -> Decode | None:
     return lambda tokens: str(opened.decode(tokens.tolist(), skip_special_tokens=False))
 
 
-def shown_of_job(words: Words, position: int) -> Shown:
-    from closeranks.cli.data.jobs import open_reading, turn_at
+def sample_of_job(words: DataArguments, position: int) -> SampleText:
+    from closeranks.cli.data.jobs import draw_at, open_job_data
 
-    reading = open_reading(words)
+    reading = open_job_data(words)
     sample = int(reading.order.at(np.array([position], dtype=np.int64))[0])
-    turn = turn_at(reading, position)
+    turn = draw_at(reading, position)
     facts = {
         "sample": sample,
         "of": len(reading.source),
@@ -83,7 +83,7 @@ def shown_of_job(words: Words, position: int) -> Shown:
     batch = reading.source.read(np.array([sample], dtype=np.int64))
     vocab_size = int(getattr(reading.source, "vocab_size", 0) or reading.job.data.vocab_size)
     fields = {name: value[0].numpy() for name, value in batch.items()}
-    return Shown(f"{reading.name}, position {position:,}", facts, fields, vocab_size)
+    return SampleText(f"{reading.name}, position {position:,}", facts, fields, vocab_size)
 
 
 def _when(schedule: BatchSchedule, position: int) -> str:
@@ -94,7 +94,7 @@ def _when(schedule: BatchSchedule, position: int) -> str:
     return f"step {step + 1}, micro-batch {place // schedule.micro_batch}"
 
 
-def shown_of_path(words: Words, number: int, format_: str) -> Shown:
+def sample_of_path(words: DataArguments, number: int, format_: str) -> SampleText:
     from closeranks.cli.data.opening import open_path
 
     if words.overrides:
@@ -106,10 +106,10 @@ def shown_of_path(words: Words, number: int, format_: str) -> Shown:
         raise UserError(what, f"Name one of 0 to {opened.num_samples - 1:,}.")
     facts = {"lies in": str(opened.where(number)), "data": opened.identity}
     title = f"{words.place}, {opened.noun[:-1]} {number:,} of {opened.num_samples:,}"
-    return Shown(title, facts, opened.read(number), opened.vocab_size)
+    return SampleText(title, facts, opened.read(number), opened.vocab_size)
 
 
-def lines(shown: Shown, decode: Decode | None, length: int) -> Iterator[str]:
+def lines(shown: SampleText, decode: Decode | None, length: int) -> Iterator[str]:
     yield shown.title
     facts = {name: f"{value:,}" if isinstance(value, int) else value for name, value in shown.facts.items()}
     if "sample" in facts:
@@ -126,7 +126,7 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}... ({len(text) - length:,} characters more)"
 
 
-def save_fields(shown: Shown, folder: Path, decode: Decode | None) -> list[Path]:
+def save_fields(shown: SampleText, folder: Path, decode: Decode | None) -> list[Path]:
     """Each field as the file a person would expect: images as they are or as PNG, text as text, arrays as NumPy."""
     texts = dict(shown.texts(decode))
     written = []

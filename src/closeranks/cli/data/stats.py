@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 
 if TYPE_CHECKING:
-    from closeranks.cli.data.surveying import Surveyed
+    from closeranks.cli.data.surveying import NamedStats
 
 HELP = """Count a data set: documents or records, tokens, lengths, exact duplicates, which tokens occur.
 
@@ -54,45 +54,45 @@ def stats(
 ) -> None:
     import json
 
-    from closeranks.cli.data.surveying import Wish, survey
+    from closeranks.cli.data.surveying import StatsOptions, collect_stats
     from closeranks.cli.data.verify import progress
     from closeranks.cli.pictures import check_picture, drawing
 
     check_picture(picture)
     words = [] if place is None else [place, *(overrides or [])]
     with progress("reading") as on_progress:
-        found = survey(words, Wish(seq_len, limit, fast, format_), on_progress)
+        found = collect_stats(words, StatsOptions(seq_len, limit, fast, format_), on_progress)
     if picture is not None:
-        from closeranks.cli.data.picture import draw
+        from closeranks.cli.data.picture import draw_lengths
 
         with drawing(picture):
-            draw(found, picture)
+            draw_lengths(found, picture)
     if as_json:
-        print(json.dumps([one.told() for one in found], indent=1))
+        print(json.dumps([one.as_dict() for one in found], indent=1))
     else:
         _print_all(found, picture)
     if any(one.survey.num_bad for one in found):
         raise typer.Exit(1)
 
 
-def _print_all(found: Sequence[Surveyed], picture: Path | None) -> None:
+def _print_all(found: Sequence[NamedStats], picture: Path | None) -> None:
     for number, one in enumerate(found):
         if number:
-            say("")
+            safe_echo("")
         _print(one)
     if picture is not None:
-        say(f"\npicture: {picture}")
+        safe_echo(f"\npicture: {picture}")
 
 
-def _print(found: Surveyed) -> None:
+def _print(found: NamedStats) -> None:
     from closeranks.cli.ckpt.places import print_table
 
-    say(f"{found.name}: {found.headline()}")
+    safe_echo(f"{found.name}: {found.headline()}")
     for name, value in found.rows():
-        say(f"  {name:<12} {value}")
+        safe_echo(f"  {name:<12} {value}")
     bars = found.survey.lengths.bars()
     if bars:
-        say("")
+        safe_echo("")
         most = max(bar.count for bar in bars)
         rows = [
             (f"{bar.first:,}", f"{bar.last - 1:,}", f"{bar.count:,}", f"{bar.count / found.survey.lengths.count:.1%}",

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from closeranks.cli.data.opening import Opened, open_config, open_path
+from closeranks.cli.data.opening import StoredData, open_config, open_path
 from closeranks.core.errors import UserError
 from closeranks.data.building.survey import DatasetStats, record_stats, token_stats
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class StatsOptions:
     seq_len: int
     limit: int
     is_fast: bool
@@ -24,7 +24,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Surveyed:
+class NamedStats:
     name: str
     survey: DatasetStats
     text_bytes: int
@@ -73,7 +73,7 @@ class Surveyed:
         if self.survey.num_bad:
             yield "damaged", f"{self.survey.num_bad:,} records could not be read: see `closeranks data verify`"
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         from dataclasses import asdict
 
         lengths, repeats = self.survey.lengths, self.survey.repeats
@@ -100,14 +100,16 @@ class Surveyed:
         }
 
 
-def survey(words: Sequence[str], wish: Wish, on_progress: Callable[[int, int], None]) -> list[Surveyed]:
+def collect_stats(
+    words: Sequence[str], wish: StatsOptions, on_progress: Callable[[int, int], None]
+) -> list[NamedStats]:
     return [_survey(opened, wish, on_progress) for opened in _opened(words, wish)]
 
 
-def _opened(words: Sequence[str], wish: Wish) -> Iterator[Opened]:
-    from closeranks.cli.data.jobs import sort_words
+def _opened(words: Sequence[str], wish: StatsOptions) -> Iterator[StoredData]:
+    from closeranks.cli.data.jobs import parse_arguments
 
-    place = sort_words(words, Path.cwd())
+    place = parse_arguments(words, Path.cwd())
     if place.is_job:
         from closeranks.run.job import load_job
         from closeranks.run.paths import resolve_paths
@@ -121,7 +123,7 @@ def _opened(words: Sequence[str], wish: Wish) -> Iterator[Opened]:
     yield open_path(place.place, wish.format)
 
 
-def _survey(opened: Opened, wish: Wish, on_progress: Callable[[int, int], None]) -> Surveyed:
+def _survey(opened: StoredData, wish: StatsOptions, on_progress: Callable[[int, int], None]) -> NamedStats:
     if opened.tokens is not None:
         found = token_stats(
             opened.tokens,
@@ -133,4 +135,4 @@ def _survey(opened: Opened, wish: Wish, on_progress: Callable[[int, int], None])
     else:
         assert opened.records is not None
         found = record_stats(opened.records, limit=wish.limit, on_progress=on_progress)
-    return Surveyed(opened.name, found, opened.text_bytes)
+    return NamedStats(opened.name, found, opened.text_bytes)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from closeranks.cli.terminal import say
+from closeranks.cli.terminal import safe_echo
 
 HELP = """Read all of a data set and name what is damaged: file, block, offset, and the samples it hits.
 
@@ -39,21 +39,21 @@ def verify(
     import time
     from dataclasses import asdict
 
-    from closeranks.cli.data.proving import prove
+    from closeranks.cli.data.proving import check_dataset
 
     started_at = time.monotonic()
     with progress("verifying") as on_progress:
-        proof = prove(path, format_, on_progress)
+        proof = check_dataset(path, format_, on_progress)
     seconds = time.monotonic() - started_at
     if as_json:
         print(json.dumps({**asdict(proof), "seconds": seconds, "is_sound": not proof.findings}, indent=1))
     else:
         for finding in proof.findings[:_LISTED]:
-            say(f"DAMAGED  {finding.text}")
+            safe_echo(f"DAMAGED  {finding.text}")
         if len(proof.findings) > _LISTED:
-            say(f"         and {len(proof.findings) - _LISTED:,} more: --json names them all")
+            safe_echo(f"         and {len(proof.findings) - _LISTED:,} more: --json names them all")
         verdict = f"{len(proof.findings):,} damaged" if proof.findings else "all sound"
-        say(f"{path}: {proof.what}: {verdict} ({proof.how}, {seconds:.1f} s)")
+        safe_echo(f"{path}: {proof.what}: {verdict} ({proof.how}, {seconds:.1f} s)")
     if proof.findings:
         raise typer.Exit(1)
 

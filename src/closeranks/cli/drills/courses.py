@@ -15,7 +15,7 @@ from typing import Any
 from closeranks.checkpoint.catalogue import FoundCheckpoint
 from closeranks.checkpoint.difference import diff_manifests, tree_differences
 from closeranks.checkpoint.manifest import CheckpointManifest
-from closeranks.cli.ckpt.places import pick
+from closeranks.cli.ckpt.places import pick_checkpoint
 from closeranks.core.errors import CheckpointError
 from closeranks.core.events import SaveFailed, StepDone
 from closeranks.telemetry.faults import TimedEvent
@@ -29,14 +29,14 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RecordedRun:
     """One run, as it wrote itself down."""
 
     losses: Mapping[int, float]
     """By step."""
     samples: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Which samples each step took, in order; empty where that was not written down."""
-    told: Sequence[TimedEvent] = ()
+    events: Sequence[TimedEvent] = ()
     """What the agent saw, and saves that failed."""
     last_step: int = 0
     longest_s: float = 0.0
@@ -45,13 +45,13 @@ class Course:
     """``time.time()`` when the last step was told."""
 
 
-def read_course(folder: Path) -> Course:
+def read_recorded_run(folder: Path) -> RecordedRun:
     run, history = RunFolder(folder), load_history(folder)
     steps = history.steps
-    return Course(
+    return RecordedRun(
         losses={step.step: step.loss for step in steps},
         samples=_samples(folder),
-        told=sorted([*agent_events(run), *_failed_saves(run)], key=lambda line: line.at),
+        events=sorted([*agent_events(run), *_failed_saves(run)], key=lambda line: line.at),
         last_step=history.started.last_step if history.started else 0,
         longest_s=max((step.seconds for step in steps), default=0.0),
         ended_at=_last_told(run),
@@ -77,7 +77,7 @@ def _samples(folder: Path) -> dict[int, tuple[int, ...]]:
     return {step: log.samples_of(step) for step in log.steps}
 
 
-def same_losses(one: Course, other: Course, first: int, last: int, tolerance: float = 0.0) -> bool:
+def same_losses(one: RecordedRun, other: RecordedRun, first: int, last: int, tolerance: float = 0.0) -> bool:
     """Whether both took every step from ``first`` to ``last`` to the same loss: in every bit, or within a tolerance."""
     for step in range(first, last + 1):
         a, b = one.losses.get(step), other.losses.get(step)
@@ -96,7 +96,7 @@ def _bits(value: float) -> bytes:
 def state_difference(one: Path, other: Path, tolerance: float = 0.0) -> str:
     """In what the last states of two runs differ, in words; empty where they are equal."""
     try:
-        (a, first), (b, second) = pick(str(one)), pick(str(other))
+        (a, first), (b, second) = pick_checkpoint(str(one)), pick_checkpoint(str(other))
     except CheckpointError as error:
         return f"the last states cannot be compared: {error.what}"
     odd = [row for row in diff_manifests(first, second) if row.verdict != "equal"]
@@ -123,7 +123,7 @@ def _is_near(a: FoundCheckpoint, b: FoundCheckpoint, section: str, key: str, tol
     return found.absolute <= tolerance
 
 
-def same_samples(one: Course, other: Course) -> bool | None:
+def same_samples(one: RecordedRun, other: RecordedRun) -> bool | None:
     """Whether every step took the same samples; None where neither wrote them down."""
     if not one.samples and not other.samples:
         return None

@@ -15,9 +15,16 @@ from pathlib import Path
 import typer
 
 from closeranks.cli import launching
-from closeranks.cli.drills.courses import TOLERANCE, Course, read_course, same_losses, same_samples, state_difference
-from closeranks.cli.drills.showing import print_summary, write_down
-from closeranks.cli.drills.verdicts import Summary, is_resized, judge
+from closeranks.cli.drills.courses import (
+    TOLERANCE,
+    RecordedRun,
+    read_recorded_run,
+    same_losses,
+    same_samples,
+    state_difference,
+)
+from closeranks.cli.drills.showing import print_summary, write_report
+from closeranks.cli.drills.verdicts import DrillResult, fault_results, is_resized
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, SetupError, UserError
 from closeranks.elastic.faults.campaign import draw_campaign
@@ -37,7 +44,7 @@ _SAVES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class DrillRequest:
     """What was asked of a drill."""
 
     path: Path
@@ -51,14 +58,14 @@ class Orders:
     command: str = ""
 
 
-def all_kinds(num_workers: int) -> tuple[ParsedFaults, dict[str, str]]:
+def possible_kinds(num_workers: int) -> tuple[ParsedFaults, dict[str, str]]:
     """Every kind that is possible here, and why the others are not."""
     kinds = [name for name, kind in KINDS.items() if kind.num_ranks <= num_workers]
     without = unavailable_kinds(kinds)
     return ParsedFaults(kinds=tuple(name for name in kinds if name not in without)), without
 
 
-def drill(orders: Orders) -> bool:
+def run_drill(orders: DrillRequest) -> bool:
     """Whether every fault was survived, and the run is equal to the one that never failed."""
     job, num_workers = _prepare(orders)
     folder = make_unused_folder(Path(orders.folder or Path("runs") / f"drill-{orders.path.stem}"))
@@ -69,12 +76,12 @@ def drill(orders: Orders) -> bool:
             folder.rmdir()  # nothing came of it
 
 
-def _drill_in(folder: Path, orders: Orders, job: Job, num_workers: int) -> bool:
+def _drill_in(folder: Path, orders: DrillRequest, job: Job, num_workers: int) -> bool:
     started_at = time.monotonic()
     quiet = _settings(orders, folder / "undisturbed")
     typer.echo(f"1/2 undisturbed: {folder / 'undisturbed'}")
     launching.train(orders.path, quiet, num_workers)
-    course = read_course(folder / "undisturbed")
+    course = read_recorded_run(folder / "undisturbed")
     faults = _faults(orders, course.last_step, num_workers)
     typer.echo(f"\n2/2 with {len(faults)} faults: {folder / 'disturbed'}")
     for fault in faults:
@@ -85,14 +92,14 @@ def _drill_in(folder: Path, orders: Orders, job: Job, num_workers: int) -> bool:
     summary = _compare(folder, course, injector, failure, num_workers, TOLERANCE[job.train.precision])
     facts = {"job": str(orders.path), "num_workers": num_workers, "seed": orders.seed, "command": orders.command}
     facts |= {"faults": [str(fault) for fault in faults], "seconds": round(time.monotonic() - started_at, 3)}
-    write_down(folder, summary, facts)
+    write_report(folder, summary, facts)
     typer.echo()
     print_summary(summary)
     typer.echo(f"\n{summary.sentence}\nwritten down in {folder / 'drill.md'} and {folder / 'drill.json'}")
     return summary.has_passed
 
 
-def _prepare(orders: Orders) -> tuple[Job, int]:
+def _prepare(orders: DrillRequest) -> tuple[Job, int]:
     """Refuse everything that can be refused before an hour was spent on the first run."""
     if detect_world().launcher in ("torchrun", "slurm"):
         raise SetupError("`closeranks drill` starts its own workers", "Start it without torchrun or srun.")
@@ -112,7 +119,7 @@ def _prepare(orders: Orders) -> tuple[Job, int]:
     return job, num_workers
 
 
-def _faults(orders: Orders, num_steps: int, num_workers: int) -> list[InjectedFault]:
+def _faults(orders: DrillRequest, num_steps: int, num_workers: int) -> list[InjectedFault]:
     """Those that were spelled out, and the campaign's."""
     asked = orders.asked
     faults = list(asked.faults)
@@ -122,7 +129,7 @@ def _faults(orders: Orders, num_steps: int, num_workers: int) -> list[InjectedFa
     return sorted(faults, key=lambda fault: fault.step)
 
 
-def _settings(orders: Orders, folder: Path) -> list[str]:
+def _settings(orders: DrillRequest, folder: Path) -> list[str]:
     """The job's own words stand between what may be changed and what a comparison needs."""
     asked = orders.asked
     num_faults = 2 * (len(asked.faults) + max(orders.count, len(asked.kinds))) + 10
@@ -141,7 +148,7 @@ def _settings(orders: Orders, folder: Path) -> list[str]:
     ]
 
 
-def _patience(course: Course) -> str:
+def _patience(course: RecordedRun) -> str:
     """How long a first step may take is known by now: a hang in one need not be waited for as in a run never seen."""
     return f"elastic.first_s={max(_FIRST_S, _FIRST_FACTOR * course.longest_s):.1f}"
 
@@ -162,14 +169,16 @@ def _train(path: Path, settings: Sequence[str], num_workers: int, injector: Inje
 
 
 def _compare(
-    folder: Path, quiet: Course, injector: Injector, failure: str, num_workers: int, tolerance: float
-) -> Summary:
-    struck = read_course(folder / "disturbed")
-    tolerance = tolerance if is_resized(struck.told, num_workers) else 0.0
+    folder: Path, quiet: RecordedRun, injector: Injector, failure: str, num_workers: int, tolerance: float
+) -> DrillResult:
+    struck = read_recorded_run(folder / "disturbed")
+    tolerance = tolerance if is_resized(struck.events, num_workers) else 0.0
     state = state_difference(folder / "undisturbed", folder / "disturbed", tolerance) if not failure else ""
-    return Summary(
+    return DrillResult(
         rows=tuple(
-            judge(injector.injections, injector.missed, quiet, struck, has_finished=not failure, tolerance=tolerance)
+            fault_results(
+                injector.injections, injector.missed, quiet, struck, has_finished=not failure, tolerance=tolerance
+            )
         ),
         num_steps=quiet.last_step,
         losses=not failure and same_losses(quiet, struck, min(quiet.losses, default=1), quiet.last_step, tolerance),
@@ -180,8 +189,8 @@ def _compare(
     )
 
 
-def train_with(
-    path: Path, overrides: Sequence[str], num_workers: int, text: str, party: launching.Party | None = None
+def train_with_faults(
+    path: Path, overrides: Sequence[str], num_workers: int, text: str, party: launching.JobHosts | None = None
 ) -> None:
     """``closeranks train --faults``: the job, struck by what is spelled out, on this host."""
     asked = parse_faults(text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from closeranks.cli.drills.courses import Course, same_losses
+from closeranks.cli.drills.courses import RecordedRun, same_losses
 from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injection
@@ -21,7 +21,7 @@ _MISSED = "it did not strike: the run was over; with steps as short as these, tr
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FaultResult:
     """One line of the table."""
 
     fault: str
@@ -36,10 +36,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class DrillResult:
     """All that a drill found out."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[FaultResult, ...]
     num_steps: int
     losses: bool
     state: str
@@ -74,15 +74,15 @@ class Summary:
         return f"{head}; the losses of all {self.num_steps} steps and the last state are {how}{taken}."
 
 
-def judge(
+def fault_results(
     strikes: Sequence[Injection],
     missed: Sequence[InjectedFault],
-    quiet: Course,
-    struck: Course,
+    quiet: RecordedRun,
+    struck: RecordedRun,
     *,
     has_finished: bool,
     tolerance: float = 0.0,
-) -> list[Row]:
+) -> list[FaultResult]:
     """A row for every fault, in the order in which they struck, those that did not last. ``has_finished``: the run."""
     ordered = sorted(strikes, key=lambda strike: strike.at)
     rows = []
@@ -91,33 +91,37 @@ def judge(
         last = min([*(step - 1 for step in later), quiet.last_step])
         is_equal = same_losses(quiet, struck, max(1, strike.step), last, tolerance)
         rows.append(_row(strike, struck, is_equal, has_finished))
-    return [*rows, *(Row(str(fault), note=_MISSED) for fault in missed)]
+    return [*rows, *(FaultResult(str(fault), note=_MISSED) for fault in missed)]
 
 
-def _row(strike: Injection, struck: Course, is_equal: bool, has_finished: bool) -> Row:
-    name, told = str(strike.fault), struck.told
+def _row(strike: Injection, struck: RecordedRun, is_equal: bool, has_finished: bool) -> FaultResult:
+    name, told = str(strike.fault), struck.events
     if strike.error:
-        return Row(name, equal=is_equal, note=f"it could not strike: {strike.error}")
+        return FaultResult(name, equal=is_equal, note=f"it could not strike: {strike.error}")
     if not strike.fault.about.ends_generation:
         noticed = _noticed_at(strike, told)
         if noticed is None:
-            return Row(name, None, None, 0, has_finished, is_equal, f"{strike.note}; {strike.fault.about.unnoticed}")
-        return Row(name, max(0.0, noticed - strike.at), None, 0, has_finished, is_equal, strike.note)
+            return FaultResult(
+                name, None, None, 0, has_finished, is_equal, f"{strike.note}; {strike.fault.about.unnoticed}"
+            )
+        return FaultResult(name, max(0.0, noticed - strike.at), None, 0, has_finished, is_equal, strike.note)
     lost = _first(told, lambda line: isinstance(line.event, RankLost) and line.event.generation == strike.generation)
     closed = _first(
         told, lambda line: isinstance(line.event, RanksClosed) and line.event.generation > strike.generation
     )
     if lost is None and strike.fault.kind == "term" and has_finished and struck.ended_at < strike.at + _LEAVING_S:
         note = f"{strike.note}; the run was over before anybody had to leave"
-        return Row(name, None, None, 0, survived=True, equal=is_equal, note=note)
+        return FaultResult(name, None, None, 0, survived=True, equal=is_equal, note=note)
     if lost is None:
-        return Row(name, equal=is_equal, note=f"{strike.note}; it was never noticed")
+        return FaultResult(name, equal=is_equal, note=f"{strike.note}; it was never noticed")
     if closed is None or not isinstance(closed.event, RanksClosed):
         what = "every step was finished already" if has_finished else "no step was finished after it"
         noticed_s = max(0.0, lost.at - strike.at)
-        return Row(name, noticed_s, None, 0 if has_finished else None, has_finished, is_equal, f"{strike.note}; {what}")
+        return FaultResult(
+            name, noticed_s, None, 0 if has_finished else None, has_finished, is_equal, f"{strike.note}; {what}"
+        )
     noticed_at = closed.at - closed.event.seconds
-    return Row(
+    return FaultResult(
         name,
         max(0.0, noticed_at - strike.at),
         closed.event.seconds,
