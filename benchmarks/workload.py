@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from closeranks.core.protocols import Source
+from closeranks.core.protocols import DataSource
 from closeranks.data.order import BatchSchedule
 from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
@@ -63,7 +63,7 @@ class Workload:
         return load_job(None, extra=tables).value
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> DataSource:
         return open_source(self.job.data, "train", self.seed)
 
     @property
@@ -99,7 +99,7 @@ class Workload:
 class Samples(Dataset[Tensor]):
     """The text for torch's loader: a list of samples in, a whole batch out, so that nothing is collated."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DataSource) -> None:
         self._source = source
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.sources import TensorChunkSource
-from closeranks.core.background import Background
+from closeranks.core.background import BackgroundThread
 from closeranks.core.pieces import Piece
 from tests.capture.taking import Captured, Taking, stored
 
@@ -35,9 +35,9 @@ class Gate:
     """A background whose jobs begin when the test says so."""
 
     def __init__(self) -> None:
-        self.background = Background("test")
+        self.background = BackgroundThread("test")
         self._open = threading.Event()
-        self.background.do(self._open.wait)
+        self.background.submit(self._open.wait)
 
     def open(self) -> None:
         self._open.set()
@@ -263,7 +263,7 @@ def refuse(thread: threading.Thread) -> None:
 
 
 def test_without_a_thread_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    background = Background("test")
+    background = BackgroundThread("test")
     capture, captured = Capture(background=background), list[Captured]()
     with monkeypatch.context() as no_threads:
         no_threads.setattr(threading.Thread, "start", refuse)
@@ -313,7 +313,7 @@ def kinds_of(state: list[StateTensor]) -> dict[str, Tensor]:
     return {one.key: one.tensor for one in state}
 
 
-def check_a_target_without_memory_fails_alone(background: Background, device: str) -> None:
+def check_a_target_without_memory_fails_alone(background: BackgroundThread, device: str) -> None:
     """Also where it would have taken more of the state than the others."""
     capture, one, other = Capture(background=background), list[Captured](), list[Captured]()
     state = [item(f"w{n}", torch.full((3,), float(n), device=device), holder=0, num_holders=2) for n in range(8)]

@@ -15,7 +15,7 @@ from closeranks.capture.capture import Capture
 from closeranks.capture.pinning import PinnedMemory
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.sources import TensorChunkSource
-from closeranks.core.background import Background
+from closeranks.core.background import BackgroundThread
 from closeranks.core.pieces import Piece
 from tests.capture.taking import Captured, Taking, stored
 from tests.capture.test_capture import check_a_target_without_memory_fails_alone, item, kinds, raw
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def background() -> Iterator[Background]:
-    made = Background("test")
+def background() -> Iterator[BackgroundThread]:
+    made = BackgroundThread("test")
     yield made
     made.close()
 
@@ -47,7 +47,7 @@ def captured_of(capture: Capture, target: Taking, items: list[StateTensor]) -> C
     return target.outcomes.pop()
 
 
-def made_ready(background: Background, items: list[StateTensor]) -> tuple[Capture, Taking]:
+def made_ready(background: BackgroundThread, items: list[StateTensor]) -> tuple[Capture, Taking]:
     """A target whose slot is pinned."""
     capture, target = Capture(background=background), Taking([])
     capture.make_ready(items, target)
@@ -57,7 +57,7 @@ def made_ready(background: Background, items: list[StateTensor]) -> tuple[Captur
 
 @pytest.mark.parametrize("pins", [True, False])
 def test_every_kind_of_tensor_arrives_as_it_is(
-    background: Background, monkeypatch: pytest.MonkeyPatch, pins: bool
+    background: BackgroundThread, monkeypatch: pytest.MonkeyPatch, pins: bool
 ) -> None:
     """Where CUDA refuses to pin shared memory, by way of memory that it has pinned itself."""
     if not pins:
@@ -73,7 +73,7 @@ def test_every_kind_of_tensor_arrives_as_it_is(
     capture.close()
 
 
-def test_the_slot_grows_and_stays_pinned(background: Background) -> None:
+def test_the_slot_grows_and_stays_pinned(background: BackgroundThread) -> None:
     capture, target = Capture(background=background), Taking([])
     for size in (1000, 30 << 20, 10):
         tensor = torch.randn(size, device="cuda")
@@ -82,12 +82,12 @@ def test_the_slot_grows_and_stays_pinned(background: Background) -> None:
     capture.close()
 
 
-def test_a_target_without_memory_fails_alone(background: Background) -> None:
+def test_a_target_without_memory_fails_alone(background: BackgroundThread) -> None:
     check_a_target_without_memory_fails_alone(background, "cuda")
 
 
 def test_a_copy_into_a_pinned_slot_does_not_wait_for_another_to_be_pinned(
-    background: Background, monkeypatch: pytest.MonkeyPatch
+    background: BackgroundThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = [item("w", torch.ones(1000, device="cuda"))]
     capture, target = made_ready(background, state)
@@ -105,7 +105,7 @@ def test_a_copy_into_a_pinned_slot_does_not_wait_for_another_to_be_pinned(
     capture.close()
 
 
-def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, bytes]:
+def changed(background: BackgroundThread, is_joined: bool) -> tuple[bytes, bytes, bytes]:
     """A state that training changes, right after ``join`` or without it: what it was, what became of it, and what was
     captured. Behind a long queue of work the copy has not begun when the change is asked for, behind torch's back,
     which would notice."""
@@ -114,7 +114,7 @@ def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, byte
     capture, target = made_ready(background, [item("w", state)])
     gate = threading.Event()
     if not is_joined:
-        background.do(gate.wait)
+        background.submit(gate.wait)
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(5):
         matrix @ matrix
@@ -130,26 +130,26 @@ def changed(background: Background, is_joined: bool) -> tuple[bytes, bytes, byte
     return before, raw(state.cpu()), values
 
 
-def test_the_training_stream_waits_for_the_copy(background: Background) -> None:
+def test_the_training_stream_waits_for_the_copy(background: BackgroundThread) -> None:
     before, after, values = changed(background, is_joined=True)
     assert before != after
     assert values == before
 
 
-def test_a_change_before_join_would_be_seen(background: Background) -> None:
+def test_a_change_before_join_would_be_seen(background: BackgroundThread) -> None:
     """The control of the test above."""
     before, _, values = changed(background, is_joined=False)
     assert values != before
 
 
 @pytest.mark.parametrize("is_sent_off", [False, True])
-def test_a_change_before_join_is_a_problem(background: Background, is_sent_off: bool) -> None:
+def test_a_change_before_join_is_a_problem(background: BackgroundThread, is_sent_off: bool) -> None:
     """Before the copies are asked of the device, or after that and before they are done."""
     state = torch.randn(64 << 20, device="cuda")
     capture, target = made_ready(background, [item("w", state)])
     gate = threading.Event()
     if not is_sent_off:
-        background.do(gate.wait)
+        background.submit(gate.wait)
     matrix = torch.randn(8192, 8192, device="cuda")
     for _ in range(5):
         matrix @ matrix
@@ -164,7 +164,7 @@ def test_a_change_before_join_is_a_problem(background: Background, is_sent_off: 
     capture.close()
 
 
-def test_a_change_after_landing_is_none(background: Background) -> None:
+def test_a_change_after_landing_is_none(background: BackgroundThread) -> None:
     state = torch.randn(64 << 20, device="cuda")
     capture, target = made_ready(background, [item("w", state)])
     matrix = torch.randn(8192, 8192, device="cuda")
@@ -179,11 +179,11 @@ def test_a_change_after_landing_is_none(background: Background) -> None:
     capture.close()
 
 
-def test_what_forward_may_change_is_copied_at_once(background: Background) -> None:
+def test_what_forward_may_change_is_copied_at_once(background: BackgroundThread) -> None:
     counter = torch.zeros(1000, device="cuda")
     capture, found = Capture(background=background), list[Captured]()
     gate = threading.Event()
-    background.do(gate.wait)
+    background.submit(gate.wait)
     capture.begin([item("n", counter, is_steady=False)], [Taking(found)])
     counter.add_(1.0)
     gate.set()
@@ -235,7 +235,7 @@ class Loop:
 
 
 def test_the_stall_is_a_small_part_of_a_blocking_copy(
-    background: Background, record_property: Callable[[str, object], None]
+    background: BackgroundThread, record_property: Callable[[str, object], None]
 ) -> None:
     """2 GiB: what a capture adds to the loop, beside what copying with the loop at rest takes. Interleaved rounds."""
     loop = Loop()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from closeranks.capture import shares as room
 from closeranks.capture.shares import CHUNK_BYTES, WHOLE_BYTES, ChunkRange, HeldPiece, own_chunk_ranges
-from closeranks.core.overlaps import plan, runs
+from closeranks.core.overlaps import contiguous_boxes, plan_copies
 from closeranks.core.pieces import Piece
 
 MIB = 1 << 20
@@ -48,13 +48,13 @@ def test_a_share_says_which_part_of_the_tensor_it_is(piece: Piece, item_bytes: i
     """Its memory is that range of the piece's: box by box, what both say about each element agrees."""
     for share in (share for parts in held(piece, item_bytes, num_holders) for share in parts):
         assert share.piece.numel == share.last - share.first
-        found = plan(share.piece, [piece])
+        found = plan_copies(share.piece, [piece])
         assert not found.missing
         for overlap in found.overlaps:
             inside = overlap.box.numel == overlap.source.box.numel == overlap.target.box.numel
             if inside:
                 assert overlap.source.first == share.first + overlap.target.first
-        assert sum(run.box.numel for run in runs(share.piece)) == share.piece.numel
+        assert sum(run.box.numel for run in contiguous_boxes(share.piece)) == share.piece.numel
 
 
 @given(pieces(), st.integers(1, 9))
@@ -89,7 +89,7 @@ def test_the_state_of_a_model_is_balanced_within_a_chunk(num_holders: int) -> No
 def test_an_empty_tensor_is_written_once_and_an_empty_piece_never() -> None:
     empty = Piece.whole("nothing", (0, 4))
     assert sorted(map(len, held(empty, 4, 3))) == [0, 0, 1]
-    assert held(Piece.whole("w", (3,)).cut(0, 3, 4), 4, 2) == [(), ()]
+    assert held(Piece.whole("w", (3,)).shard(0, 3, 4), 4, 2) == [(), ()]
     scalar = Piece.whole("step", ())
     assert [share for parts in held(scalar, 4, 2) for share in parts] == [ChunkRange(0, 1, scalar)]
 

@@ -230,7 +230,7 @@ def test_a_kill_between_the_own_slot_and_the_peers_leaves_both_steps_before(plac
 
 
 def test_all_points_of_writing_are_swept() -> None:
-    assert {label for label in faults.POINTS if label.startswith("slot.")} == {*POINTS, "slot.after_header"}
+    assert {label for label in faults.FAILPOINTS if label.startswith("slot.")} == {*POINTS, "slot.after_header"}
 
 
 # Want of memory, and what changes too early

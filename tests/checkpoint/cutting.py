@@ -19,11 +19,11 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Piece]:
     pieces = [Piece.whole("x", shape)]
     if shape and draw(st.booleans()):
         dim, parts = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4))
-        pieces = [piece.cut(dim, index, parts) for piece in pieces for index in range(parts)]
+        pieces = [piece.shard(dim, index, parts) for piece in pieces for index in range(parts)]
     kind = draw(st.sampled_from(["as it is", "rows", "flat"]))
     if kind == "rows" and shape:
         parts = draw(st.integers(1, 4))
-        pieces = [piece.cut(0, index, parts) for piece in pieces for index in range(parts)]
+        pieces = [piece.shard(0, index, parts) for piece in pieces for index in range(parts)]
     if kind == "flat":
         pieces = [part for piece in pieces for part in _ranges(draw, piece)]
     return pieces

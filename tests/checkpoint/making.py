@@ -65,7 +65,7 @@ def held(whole: Array, piece: Piece) -> bytes:
 def by_rows(piece: Piece, num_ranks: int) -> list[list[Piece]]:
     if not piece.shape:
         return [[piece], *([] for _ in range(num_ranks - 1))]
-    return [[piece.cut(0, rank, num_ranks)] for rank in range(num_ranks)]
+    return [[piece.shard(0, rank, num_ranks)] for rank in range(num_ranks)]
 
 
 def by_ranges(piece: Piece, num_ranks: int) -> list[list[Piece]]:

@@ -46,7 +46,7 @@ WHOLE = Piece.whole("w", (6, 5))
 @given(st.data())
 def test_any_cut_is_whole_and_no_piece_may_miss_or_come_twice(data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, 1))
-    boxes = [WHOLE.cut(dim, index, 3) for index in range(3)]
+    boxes = [WHOLE.shard(dim, index, 3) for index in range(3)]
     pieces: list[Piece] = []
     for box in boxes:
         if data.draw(st.booleans()):
@@ -71,11 +71,11 @@ def test_any_cut_is_whole_and_no_piece_may_miss_or_come_twice(data: st.DataObjec
 
 
 def test_types_shapes_and_sizes_must_agree() -> None:
-    top, bottom = WHOLE.cut(0, 0, 2), WHOLE.cut(0, 1, 2)
+    top, bottom = WHOLE.shard(0, 0, 2), WHOLE.shard(0, 1, 2)
     assert coverage_problem([part(0, [entry(top)]), part(1, [entry(bottom, "bfloat16")])]) == (
         "model/w was saved in two types or shapes"
     )
-    other = Piece.whole("w", (3, 10)).cut(0, 0, 1)
+    other = Piece.whole("w", (3, 10)).shard(0, 0, 1)
     assert "two types or shapes" in coverage_problem([part(0, [entry(top), entry(other)])])
     assert "sizes do not fit" in coverage_problem([part(0, [entry(top), entry(bottom, num_bytes=7)])])
 
@@ -95,7 +95,7 @@ def whole_parts(storage: MemoryStorage, save: str = "token-1") -> list[RankPart]
     for rank in (0, 1):
         name = f"data-{rank:05d}-of-00002.safetensors"
         storage.files[f"step-00000001/{name}"] = b"x" * 100
-        piece = entry(WHOLE.cut(0, rank, 2), file=name)
+        piece = entry(WHOLE.shard(0, rank, 2), file=name)
         parts.append(part(rank, [piece], save, (DataFile(name, 100, 8, 0),)))
     return parts
 

@@ -61,7 +61,7 @@ WIDE = [
 def test_large_tensors_cut_along_an_inner_dim(dtype: str, shape: tuple[int, ...], dim: int, parts: int) -> None:
     whole = filled(shape, dtype, 7)
     uncut = Piece.whole("x", shape)
-    pieces = [uncut.cut(dim, index, parts) for index in range(parts)]
+    pieces = [uncut.shard(dim, index, parts) for index in range(parts)]
     flat = [part for box in pieces[:3] for part in (box.flattened(0, 99), box.flattened(99, box.numel))]
     digest = layout_independent_digest(whole.tobytes(), dtype, uncut)
     assert digest == by_the_book(whole.tobytes())

@@ -30,7 +30,7 @@ CHUNKS = st.builds(
     st.sampled_from(["model", "optimizer"]),
     st.just("w"),
     st.sampled_from(["float32", "bfloat16"]),
-    st.sampled_from([WHOLE, WHOLE.cut(0, 1, 2), WHOLE.flattened(3, 9), Piece.whole("w", ())]),
+    st.sampled_from([WHOLE, WHOLE.shard(0, 1, 2), WHOLE.flattened(3, 9), Piece.whole("w", ())]),
     st.integers(0, 2**40),
     st.integers(0, 2**32 - 1),
 )

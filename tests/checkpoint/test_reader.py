@@ -20,7 +20,7 @@ from closeranks.checkpoint.manifest import ChunkLocation
 from closeranks.checkpoint.reader import CheckpointReader, contiguous_offset, open_newest
 from closeranks.checkpoint.verify import verify_all
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import plan
+from closeranks.core.overlaps import plan_copies
 from closeranks.core.pieces import Piece
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.open import open_storage
@@ -83,7 +83,7 @@ def test_a_chunk_is_called_straight_only_where_it_lies_in_order(data: st.DataObj
     saved, wanted = data.draw(cuts(shape)), data.draw(st.sampled_from(data.draw(cuts(shape))))
     numbers = torch.arange(Piece.whole("x", shape).numel, dtype=torch.int32).numpy().reshape(shape)
     target = torch.frombuffer(bytearray(held(numbers, wanted) or bytes(4)), dtype=torch.int32).tolist()
-    found = plan(wanted, saved)
+    found = plan_copies(wanted, saved)
     for number, piece in enumerate(saved):
         overlaps = [overlap for overlap in found.overlaps if overlap.saved == number]
         place = contiguous_offset(overlaps, piece.numel)
@@ -100,17 +100,17 @@ def test_large_tensors_by_several_threads(tmp_path: Path, dim: int) -> None:
     assert torch.equal(reader.read("model", "x", whole), values)
     assert torch.equal(reader.read("model", "x", whole, torch.float64), values.double())
     for index, part in enumerate(values.chunk(3, dim)):
-        assert torch.equal(reader.read("model", "x", whole.cut(dim, index, 3)), part)
+        assert torch.equal(reader.read("model", "x", whole.shard(dim, index, 3)), part)
 
 
 def test_whole_rows_are_read_straight_into_a_whole_tensor() -> None:
     whole = Piece.whole("x", (6, 4))
-    found = plan(whole, [whole.flattened(0, 9), whole.flattened(9, 24)])
+    found = plan_copies(whole, [whole.flattened(0, 9), whole.flattened(9, 24)])
     assert [contiguous_offset([o for o in found.overlaps if o.saved == n], size) for n, size in ((0, 9), (1, 15))] == [
         0,
         9,
     ]
-    columns = plan(whole, [whole.cut(1, 0, 2), whole.cut(1, 1, 2)])
+    columns = plan_copies(whole, [whole.shard(1, 0, 2), whole.shard(1, 1, 2)])
     assert contiguous_offset([o for o in columns.overlaps if o.saved == 0], 12) is None
 
 
@@ -118,7 +118,7 @@ def test_whole_rows_are_read_straight_into_a_whole_tensor() -> None:
 def test_reading_into_another_type(tmp_path: Path, dtype: torch.dtype) -> None:
     values = torch.randn(8, 5)
     making.write(tmp_path, 40, {("model", "x"): Whole("float32", values.numpy())}, cut=by_ranges)
-    piece = Piece.whole("x", (8, 5)).cut(1, 0, 2)
+    piece = Piece.whole("x", (8, 5)).shard(1, 0, 2)
     got = opened(tmp_path).read("model", "x", piece, dtype)
     assert got.dtype is dtype
     assert torch.equal(got, values[:, :3].to(dtype))
@@ -158,12 +158,12 @@ def test_neighbours_share_a_chunk_that_was_checked(tmp_path: Path, monkeypatch: 
     making.write(tmp_path, 40, {("model", "x"): Whole("int32", filled((8, 4), "int32", 0))}, num_ranks=1)
     reader = opened(tmp_path)
     for index in range(8):
-        reader.read("model", "x", Piece.whole("x", (8, 4)).cut(0, index, 8))
+        reader.read("model", "x", Piece.whole("x", (8, 4)).shard(0, index, 8))
     assert len(fetched) == 1
     monkeypatch.setattr(reading, "_KEPT_BYTES", 64)
     reader = opened(tmp_path)
     for index in range(2):
-        reader.read("model", "x", Piece.whole("x", (8, 4)).cut(0, index, 8))
+        reader.read("model", "x", Piece.whole("x", (8, 4)).shard(0, index, 8))
     assert len(fetched) == 3
 
 
@@ -194,7 +194,7 @@ def test_a_flipped_bit_of_a_tensor_is_refused_by_name(tmp_path: Path) -> None:
     data_file(tmp_path).write_bytes(data)
     reader = opened(tmp_path)
     words = rf"step-00000040 is damaged: 'model/embed.weight' .* digest in {NAME}/data-00000.*from byte {entry.offset}"
-    for piece in (Piece.whole("x", (7, 6)), Piece.whole("x", (7, 6)).cut(1, 0, 3)):
+    for piece in (Piece.whole("x", (7, 6)), Piece.whole("x", (7, 6)).shard(1, 0, 3)):
         with pytest.raises(CheckpointError, match=words):
             reader.read("model", "embed.weight", piece)
     reader.read("model", "mask", Piece.whole("x", (9,)))
@@ -236,7 +236,7 @@ def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
     forged = [replace(one, chunk=replace(one.chunk, piece=whole.flattened(0, 4))) for one in manifest.entries]
     making.publish(tmp_path, replace(manifest, entries=tuple(forged)))
     with pytest.raises(CheckpointError, match=r"'model/x', elements from \(4,\) on are missing"):
-        opened(tmp_path).read("model", "x", whole.cut(0, 0, 2))
+        opened(tmp_path).read("model", "x", whole.shard(0, 0, 2))
 
 
 def test_a_sealed_lie_about_a_reference_takes_no_memory(tmp_path: Path) -> None:

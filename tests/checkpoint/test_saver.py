@@ -75,7 +75,7 @@ def test_what_is_saved_is_the_state_at_take_while_training_goes_on(saver: Taking
 
 def test_a_save_that_comes_too_soon_is_told_of_and_the_next_one_counts(saver: TakingSaver, tmp_path: Path) -> None:
     state, gate = torch.ones(10), threading.Event()
-    saver.capture._background.do(gate.wait)
+    saver.capture._background.submit(gate.wait)
     saver.take(40, items(state), {})
     assert saver.is_busy
     saver.take(41, items(state), {})
@@ -132,7 +132,7 @@ def test_without_threads_there_are_reports_and_no_exception(tmp_path: Path, monk
 
 def test_a_state_that_changed_before_join_is_no_checkpoint(saver: TakingSaver, tmp_path: Path) -> None:
     state, gate = torch.ones(10), threading.Event()
-    saver.capture._background.do(gate.wait)
+    saver.capture._background.submit(gate.wait)
     saver.take(1, items(state), {})
     state.add_(1.0)
     gate.set()
@@ -168,7 +168,7 @@ def test_what_is_given_up_here_is_told_to_the_others(
     state, wrong = torch.ones(10), [StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))]
     saver.take(1, wrong, {})
     assert not saver.is_busy
-    saver.capture._background.do(gate.wait)
+    saver.capture._background.submit(gate.wait)
     saver.take(2, items(state), {"wrong": object()})
     state.add_(1.0)
     saver.take(3, items(state), {})
@@ -349,7 +349,7 @@ def save_together(folder: Path) -> list[str]:
     saver = make(folder, rank, 2)
     torch.manual_seed(0)
     alike, split = torch.randn(1 << 20), torch.randn(4, 6)
-    half = Piece.whole("split", (4, 6)).cut(0, rank, 2)
+    half = Piece.whole("split", (4, 6)).shard(0, rank, 2)
     mine = split.chunk(2)[rank].clone()
     both = [
         StateTensor("model", "alike", Piece.whole("alike", (1 << 20,)), alike, holder=rank, num_holders=2),

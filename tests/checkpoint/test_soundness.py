@@ -165,4 +165,4 @@ def test_every_cut_covers_and_none_without_a_piece_or_with_one_twice_does(
 
 def test_an_empty_tensor_is_covered() -> None:
     whole = Piece.whole("x", (0, 4))
-    assert coverage_gap([whole, whole.cut(1, 0, 2)]) == ""
+    assert coverage_gap([whole, whole.shard(1, 0, 2)]) == ""

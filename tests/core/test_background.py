@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from closeranks.core.background import Background
+from closeranks.core.background import BackgroundThread
 
 
 def test_jobs_are_done_in_order_by_one_thread_that_stays() -> None:
-    background, seen = Background("test"), list[tuple[int, int]]()
+    background, seen = BackgroundThread("test"), list[tuple[int, int]]()
     for number in range(5):
-        background.do(lambda number=number: seen.append((number, threading.get_native_id())))
+        background.submit(lambda number=number: seen.append((number, threading.get_native_id())))
         background.drain()
     background.close()
     assert [number for number, _ in seen] == list(range(5))
@@ -20,14 +20,14 @@ def test_jobs_are_done_in_order_by_one_thread_that_stays() -> None:
 
 
 def test_a_job_that_fails_is_told_and_the_next_is_done(caplog: pytest.LogCaptureFixture) -> None:
-    background, seen = Background("test"), list[str]()
+    background, seen = BackgroundThread("test"), list[str]()
     with caplog.at_level(logging.ERROR):
-        background.do(lambda: 1 / 0)
-        background.do(lambda: seen.append("next"))
+        background.submit(lambda: 1 / 0)
+        background.submit(lambda: seen.append("next"))
         background.close()
     assert seen == ["next"]
     assert "division by zero" in caplog.text
 
 
 def test_what_was_never_used_is_closed_at_once() -> None:
-    Background("test").close()
+    BackgroundThread("test").close()

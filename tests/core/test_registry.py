@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import UserError
-from closeranks.core.registry import Registry, did_you_mean, is_dotted, load_object
+from closeranks.core.registry import Registry, did_you_mean, is_import_path, load_object
 
 
 def test_a_near_name_is_offered_else_all() -> None:
@@ -49,7 +49,7 @@ def test_a_name_is_registered_once() -> None:
     [("a.b:c", True), ("a:c", True), ("a:c.d", True), ("llama", False), (":c", False), ("a:", False), ("", False)],
 )
 def test_a_dotted_name_has_a_module_and_an_attribute(name: str, expected: bool) -> None:
-    assert is_dotted(name) is expected
+    assert is_import_path(name) is expected
 
 
 def test_an_object_is_imported_by_its_path() -> None:

@@ -5,11 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core import requests
-from closeranks.core.requests import DRAIN, NUM_SLOTS, REQUESTS, SAVE, Pending, Request, decode, define, encode
+from closeranks.core.requests import (
+    DRAIN,
+    NUM_SLOTS,
+    REQUESTS,
+    SAVE,
+    PendingRequests,
+    RunRequest,
+    decode,
+    define,
+    encode,
+)
 
 
 @pytest.fixture
-def all_defined(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def all_defined(monkeypatch: pytest.MonkeyPatch) -> list[RunRequest]:
     """As many kinds as the vote has room for."""
     monkeypatch.setattr(REQUESTS, "_entries", dict(REQUESTS._entries))
     monkeypatch.setattr(requests, "_order", list(requests._order))
@@ -19,7 +29,7 @@ def all_defined(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     return requests._order
 
 
-def added_up(*ranks: set[Request]) -> list[float]:
+def added_up(*ranks: set[RunRequest]) -> list[float]:
     return [sum(column) for column in zip(*map(encode, ranks), strict=True)]
 
 
@@ -30,7 +40,7 @@ def test_all_ranks_read_what_any_asked_for(data: st.DataObject) -> None:
     assert decode(added_up(*ranks)) == set().union(*ranks)
 
 
-def test_every_kind_has_room_of_its_own_with_a_million_ranks(all_defined: list[Request]) -> None:
+def test_every_kind_has_room_of_its_own_with_a_million_ranks(all_defined: list[RunRequest]) -> None:
     for request in all_defined:
         sums = [count * float(1 << 20) for count in encode({request})]
         assert decode(sums) == {request}
@@ -38,7 +48,7 @@ def test_every_kind_has_room_of_its_own_with_a_million_ranks(all_defined: list[R
         assert decode([count * float(1 << 20) for count in encode(others)]) == set(others)
 
 
-def test_more_kinds_than_the_vote_holds_are_refused(all_defined: list[Request]) -> None:
+def test_more_kinds_than_the_vote_holds_are_refused(all_defined: list[RunRequest]) -> None:
     with pytest.raises(ValueError, match="room for 8 kinds of requests: there is none left for 'one more'"):
         define("one more")
     assert "one more" not in list(REQUESTS)
@@ -50,7 +60,7 @@ def test_a_kind_is_defined_once() -> None:
 
 
 def test_what_does_not_stay_is_handed_out_once() -> None:
-    pending = Pending()
+    pending = PendingRequests()
     assert pending.take() == set()
     pending.add(SAVE)
     pending.add(DRAIN)

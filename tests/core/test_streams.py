@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from closeranks.core.errors import SetupError
-from closeranks.core.streams import Output
+from closeranks.core.streams import StandardStream
 
 
 class Ends:
@@ -42,12 +42,12 @@ def ends() -> Iterator[Ends]:
     ends.close()
 
 
-def text_of(output: Output) -> io.TextIOWrapper:
+def text_of(output: StandardStream) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BufferedWriter(output), write_through=True)
 
 
 def test_a_reader_that_leaves_is_never_noticed_by_whoever_prints(ends: Ends) -> None:
-    text = text_of(Output(ends.writer, required=False))
+    text = text_of(StandardStream(ends.writer, required=False))
     text.write("one\n")
     text.flush()
     assert ends.read() == b"one\n"
@@ -58,7 +58,7 @@ def test_a_reader_that_leaves_is_never_noticed_by_whoever_prints(ends: Ends) -> 
 
 
 def test_a_required_reader_that_leaves_ends_the_command(ends: Ends) -> None:
-    text = text_of(Output(ends.writer, required=True))
+    text = text_of(StandardStream(ends.writer, required=True))
     ends.leave()
     with pytest.raises(BrokenPipeError):
         print("nobody reads this", file=text, flush=True)
@@ -67,17 +67,17 @@ def test_a_required_reader_that_leaves_ends_the_command(ends: Ends) -> None:
 
 def test_a_full_disk_may_pass() -> None:
     fd = os.open("/dev/full", os.O_WRONLY)
-    output = Output(fd, required=False)
+    output = StandardStream(fd, required=False)
     assert output.write(b"lost") == 4
     assert os.readlink(f"/proc/self/fd/{fd}") == "/dev/full", "the next write is tried again"
     with pytest.raises(SetupError, match="cannot be written"):
-        Output(fd, required=True).write(b"lost")
+        StandardStream(fd, required=True).write(b"lost")
     os.close(fd)
 
 
 def test_a_terminal_that_is_gone_is_like_a_reader_that_left() -> None:
     ours, theirs = os.openpty()
-    output = Output(theirs, required=False)
+    output = StandardStream(theirs, required=False)
     os.close(ours)
     assert output.write(b"gone") == 4
     assert os.readlink(f"/proc/self/fd/{theirs}") == os.devnull
@@ -88,7 +88,7 @@ def test_a_terminal_that_is_gone_is_like_a_reader_that_left() -> None:
 def test_a_reader_that_does_not_read_holds_nobody_up_for_long(kind: str) -> None:
     """A pager, a stopped terminal, an ssh connection whose other end sleeps: without patience this never returned."""
     reader, writer = os.pipe() if kind == "pipe" else os.openpty()
-    output = Output(writer, required=False, patience_s=0.05)
+    output = StandardStream(writer, required=False, patience_s=0.05)
     for _ in range(200):
         assert output.write(b"x" * 8191 + b"\n") == 8192
     os.set_blocking(reader, False)

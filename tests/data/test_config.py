@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from closeranks.core.config.load import load
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import ConfigError
 from closeranks.data.config import DataConfig, DigitsDataConfig, PairsDataConfig, TextConfig, UserDataConfig
 
@@ -73,7 +73,7 @@ def test_a_weight_that_is_no_share(weight: float) -> None:
         adapter.validate_python({"name": "mixture", "parts": {"a": {"weight": weight, "data": {"name": "text"}}}})
 
 
-class WithData(Table):
+class WithData(ConfigTable):
     data: DataConfig
 
 

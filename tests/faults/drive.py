@@ -51,6 +51,6 @@ def _write_down(path: Path, injector: Injector, strikes: Strikes) -> None:
 
 
 if __name__ == "__main__":
-    streams.outlast_readers(5.0)  # as the command line does
+    streams.ignore_broken_pipes(5.0)  # as the command line does
     job, num_workers, faults, specials, *settings = sys.argv[1:]
     sys.exit(drive(Path(job), int(num_workers), faults, specials, settings))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import Restored
-from closeranks.core.faults import POINTS
+from closeranks.core.faults import FAILPOINTS
 from closeranks.telemetry.recorder import read_events
 from tests.faults.cases import AROUND_RECOVERY, IN_COPYING, IN_RECOVERY, deadly, sweep
 from tests.faults.conftest import Calm
@@ -60,7 +60,7 @@ def test_points_are_all_swept() -> None:
     import closeranks.elastic.keeper
     import closeranks.run.restoring  # noqa: F401
 
-    here = {label for label in POINTS if label.startswith(("restore.", "slot."))}
+    here = {label for label in FAILPOINTS if label.startswith(("restore.", "slot."))}
     # What comes from another host is struck where there are several.
     assert here == {*AROUND_RECOVERY, *IN_RECOVERY, *IN_COPYING, "restore.fetching"}
 

@@ -11,7 +11,7 @@ import pytest
 import closeranks.checkpoint.writer
 import closeranks.elastic.keeper
 import closeranks.run.restoring  # noqa: F401
-from closeranks.core.faults import POINTS
+from closeranks.core.faults import FAILPOINTS
 from tests.cli.commands import ROOT
 from tests.hostile import kinds  # noqa: F401
 from tests.hostile.cases import COMBINED, KINDS, draw, reduced
@@ -38,7 +38,7 @@ def test_every_kind_has_its_turn() -> None:
 def test_every_labelled_point_of_a_run_is_among_the_kills() -> None:
     known = {*IN_COPYING, *IN_RECOVERY, *AROUND_RECOVERY, *IN_SAVING}
     rooms = {label.partition(".")[0] for label in known}  # what comes from other hosts is struck elsewhere
-    assert {label for label in POINTS if label.partition(".")[0] in rooms} - known == {"restore.fetching"}
+    assert {label for label in FAILPOINTS if label.partition(".")[0] in rooms} - known == {"restore.fetching"}
 
 
 def test_states_that_differ_in_a_bit_are_told_apart() -> None:

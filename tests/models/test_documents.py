@@ -210,13 +210,13 @@ def test_units_in_a_row_are_the_loss() -> None:
     torch.manual_seed(4)
     whole = spec.loss(module, batch)
     torch.manual_seed(4)
-    hidden, beside = chain.enter(module, batch), chain.beside(module, batch)
+    hidden, beside = chain.first_input(module, batch), chain.shared_inputs(module, batch)
     for number in range(len(chain.units)):
-        hidden = chain.call(module, number, hidden, beside)
-    parted = chain.leave(module, hidden, batch)
+        hidden = chain.run_unit(module, number, hidden, beside)
+    parted = chain.loss_from_output(module, hidden, batch)
     assert torch.equal(parted.total, whole.total)
     assert torch.equal(torch.as_tensor(parted.weight), torch.as_tensor(whole.weight))
-    assert chain.beside(module, {"tokens": batch["tokens"]}) is None
+    assert chain.shared_inputs(module, {"tokens": batch["tokens"]}) is None
 
 
 # Worlds: packed rows as a user's dataset, trained on layouts that cut the model.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Batch, Chain, Loss, ModelSpec
+from closeranks.core.protocols import Batch, Loss, ModelSpec, PipelineSpec
 from closeranks.facts.llama import PRESETS, flops_per_token, num_params, parameter_shapes
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
@@ -237,11 +237,11 @@ def test_every_parameter_has_a_sharding_rule_that_divides_it() -> None:
         assert rule.dim is None or dims[rule.dim] % 8 == 0, name
 
 
-def in_a_row(chain: Chain, module: nn.Module, batch: Batch) -> Loss:
-    hidden = chain.enter(module, batch)
+def in_a_row(chain: PipelineSpec, module: nn.Module, batch: Batch) -> Loss:
+    hidden = chain.first_input(module, batch)
     for number in range(len(chain.units)):
-        hidden = chain.call(module, number, hidden)
-    return chain.leave(module, hidden, batch)
+        hidden = chain.run_unit(module, number, hidden)
+    return chain.loss_from_output(module, hidden, batch)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"dropout": 0.4}, {"tied": True}])
@@ -267,13 +267,13 @@ def test_a_stage_that_lacks_other_units_draws_what_the_whole_draws() -> None:
     torch.manual_seed(4)
     expected = spec.loss(module, batch)
     torch.manual_seed(4)
-    sent = chain.call(module, 1, chain.call(module, 0, chain.enter(module, batch)))
+    sent = chain.run_unit(module, 1, chain.run_unit(module, 0, chain.first_input(module, batch)))
     late.model._modules["embed_tokens"] = late.model.layers._modules["0"] = None
     spec.init_buffers(late.double())
     torch.manual_seed(4)
     for number in range(2, len(chain.units)):
-        sent = chain.call(late, number, sent)
-    assert torch.equal(chain.leave(late, sent, batch).total, expected.total)
+        sent = chain.run_unit(late, number, sent)
+    assert torch.equal(chain.loss_from_output(late, sent, batch).total, expected.total)
     assert "model.layers.1.mlp.up_proj.weight" in dict(late.named_parameters())
     early = small_llama(tied=True)[1]
     early._modules["lm_head"] = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Chain, Crossing, Loss, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, Loss, PipelineSpec, ShardingRule
 from closeranks.models.config import TensorEntry
 from closeranks.models.stages import expand
 from closeranks.models.user import UserSpec
@@ -56,16 +56,16 @@ def made(
     return spec, spec.build()
 
 
-def by_stages(chain: Chain, module: nn.Module, cuts: list[range]) -> Loss:
+def by_stages(chain: PipelineSpec, module: nn.Module, cuts: list[range]) -> Loss:
     """As a pipeline does it: every stage starts from the micro-batch's seed."""
     hidden: Tensor | None = None
     for cut in cuts:
         torch.manual_seed(9)
-        hidden = chain.enter(module, batch()) if hidden is None else hidden
+        hidden = chain.first_input(module, batch()) if hidden is None else hidden
         for number in cut:
-            hidden = chain.call(module, number, hidden)
+            hidden = chain.run_unit(module, number, hidden)
     assert hidden is not None
-    return chain.leave(module, hidden, batch())
+    return chain.loss_from_output(module, hidden, batch())
 
 
 def test_units_and_costs_are_known_once_it_is_built() -> None:
@@ -191,10 +191,10 @@ def test_a_loss_that_does_not_fit_is_refused_on_every_stage(function: Callable[.
     with pytest.raises(ModelError, match=words):
         spec.loss(module, batch())
     with pytest.raises(ModelError, match=words):
-        spec.chain.leave(module, output, batch())
+        spec.chain.loss_from_output(module, output, batch())
     if function is not twice:  # caught at its first call, it cannot be seen to make a second
         with pytest.raises(ModelError, match=words):
-            spec.chain.enter(module, batch())
+            spec.chain.first_input(module, batch())
 
 
 def penalty(module: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -225,7 +225,7 @@ def test_a_loss_that_reads_what_a_stage_does_not_hold_is_refused(function: Calla
     assert whole.total.requires_grad
     module.embed = module.blocks[0] = None  # type: ignore[assignment, index]  # as a last stage stands there
     with pytest.raises(ModelError, match=f"the loss mine read '{name}' of the module, of which") as told:
-        spec.chain.leave(module, torch.zeros(5, 1, requires_grad=True), batch())
+        spec.chain.loss_from_output(module, torch.zeros(5, 1, requires_grad=True), batch())
     assert "optim.weight_decay, or use pipeline=1" in str(told.value)
 
 
@@ -237,7 +237,7 @@ def test_a_loss_may_read_a_unit_that_its_stage_holds() -> None:
     spec.metrics = ()
     assert spec.chain is not None
     module.embed = None  # type: ignore[assignment]  # as a last stage stands there
-    loss = spec.chain.leave(module, torch.zeros(5, 1, requires_grad=True), batch())
+    loss = spec.chain.loss_from_output(module, torch.zeros(5, 1, requires_grad=True), batch())
     assert torch.equal(loss.total, 5 * module.head.weight.square().sum() * 0.5)
 
 
@@ -250,21 +250,21 @@ def test_an_except_of_the_users_does_not_stop_the_first_stage() -> None:
 
     spec, module = made(function=careful)
     assert spec.chain is not None
-    assert torch.equal(spec.chain.enter(module, batch()), 2 * batch()["x"])
+    assert torch.equal(spec.chain.first_input(module, batch()), 2 * batch()["x"])
 
 
 def test_a_unit_that_returns_no_tensor_is_named() -> None:
     spec, module = made(factory=Paired)
     assert spec.chain is not None
     with pytest.raises(ModelError, match="the stage 'embed' returned a tuple, but stages hand on one tensor"):
-        spec.chain.call(module, 0, batch()["x"])
+        spec.chain.run_unit(module, 0, batch()["x"])
 
 
 def test_a_mistake_in_the_loss_is_blamed_as_ever() -> None:
     spec, module = made()
     assert spec.chain is not None
     with pytest.raises(ModelError, match="the loss mine raised KeyError: 'x'"):
-        spec.chain.enter(module, {"y": torch.zeros(2)})
+        spec.chain.first_input(module, {"y": torch.zeros(2)})
 
 
 def test_stages_need_a_loss_apart_from_the_module() -> None:
@@ -306,4 +306,4 @@ def test_entries_become_rules_and_crossings() -> None:
         ShardingRule("head.weight", 0),
         ShardingRule("blocks.*.norm.*", None, sequence=True),
     )
-    assert spec.crossings == (Crossing("head", enter="copy", leave="whole"),)
+    assert spec.crossings == (ActivationCollectives("head", on_input="copy", on_output="whole"),)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeranks.core.blame import shown
+from closeranks.core.blame import display_path
 from closeranks.core.errors import ModelError, UserError
 from closeranks.core.protocols import ModelSpec
 from closeranks.models.build import spec_for
@@ -18,7 +18,7 @@ from closeranks.models.user import UserSpec, find_blocks
 from . import mistakes
 
 HERE = mistakes.__name__
-FILE = shown(mistakes.__file__)
+FILE = display_path(mistakes.__file__)
 LINES = Path(mistakes.__file__).read_text().splitlines()
 
 

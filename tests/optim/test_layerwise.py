@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Leaf
+from closeranks.core.protocols import ParameterShard
 from closeranks.optim.config import GroupConfig, OptimConfig
 from closeranks.optim.norms import norms_squared
 from closeranks.optim.optimizer import Optimizer, freeze, whole_leaves
@@ -185,7 +185,7 @@ def test_slices_are_updated_as_the_whole_is_with_one_small_sum(keys: dict[str, A
     wanted = config(weight_decay=0.3, **keys)
     whole, sharded, copied, drawn = (model(torch.float64) for _ in range(4))
     reference = build(whole, wanted, num_steps=4)
-    echo = tuple(Leaf(leaf.tensor, leaf.piece, is_spoken=False) for leaf in cut(copied, 1))
+    echo = tuple(ParameterShard(leaf.tensor, leaf.piece, is_primary=False) for leaf in cut(copied, 1))
     ranks, table = [cut(sharded, 0), cut(sharded, 1), echo], Table(3)
     assignment = freeze(sharded, wanted)
     optimizers = [Optimizer(leaves, assignment, wanted, num_steps=4, total=table.total) for leaves in ranks]

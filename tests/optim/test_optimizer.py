@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.core.errors import ConfigError, ModelError
-from closeranks.core.protocols import Leaf
+from closeranks.core.protocols import ParameterShard
 from closeranks.optim.config import GroupConfig, OptimConfig, ScheduleConfig
 from closeranks.optim.optimizer import Optimizer, freeze, parameter_facts, whole_leaves
 
@@ -299,7 +299,7 @@ def test_a_parameter_without_gradient_stays() -> None:
     assert state_of(optimizer)["norm.bias"]["step"].item() == 0.0
 
 
-def cut(module: Model, rank: int) -> tuple[Leaf, ...]:
+def cut(module: Model, rank: int) -> tuple[ParameterShard, ...]:
     """A rank's half of every parameter: rows of the embedding, a range of elements of all others."""
     leaves = []
     for leaf in whole_leaves(module):
@@ -308,7 +308,7 @@ def cut(module: Model, rank: int) -> tuple[Leaf, ...]:
         half = len(tensor) // 2
         first, last = (0, half) if rank == 0 else (half, len(tensor))
         piece = leaf.piece.narrow(0, first, last) if by_rows else leaf.piece.flattened(first, last)
-        leaves.append(Leaf(tensor[first:last], piece))
+        leaves.append(ParameterShard(tensor[first:last], piece))
     return tuple(leaves)
 
 

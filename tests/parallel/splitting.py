@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from closeranks.core.keys import derive_seed
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Crossing, ModelSpec, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, ModelSpec, ShardingRule
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.parallel.group import Group
@@ -59,7 +59,7 @@ def part_of(whole: Tensor, piece: Piece) -> Tensor:
 
 
 def split_here(
-    module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[Crossing] = ()
+    module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[ActivationCollectives] = ()
 ) -> dict[str, Share]:
     return split(module, rules, crossings, world())
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Crossing, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.parallel.cuts import Cut, Listed, Plan, plan
 
 
@@ -26,7 +26,9 @@ MODULES = ["", "embed", "stem", "blocks", "blocks.0", "blocks.0.up", "blocks.0.d
 UP, DOWN = ShardingRule("blocks.*.up.weight", 0), ShardingRule("blocks.*.down.weight", 1)
 
 
-def planned(*rules: ShardingRule, crossings: tuple[Crossing, ...] = (), model: list[Listed] = MODEL) -> Plan:
+def planned(
+    *rules: ShardingRule, crossings: tuple[ActivationCollectives, ...] = (), model: list[Listed] = MODEL
+) -> Plan:
     return plan(model, MODULES, rules, crossings, 4)
 
 
@@ -37,27 +39,29 @@ def test_a_pair_of_entries_is_all_a_feed_forward_needs() -> None:
     assert found.cuts["blocks.0.down.weight"] == Cut(1)
     assert found.cuts["blocks.0.down.bias"] == found.cuts["head.weight"] == Cut()
     assert found.crossings == {
-        "blocks.0.up": Crossing("blocks.0.up", enter="copy"),
-        "blocks.0.down": Crossing("blocks.0.down", leave="sum"),
+        "blocks.0.up": ActivationCollectives("blocks.0.up", on_input="copy"),
+        "blocks.0.down": ActivationCollectives("blocks.0.down", on_output="sum"),
     }
 
 
 def test_a_crossing_around_split_modules_is_the_only_one() -> None:
     model = [*linear("blocks.0.up", 16, 8), *linear("blocks.0.down", 8, 16)]
-    around = Crossing("blocks.*", enter="gather", leave="scatter")
+    around = ActivationCollectives("blocks.*", on_input="gather", on_output="scatter")
     modules = ["", "blocks.0", "blocks.0.up", "blocks.0.down"]
     found = plan(model, modules, (UP, DOWN), (replace(around, pattern="blocks.?"),), 4)
     assert list(found.crossings) == ["blocks.0"]
-    assert found.crossings["blocks.0"].enter == "gather"
+    assert found.crossings["blocks.0"].on_input == "gather"
 
 
 def test_embeddings_and_own_parameters_split_too() -> None:
     rules = (ShardingRule("embed.weight", 0), ShardingRule("blocks.*.scale", 0), UP, DOWN)
     found = planned(*rules)
     assert found.cuts["embed.weight"] == found.cuts["blocks.0.scale"] == Cut(0)
-    assert found.crossings["embed"] == Crossing("embed", leave="sum")
-    by_columns = planned(ShardingRule("embed.weight", 1), crossings=(Crossing("embed", leave="whole"),))
-    assert by_columns.crossings == {"embed": Crossing("embed", leave="whole")}
+    assert found.crossings["embed"] == ActivationCollectives("embed", on_output="sum")
+    by_columns = planned(
+        ShardingRule("embed.weight", 1), crossings=(ActivationCollectives("embed", on_output="whole"),)
+    )
+    assert by_columns.crossings == {"embed": ActivationCollectives("embed", on_output="whole")}
 
 
 def test_the_first_match_counts_and_sequence_means_partial() -> None:
@@ -68,7 +72,7 @@ def test_the_first_match_counts_and_sequence_means_partial() -> None:
 
 
 def test_a_bias_on_a_share_of_the_sequence_is_partial() -> None:
-    found = planned(UP, DOWN, crossings=(Crossing("blocks.*.down", leave="scatter"),))
+    found = planned(UP, DOWN, crossings=(ActivationCollectives("blocks.*.down", on_output="scatter"),))
     assert found.cuts["blocks.0.down.bias"] == Cut(None, is_partial=True)
     assert found.cuts["blocks.0.up.bias"] == Cut(0)
 
@@ -81,7 +85,7 @@ def tied(dim: int | None) -> tuple[list[Listed], tuple[ShardingRule, ...]]:
 
 def test_tied_names_agree() -> None:
     model, rules = tied(0)
-    found = planned(*rules, crossings=(Crossing("head", enter="copy", leave="whole"),), model=model)
+    found = planned(*rules, crossings=(ActivationCollectives("head", on_input="copy", on_output="whole"),), model=model)
     assert found.cuts == {"embed.weight": Cut(0), "head.weight": Cut(0)}
 
 
@@ -129,7 +133,7 @@ def test_shares_are_equal_or_refused() -> None:
 
 def test_a_crossing_that_names_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match=r"'haed' matches nothing of the model. Did you mean 'head'\?"):
-        planned(UP, DOWN, crossings=(Crossing("haed", leave="whole"),))
+        planned(UP, DOWN, crossings=(ActivationCollectives("haed", on_output="whole"),))
 
 
 def test_modules_with_a_forward_of_their_own_are_not_computed_in_their_place() -> None:
@@ -144,7 +148,7 @@ def test_modules_with_a_forward_of_their_own_are_not_computed_in_their_place() -
 
 def test_a_bias_inside_a_crossing_would_be_added_by_every_rank() -> None:
     with pytest.raises(ModelError, match="the bias beside it would be added once by every rank"):
-        plan(BLOCK, MODULES, (UP, DOWN), (Crossing("blocks.0", enter="copy", leave="sum"),), 4)
+        plan(BLOCK, MODULES, (UP, DOWN), (ActivationCollectives("blocks.0", on_input="copy", on_output="sum"),), 4)
 
 
 def test_a_reader_later_in_the_model_or_beside_is_enough() -> None:

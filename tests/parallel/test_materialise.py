@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from closeranks.core.errors import ModelError
-from closeranks.core.pieces import Piece, cut_out
+from closeranks.core.pieces import Piece, narrow_to_piece
 from closeranks.core.protocols import ModelSpec
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig, ModelConfig, PairsConfig
@@ -165,7 +165,7 @@ def in_shares(spec: ModelSpec, dim: int, rank: int, size: int, dtype: torch.dtyp
     pieces = {}
     for name, parameter in module.named_parameters():
         whole = Piece.whole(name, tuple(parameter.shape))
-        pieces[name] = piece = whole.cut(min(dim, parameter.ndim - 1), rank, size) if parameter.ndim else whole
+        pieces[name] = piece = whole.shard(min(dim, parameter.ndim - 1), rank, size) if parameter.ndim else whole
         owner, _, attribute = name.rpartition(".")
         share = nn.Parameter(torch.empty(piece.size, dtype=parameter.dtype, device="meta"))
         module.get_submodule(owner).register_parameter(attribute, share)
@@ -207,12 +207,12 @@ def test_any_piece_can_be_cut_out(data: st.DataObject) -> None:
     piece, box = Piece.whole("x", shape), whole
     for dim in range(len(shape)):
         index, parts = data.draw(st.integers(0, 1)), data.draw(st.integers(2, 3))
-        piece = piece.cut(dim, index, parts)
+        piece = piece.shard(dim, index, parts)
         box = box.narrow(dim, piece.start[dim], piece.size[dim])
-    assert torch.equal(cut_out(whole, piece), box)
+    assert torch.equal(narrow_to_piece(whole, piece), box)
     first = data.draw(st.integers(0, piece.numel))
     last = data.draw(st.integers(first, piece.numel))
-    assert torch.equal(cut_out(whole, piece.flattened(first, last)), box.reshape(-1)[first:last])
+    assert torch.equal(narrow_to_piece(whole, piece.flattened(first, last)), box.reshape(-1)[first:last])
 
 
 def test_a_users_module_that_nobody_shards_is_built_as_ever() -> None:
@@ -300,7 +300,8 @@ def shard(tied: bool) -> list[Any]:
     source = build(spec, seed=0, device=CPU, dtype=torch.float32, group=group, sharded=True)
     module = source.module
     pieces = {
-        name: Piece.whole(name, tuple(p.shape)).cut(0, group.rank, group.size) for name, p in module.named_parameters()
+        name: Piece.whole(name, tuple(p.shape)).shard(0, group.rank, group.size)
+        for name, p in module.named_parameters()
     }
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size,))
     for name in spec.blocks:

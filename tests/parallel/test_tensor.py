@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Crossing, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.models.vocabulary import split_cross_entropy
 from closeranks.parallel.crossings import Axis
 from closeranks.parallel.group import Group
@@ -30,7 +30,7 @@ def llama_matches(overrides: dict[str, Any], batch: int, has_mask: bool) -> floa
     """Loss and gradients of this rank's share against the whole Llama; the loss, for all ranks to agree."""
     spec = llama_spec(**overrides)
     whole, part = filled(spec), filled(spec)
-    shares = split_here(part, spec.sharding_rules, spec.crossings)
+    shares = split_here(part, spec.sharding_rules, spec.activation_collectives)
     data: dict[str, Tensor] = {"tokens": tokens(batch, 9)}
     if has_mask:
         data["mask"] = torch.rand(batch, 8, generator=torch.Generator().manual_seed(5)).double()
@@ -67,7 +67,7 @@ def test_a_llama_over_ranks_is_the_whole_llama(size: int, overrides: Any, batch:
 def llama_in_evaluation() -> None:
     spec = llama_spec(dropout=0.5)
     whole, part = filled(spec).eval(), filled(spec).eval()
-    shares = split_here(part, spec.sharding_rules, spec.crossings)
+    shares = split_here(part, spec.sharding_rules, spec.activation_collectives)
     ids = tokens(2, 8)
     with torch.no_grad():
         logits = part(ids)
@@ -86,7 +86,7 @@ def pieces_of_a_meta_llama() -> tuple[dict[str, Share], dict[str, tuple[int, ...
         module = spec.build()
     module.model.norm.weight.requires_grad_(False)
     module.model.embed_tokens.weight.requires_grad_(False)
-    shares = split_here(module, spec.sharding_rules, spec.crossings)
+    shares = split_here(module, spec.sharding_rules, spec.activation_collectives)
     assert all(parameter.is_meta for parameter in module.parameters())
     assert not module.model.norm.weight.requires_grad
     assert not module.lm_head.weight.requires_grad
@@ -108,7 +108,7 @@ def test_a_group_of_one_changes_nothing() -> None:
     spec = llama_spec()
     module = filled(spec)
     before = dict(module.named_parameters())
-    shares = split(module, spec.sharding_rules, spec.crossings, Group(0, 1))
+    shares = split(module, spec.sharding_rules, spec.activation_collectives, Group(0, 1))
     assert {name: id(p) for name, p in module.named_parameters()} == {name: id(p) for name, p in before.items()}
     assert all(share == Share(Piece.whole(name, tuple(before[name].shape))) for name, share in shares.items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
@@ -118,7 +118,7 @@ def test_a_group_of_one_changes_nothing() -> None:
 def collectives_of_a_block() -> tuple[dict[str, int], dict[str, int]]:
     spec = llama_spec()
     module = filled(spec)
-    split_here(module, spec.sharding_rules, spec.crossings)
+    split_here(module, spec.sharding_rules, spec.activation_collectives)
     hidden = torch.randn(2, 4, 32, dtype=torch.float64, requires_grad=True)
     with CommDebugMode() as forward:
         output = module.model.layers[0](hidden, module.model.rope_cos, module.model.rope_sin)
@@ -137,7 +137,7 @@ def test_a_block_makes_two_gathers_and_two_scatters_each_way() -> None:
 def collectives_of_the_ends() -> dict[str, int]:
     spec = llama_spec(num_layers=1)
     module = filled(spec)
-    split_here(module, spec.sharding_rules, spec.crossings)
+    split_here(module, spec.sharding_rules, spec.activation_collectives)
     with CommDebugMode() as mode:
         spec.loss(module, {"tokens": tokens(2, 9)}).total.backward()
     return {str(op).rpartition(".")[2]: count for op, count in mode.get_comm_counts().items()}
@@ -194,7 +194,10 @@ USER_RULES = (
     ShardingRule("mlp.2.weight", 1),
     ShardingRule("head.weight", 0),
 )
-USER_CROSSINGS = (Crossing("wide", leave="whole"), Crossing("head", enter="copy", leave="whole"))
+USER_CROSSINGS = (
+    ActivationCollectives("wide", on_output="whole"),
+    ActivationCollectives("head", on_input="copy", on_output="whole"),
+)
 
 
 def user_net_matches(batch: int) -> tuple[list[float], dict[str, tuple[int, ...]]]:
@@ -241,7 +244,11 @@ def bias_on_a_share_of_the_sequence() -> None:
     whole, part = OwnScatter().double(), OwnScatter().double()
     part.load_state_dict(whole.state_dict())
     rules = (ShardingRule("up.weight", 0), ShardingRule("down.weight", 1))
-    shares = split_here(part, rules, (Crossing("up", enter="gather"), Crossing("down", leave="scatter")))
+    shares = split_here(
+        part,
+        rules,
+        (ActivationCollectives("up", on_input="gather"), ActivationCollectives("down", on_output="scatter")),
+    )
     assert shares["down.bias"].is_partial
     assert not shares["up.bias"].is_partial
     x = torch.randn(2, 4, 6, dtype=torch.float64)
@@ -260,7 +267,7 @@ def test_a_bias_in_the_sequence_region_is_partial() -> None:
 def ids_outside(token: int) -> str:
     spec = llama_spec()
     module = filled(spec)
-    split_here(module, spec.sharding_rules, spec.crossings)
+    split_here(module, spec.sharding_rules, spec.activation_collectives)
     embed = module.model.embed_tokens
     embed._forward_hooks.clear()  # the lookup alone: the other rank would wait in the collective
     try:
@@ -347,7 +354,7 @@ def test_errors_that_are_no_misfit_pass_untouched() -> None:
 def positions_that_do_not_split() -> None:
     spec = llama_spec()
     module = filled(spec)
-    split_here(module, spec.sharding_rules, spec.crossings)
+    split_here(module, spec.sharding_rules, spec.activation_collectives)
     with pytest.raises(ModelError, match="7 positions of a sample do not split over 2 tensor ranks"):
         spec.loss(module, {"tokens": tokens(2, 8)})
     with pytest.raises(ModelError, match="does not say how it splits"):
@@ -364,7 +371,7 @@ def compiled_matches(backend: str) -> float:
     spec = llama_spec()
     eager, compiled = filled(spec, torch.float32), filled(spec, torch.float32)
     for module in (eager, compiled):
-        split_here(module, spec.sharding_rules, spec.crossings)
+        split_here(module, spec.sharding_rules, spec.activation_collectives)
     for unit in spec.compile_units:
         compiled.get_submodule(unit).compile(backend=backend, fullgraph=True)
     losses = []

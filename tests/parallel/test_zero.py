@@ -216,7 +216,7 @@ def odd_parameters() -> list[Any]:
     (module(torch.ones(1, 2, 4, 4)).sum() * module.scale * 0.0 + module.scale).backward()
     reducer.finish()
     scale = next(leaf for leaf in reducer.leaves() if leaf.piece.name == "scale")
-    return [units, scale.tensor.grad.item(), scale.is_spoken]
+    return [units, scale.tensor.grad.item(), scale.is_primary]
 
 
 @pytest.mark.world

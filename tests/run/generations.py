@@ -17,7 +17,7 @@ from closeranks import Hook, Session
 from closeranks.core import faults
 from closeranks.core.environment import detect_world, set_world
 from closeranks.core.events import Event, StepDone
-from closeranks.core.requests import DRAIN, REGROUP, Request
+from closeranks.core.requests import DRAIN, REGROUP, RunRequest
 from closeranks.elastic.shelf import SnapshotPaths
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
@@ -86,7 +86,7 @@ class Asking(StandaloneClient):
         self._case, self._num_polls = case, 0
         self.kept_steps: list[int] = []
 
-    def poll(self) -> frozenset[Request]:
+    def poll(self) -> frozenset[RunRequest]:
         self._num_polls += 1
         at = {DRAIN: self._case.drain_at, REGROUP: self._case.regroup_at}
         return frozenset(request for request, step in at.items() if step == self._num_polls)

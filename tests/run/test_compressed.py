@@ -13,7 +13,7 @@ import torch
 from closeranks import Hook, Session
 from closeranks.core.errors import ConfigError
 from closeranks.core.events import Compressed, RunStarted
-from closeranks.core.pieces import cut_out
+from closeranks.core.pieces import narrow_to_piece
 from closeranks.run.job import load_job
 from tests.run.generations import TABLES, Case, assert_same, events, losses, run, run_and_die, state
 from tests.run.saved import tensors
@@ -131,7 +131,7 @@ def dealt_out(case: Case) -> dict[str, torch.Tensor]:
                 name = piece.name.partition("/")[2]
                 whole = total.setdefault(name, torch.zeros(piece.shape[1:], dtype=torch.float64))
                 row = replace(piece, shape=(1, *piece.shape[1:]), start=(0, *piece.start[1:]))
-                index = cut_out(torch.arange(whole.numel()).view(1, *whole.shape), row).reshape(-1)
+                index = narrow_to_piece(torch.arange(whole.numel()).view(1, *whole.shape), row).reshape(-1)
                 whole.view(-1)[index] += tensor.reshape(-1).double()
     return total
 
@@ -143,7 +143,7 @@ class Beginning(Hook):
         self._path = case.folder / f"begun-{rank}.pt"
 
     def on_start(self, session: Session) -> None:
-        kept = [(one.kind, one.piece, one.tensor.clone()) for one in session.engine.reducer.memory()]
+        kept = [(one.kind, one.piece, one.tensor.clone()) for one in session.engine.reducer.error_feedback()]
         torch.save(kept, self._path)
 
 

@@ -179,7 +179,7 @@ RESTORING = ["restore.agreed", "restore.fetching", "restore.before_verify", "res
 
 def test_all_points_of_restoring_are_swept() -> None:
     """Those before and after it are swept by whole runs."""
-    restoring = {label for label in faults.POINTS if label.startswith("restore.")}
+    restoring = {label for label in faults.FAILPOINTS if label.startswith("restore.")}
     assert restoring - set(AROUND_RECOVERY) == set(RESTORING)
 
 

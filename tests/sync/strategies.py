@@ -142,7 +142,7 @@ def backward(reducer: Reducer, module: nn.Module, numbers: Sequence[int]) -> Non
 
 def update(reducer: Reducer, optimizer: Optimizer, step: int, ok: Tensor = ONE) -> None:
     optimizer.step(step, reducer.gradients(), torch.tensor(0.1, dtype=torch.float64), ok)
-    reducer.spread()
+    reducer.gather_parameters()
     reducer.release()
 
 
@@ -151,7 +151,9 @@ Pieces = list[tuple[Piece, Tensor]]
 
 def pieces(reducer: Reducer, of: str) -> Pieces:
     """What this rank has of the weights or the gradients."""
-    tensors = ((leaf.piece, leaf.tensor if of == "weights" else leaf.tensor.grad) for leaf in reducer.leaves())
+    tensors = (
+        (leaf.piece, leaf.tensor if of == "weights" else leaf.tensor.grad) for leaf in reducer.parameter_shards()
+    )
     return [(piece, tensor.detach().clone()) for piece, tensor in tensors if tensor is not None]
 
 

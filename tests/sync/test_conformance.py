@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import SEVERAL_STAGES, Held
+from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
 from closeranks.parallel.group import Group
@@ -84,14 +84,14 @@ def observe(strategy: Strategy, num_replicas: int) -> Told:
     module = build()
     chosen = freeze(module, CONFIG)
     reducer = make(strategy, module, *groups(num_replicas))
-    optimizer = Optimizer(reducer.leaves(), chosen, CONFIG, num_steps=10)
+    optimizer = Optimizer(reducer.parameter_shards(), chosen, CONFIG, num_steps=10)
     sent = []
     for step in range(NUM_STEPS):
         with traffic() as counted:
             backward(reducer, module, assignment(step, dist.get_rank(), equal=reducer.needs_equal_counts))
         sent.append(counted)
         if step == 0:
-            gradients, norm = pieces(reducer, "gradients"), norm_squared(reducer.spoken()).item()
+            gradients, norm = pieces(reducer, "gradients"), norm_squared(reducer.primary_gradients()).item()
             gradient_bytes = held_bytes(reducer.gradients())
         update(reducer, optimizer, step)
     weights = pieces(reducer, "weights")
@@ -295,7 +295,7 @@ def two_stages(kind: str) -> dict[str, Any]:
     shared, one, other = (nn.Parameter(torch.randn(5, 5, dtype=torch.float64)) for _ in range(3))
     stages = {"shared": SEVERAL_STAGES, "one": 0, "other": 1}
     parameters = {"shared": shared, "one": one, "other": other}
-    held = [Held(p, Piece.whole(name, (5, 5)), stage=stages[name]) for name, p in parameters.items()]
+    held = [LocalParameter(p, Piece.whole(name, (5, 5)), stage=stages[name]) for name, p in parameters.items()]
     caps = {"bucket_bytes": 1 << 10, "first_bucket_bytes": 1 << 10}
     zero = int(kind[0])
     if zero == 0:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Reducer, Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.optim.norms import norm_squared
 from closeranks.parallel.group import Group
 from closeranks.sync.compress.build import CODECS, compressed_ways
@@ -81,7 +81,7 @@ def all_numbers(step: int, size: int) -> list[int]:
 
 
 def remembered(reducer: Reducer, kind: str) -> Pieces:
-    return [(one.piece, one.tensor.clone()) for one in reducer.memory() if one.kind == kind]
+    return [(one.piece, one.tensor.clone()) for one in reducer.error_feedback() if one.kind == kind]
 
 
 def observe(strategy: Strategy, name: str, num_replicas: int) -> Course:
@@ -99,18 +99,18 @@ def observe(strategy: Strategy, name: str, num_replicas: int) -> Course:
             backward(reducer, module, numbers(step))
         sent.append(counted)
         arrived.append(pieces(reducer, "gradients"))
-        norms.append(norm_squared(reducer.spoken()).item())
-        if found := reducer.losses():
+        norms.append(norm_squared(reducer.primary_gradients()).item())
+        if found := reducer.compression_errors():
             measured.append(step)
             losses += sum(found)
-        reducer.settle(ONE)
+        reducer.commit(ONE)
         reducer.release()
-    kept = [one.tensor.clone() for one in reducer.memory()]
+    kept = [one.tensor.clone() for one in reducer.error_feedback()]
     reducer.begin_step(NUM_STEPS + 1)
     backward_with_nan(reducer, module)
-    reducer.settle(ZERO)
+    reducer.commit(ZERO)
     reducer.release()
-    again = [one.tensor for one in reducer.memory()]
+    again = [one.tensor for one in reducer.error_feedback()]
     untouched = all(map(torch.equal, kept, again)) and len(kept) == len(again) > 0
     rest, owed = remembered(reducer, RESIDUAL), remembered(reducer, OWED)
     return Course(arrived, rest, owed, norms, untouched, measured, losses, sent)
@@ -268,7 +268,7 @@ def two_levels(names: list[str]) -> dict[str, Pieces]:
         reducer.begin_step(0)
         backward(reducer, module, numbers(0))
         found[name] = pieces(reducer, "gradients")
-        reducer.settle(ONE)
+        reducer.commit(ONE)
         found[f"{name} rest"] = remembered(reducer, RESIDUAL) + remembered(reducer, OWED)
     return found
 
@@ -320,7 +320,7 @@ def views() -> bool:
 
     places = (Place(Piece.whole("a", (3, 2)), 0, 0, 6), Place(Piece.whole("b", (5,)), 6, 0, 5))
     way = compressed_ways(config("int8"), group, Plan())(Load(places, 12, torch.float64, torch.device("cpu")))
-    before: list[Remembered] = list(way.memory())
+    before: list[ErrorFeedbackTensor] = list(way.memory())
     for work in way.sum(torch.arange(12, dtype=torch.float64) / 7):
         work.wait()
     way.settle(ONE)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 
 
-class AgentConfig(Table):
+class AgentConfig(ConfigTable):
     """How workers of this host are started, watched and ended."""
 
     grace_s: float = Field(default=30.0, ge=0.0)

@@ -24,7 +24,7 @@ from closeranks.agent.statement import HostReport
 from closeranks.agent.verdict import RootCause, external_cause
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Event, HostChanged, RankLost, RunStarted, StepDone, decode
-from closeranks.core.requests import REGROUP, Request
+from closeranks.core.requests import REGROUP, RunRequest
 
 _MEASURED_FLOPS = "measured_flops"
 """Not measured again if the generation before measured it with as many workers on each host."""
@@ -92,7 +92,7 @@ class Recovery:
         if self._account is not None:
             self._account.mark("fork", now)
 
-    def at_boundary(self, host: str, change: str, roster: HostTable, now: float) -> RootCause | Request | None:
+    def at_boundary(self, host: str, change: str, roster: HostTable, now: float) -> RootCause | RunRequest | None:
         """A host has joined or wants to leave: the reason to regroup for it, or another request to the workers."""
         if not self.can_recover or self.leaving is not None or not self.placements:
             return None

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from closeranks.core.blame import message_of, own_frame, shown
+from closeranks.core.blame import display_path, printable_message, user_frame
 from closeranks.core.errors import CloseranksError, UserError, encode
 from closeranks.core.printable import printable
 
@@ -68,7 +68,7 @@ def failure_report(error: BaseException, step: int | None) -> FailureReport:
 
 def plain_message(error: BaseException) -> str:
     """The message without the C++ frames that torch appends to it, or the location that a syntax error repeats."""
-    text = printable(error.msg) if isinstance(error, SyntaxError) else message_of(error)
+    text = printable(error.msg) if isinstance(error, SyntaxError) else printable_message(error)
     return text.split("\nException raised from", 1)[0].strip()
 
 
@@ -76,7 +76,7 @@ def is_consequence(error: BaseException) -> bool:
     """Whether this looks like the loss of another rank. A ``UserError`` never does, whatever it was raised from."""
     if isinstance(error, UserError):
         return False
-    return any(isinstance(link, ConnectionError) or _ECHO.search(message_of(link)) for link in _chain(error))
+    return any(isinstance(link, ConnectionError) or _ECHO.search(printable_message(link)) for link in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -91,6 +91,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def user_location(error: BaseException) -> str:
     """The location in the user's own code; of the innermost frame if none is the user's."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{shown(error.filename)}:{error.lineno}"
-    frame = own_frame(error) or next(reversed(traceback.extract_tb(error.__traceback__)), None)
-    return f"{shown(frame.filename)}:{frame.lineno} in {frame.name}" if frame else ""
+        return f"{display_path(error.filename)}:{error.lineno}"
+    frame = user_frame(error) or next(reversed(traceback.extract_tb(error.__traceback__)), None)
+    return f"{display_path(frame.filename)}:{frame.lineno} in {frame.name}" if frame else ""

@@ -22,12 +22,12 @@ from closeranks.agent.progress import SharedProgress
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.environment import set_world
 from closeranks.core.errors import CloseranksError
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.linux import die_with_parent
 from closeranks.core.process_title import set_title
 from closeranks.core.registry import load_object
 
-FORKED = declare("restore.forked", "a worker is forked, and has done nothing yet")
+FORKED = declare_failpoint("restore.forked", "a worker is forked, and has done nothing yet")
 
 
 def run_forked_worker(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoReturn:
@@ -39,7 +39,7 @@ def run_forked_worker(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: 
     status = 1
     try:
         die_with_parent(zygote)
-        point(FORKED)
+        failpoint(FORKED)
         _take_place(fds, foreign)
         status = _work(fds, run)
     except BaseException:

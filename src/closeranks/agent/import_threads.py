@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from closeranks.core.blame import is_own
+from closeranks.core.blame import is_user_file
 from closeranks.core.linux import num_threads
 
 
@@ -38,11 +38,11 @@ class ImportThreads:
     def watching(self) -> Iterator[None]:
         """Count each import statement of the user's own modules separately."""
         original: Callable[..., Any] = builtins.__import__
-        is_own("")  # its first call imports modules itself; later calls do not
+        is_user_file("")  # its first call imports modules itself; later calls do not
 
         def counting(name: str, globals: Mapping[str, Any] | None = None, *rest: Any, **more: Any) -> Any:
             file = (globals or {}).get("__file__")
-            if not name or not isinstance(file, str) or not is_own(file):
+            if not name or not isinstance(file, str) or not is_user_file(file):
                 return original(name, globals, *rest, **more)
             with self.counted_for(name):
                 return original(name, globals, *rest, **more)

@@ -51,7 +51,7 @@ from closeranks.agent.verdict import RootCause, external_cause
 from closeranks.agent.view import JobView, WorkerView
 from closeranks.core.errors import RunFailed
 from closeranks.core.events import Event, HostChanged, SlowRank, encode
-from closeranks.core.requests import DRAIN, REGROUP, Request
+from closeranks.core.requests import DRAIN, REGROUP, RunRequest
 
 OnTick = Callable[[JobView], float | None]
 """Called with a view of the job; returns when (``time.monotonic()``) it wants to be called again at the latest."""
@@ -121,7 +121,7 @@ class JobController:
     def generation(self) -> int:
         return self._machine.generation.number if self._machine.generation else 0
 
-    def request(self, request: Request) -> None:
+    def request(self, request: RunRequest) -> None:
         """Send a request to every worker, which brings it to the vote of its next step."""
         self._act(self._machine.send_request(request, time.monotonic()))
 
@@ -317,7 +317,7 @@ class JobController:
         match self._course.at_boundary(changed.host, changed.change, self._roster, now):
             case RootCause() as why:
                 self._leave(why, now)
-            case Request() as request:
+            case RunRequest() as request:
                 self.request(request)
 
     def _on_told(self, host: str, body: Told_ | WorkerOutput | HostNote, now: float) -> None:

@@ -20,7 +20,7 @@ from closeranks.agent.progress import SharedProgress
 from closeranks.agent.store import bind_store
 from closeranks.agent.wire import LineBuffer, Message, encode_message
 from closeranks.core.errors import CloseranksError
-from closeranks.core.requests import DRAIN, REGROUP, REQUESTS, Pending, Request
+from closeranks.core.requests import DRAIN, REGROUP, REQUESTS, PendingRequests, RunRequest
 from closeranks.core.world import World
 
 _OUTBOX_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class WorkerLink:
         self._outbox = bytearray()
         self._num_dropped = 0
         self._lock = threading.Lock()
-        self._asked = Pending()
+        self._asked = PendingRequests()
         self._is_told = self._is_passed_on = False
         self._store = ""
         self._hello: Message = {}
@@ -102,7 +102,7 @@ class WorkerLink:
         """A snapshot of this step's state is sealed in memory."""
         self._word.note_snapshot(step)
 
-    def poll(self) -> frozenset[Request]:
+    def poll(self) -> frozenset[RunRequest]:
         """The agent's requests, without waiting; costs about a microsecond when there is nothing new."""
         try:
             data = self._endpoint.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
@@ -116,7 +116,7 @@ class WorkerLink:
         asked = self._asked.take()
         return self._told(asked) if self._is_told else asked
 
-    def _told(self, asked: frozenset[Request]) -> frozenset[Request]:
+    def _told(self, asked: frozenset[RunRequest]) -> frozenset[RunRequest]:
         """After a SIGTERM to this worker alone: pass it on to the agent if the run recovers from faults, else drain."""
         if not self.snapshot_paths:
             return asked | {DRAIN}

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from closeranks.agent.hang import ProcessSample
-from closeranks.core.blame import is_ours, is_own, shown
+from closeranks.core.blame import display_path, is_package_file, is_user_file
 
 OBSERVED_S = 0.2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -85,10 +85,10 @@ def data_read_location(lines: Sequence[str]) -> str:
         found = _FRAME.match(line)
         if found is None:
             is_above = line.startswith(_HEADS)
-        elif is_above and is_ours(found["file"]):
+        elif is_above and is_package_file(found["file"]):
             is_above = False
-        elif is_above and is_own(found["file"]):
-            return f"{shown(found['file'])}:{found['line']} in {found['name']}"
+        elif is_above and is_user_file(found["file"]):
+            return f"{display_path(found['file'])}:{found['line']} in {found['name']}"
     return ""
 
 

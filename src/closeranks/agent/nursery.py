@@ -28,7 +28,7 @@ from closeranks.agent.loop import EventLoop
 from closeranks.agent.output import OutputLog
 from closeranks.agent.wire import WorkerFds
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, decode
-from closeranks.core.linux import adopt_orphans, reap_orphans
+from closeranks.core.linux import reap_orphans, set_child_subreaper
 
 _PACKET_BYTES = 1 << 17
 _TAIL_LINES = 12
@@ -74,7 +74,7 @@ class ZygoteClient:
         self._heir: ZygoteProcess | None = None
         self._bequest: socket.socket | None = None
         """Our end of the control socket of an heir that was requested."""
-        self._was_adopting = adopt_orphans(True)
+        self._was_adopting = set_child_subreaper(True)
         self._strangers = children_of(os.getpid())
         """Children that existed before the run: they are not orphans of it."""
         self._log = OutputLog(plan.log_folder / plan.zygote_log, lambda line: None, listener.on_note)
@@ -277,7 +277,7 @@ class ZygoteClient:
         self._log.close()
         end_orphans(self._strangers, self._listener.on_note)
         reap_orphans(())
-        adopt_orphans(self._was_adopting)
+        set_child_subreaper(self._was_adopting)
 
 
 def _send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:

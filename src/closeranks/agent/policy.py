@@ -17,7 +17,7 @@ from closeranks.agent.faultlog import FaultRecord, faults_within, num_repeats, s
 from closeranks.agent.launch import ResizedLaunch
 from closeranks.agent.limits import FaultLimits
 from closeranks.core.errors import CloseranksError, RunFailed
-from closeranks.core.requests import DRAIN, REGROUP, Request
+from closeranks.core.requests import DRAIN, REGROUP, RunRequest
 
 __all__ = [
     "FaultRecord",
@@ -114,7 +114,7 @@ def request_at_boundary(
     limits: FaultLimits,
     now: float,
     wish: DesiredSize,
-) -> Request | None:
+) -> RunRequest | None:
     """The request to a healthy generation with this placement: to grow, release a host, or move off a bad one.
 
     ``DRAIN``: a host leaves and the others cannot continue without it, so the state must be saved.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from closeranks.agent.boxes import SnapshotMemory
-from closeranks.core.refuges import advice, refuges
+from closeranks.core.refuges import fallback_folders, resume_advice
 
 FOLDER = "rescued"
 _CHUNK_BYTES = 1 << 22
@@ -33,14 +33,14 @@ def rescue_snapshots(
     except OSError as error:
         return _rescue_elsewhere(boxes, run, host, until, error.strerror or str(error), is_part)
     return (
-        f"The state in memory was written to {_words(run / FOLDER / host, num_bytes)}. {advice(run)}"
+        f"The state in memory was written to {_words(run / FOLDER / host, num_bytes)}. {resume_advice(run)}"
         if num_bytes
         else ""
     )
 
 
 def _rescue_elsewhere(boxes: SnapshotMemory, run: Path, host: str, until: float, why: str, is_part: bool) -> str:
-    for place in refuges(run, boxes.num_bytes):
+    for place in fallback_folders(run, boxes.num_bytes):
         try:
             num_bytes = _keep(boxes, place / FOLDER / host, until)
         except OSError:
@@ -48,7 +48,7 @@ def _rescue_elsewhere(boxes: SnapshotMemory, run: Path, host: str, until: float,
             continue
         others = f" What other hosts held belongs beside it, in {place / FOLDER}." if is_part else ""
         where = _words(place / FOLDER / host, num_bytes)
-        return f"{run} cannot be written ({why}): the state in memory was written to {where}. {advice(place)}{others}"
+        return f"{run} cannot be written ({why}): the state in memory was written to {where}. {resume_advice(place)}{others}"
     return f"The state in memory is lost: it could not be written to {run / FOLDER / host} ({why}), nor anywhere else."
 
 

@@ -43,7 +43,7 @@ from closeranks.capture.plan import (
 from closeranks.capture.shares import CHUNK_BYTES
 from closeranks.capture.slots import DATA_AT, ByteArray, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
-from closeranks.core.background import Background
+from closeranks.core.background import BackgroundThread
 
 _SLOW_BYTES_S = 5e8
 """Below this rate the copy mostly waits for the GIL between blocks: larger blocks wait less often."""
@@ -124,12 +124,14 @@ class StateCopy:
 class Capture:
     """Call sequence, on the training thread: ``begin`` after a step, ``land`` before the next vote; ``close``."""
 
-    def __init__(self, num_threads: int = 4, background: Background | None = None) -> None:
+    def __init__(self, num_threads: int = 4, background: BackgroundThread | None = None) -> None:
         """``num_threads`` threads digest what comes from a device and copy it to the remaining slots."""
-        self._background = background or Background("capture")
+        self._background = background or BackgroundThread("capture")
         self._crew = ThreadPoolExecutor(num_threads, "capture")  # starts threads only when they are needed
         self._ferry = DeviceToHostCopier()
-        self._pinner = Background("pin")  # takes seconds per slot: copies into a pinned slot must not wait for another
+        self._pinner = BackgroundThread(
+            "pin"
+        )  # takes seconds per slot: copies into a pinned slot must not wait for another
         self._pins: dict[SnapshotSlot, PinnedMemory] = {}
         self._is_closing = threading.Event()
         self._plan, self._signature = EMPTY_PLAN, plan_signature(())
@@ -164,7 +166,7 @@ class Capture:
         copied = StateCopy(
             planned, targets, numbers, sources, CopyEvents(sources), VersionCounterCheck(self._steady), self._ferry
         )
-        self._background.do(lambda: self._run(copied))
+        self._background.submit(lambda: self._run(copied))
         self._last = copied  # only now: if the job could not be queued, land would wait forever
         copied.begun_s = time.perf_counter() - began_at
 
@@ -193,7 +195,7 @@ class Capture:
         planned = self._planned(tensors)
         ready = CopyEvents(self._views)
         if ready.events:
-            self._pinner.do(lambda: self._pin_upcoming(target, planned, ready))
+            self._pinner.submit(lambda: self._pin_upcoming(target, planned, ready))
         else:
             threading.Thread(target=_touch, args=(target, planned), name="touch", daemon=True).start()
 
@@ -246,7 +248,7 @@ class Capture:
             copied.is_done.set()
         if copied.ready.events and not self._is_closing.is_set():
             for target in copied.targets:
-                self._pinner.do(partial(self._pin_upcoming, target, copied.plan, copied.ready))
+                self._pinner.submit(partial(self._pin_upcoming, target, copied.plan, copied.ready))
 
     def _copy(self, copied: StateCopy) -> None:
         places = dict[CaptureTarget, dict[int, int]]()

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from closeranks.core.descriptors import unshare_memory
-from closeranks.core.faults import declare, point
+from closeranks.core.descriptors import exclude_from_fork
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.regular_file import open_descriptor
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
@@ -52,10 +52,10 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """``MADV_POPULATE_READ`` and ``MADV_POPULATE_WRITE`` (Linux 5.14 and later): map these pages now."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
-AFTER_DATA = declare("slot.after_data", "the tensors' bytes are copied, the index is not written")
-AFTER_INDEX = declare("slot.after_index", "data and index are written, the header still says torn")
-BEFORE_HEADER = declare("slot.before_header", "all of the header is written but the bytes that make it valid")
-AFTER_HEADER = declare("slot.after_header", "the slot is sealed, and nobody knows of it yet")
+AFTER_DATA = declare_failpoint("slot.after_data", "the tensors' bytes are copied, the index is not written")
+AFTER_INDEX = declare_failpoint("slot.after_index", "data and index are written, the header still says torn")
+BEFORE_HEADER = declare_failpoint("slot.before_header", "all of the header is written but the bytes that make it valid")
+AFTER_HEADER = declare_failpoint("slot.after_header", "the slot is sealed, and nobody knows of it yet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class SnapshotSlot:
                 size = _round_up(wanted + num_index // 2, _SLICE_BYTES)
                 os.posix_fallocate(self.fd, 0, size)
             if len(self.bytes) < wanted:
-                self._memory = unshare_memory(mmap.mmap(self.fd, size))
+                self._memory = exclude_from_fork(mmap.mmap(self.fd, size))
                 self.bytes = np.frombuffer(self._memory, np.uint8)
                 self._num_touched = 0
 
@@ -191,14 +191,14 @@ class SnapshotSlot:
 
     def seal(self, about: SlotHeader, num_data: int, index: bytes) -> None:
         """Write index and header; the data must be complete. The slot is valid from the last statement on."""
-        point(AFTER_DATA)
+        failpoint(AFTER_DATA)
         memory, at = self._writable(), _index_at(num_data)
         memory[at : at + len(index)] = index
-        point(AFTER_INDEX)
+        failpoint(AFTER_INDEX)
         memory[8:HEADER_BYTES] = encode_header(about, num_data, index)[8:]
-        point(BEFORE_HEADER)
+        failpoint(BEFORE_HEADER)
         memory[:8] = _MAGIC
-        point(AFTER_HEADER)
+        failpoint(AFTER_HEADER)
 
     def mark_void(self) -> None:
         """If nothing was ever written to the slot, mark it as abandoned (best effort), so that it is not taken for one

@@ -18,13 +18,15 @@ from typing import Protocol
 from closeranks.checkpoint.manifest import LATEST, MANIFEST, decode_latest, decode_manifest, parse_folder
 from closeranks.checkpoint.soundness import read_document, validate_head
 from closeranks.core.errors import CheckpointError
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.storage.protocol import DeniedError, MissingError, Storage
 
-MANIFEST_REMOVED = declare("collect.manifest_removed", "a checkpoint counts no more; its files are still there")
-FILE_REMOVED = declare("collect.file_removed", "a file that nobody refers to is gone")
-FOLDER_REMOVED = declare("collect.folder_removed", "all of a checkpoint is gone")
-COLLECTED = declare("collect.done", "everything that retention lets go is gone")
+MANIFEST_REMOVED = declare_failpoint(
+    "collect.manifest_removed", "a checkpoint counts no more; its files are still there"
+)
+FILE_REMOVED = declare_failpoint("collect.file_removed", "a file that nobody refers to is gone")
+FOLDER_REMOVED = declare_failpoint("collect.folder_removed", "all of a checkpoint is gone")
+COLLECTED = declare_failpoint("collect.done", "everything that retention lets go is gone")
 
 _OURS = re.compile(r"(data|part|failure)-\d+-of-\d+\.(safetensors|json)")
 
@@ -166,13 +168,13 @@ def apply_removal(storage: Storage, what: RemovalPlan) -> None:
     """Carry out the plan; the caller holds the lock."""
     for name in what.checkpoints:
         storage.remove(f"{name}/{MANIFEST}")
-        point(MANIFEST_REMOVED)
+        failpoint(MANIFEST_REMOVED)
     for file in what.files:
         storage.remove(file)
-        point(FILE_REMOVED)
+        failpoint(FILE_REMOVED)
     for name in what.folders:
         storage.remove_folder(name)
-        point(FOLDER_REMOVED)
+        failpoint(FOLDER_REMOVED)
 
 
 def apply_retention(
@@ -183,7 +185,7 @@ def apply_retention(
     apply_removal(storage, what)
     with suppress(DeniedError):  # an object store may refuse to list its uploads
         storage.remove_stale()
-    point(COLLECTED)
+    failpoint(COLLECTED)
     return what.checkpoints
 
 

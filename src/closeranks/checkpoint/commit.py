@@ -37,15 +37,21 @@ from closeranks.checkpoint.manifest import (
 from closeranks.checkpoint.order import SaveTask
 from closeranks.checkpoint.references import missing_files
 from closeranks.core.errors import CheckpointError
-from closeranks.core.faults import declare, point
-from closeranks.core.overlaps import plan
+from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.overlaps import plan_copies
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import ExistsError, MissingError, Storage, StorageError
 
-PARTS_GATHERED = declare("commit.parts_gathered", "the parts of all ranks are there and make up the whole state")
-MANIFEST_PUBLISHED = declare("commit.manifest_published", "the checkpoint counts; latest names the one before")
-PARTS_REMOVED = declare("commit.parts_removed", "the checkpoint counts and its part documents are gone")
-LATEST_PUBLISHED = declare("commit.latest_published", "latest names the new checkpoint; nothing was collected yet")
+PARTS_GATHERED = declare_failpoint(
+    "commit.parts_gathered", "the parts of all ranks are there and make up the whole state"
+)
+MANIFEST_PUBLISHED = declare_failpoint(
+    "commit.manifest_published", "the checkpoint counts; latest names the one before"
+)
+PARTS_REMOVED = declare_failpoint("commit.parts_removed", "the checkpoint counts and its part documents are gone")
+LATEST_PUBLISHED = declare_failpoint(
+    "commit.latest_published", "latest names the new checkpoint; nothing was collected yet"
+)
 
 _PAUSES_S = (0.1, 0.4)
 """Pauses before ``latest`` is published again: a local disk does not retry by itself."""
@@ -146,7 +152,7 @@ def _tensor_problem(entries: Sequence[ChunkLocation]) -> str:
         return "has chunks whose sizes do not fit their elements"
     # In memory order, so that what remains to be covered stays one or two boxes.
     pieces = sorted((entry.chunk.piece for entry in entries), key=lambda piece: (piece.start, piece.flat or (0, 0)))
-    if plan(Piece.whole(first.key, first.piece.shape), pieces).missing:
+    if plan_copies(Piece.whole(first.key, first.piece.shape), pieces).missing:
         return f"is not all there: the ranks hold {num_elements} of its {whole} elements"
     if num_elements != whole:  # everything is covered, so something is there twice
         return f"was saved more than once in part: {num_elements} elements for {whole}"
@@ -170,7 +176,7 @@ def commit(storage: Storage, order: SaveTask, parts: Sequence[RankPart]) -> Chec
     if what:
         raise SaveError(f"the ranks' parts of {order.folder} do not fit: {what}")
     check_file_sizes(storage, order.folder, parts)
-    point(PARTS_GATHERED)
+    failpoint(PARTS_GATHERED)
     manifest = _manifest(order, parts)
     data = encode_manifest(manifest)
     path = f"{order.folder}/{MANIFEST}"
@@ -181,13 +187,13 @@ def commit(storage: Storage, order: SaveTask, parts: Sequence[RankPart]) -> Chec
         manifest = decode_manifest(data, path)
         if manifest.save != order.save:
             raise SaveError(f"{storage.url}/{order.folder} is a checkpoint already, of another save") from None
-    point(MANIFEST_PUBLISHED)
+    failpoint(MANIFEST_PUBLISHED)
     for rank in range(order.num_ranks):
         with suppress(StorageError):  # the next retention run removes it
             storage.remove(f"{order.folder}/{part_name(rank, order.num_ranks)}")
-    point(PARTS_REMOVED)
+    failpoint(PARTS_REMOVED)
     _point_at(storage, LatestPointer(order.folder, blake3(data).hexdigest()))
-    point(LATEST_PUBLISHED)
+    failpoint(LATEST_PUBLISHED)
     return manifest
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)")
@@ -37,7 +37,7 @@ def _check_span(value: str) -> str:
     return value
 
 
-class CheckpointConfig(Table):
+class CheckpointConfig(ConfigTable):
     """How the state of a run outlives it."""
 
     save: bool = True

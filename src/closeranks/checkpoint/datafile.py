@@ -18,13 +18,17 @@ from itertools import accumulate
 
 from closeranks.checkpoint.digests import blake3_hex, crc32c, layout_independent_digest
 from closeranks.checkpoint.manifest import Chunk, DataFile
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.storage.protocol import Storage
 
-FIRST_BYTES = declare("save.first_bytes", "the header and the first chunk of a data file were handed to the medium")
-HALF_WAY = declare("save.half_way", "half of a data file's chunks were handed to the medium")
-DATA_WRITTEN = declare("save.data_written", "all of a data file was handed to the medium, nothing of it made durable")
-DATA_DURABLE = declare("save.data_durable", "a data file is durable")
+FIRST_BYTES = declare_failpoint(
+    "save.first_bytes", "the header and the first chunk of a data file were handed to the medium"
+)
+HALF_WAY = declare_failpoint("save.half_way", "half of a data file's chunks were handed to the medium")
+DATA_WRITTEN = declare_failpoint(
+    "save.data_written", "all of a data file was handed to the medium, nothing of it made durable"
+)
+DATA_DURABLE = declare_failpoint("save.data_durable", "a data file is durable")
 
 _ALIGNMENT = 4096
 """The first tensor begins at a page boundary, so that files can be mapped, and written with direct I/O."""
@@ -122,7 +126,7 @@ def write_data_file(
     try:
         sink.write(plan.header)
         digests = _stream(sink.write, chunks, source, known, breathe, hasher)
-        point(DATA_WRITTEN)
+        failpoint(DATA_WRITTEN)
         sink.close()
         found = {number: future.result() for number, future in digests.items()}
     except BaseException:
@@ -130,7 +134,7 @@ def write_data_file(
         sink.abort()
         raise
     hasher.shutdown(wait=True)
-    point(DATA_DURABLE)
+    failpoint(DATA_DURABLE)
     file = DataFile(path.rpartition("/")[2], plan.num_bytes, len(plan.header), crc32c(plan.header))
     return file, plan, {**found, **{number: known[number] for number in chunks if number in known}}
 
@@ -154,9 +158,9 @@ def _stream(
             behind.append(digests[number])
         put(data)
         del data
-        point(FIRST_BYTES)
+        failpoint(FIRST_BYTES)
         if place == len(chunks) // 2:
-            point(HALF_WAY)
+            failpoint(HALF_WAY)
         while len(behind) > _LAG or (behind and behind[0].done()):
             behind.popleft().result()  # a mismatch fails the save here, not after the last byte
         breathe()

@@ -29,7 +29,7 @@ import numpy as np
 from blake3 import blake3
 from crc32c import crc32c as _crc32c
 
-from closeranks.core.overlaps import Box, runs
+from closeranks.core.overlaps import TensorBox, contiguous_boxes
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import Bytes
 
@@ -82,7 +82,7 @@ def layout_independent_digest(data: Bytes, dtype: str, piece: Piece) -> int:
         return 0
     octets: Array = np.frombuffer(data, np.uint8)
     total = 0
-    for run in runs(piece):
+    for run in contiguous_boxes(piece):
         segments = _Segments(run.box, piece.shape, size)
         begin = run.first * size
         total += segments.digest(octets[begin : begin + run.box.numel * size])
@@ -92,7 +92,7 @@ def layout_independent_digest(data: Bytes, dtype: str, piece: Piece) -> int:
 class _Segments:
     """A box of a tensor as segments that are contiguous in the whole tensor's memory, all of the same length."""
 
-    def __init__(self, box: Box, shape: tuple[int, ...], item: int) -> None:
+    def __init__(self, box: TensorBox, shape: tuple[int, ...], item: int) -> None:
         strides = [item * prod(shape[dim + 1 :]) for dim in range(len(shape))]
         outer = len(shape)
         self.num_bytes = item

@@ -25,7 +25,7 @@ from closeranks.checkpoint.chunks import ChunkReader
 from closeranks.checkpoint.manifest import CheckpointManifest, ChunkLocation
 from closeranks.checkpoint.soundness import FIX, coverage_gap, read_manifest
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import Box, Overlap, Run, plan
+from closeranks.core.overlaps import ContiguousBox, Overlap, TensorBox, plan_copies
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import Storage
 
@@ -116,7 +116,7 @@ class CheckpointReader:
 
     def _fill(self, entries: Sequence[ChunkLocation], piece: Piece, made: Tensor) -> None:
         shares: dict[int, list[Overlap]] = {}
-        for overlap in plan(piece, [entry.chunk.piece for entry in entries]).overlaps:
+        for overlap in plan_copies(piece, [entry.chunk.piece for entry in entries]).overlaps:
             shares.setdefault(overlap.saved, []).append(overlap)
         work = [(entries[number], overlaps, made) for number, overlaps in shares.items()]
         if len(work) < 2 or sum(entry.chunk.num_bytes for entry, _, _ in work) < _WORTH_THREADS_BYTES:
@@ -180,7 +180,7 @@ def contiguous_offset(overlaps: Sequence[Overlap], numel: int) -> int | None:
     return places.pop() if len(places) == 1 else None
 
 
-def _stretch(run: Run, box: Box) -> int | None:
+def _stretch(run: ContiguousBox, box: TensorBox) -> int | None:
     """Index of the first element of a box in a run's memory, if the rest of it follows without gaps."""
     first, stride, is_open = run.first, 1, True
     for dim in reversed(range(len(box.size))):
@@ -193,7 +193,7 @@ def _stretch(run: Run, box: Box) -> int | None:
     return first
 
 
-def _part(memory: Tensor, run: Run, box: Box) -> Tensor:
+def _part(memory: Tensor, run: ContiguousBox, box: TensorBox) -> Tensor:
     """A box as a view of a piece's memory."""
     view = memory[run.first : run.first + run.box.numel].view(run.box.size)
     for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):

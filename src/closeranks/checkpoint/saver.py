@@ -30,9 +30,9 @@ from closeranks.checkpoint.courier import WriterClient
 from closeranks.checkpoint.manifest import Chunk, folder_name
 from closeranks.checkpoint.order import SaveReport, SaveSettings, SaveTask, StorageTier
 from closeranks.checkpoint.sources import TensorChunkSource, chunks_of_plan
-from closeranks.core.background import Background, Job
+from closeranks.core.background import BackgroundThread, Task
 from closeranks.core.errors import CheckpointError
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 
 _POLL_S = 0.02
 _REMEMBERED = 64
@@ -41,9 +41,9 @@ _NUM_RECENT = 4
 _LAST_WORDS_S = 5.0
 """When this rank closes: time for the news of a failed save to reach the other ranks."""
 _log = logging.getLogger(__name__)
-BEGUN = declare("capture.begun", "a save was asked for, and the state is about to be copied")
-COPIED = declare("capture.copied", "the copy is complete; the writer does not know of it yet")
-SENT = declare("saver.sent", "the writer has the order; the trainer goes on")
+BEGUN = declare_failpoint("capture.begun", "a save was asked for, and the state is about to be copied")
+COPIED = declare_failpoint("capture.copied", "the copy is complete; the writer does not know of it yet")
+SENT = declare_failpoint("saver.sent", "the writer has the order; the trainer goes on")
 
 
 class CheckpointSaver:
@@ -64,8 +64,8 @@ class CheckpointSaver:
         self._rank, self._num_ranks, self._token, self._part, self._layout = rank, num_ranks, token, part, layout
         self._settings, self._config = settings, config
         self._num_saves = 0
-        self._background = Background("checkpoint")
-        self._messenger = Background("checkpoint-word")
+        self._background = BackgroundThread("checkpoint")
+        self._messenger = BackgroundThread("checkpoint-word")
         """Publishes failures to storage, which may block: the copy of the state must not wait for that."""
         self._slot = SnapshotSlot()
         self._courier = WriterClient(settings)
@@ -82,7 +82,7 @@ class CheckpointSaver:
         """Start the writer and allocate the slot's memory now, in the background, so that the first save need not. A
         state that cannot be saved is reported by the first save."""
         try:
-            self._background.do(self._start_writer)
+            self._background.submit(self._start_writer)
             capture.make_ready(tensors, SaveTarget(self, None, self._slot))
         except Exception as error:
             _log.info("nothing was made ready for the first save: %s", error)
@@ -105,7 +105,7 @@ class CheckpointSaver:
             self.report_failure(order, f"the save of step {self._holder.step} is still being written")
             return []
         self._holder = order
-        point(BEGUN)
+        failpoint(BEGUN)
         return [SaveTarget(self, order, self._slot)]
 
     def poll(self) -> list[SaveReport]:
@@ -267,7 +267,7 @@ class CheckpointSaver:
             self.report_failure(order, _in_words(error))
             self._stop_writer(untold=order.save)
         else:
-            point(SENT)
+            failpoint(SENT)
 
     def _start_writer(self) -> None:
         with self._courier_lock:
@@ -299,7 +299,7 @@ class SaveTarget:
 
     def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         assert self._order is not None
-        point(COPIED)
+        failpoint(COPIED)
         try:
             chunks = chunks_of_plan(plan, crcs)
         except CheckpointError as error:
@@ -316,11 +316,11 @@ class SaveTarget:
         return self.slots
 
 
-def _hand(background: Background, job: Job) -> bool:
+def _hand(background: BackgroundThread, job: Task) -> bool:
     """False if no thread can be started: then no writer was ever started either, and other ranks wait for their
     timeout."""
     try:
-        background.do(job)
+        background.submit(job)
     except RuntimeError as error:
         _log.warning("nothing can be done in the background of a checkpoint: %s", error)
         return False

@@ -25,7 +25,7 @@ from closeranks.checkpoint.manifest import (
     parse_folder,
 )
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import plan
+from closeranks.core.overlaps import plan_copies
 from closeranks.core.pieces import Piece
 from closeranks.core.printable import is_printable, printable
 from closeranks.storage.protocol import MissingError, Storage, StorageError
@@ -98,7 +98,7 @@ def coverage_gap(pieces: Iterable[Piece]) -> str:
     if len(held) == 1 and held[0].is_whole:
         return ""
     shape = held[0].shape
-    missing = plan(Piece.whole(held[0].name, shape), held).missing
+    missing = plan_copies(Piece.whole(held[0].name, shape), held).missing
     if missing:
         return f"elements from {missing[0].start} on are missing"
     return "" if sum(piece.numel for piece in held) == prod(shape) else "some of its chunks overlap"

@@ -38,13 +38,13 @@ from closeranks.checkpoint.order import (
     decode_settings,
     encode_report,
 )
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.linux import die_with_parent
 from closeranks.core.process_title import set_child_title
-from closeranks.core.streams import outlast_readers
+from closeranks.core.streams import ignore_broken_pipes
 from closeranks.storage import lease
 
-RECEIVED = declare("writer.order_received", "a writer process has an order and the buffer; nothing was begun")
+RECEIVED = declare_failpoint("writer.order_received", "a writer process has an order and the buffer; nothing was begun")
 
 _BEAT_S = 0.5
 """Minimum time between two heartbeats of a save."""
@@ -90,7 +90,7 @@ class WriterProcess:
 
     def _take(self, message: wire.WriterMessage) -> None:
         order = decode_save_task(message.body)
-        point(RECEIVED)
+        failpoint(RECEIVED)
         source = _from_memory(order, message.fd)
         with self._changed:
             self._newest = order.save
@@ -209,7 +209,7 @@ def main(arguments: list[str]) -> None:
     it, as its trainer does."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    outlast_readers()
+    ignore_broken_pipes()
     connection = socket.socket(fileno=int(arguments[0]))
     die_with_parent(int(arguments[1]))
     set_child_title("writer", int(arguments[1]))

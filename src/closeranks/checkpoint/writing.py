@@ -47,13 +47,15 @@ from closeranks.checkpoint.manifest import (
 )
 from closeranks.checkpoint.order import SaveReport, SaveSettings, SaveTask, StorageTier, session_token
 from closeranks.core.errors import CloseranksError
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import Storage, StorageError
 
-ORDERED = declare("save.ordered", "an order to save was taken up; nothing was written")
-READ_BACK = declare("save.read_back", "a rank's data came back whole from the medium; its part is not published")
-PART_PUBLISHED = declare("save.part_published", "a rank's part is published")
+ORDERED = declare_failpoint("save.ordered", "an order to save was taken up; nothing was written")
+READ_BACK = declare_failpoint(
+    "save.read_back", "a rank's data came back whole from the medium; its part is not published"
+)
+PART_PUBLISHED = declare_failpoint("save.part_published", "a rank's part is published")
 
 _LOCK_WAIT_S = 120.0
 """How long a save waits at most for a prune, or for the lease of a writer that was killed."""
@@ -208,13 +210,13 @@ def _save_tier(job: TierSave) -> RankPart | None:
         with _held(job):
             if is_lead:
                 _clear(job)
-            point(ORDERED)
+            failpoint(ORDERED)
             counts = _counting(job)
             if counts is None:
                 part = _write_part(job)
                 # From here on rank 0 may commit at any moment, even if this call raises: nothing is withdrawn.
                 job.storage.publish(job.path(_name(job.order)), encode_part(part), replace=True)
-                point(PART_PUBLISHED)
+                failpoint(PART_PUBLISHED)
                 counts = _commit(job, part) if is_lead else None
             else:
                 _accept(job)
@@ -320,7 +322,7 @@ def _write_data(job: TierSave) -> RankPart:
     _written(job, path, file.num_bytes)
     if job.settings.read_back:
         read_back(job.storage, path, file, fresh.values(), job.check_cancelled)
-        point(READ_BACK)
+        failpoint(READ_BACK)
     for number, offset in zip(fresh, plan.offsets, strict=True):
         mine = digests[number]
         referred[number] = ChunkLocation(order.chunks[number], name, offset, mine.blake3, mine.digest_term)

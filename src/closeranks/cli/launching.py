@@ -24,13 +24,13 @@ from closeranks.agent.launch import JobOutcome, LaunchPlan, RecoverySettings, Re
 from closeranks.agent.lead import OnTick
 from closeranks.agent.view import JobView
 from closeranks.cli.standing import StatusUpdater
-from closeranks.core.blame import shown
+from closeranks.core.blame import display_path
 from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
 from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
 from closeranks.core.events import Event, RunStarted, Saved, Warned, decode
 from closeranks.core.interfaces import WILDCARDS, own_address
 from closeranks.core.process_title import set_title
-from closeranks.core.registry import is_dotted
+from closeranks.core.registry import is_import_path
 from closeranks.core.world import World
 from closeranks.run.folder import make_free_folder, prepare_folder, remove_refused_folder, unwritable_error
 from closeranks.run.job import Job, check_workers, layout_for, load_job
@@ -355,7 +355,7 @@ class _Screen:
         if rank == 0:
             self.has_begun = True
             if isinstance(event, RunStarted) and event.folder:
-                self._move(Path(shown(event.folder)))
+                self._move(Path(display_path(event.folder)))
             elif isinstance(event, Saved):
                 self.saved = event.path
         else:
@@ -404,7 +404,7 @@ def modules_of(job: Job) -> tuple[str, ...]:
     """Modules of the user's that the job names: imported once, before the workers are forked."""
     code = [getattr(job.model, "loss", ""), getattr(job.data, "collate", "")]
     names = [job.model.name, job.data.name, *code, *job.run.hooks]
-    return tuple(dict.fromkeys(name.partition(":")[0] for name in names if is_dotted(name)))
+    return tuple(dict.fromkeys(name.partition(":")[0] for name in names if is_import_path(name)))
 
 
 def _write_down(work: _Work, folder: Path, failure: str) -> None:

@@ -93,10 +93,10 @@ def ignores_closed_output(words: Sequence[str]) -> bool:
 
 def main() -> None:
     if ignores_closed_output(sys.argv[1:]):
-        streams.outlast_readers(_PATIENCE_S)
+        streams.ignore_broken_pipes(_PATIENCE_S)
     else:
-        streams.install(("stderr",), required=False)
-        streams.install(("stdout",), required=True)
+        streams.install_streams(("stderr",), required=False)
+        streams.install_streams(("stdout",), required=True)
     try:
         try:
             _answer()

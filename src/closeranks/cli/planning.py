@@ -21,7 +21,7 @@ from closeranks.cli.pictures import check_picture, drawing
 from closeranks.core.config.overrides import split_pairs
 from closeranks.core.environment import num_gpus
 from closeranks.core.errors import ConfigError, Problem
-from closeranks.core.registry import did_you_mean, is_dotted
+from closeranks.core.registry import did_you_mean, is_import_path
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.mesh import tensor_crossing
 from closeranks.plan import listing, mesh_text
@@ -102,7 +102,7 @@ def _fewest(job: Job, subject: Subject, costing: Costing, wish: LayoutQuery) -> 
 
 def _load(path: Path, overrides: Sequence[str]) -> Job:
     job = load_job(path, overrides).value
-    if is_dotted(job.model.name):
+    if is_import_path(job.model.name):
         from closeranks.cli.launching import add_job_folder_to_path
 
         add_job_folder_to_path(path)

@@ -13,21 +13,21 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-Job = Callable[[], object]
+Task = Callable[[], object]
 _log = logging.getLogger(__name__)
 
 
-class Background:
+class BackgroundThread:
     """Call sequence: ``do`` from any thread; ``close`` when nothing more comes."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Task | None] = SimpleQueue()
         # A daemon: a process that ends in the middle of a job must not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_started = self._is_closed = False
         self._starting = threading.Lock()
 
-    def do(self, job: Job) -> None:
+    def submit(self, job: Task) -> None:
         """Returns at once; the thread starts with the first job. ``RuntimeError`` where nobody would ever do it: no
         thread can be started, or it has ended."""
         with self._starting:
@@ -41,7 +41,7 @@ class Background:
     def drain(self) -> None:
         """Wait until the jobs given so far are done."""
         is_done = threading.Event()
-        self.do(is_done.set)
+        self.submit(is_done.set)
         is_done.wait()
 
     def close(self, timeout_s: float | None = None) -> bool:

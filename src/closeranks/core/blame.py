@@ -18,36 +18,38 @@ from closeranks.core.printable import printable
 MAX_MESSAGE_CHARS = 2_000
 
 
-def own_frame(error: BaseException) -> FrameSummary | None:
+def user_frame(error: BaseException) -> FrameSummary | None:
     """The innermost frame of the user's code that the error passed through."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_own(frame.filename):
+        if is_user_file(frame.filename):
             return frame
     return None
 
 
-def is_own(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Whether a file is the user's: not ours, not an installed package's, not Python's."""
     return not filename.startswith(_foreign_folders())
 
 
-def is_ours(filename: str) -> bool:
+def is_package_file(filename: str) -> bool:
     return filename.startswith(_package())
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """``ValueError: bad row (dataset.py:12)``: type, message on one line, and the user's line, if there is one."""
-    frame = own_frame(error)
-    return f"{sentence(error)} ({shown(frame.filename)}:{frame.lineno})" if frame else sentence(error)
+    frame = user_frame(error)
+    return (
+        f"{one_line_error(error)} ({display_path(frame.filename)}:{frame.lineno})" if frame else one_line_error(error)
+    )
 
 
-def sentence(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """Kind and message of an error on one line."""
-    message = " ".join(message_of(error).split())
+    message = " ".join(printable_message(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def message_of(error: BaseException) -> str:
+def printable_message(error: BaseException) -> str:
     """``str(error)`` as text that any terminal, log or JSON line can take: bounded, and printable.
 
     An exception of the user's may carry a whole tensor, bytes that are no text, terminal escapes, or a ``__str__`` that
@@ -62,7 +64,7 @@ def message_of(error: BaseException) -> str:
     return printable(text)
 
 
-def shown(path: str) -> str:
+def display_path(path: str) -> str:
     """Relative to the working folder where it lies in that; URLs as they are."""
     if "://" in path:
         return path

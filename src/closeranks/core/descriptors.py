@@ -25,14 +25,14 @@ class _Own:
 _Own.sockets = set()
 
 
-def unshare_memory(memory: mmap.mmap) -> mmap.mmap:
+def exclude_from_fork(memory: mmap.mmap) -> mmap.mmap:
     """The same mapping, which a fork does not copy: a child that touched it would crash, and none of ours does."""
     memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 
 @contextmanager
-def own_sockets() -> Iterator[None]:
+def track_sockets() -> Iterator[None]:
     """Sockets that are opened inside, by whatever library, are the run's."""
     before = set(_open_files())
     try:
@@ -44,7 +44,7 @@ def own_sockets() -> Iterator[None]:
                 _Own.sockets.add((fd, target))
 
 
-def keep_from_children() -> None:
+def close_in_children() -> None:
     """From now on, in this process. May be called again."""
     if not _Own.is_registered:
         _Own.is_registered = True

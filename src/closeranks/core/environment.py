@@ -165,7 +165,7 @@ def gpus_are_per_task(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(environ.get("SLURM_GPUS_PER_TASK"))
 
 
-def wanted_death(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+def requested_failpoint(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
     """``CLOSERANKS_KILL_AT=label[:n]``: a test wants this process and its children dead at that point."""
     text = environ.get("CLOSERANKS_KILL_AT", "")
     if not text:
@@ -178,6 +178,6 @@ def temporary_folder() -> str:
     return os.environ.get("TMPDIR") or "/tmp"
 
 
-def deaths_folder(environ: Mapping[str, str] = os.environ) -> str:
+def failpoint_folder(environ: Mapping[str, str] = os.environ) -> str:
     """``CLOSERANKS_KILL_IN=folder``: a test puts orders to die there while processes run; empty: it does not."""
     return environ.get("CLOSERANKS_KILL_IN", "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from closeranks.core.plain_fields import known_fields
+from closeranks.core.plain_fields import checked_fields
 
 JsonValue = Any
 
@@ -319,6 +319,6 @@ def decode(line: dict[str, JsonValue]) -> Event | None:
     if kind is None:
         return None
     try:
-        return kind(**known_fields(kind, line))
+        return kind(**checked_fields(kind, line))
     except TypeError:
         return None

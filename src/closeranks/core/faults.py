@@ -11,22 +11,22 @@ from __future__ import annotations
 import os
 import signal
 
-from closeranks.core.environment import deaths_folder, wanted_death
+from closeranks.core.environment import failpoint_folder, requested_failpoint
 
-_DEATH = wanted_death()
-_ORDERS = deaths_folder()
+_DEATH = requested_failpoint()
+_ORDERS = failpoint_folder()
 _SEEN: dict[str, int] = {}
-POINTS: dict[str, str] = {}
+FAILPOINTS: dict[str, str] = {}
 """Every label that a module of this process declared, and what it stands for."""
 
 
-def declare(label: str, meaning: str) -> str:
+def declare_failpoint(label: str, meaning: str) -> str:
     """Name a point once, where the module that passes it is defined; sweeps find them all in ``POINTS``."""
-    POINTS[label] = meaning
+    FAILPOINTS[label] = meaning
     return label
 
 
-def point(label: str) -> None:
+def failpoint(label: str) -> None:
     """Die here if the environment names this label, at its n-th passing (``label`` or ``label:2``), or by an order."""
     if _ORDERS:
         _obey(label)

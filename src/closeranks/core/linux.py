@@ -35,13 +35,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(ORPHANED)
 
 
-def set_name(name: str) -> None:
+def set_process_name(name: str) -> None:
     """What ``top`` shows for this process: the first 15 bytes."""
     nothing = ctypes.c_ulong(0)
     _LIBC.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), nothing, nothing, nothing)
 
 
-def adopt_orphans(wanted: bool) -> bool:
+def set_child_subreaper(wanted: bool) -> bool:
     """Whether descendants whose parent dies become this process's children, not init's; returns how it was before."""
     before, nothing = ctypes.c_int(0), ctypes.c_ulong(0)
     _LIBC.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), nothing, nothing, nothing)

@@ -15,7 +15,7 @@ from closeranks.core.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TensorBox:
     """``size`` elements from ``start`` in each dim of the whole tensor."""
 
     start: tuple[int, ...]
@@ -27,10 +27,10 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ContiguousBox:
     """A box that lies row by row in a piece's memory, from its element ``first`` on."""
 
-    box: Box
+    box: TensorBox
     first: int
 
 
@@ -40,24 +40,24 @@ class Overlap:
 
     saved: int
     """Which of the saved pieces."""
-    source: Run
-    target: Run
-    box: Box
+    source: ContiguousBox
+    target: ContiguousBox
+    box: TensorBox
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CopyPlan:
     overlaps: tuple[Overlap, ...]
-    missing: tuple[Box, ...]
+    missing: tuple[TensorBox, ...]
 
 
-def plan(wanted: Piece, saved: Sequence[Piece]) -> Plan:
+def plan_copies(wanted: Piece, saved: Sequence[Piece]) -> CopyPlan:
     """What to copy from where. Saved pieces may overlap, as the copies of replicas do: the first one counts."""
-    rest = [(run, run.box) for run in runs(wanted)]
+    rest = [(run, run.box) for run in contiguous_boxes(wanted)]
     overlaps: list[Overlap] = []
     for number, piece in enumerate(saved):
-        for source in runs(piece):
-            remaining: list[tuple[Run, Box]] = []
+        for source in contiguous_boxes(piece):
+            remaining: list[tuple[ContiguousBox, TensorBox]] = []
             for target, box in rest:
                 shared = _common(box, source.box)
                 if shared is None:
@@ -68,26 +68,26 @@ def plan(wanted: Piece, saved: Sequence[Piece]) -> Plan:
             rest = remaining
         if not rest:
             break
-    return Plan(tuple(overlaps), tuple(box for _, box in rest))
+    return CopyPlan(tuple(overlaps), tuple(box for _, box in rest))
 
 
-def runs(piece: Piece) -> tuple[Run, ...]:
+def contiguous_boxes(piece: Piece) -> tuple[ContiguousBox, ...]:
     """The piece's boxes in the order of its memory; none of an empty one."""
     first, last = piece.flat or (0, prod(piece.size))
-    found: list[Run] = []
+    found: list[ContiguousBox] = []
     position = 0
     for box in _range(piece.start, piece.size, first, last):
-        found.append(Run(box, position))
+        found.append(ContiguousBox(box, position))
         position += box.numel
     return tuple(found)
 
 
-def _range(start: tuple[int, ...], size: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+def _range(start: tuple[int, ...], size: tuple[int, ...], first: int, last: int) -> Iterator[TensorBox]:
     """Elements ``first`` to ``last`` of a box as boxes: a part of a row, whole rows, a part of a row."""
     if first >= last:
         return
     if last - first == prod(size):
-        yield Box(start, size)
+        yield TensorBox(start, size)
         return
     row = prod(size[1:])
     begin, end = -(-first // row), last // row
@@ -96,23 +96,23 @@ def _range(start: tuple[int, ...], size: tuple[int, ...], first: int, last: int)
         return
     yield from _in_row(start, size, begin - 1, first - (begin - 1) * row, row)
     if begin < end:
-        yield Box((start[0] + begin, *start[1:]), (end - begin, *size[1:]))
+        yield TensorBox((start[0] + begin, *start[1:]), (end - begin, *size[1:]))
     yield from _in_row(start, size, end, 0, last - end * row)
 
 
-def _in_row(start: tuple[int, ...], size: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Box]:
+def _in_row(start: tuple[int, ...], size: tuple[int, ...], index: int, first: int, last: int) -> Iterator[TensorBox]:
     for box in _range(start[1:], size[1:], first, last):
-        yield Box((start[0] + index, *box.start), (1, *box.size))
+        yield TensorBox((start[0] + index, *box.start), (1, *box.size))
 
 
-def _common(one: Box, other: Box) -> Box | None:
+def _common(one: TensorBox, other: TensorBox) -> TensorBox | None:
     start = tuple(max(pair) for pair in zip(one.start, other.start, strict=True))
     ends = (min(a + n, b + m) for a, n, b, m in zip(one.start, one.size, other.start, other.size, strict=True))
     size = tuple(end - begin for begin, end in zip(start, ends, strict=True))
-    return Box(start, size) if all(extent > 0 for extent in size) else None
+    return TensorBox(start, size) if all(extent > 0 for extent in size) else None
 
 
-def _without(box: Box, hole: Box) -> Iterator[Box]:
+def _without(box: TensorBox, hole: TensorBox) -> Iterator[TensorBox]:
     """What is left of a box around a hole in it, dim by dim: before it, behind it, and further within."""
     start, size = list(box.start), list(box.size)
     for dim, (first, extent) in enumerate(zip(hole.start, hole.size, strict=True)):
@@ -121,5 +121,5 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
             if begin < stop:
                 corner, extents = list(start), list(size)
                 corner[dim], extents[dim] = begin, stop - begin
-                yield Box(tuple(corner), tuple(extents))
+                yield TensorBox(tuple(corner), tuple(extents))
         start[dim], size[dim] = first, extent

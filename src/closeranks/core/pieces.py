@@ -43,7 +43,7 @@ class Piece:
     def local_shape(self) -> tuple[int, ...]:
         return self.size if self.flat is None else (self.numel,)
 
-    def cut(self, dim: int, index: int, parts: int) -> Piece:
+    def shard(self, dim: int, index: int, parts: int) -> Piece:
         """Share ``index`` of ``parts`` along a dim. Shares are equal, but for the last ones where it does not divide:
         they come short or empty, as ``torch.chunk`` and FSDP cut."""
         share = -(-self.size[dim] // parts)
@@ -63,7 +63,7 @@ class Piece:
         return replace(self, flat=(first, last))
 
 
-def cut_out(whole: Tensor, piece: Piece) -> Tensor:
+def narrow_to_piece(whole: Tensor, piece: Piece) -> Tensor:
     """A piece of a tensor; a view, but for a flat range of a box that is not contiguous."""
     box = whole
     for dim, (start, size) in enumerate(zip(piece.start, piece.size, strict=True)):

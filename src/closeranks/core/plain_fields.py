@@ -46,7 +46,7 @@ def _checks(kind: type[Any]) -> Mapping[str, Callable[[Any], bool] | None]:
     return _CHECKS[kind]
 
 
-def known_fields(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def checked_fields(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Of the fields that ``kind`` has, those that are given; ``TypeError`` where one is of another type."""
     checks = _checks(kind)
     found = {name: value for name, value in values.items() if name in checks}

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from closeranks.core.environment import temporarily_set
-from closeranks.core.linux import set_name
+from closeranks.core.linux import set_process_name
 
 _PREFIX = "closeranks: "
 
@@ -22,7 +22,7 @@ def set_title(role: str, run: str = "", *, short: str = "") -> None:
         from setproctitle import setproctitle
 
         setproctitle(_PREFIX + ", ".join(filter(None, (role, run))))
-    set_name(short or f"cr-{role}")  # after: the other sets it too, to a beginning that all have in common
+    set_process_name(short or f"cr-{role}")  # after: the other sets it too, to a beginning that all have in common
 
 
 def set_child_title(role: str, parent: int) -> None:

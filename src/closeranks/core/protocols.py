@@ -47,7 +47,7 @@ class ShardingRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class ActivationCollectives:
     """What happens on the tensor axis to activations that enter or leave the modules matching ``pattern``.
 
     Forward / backward: ``copy`` nothing / all-reduce; ``gather`` all-gather along the sequence / reduce-scatter;
@@ -57,11 +57,11 @@ class Crossing:
     """
 
     pattern: str
-    enter: Literal["", "copy", "gather"] = ""
-    leave: Literal["", "sum", "scatter", "whole"] = ""
+    on_input: Literal["", "copy", "gather"] = ""
+    on_output: Literal["", "sum", "scatter", "whole"] = ""
 
 
-class Chain(Protocol):
+class PipelineSpec(Protocol):
     """A model as units in a row: what pipeline stages are cut from.
 
     Call sequence: every stage calls ``beside``; then the first one ``enter`` and its units, later ones their units on
@@ -74,20 +74,20 @@ class Chain(Protocol):
     costs: tuple[float, ...]
     """Work of each unit, in any measure: stages are cut so that their sums come out even."""
 
-    def enter(self, module: nn.Module, batch: Batch) -> Tensor:
+    def first_input(self, module: nn.Module, batch: Batch) -> Tensor:
         """What the first unit reads."""
         ...
 
-    def beside(self, module: nn.Module, batch: Batch) -> Any:
+    def shared_inputs(self, module: nn.Module, batch: Batch) -> Any:
         """What units read besides the hidden states (where documents end, say). Every stage finds it in the batch, once
         for all of its units; None where there is nothing."""
         ...
 
-    def call(self, module: nn.Module, number: int, hidden: Tensor, beside: Any = None) -> Tensor:
+    def run_unit(self, module: nn.Module, number: int, hidden: Tensor, beside: Any = None) -> Tensor:
         """Run unit ``number``; the random stream is keyed by it. ``module`` may lack units of other stages."""
         ...
 
-    def leave(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
+    def loss_from_output(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
         """The loss of what the last unit gave."""
         ...
 
@@ -96,7 +96,7 @@ SEVERAL_STAGES = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalParameter:
     """A parameter as this rank holds it once the tensor and pipeline axes are applied, before the data axis is."""
 
     parameter: nn.Parameter
@@ -104,7 +104,7 @@ class Held:
     """Its share of the whole parameter, by the parameter's first name."""
     aliases: tuple[str, ...] = ()
     """Further names of a tied one."""
-    is_spoken: bool = True
+    is_primary: bool = True
     """False where another rank off the data axis holds the same values and speaks for them in sums over the model."""
     stage: int = 0
     """Which of this rank's stages it belongs to; SEVERAL_STAGES of a tied one: its gradient is complete at the end."""
@@ -114,13 +114,13 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class ParameterShard:
     """What this rank's optimizer updates of one parameter: the whole, or its shard."""
 
     tensor: Tensor
     """Updated in place; its ``.grad`` is set by the reducer's ``finish``."""
     piece: Piece
-    is_spoken: bool = True
+    is_primary: bool = True
     """Whether this rank speaks for it: each value of the model has one speaker among all ranks."""
 
 
@@ -149,8 +149,8 @@ class ModelSpec(Protocol):
     """Modules that ``torch.compile`` takes one by one: the blocks, and what else pays."""
     sharding_rules: tuple[ShardingRule, ...]
     """How its parameters split along the tensor axis; empty: they do not."""
-    crossings: tuple[Crossing, ...]
-    chain: Chain | None
+    activation_collectives: tuple[ActivationCollectives, ...]
+    pipeline_spec: PipelineSpec | None
     """None where no stages can be cut."""
 
     def build(self) -> nn.Module: ...
@@ -163,7 +163,7 @@ class ModelSpec(Protocol):
 
 
 @runtime_checkable
-class Source(Protocol):
+class DataSource(Protocol):
     """Samples by index, read a batch at a time; order and sharding are not its business.
 
     Call sequence: ``data.loader`` asks for ``read(indices)`` from a background thread, one call per micro-batch.
@@ -180,14 +180,14 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class ErrorFeedbackTensor:
     """A tensor that gradients left behind on their way, and that must survive: see ``sync.memory``."""
 
     kind: str
     piece: Piece
     """Under its key in the state, ``residual/layers.0.weight``; its first dim are rows, of ranks that have one each."""
     tensor: Tensor
-    is_ours: bool = True
+    is_saved_here: bool = True
     """False where another rank holds the same and saves it."""
 
 
@@ -203,7 +203,7 @@ class Reducer(Protocol):
     needs_equal_counts: bool
     """Whether all data ranks must work off the same number of micro-batches, since each of them is a collective."""
 
-    def leaves(self) -> Sequence[Leaf]:
+    def parameter_shards(self) -> Sequence[ParameterShard]:
         """What this rank updates; the same objects for the whole run."""
         ...
 
@@ -225,20 +225,20 @@ class Reducer(Protocol):
         """All gradients of the leaves as few large tensors, for scaling; valid from ``finish`` to ``release``."""
         ...
 
-    def spoken(self) -> Sequence[Tensor]:
+    def primary_gradients(self) -> Sequence[Tensor]:
         """The same, of the leaves this rank speaks for: their squares, added over all ranks, are the model's norm."""
         ...
 
-    def absent(self) -> Collection[str]:
+    def unused_parameters(self) -> Collection[str]:
         """Names of the trained parameters that this rank holds and computed no gradient for in this step; valid from
         ``finish`` to ``release``. Their ``.grad`` may still be a sum of what others computed."""
         ...
 
-    def spread(self) -> None:
+    def gather_parameters(self) -> None:
         """Bring updated leaves to the ranks that compute with them."""
         ...
 
-    def settle(self, taken: Tensor) -> None:
+    def commit(self, taken: Tensor) -> None:
         """Keep what was remembered of this step's gradients where ``taken`` is 1, forget it where it is 0."""
         ...
 
@@ -246,16 +246,16 @@ class Reducer(Protocol):
         """Forget this step's gradients."""
         ...
 
-    def memory(self) -> Iterable[Remembered]:
+    def error_feedback(self) -> Iterable[ErrorFeedbackTensor]:
         """What must survive of it; the same tensors for the whole run."""
         ...
 
-    def losses(self) -> Sequence[Tensor]:
+    def compression_errors(self) -> Sequence[Tensor]:
         """What this rank measured in this step of what compression lost, as ``sync.ways.Way.losses`` has it."""
         ...
 
 
-class Group(Protocol):
+class ReduceGroup(Protocol):
     """The few collectives that the step and evaluation need from the data group, whatever backend carries them."""
 
     @property

@@ -15,15 +15,15 @@ from closeranks.core.environment import temporary_folder
 _MEMORY = "/dev/shm"
 
 
-def bases() -> tuple[str, ...]:
+def fallback_roots() -> tuple[str, ...]:
     """Where to look, in this order: memory, and the folder for temporary files (``TMPDIR``)."""
     return tuple(dict.fromkeys((_MEMORY, temporary_folder())))
 
 
-def refuges(run: Path, num_bytes: int) -> Iterator[Path]:
+def fallback_folders(run: Path, num_bytes: int) -> Iterator[Path]:
     """Fresh folders that have room for so many bytes, one after the other; one that is not used is the caller's to
     remove."""
-    for base in bases():
+    for base in fallback_roots():
         try:
             room = os.statvfs(base)
             if room.f_bavail * room.f_frsize > num_bytes:
@@ -32,7 +32,7 @@ def refuges(run: Path, num_bytes: int) -> Iterator[Path]:
             continue
 
 
-def advice(place: Path) -> str:
+def resume_advice(place: Path) -> str:
     """What to do with a state that lies there."""
     passing = " It does not outlive this machine: copy it to a disk." if str(place).startswith(_MEMORY) else ""
     return f"Go on with checkpoint.resume={place}.{passing}"

@@ -20,11 +20,11 @@ _NAME_CHARS = 200
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint to append to an error: the nearest known name, or all of them when none is near."""
     names = sorted(known)
-    near = nearest(name, names)
+    near = closest_match(name, names)
     return f"Did you mean '{near}'?" if near else f"Known: {', '.join(names)}."
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def closest_match(name: str, known: Sequence[str]) -> str:
     """The known name that was probably meant; empty where none is near. Quick whatever somebody wrote."""
     if len(name) > _NAME_CHARS:
         return ""
@@ -57,7 +57,7 @@ class Registry(Generic[T]):
         return iter(self._entries)
 
 
-def is_dotted(name: str) -> bool:
+def is_import_path(name: str) -> bool:
     """Whether a name points into the user's own code (``package.module:attribute``)."""
     module, colon, attribute = name.partition(":")
     return bool(module and colon and attribute)

@@ -24,23 +24,23 @@ them: exact in float64 for up to 67 million ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RunRequest:
     kind: str
     """Its name between processes."""
-    stays: bool = True
+    is_sticky: bool = True
     """Whether a worker that has heard it brings it to every vote from then on, or to the next one alone."""
 
 
-REQUESTS: Registry[Request] = Registry("request")
-_order: list[Request] = []
-_weights: dict[Request, tuple[int, float]] = {}
+REQUESTS: Registry[RunRequest] = Registry("request")
+_order: list[RunRequest] = []
+_weights: dict[RunRequest, tuple[int, float]] = {}
 
 
-def define(kind: str, *, stays: bool = True) -> Request:
+def define(kind: str, *, stays: bool = True) -> RunRequest:
     """A new kind of request. Every process of a job must define the same kinds in the same order."""
     if len(_order) == NUM_SLOTS * _KINDS_PER_SLOT:
         raise ValueError(f"the vote has room for {len(_order)} kinds of requests: there is none left for '{kind}'")
-    request = REQUESTS.register(kind)(Request(kind, stays))
+    request = REQUESTS.register(kind)(RunRequest(kind, stays))
     digit, slot = divmod(len(_order), NUM_SLOTS)
     _weights[request] = (slot, float(1 << _BITS * digit))
     _order.append(request)
@@ -57,28 +57,28 @@ REGROUP = define("regroup")
 """End this generation after the step, with the state in memory: the next one takes over from there."""
 
 
-class Pending:
+class PendingRequests:
     """What a process has been asked for. A signal handler may call ``add``."""
 
     def __init__(self) -> None:
-        self._asked: set[Request] = set()
+        self._asked: set[RunRequest] = set()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RunRequest) -> None:
         self._asked.add(request)
 
-    def __contains__(self, request: Request) -> bool:
+    def __contains__(self, request: RunRequest) -> bool:
         return request in self._asked
 
-    def take(self) -> frozenset[Request]:
+    def take(self) -> frozenset[RunRequest]:
         """For the next vote; what does not stay is handed out once."""
         if not self._asked:
             return frozenset()
         asked = frozenset(self._asked)
-        self._asked.difference_update([request for request in asked if not request.stays])
+        self._asked.difference_update([request for request in asked if not request.is_sticky])
         return asked
 
 
-def encode(requests: Iterable[Request]) -> list[float]:
+def encode(requests: Iterable[RunRequest]) -> list[float]:
     """The numbers by which one rank votes for a set of requests; over the ranks they are added up."""
     slots = [0.0] * NUM_SLOTS
     for request in requests:
@@ -87,7 +87,7 @@ def encode(requests: Iterable[Request]) -> list[float]:
     return slots
 
 
-def decode(sums: Sequence[float]) -> frozenset[Request]:
+def decode(sums: Sequence[float]) -> frozenset[RunRequest]:
     """What any rank has asked for, from the sums of what ``encode`` gave on each."""
     if not any(sums):
         return frozenset()

@@ -29,7 +29,7 @@ _GONE = frozenset({errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.EBADF, errno.
 """The reader will not come back. Anything else, such as a full disk, may pass: later writes are tried again."""
 
 
-class Output(io.RawIOBase):
+class StandardStream(io.RawIOBase):
     """One standard stream. ``required``: a write that fails raises, and whoever called ends. Otherwise it is dropped.
 
     ``patience_s``: how long a reader that is there but does not read (a stopped terminal, a stalled ssh connection, a
@@ -103,7 +103,7 @@ class Output(io.RawIOBase):
         raise SetupError(f"{self.name.strip('<>')} cannot be written ({error.strerror})", fix) from error
 
 
-def open_missing() -> None:
+def open_closed_stdio() -> None:
     """Standard descriptors that were closed by whoever started us (``>&-``) become /dev/null."""
     for fd in (0, 1, 2):
         try:
@@ -112,10 +112,12 @@ def open_missing() -> None:
             _redirect_to_null(fd)
 
 
-def install(names: Iterable[str] = ("stdout", "stderr"), *, required: bool, patience_s: float | None = None) -> None:
+def install_streams(
+    names: Iterable[str] = ("stdout", "stderr"), *, required: bool, patience_s: float | None = None
+) -> None:
     """Put an ``Output`` under ``sys.stdout`` and ``sys.stderr``; streams that somebody has replaced (a notebook, a
     test) are left alone. Safe to call again."""
-    open_missing()
+    open_closed_stdio()
     for name in names:
         stream: TextIO | None = getattr(sys, name)
         if stream is None:
@@ -124,13 +126,13 @@ def install(names: Iterable[str] = ("stdout", "stderr"), *, required: bool, pati
             setattr(sys, name, _wrapped(stream, {"stdout": 1, "stderr": 2}[name], required, patience_s))
 
 
-def outlast_readers(patience_s: float | None = None) -> None:
+def ignore_broken_pipes(patience_s: float | None = None) -> None:
     """From now on nobody who stops reading our output can end this process."""
-    install(required=False, patience_s=patience_s)
+    install_streams(required=False, patience_s=patience_s)
 
 
 def _wrapped(stream: io.TextIOWrapper, fd: int, required: bool, patience_s: float | None) -> TextIO:
-    output = Output(fd, required=required, patience_s=patience_s)
+    output = StandardStream(fd, required=required, patience_s=patience_s)
     try:
         stream.flush()
     except OSError as error:

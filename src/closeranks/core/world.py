@@ -31,7 +31,7 @@ class World:
         return self.hosts[rank] if self.hosts else 0
 
     @property
-    def is_first(self) -> bool:
+    def is_first_generation(self) -> bool:
         """Whether the run begins with these workers: a place that cannot be written is the person's mistake then, and
         a fault of the machine, which ends nothing, when they go on with what others began."""
         return self.generation == 0

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import DataError, UserError
 from closeranks.core.protocols import Batch
 from closeranks.core.registry import did_you_mean, load_object
@@ -216,7 +216,7 @@ def _ask(path: str, batch: Batch, row: int, num_rows: int) -> str | None:
     try:
         answer = _hook(path)(sample)
     except Exception as error:
-        what = f"the check '{path}' of data.checks.hooks raised {describe(error)}"
+        what = f"the check '{path}' of data.checks.hooks raised {describe_error(error)}"
         raise DataError(what, "Mend it: a check returns why a sample is bad, or None.") from error
     if answer is None or isinstance(answer, str):
         return answer

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from closeranks.core.config.table import Table
-from closeranks.core.registry import did_you_mean, is_dotted
+from closeranks.core.config.table import ConfigTable
+from closeranks.core.registry import did_you_mean, is_import_path
 
 EvalFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class ChecksConfig(Table):
+class ChecksConfig(ConfigTable):
     """What a sample must be; one that is not is a bad record (``data.on_bad``)."""
 
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict)
@@ -30,7 +30,7 @@ class ChecksConfig(Table):
     reason why the sample is bad, or nothing."""
 
 
-class _CommonData(Table):
+class _CommonData(ConfigTable):
     yields: ClassVar[str] = ""
     """What its batches hold; a model says the same of itself in ``reads``. Empty: the user knows."""
     vocab_size: ClassVar[int] = 0
@@ -168,7 +168,7 @@ class UserDataConfig(_CommonData):
     @field_validator("name", "eval", "collate")
     @classmethod
     def _points_into_code(cls, value: str) -> str:
-        if value and not is_dotted(value):
+        if value and not is_import_path(value):
             raise ValueError(f"'{value}' does not name an object. Write it as 'package.module:factory'.")
         return value
 
@@ -185,7 +185,7 @@ SingleData: TypeAlias = Annotated[
 ]
 
 
-class MixturePart(Table):
+class MixturePart(ConfigTable):
     """One source of a mixture."""
 
     weight: float = Field(gt=0.0, allow_inf_nan=False)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from closeranks.core.errors import CloseranksError
-from closeranks.core.protocols import Source
+from closeranks.core.protocols import DataSource
 from closeranks.data.loading.ahead import PrefetchThread
 from closeranks.data.loading.crew import LoaderWorkerPool
 from closeranks.data.loading.nursery import ForkServerClient
@@ -35,7 +35,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
+        source: DataSource,
         order: SampleOrder,
         schedule: BatchSchedule,
         *,

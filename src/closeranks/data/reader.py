@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from closeranks.core.protocols import Batch, Source
+from closeranks.core.protocols import Batch, DataSource
 from closeranks.data.loading.coming import SampleLookahead
 from closeranks.data.order import BatchSchedule, MicroBatch, SampleOrder
 from closeranks.data.quarantine import BadSample
@@ -67,7 +67,7 @@ class WorkerSlice:
 class ReadPlan:
     """Everything that decides what a rank reads; can be sent to another process if the source can."""
 
-    source: Source
+    source: DataSource
     order: SampleOrder
     schedule: BatchSchedule
     data_rank: int = 0

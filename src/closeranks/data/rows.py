@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import BadRecordError, CloseranksError, DataError
-from closeranks.core.protocols import Batch, Source
+from closeranks.core.protocols import Batch, DataSource
 from closeranks.data.quarantine import BadSample
 from closeranks.data.settings import ReadSettings
 from closeranks.data.source import LoaderSource, as_loader_source
@@ -128,7 +128,7 @@ class SampleReader:
         return DataError(f"sample {bad.sample} of {self.source.identity} is bad: {bad.message}", fix)
 
 
-def read_samples(source: Source, ids: Ints, settings: ReadSettings) -> CheckedBatch:
+def read_samples(source: DataSource, ids: Ints, settings: ReadSettings) -> CheckedBatch:
     """These samples by the job's rules, outside of any order. ``num_rows`` is 0 where all were bad; the batch then
     holds the next good samples of the source, for whom a forward pass is a collective."""
     whole = as_loader_source(source)
@@ -144,7 +144,7 @@ def read_batch(source: LoaderSource, ids: Ints) -> Batch:
     except CloseranksError:
         raise
     except Exception as error:
-        what = f"reading {name_samples(ids)} of {source.identity} raised {describe(error)}"
+        what = f"reading {name_samples(ids)} of {source.identity} raised {describe_error(error)}"
         raise DataError(what, "Mend the dataset, or remove the sample from it.") from error
     check_shape(batch, ids, source.identity)
     return batch

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from closeranks.core.protocols import Batch, Source
+from closeranks.core.protocols import Batch, DataSource
 from closeranks.data.stores import Ints
 
 
 @runtime_checkable
-class LoaderSource(Source, Protocol):
+class LoaderSource(DataSource, Protocol):
     """Samples that lie somewhere. ``read`` raises ``BadRecordError`` when a sample itself is at fault, and any other
     error when the data as a whole cannot be read (a missing file, a lost connection)."""
 
@@ -36,7 +36,7 @@ class LoaderSource(Source, Protocol):
 class PlainSource:
     """A source with nothing to say of places: what a user hands over."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DataSource) -> None:
         self._source = source
         self.identity = source.identity
         self.block = 0
@@ -57,5 +57,5 @@ class PlainSource:
         return None
 
 
-def as_loader_source(source: Source) -> LoaderSource:
+def as_loader_source(source: DataSource) -> LoaderSource:
     return source if isinstance(source, LoaderSource) else PlainSource(source)

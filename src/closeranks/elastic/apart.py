@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from closeranks.core.protocols import Group
+from closeranks.core.protocols import ReduceGroup
 from closeranks.elastic.vote import NONFINITE, NUM_DERIVED, WEIGHT, Ballot, StepOutcome, Verdict, Vote, sizes_of
 
 
@@ -59,7 +59,14 @@ class LocalSgdVote(Vote):
     or DiLoCo. ``speaks`` is true on one rank of each replica, which contributes the replica's rows."""
 
     def __init__(
-        self, home: Group, world: Group, metrics: Sequence[str], *, clip: float, num_homes: int, speaks: bool
+        self,
+        home: ReduceGroup,
+        world: ReduceGroup,
+        metrics: Sequence[str],
+        *,
+        clip: float,
+        num_homes: int,
+        speaks: bool,
     ) -> None:
         super().__init__(home, metrics, clip=clip)
         self._world, self._num_homes, self._speaks = world, num_homes, speaks

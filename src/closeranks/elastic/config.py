@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 
 
-class ElasticConfig(Table):
+class ElasticConfig(ConfigTable):
     """How a run notices faults and goes on after them."""
 
     enabled: bool = True

@@ -29,12 +29,12 @@ from closeranks.capture.capture import Capture, StateCopy
 from closeranks.capture.plan import EMPTY_PLAN, CapturePlan
 from closeranks.capture.slots import SlotHeader, SnapshotSlot, encode_entries, encode_index
 from closeranks.capture.tensors import StateTensor
-from closeranks.core.background import Background
-from closeranks.core.faults import declare, point
+from closeranks.core.background import BackgroundThread
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.elastic.shipping import receive_slot, send_slot
 
-BEFORE_DATA = declare("slot.before_data", "the slot is invalid, and nothing of the new state is in it yet")
-IN_DATA = declare("slot.in_data", "half of the tensors are copied")
+BEFORE_DATA = declare_failpoint("slot.before_data", "the slot is invalid, and nothing of the new state is in it yet")
+IN_DATA = declare_failpoint("slot.in_data", "half of the tensors are copied")
 
 _TREE_BYTES = 1 << 14
 """Minimum room for the non-tensor part of the state."""
@@ -80,7 +80,7 @@ class SnapshotWriter:
 
     def __init__(self, berths: SnapshotDestinations) -> None:
         self._berths = berths
-        self._background = Background("exchange")
+        self._background = BackgroundThread("exchange")
         self._turn = self._guest_turn = 0
         """Index of the slot of a pair that is written next."""
         self._slots: dict[str, SnapshotSlot] = {}
@@ -165,7 +165,7 @@ class SnapshotWriter:
         if self._berths.group is None:
             snapshot.mark_done()
         else:
-            self._background.do(lambda: self._exchange(snapshot))
+            self._background.submit(lambda: self._exchange(snapshot))
 
     def _exchange(self, snapshot: Snapshot) -> None:
         """Exchange copies with other hosts, even if the local copy failed: no peer may be left waiting."""
@@ -220,11 +220,11 @@ class Snapshot:
             raise
         for slot in self.slots:
             slot.invalidate()
-        point(BEFORE_DATA)
+        failpoint(BEFORE_DATA)
         return [entry.offset for entry in plan.entries]
 
     def on_half_copied(self) -> None:
-        point(IN_DATA)
+        failpoint(IN_DATA)
 
     def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         self.copied = copied

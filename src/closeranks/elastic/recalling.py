@@ -20,7 +20,7 @@ from torch import Tensor
 
 from closeranks.capture.plan import copy_and_digest, tensor_bytes
 from closeranks.capture.slots import ByteArray, SealedSlot, SlotEntry, SlotError, damage_message
-from closeranks.core.overlaps import Box, Run, plan
+from closeranks.core.overlaps import ContiguousBox, TensorBox, plan_copies
 from closeranks.core.pieces import Piece
 
 
@@ -169,7 +169,7 @@ class SnapshotReader:
                 self._pending.append(self._crew.submit(one.land, target))
 
     def _from_overlaps(self, stored: Sequence[_Stored], piece: Piece, target: Tensor) -> None:
-        planned = plan(piece, [one.piece for one in stored])
+        planned = plan_copies(piece, [one.piece for one in stored])
         if planned.missing:
             raise SlotError(f"no copy holds all of {stored[0].entry.section}/{stored[0].entry.key}")
         for overlap in planned.overlaps:
@@ -184,7 +184,7 @@ class SnapshotReader:
         self._checked.add(id(one))
 
 
-def _view(memory: Tensor, run: Run, box: Box) -> Tensor:
+def _view(memory: Tensor, run: ContiguousBox, box: TensorBox) -> Tensor:
     """A box as a view of a piece's memory."""
     view = memory[run.first : run.first + run.box.numel].view(run.box.size)
     for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):

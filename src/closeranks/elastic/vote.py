@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from closeranks.core import requests
-from closeranks.core.protocols import Group
-from closeranks.core.requests import Request
+from closeranks.core.protocols import ReduceGroup
+from closeranks.core.requests import RunRequest
 
 NUM_DERIVED = 4  # taken, factor, norm, loss scale
 WEIGHT, NONFINITE = 1, 3  # indices into the sums
@@ -40,7 +40,7 @@ class Ballot:
     """All tensors are 0-dim float64 on one device. The squared norm of the summed, still unscaled gradients that this
     rank reports: each value of the model is reported by exactly one rank, so the sum over ranks is the model's."""
     metrics: Mapping[str, Tensor]
-    requests: frozenset[Request] = frozenset()
+    requests: frozenset[RunRequest] = frozenset()
     """Requests that reached this rank."""
     num_bad: int = 0
     """Unusable samples of this step that this rank reports."""
@@ -61,7 +61,7 @@ class StepOutcome:
     grad_norm: float
     loss_scale: float
     taken: bool
-    requests: frozenset[Request]
+    requests: frozenset[RunRequest]
     """Requests that reached any rank."""
     num_bad: int
     metrics: dict[str, float]
@@ -115,7 +115,7 @@ class Verdict:
 class Vote:
     """Holds one vote per step among the ranks of a group."""
 
-    def __init__(self, group: Group, metrics: Sequence[str], *, clip: float) -> None:
+    def __init__(self, group: ReduceGroup, metrics: Sequence[str], *, clip: float) -> None:
         self._group = group
         self._metrics = tuple(metrics)
         self._clip = clip

@@ -6,7 +6,7 @@ Invariant: no module is built and no weight is initialized here; the run does th
 from __future__ import annotations
 
 from closeranks.core.protocols import ModelSpec
-from closeranks.core.registry import is_dotted
+from closeranks.core.registry import is_import_path
 from closeranks.models import digits, llama, pairs, user  # noqa: F401  each registers its spec in the catalog
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import ModelConfig
@@ -14,4 +14,4 @@ from closeranks.models.config import ModelConfig
 
 def spec_for(config: ModelConfig, *, seq_len: int) -> ModelSpec:
     """The spec of a job's model. ``seq_len`` is the data's; 0 where samples are not sequences."""
-    return MODELS["user" if is_dotted(config.name) else config.name](config, seq_len=seq_len)
+    return MODELS["user" if is_import_path(config.name) else config.name](config, seq_len=seq_len)

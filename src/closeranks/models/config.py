@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from closeranks.core.config.table import Table
-from closeranks.core.protocols import Crossing, ShardingRule
-from closeranks.core.registry import did_you_mean, is_dotted
+from closeranks.core.config.table import ConfigTable
+from closeranks.core.protocols import ActivationCollectives, ShardingRule
+from closeranks.core.registry import did_you_mean, is_import_path
 from closeranks.facts.digits import DigitsShape
 from closeranks.facts.layout import Demands
 from closeranks.facts.llama import PRESETS, LlamaShape, shape_problems
@@ -22,7 +22,7 @@ from closeranks.facts.pairs import PairsShape
 Attention = Literal["auto", "cudnn", "flash", "math"]
 
 
-class LlamaConfig(Table):
+class LlamaConfig(ConfigTable):
     """A decoder-only transformer of the Llama family."""
 
     reads: ClassVar[str] = "tokens"
@@ -94,7 +94,7 @@ class LlamaConfig(Table):
         )
 
 
-class _WithoutAxes(Table):
+class _WithoutAxes(ConfigTable):
     """A model that splits along the batch alone."""
 
     reads: ClassVar[str] = ""
@@ -142,7 +142,7 @@ class PairsConfig(_WithoutAxes):
         return PairsShape(self.user_dim, self.item_dim, self.hidden_dim, self.vector_dim)
 
 
-class TensorEntry(Table):
+class TensorEntry(ConfigTable):
     """How a user's parameters split along the tensor axis; the first entry whose pattern matches one takes it."""
 
     pattern: str = Field(min_length=1)
@@ -172,8 +172,8 @@ class TensorEntry(Table):
     def rule(self) -> ShardingRule:
         return ShardingRule(self.pattern, self.dim, sequence=self.partial)
 
-    def crossing(self) -> Crossing | None:
-        return Crossing(self._module, enter="copy", leave="whole") if self.whole else None
+    def crossing(self) -> ActivationCollectives | None:
+        return ActivationCollectives(self._module, on_input="copy", on_output="whole") if self.whole else None
 
 
 class UserModelConfig(_WithoutAxes):
@@ -197,7 +197,7 @@ class UserModelConfig(_WithoutAxes):
     def _name_is_ours_or_dotted(cls, table: Any) -> Any:
         """Before the fields, so that a misspelt name of ours is the one problem reported."""
         name = str(table.get("name", "")) if isinstance(table, dict) else ""
-        if isinstance(table, dict) and not is_dotted(name):
+        if isinstance(table, dict) and not is_import_path(name):
             hint = did_you_mean(name, _OURS)
             raise ValueError(f"there is no model '{name}'. {hint} A model of your own is package.module:factory.")
         return table
@@ -205,7 +205,7 @@ class UserModelConfig(_WithoutAxes):
     @field_validator("loss")
     @classmethod
     def _loss_is_dotted(cls, loss: str) -> str:
-        if loss and not is_dotted(loss):
+        if loss and not is_import_path(loss):
             raise ValueError(f"'{loss}' does not name a function. Write package.module:function.")
         return loss
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from closeranks.core.protocols import Batch, Chain, Crossing, Loss, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.facts.digits import DigitsShape, flops_per_sample
 from closeranks.models.batches import take
 from closeranks.models.catalog import MODELS
@@ -66,8 +66,8 @@ class DigitsSpec:
         self.blocks: tuple[str, ...] = ()
         self.compile_units: tuple[str, ...] = ()
         self.sharding_rules: tuple[ShardingRule, ...] = ()
-        self.crossings: tuple[Crossing, ...] = ()
-        self.chain: Chain | None = None
+        self.crossings: tuple[ActivationCollectives, ...] = ()
+        self.chain: PipelineSpec | None = None
 
     def build(self) -> nn.Module:
         return Digits(self.shape, self.config.dropout)

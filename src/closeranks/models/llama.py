@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Batch, Chain, Crossing, Loss, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.facts.llama import LlamaShape, flops_per_token, unit_costs
 from closeranks.models.batches import take
 from closeranks.models.catalog import MODELS
@@ -44,7 +44,7 @@ class LlamaSpec:
         self.compile_units = (*self.blocks, "model.norm", "token_loss")
         self.sharding_rules = SHARDING_RULES
         self.crossings = CROSSINGS
-        self.chain: Chain | None = LlamaChain(self.shape, seq_len)
+        self.chain: PipelineSpec | None = LlamaChain(self.shape, seq_len)
 
     def build(self) -> nn.Module:
         return Llama(
@@ -166,10 +166,10 @@ SHARDING_RULES = (
 the first match counts."""
 
 CROSSINGS = (
-    Crossing("model.embed_tokens", leave="scatter"),
-    Crossing("model.layers.*.self_attn", enter="gather", leave="scatter"),
-    Crossing("model.layers.*.mlp", enter="gather", leave="scatter"),
-    Crossing("lm_head", enter="gather"),
+    ActivationCollectives("model.embed_tokens", on_output="scatter"),
+    ActivationCollectives("model.layers.*.self_attn", on_input="gather", on_output="scatter"),
+    ActivationCollectives("model.layers.*.mlp", on_input="gather", on_output="scatter"),
+    ActivationCollectives("lm_head", on_input="gather"),
 )
 """Sequence parallel: between blocks each rank has its shard of the sequence, and one all-gather serves a block's
 queries, keys and values. The logits stay sharded by vocabulary, which ``TokenLoss`` supports."""

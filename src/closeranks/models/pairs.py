@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Batch, Chain, Crossing, Loss, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.facts.pairs import PairsShape, flops_per_sample
 from closeranks.models.batches import take
 from closeranks.models.catalog import MODELS
@@ -65,8 +65,8 @@ class PairsSpec:
         self.blocks: tuple[str, ...] = ()
         self.compile_units: tuple[str, ...] = ()
         self.sharding_rules: tuple[ShardingRule, ...] = ()
-        self.crossings: tuple[Crossing, ...] = ()
-        self.chain: Chain | None = None
+        self.crossings: tuple[ActivationCollectives, ...] = ()
+        self.chain: PipelineSpec | None = None
 
     def build(self) -> nn.Module:
         return Pairs(self.shape)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from closeranks.core.blame import own_frame, sentence, shown
+from closeranks.core.blame import display_path, one_line_error, user_frame
 from closeranks.core.errors import CloseranksError, ModelError
-from closeranks.core.protocols import Batch, Chain, Crossing, Loss, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.core.registry import load_object
 from closeranks.models.batches import num_samples
 from closeranks.models.catalog import MODELS
@@ -58,13 +58,15 @@ class UserSpec:
         self.blocks: tuple[str, ...] = ()
         self.compile_units: tuple[str, ...] = ()
         self.sharding_rules: tuple[ShardingRule, ...] = tuple(entry.rule() for entry in tensor)
-        self.crossings: tuple[Crossing, ...] = tuple(c for entry in tensor if (c := entry.crossing()) is not None)
+        self.crossings: tuple[ActivationCollectives, ...] = tuple(
+            c for entry in tensor if (c := entry.crossing()) is not None
+        )
         self._factory = _checked_factory(name, factory)
         self._args = dict(args or {})
         self._loss = loss
         self._loss_name = loss_name if loss is not None else f"the loss of {name}"
         self._chain = self._chain_of(stages) if stages else None
-        self.chain: Chain | None = self._chain
+        self.chain: PipelineSpec | None = self._chain
 
     def build(self) -> nn.Module:
         """Call the factory. The caller seeds torch first: all ranks must draw the same weights."""
@@ -74,7 +76,7 @@ class UserSpec:
             raise
         except Exception as error:
             line = blamed_line(error, self._factory)
-            what = f"the factory {self.name} raised {sentence(error)} ({line})"
+            what = f"the factory {self.name} raised {one_line_error(error)} ({line})"
             raise ModelError(what, "Mend it there, or the keys under [model.args].") from error
         if not isinstance(module, nn.Module):
             what = (
@@ -106,7 +108,7 @@ class UserSpec:
         except _SLIPS as error:
             line = blamed_line(error, compute.func)
             found = ", ".join(sorted(batch))
-            what = f"{self._loss_name} raised {sentence(error)} ({line})"
+            what = f"{self._loss_name} raised {one_line_error(error)} ({line})"
             raise ModelError(what, f"Mend it there; the batch holds {found}.") from error
         place = f"{self._loss_name} ({defined_at(compute.func)})"
         return as_loss(result, num_samples(batch), self.metrics, place)
@@ -163,15 +165,15 @@ def _checked_factory(name: str, factory: Any) -> Callable[..., Any]:
 
 def blamed_line(error: BaseException, source: Callable[..., Any]) -> str:
     """``file.py:12`` for an error that calling ``source`` raised."""
-    frame = own_frame(error)
-    return f"{shown(frame.filename)}:{frame.lineno}" if frame else defined_at(source)
+    frame = user_frame(error)
+    return f"{display_path(frame.filename)}:{frame.lineno}" if frame else defined_at(source)
 
 
 def defined_at(source: Callable[..., Any]) -> str:
     """``file.py:12`` where a callable is defined; its name where that is unknown."""
     code = getattr(inspect.unwrap(source), "__code__", None)
     if code is not None:
-        return f"{shown(code.co_filename)}:{code.co_firstlineno}"
+        return f"{display_path(code.co_filename)}:{code.co_firstlineno}"
     try:
         return f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1]}"
     except (TypeError, OSError):

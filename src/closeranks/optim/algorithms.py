@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Leaf
+from closeranks.core.protocols import ParameterShard
 from closeranks.core.registry import Registry
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.frozen import FreezableAdamW
@@ -22,7 +22,7 @@ from closeranks.optim.frozen import FreezableAdamW
 Total = Callable[[Tensor], Tensor]
 """Sums a small tensor over all ranks of the run, without a host sync; every rank gets the same bits."""
 
-Introduce = Callable[[Sequence[Leaf], Sequence[str], Total | None], None]
+Introduce = Callable[[Sequence[ParameterShard], Sequence[str], Total | None], None]
 """Called once, before the first step, with the parameter shards, all trained parameters of the model, and the sum over
 ranks (None where each rank holds its parameters whole)."""
 

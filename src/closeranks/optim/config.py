@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class GroupConfig(Table):
+class GroupConfig(ConfigTable):
     """Parameters that are treated differently; the first group whose pattern matches a parameter takes it."""
 
     pattern: str = Field(min_length=1)
@@ -28,7 +28,7 @@ class GroupConfig(Table):
     """Keep these parameters as they are: no gradient, no optimizer state."""
 
 
-class ScheduleConfig(Table):
+class ScheduleConfig(ConfigTable):
     """The course of the learning rate."""
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -48,7 +48,7 @@ class ScheduleConfig(Table):
         return value
 
 
-class LossScaleConfig(Table):
+class LossScaleConfig(ConfigTable):
     """Loss scaling, which only fp16 uses."""
 
     init: float = Field(default=65536.0, gt=0.0)
@@ -63,7 +63,7 @@ class LossScaleConfig(Table):
     """The scale never falls below this."""
 
 
-class OptimConfig(Table):
+class OptimConfig(ConfigTable):
     """The update rule and everything that sets its size."""
 
     name: Literal["adamw", "sgd", "lars", "lamb"] = "adamw"

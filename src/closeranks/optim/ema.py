@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from closeranks.core.protocols import Leaf
+from closeranks.core.protocols import ParameterShard
 
 
 def decay_at(step: int, decay: float) -> float:
@@ -24,7 +24,7 @@ class WeightAverage:
     """One tensor for each parameter shard, on the same device and of the same shape, like the optimizer's moments."""
 
     @torch.no_grad()
-    def __init__(self, leaves: Sequence[Leaf], decay: float) -> None:
+    def __init__(self, leaves: Sequence[ParameterShard], decay: float) -> None:
         self._leaves, self._decay = tuple(leaves), decay
         self.tensors = [leaf.tensor.detach().clone() for leaf in leaves]
 

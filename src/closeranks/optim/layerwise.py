@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Leaf
+from closeranks.core.protocols import ParameterShard
 from closeranks.optim.algorithms import ALGORITHMS, Algorithm, Total
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.groups import ParameterFacts
@@ -74,7 +74,7 @@ class Layerwise(torch.optim.Optimizer):
         super().__init__(groups, {"lr": config.lr})
         self.config = config
 
-    def introduce(self, leaves: Sequence[Leaf], names: Sequence[str], total: Total | None) -> None:
+    def introduce(self, leaves: Sequence[ParameterShard], names: Sequence[str], total: Total | None) -> None:
         """``names``: all trained parameters of the model, in one order on every rank; ``total`` sums over all ranks."""
         self._num_slots = len(names)
         self._absent: set[int] = set()
@@ -89,11 +89,11 @@ class Layerwise(torch.optim.Optimizer):
             for dtype in dict.fromkeys(tensor.dtype for tensor in group["params"])
         ]
 
-    def _block(self, group: dict[str, Any], leaves: Sequence[Leaf], slots: dict[str, int]) -> _Block:
+    def _block(self, group: dict[str, Any], leaves: Sequence[ParameterShard], slots: dict[str, int]) -> _Block:
         adapted = [ParameterFacts(leaf.piece.name, leaf.piece.shape).decays for leaf in leaves]
         places = [slots[leaf.piece.name] if own else len(slots) for leaf, own in zip(leaves, adapted, strict=True)]
         # Without sharding there is no sum over ranks: each rank counts all of its parameters.
-        speaks = [own and (leaf.is_spoken or self._total is None) for leaf, own in zip(leaves, adapted, strict=True)]
+        speaks = [own and (leaf.is_primary or self._total is None) for leaf, own in zip(leaves, adapted, strict=True)]
         spoken = [number for number, says in enumerate(speaks) if says]
         device = leaves[0].tensor.device
         return _Block(

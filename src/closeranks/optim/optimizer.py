@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Leaf
+from closeranks.core.protocols import ParameterShard
 from closeranks.optim import layerwise  # noqa: F401  registers lars and lamb
 from closeranks.optim.algorithms import ALGORITHMS, Total
 from closeranks.optim.config import OptimConfig
@@ -46,10 +46,10 @@ def freeze(module: nn.Module, config: OptimConfig) -> Assignment:
     return assignment
 
 
-def whole_leaves(module: nn.Module) -> tuple[Leaf, ...]:
+def whole_leaves(module: nn.Module) -> tuple[ParameterShard, ...]:
     """The trainable parameters of a module that one rank holds whole, as parameter shards."""
     named = module.named_parameters()
-    return tuple(Leaf(p, Piece.whole(name, tuple(p.shape))) for name, p in named if p.requires_grad)
+    return tuple(ParameterShard(p, Piece.whole(name, tuple(p.shape))) for name, p in named if p.requires_grad)
 
 
 class Optimizer:
@@ -61,7 +61,7 @@ class Optimizer:
 
     def __init__(
         self,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[ParameterShard],
         assignment: Assignment,
         config: OptimConfig,
         *,
@@ -73,7 +73,7 @@ class Optimizer:
         self._config = config
         self._num_steps = num_steps
         self._leaves = tuple(leaves)
-        self._by_name: dict[str, list[Leaf]] = {}
+        self._by_name: dict[str, list[ParameterShard]] = {}
         for leaf in leaves:
             self._by_name.setdefault(leaf.piece.name, []).append(leaf)
         algorithm = ALGORITHMS[config.name](_param_groups(leaves, assignment), config)
@@ -147,7 +147,7 @@ class Optimizer:
             for group, tensors in zip(groups, whole, strict=True):
                 group["params"] = tensors
 
-    def memory(self) -> Iterator[tuple[Leaf, str, Tensor]]:
+    def memory(self) -> Iterator[tuple[ParameterShard, str, Tensor]]:
         """All state tensors, each with its parameter shard and its key.
 
         A tensor has the shape of its shard, or is a 0-dim counter, which is the same for all shards of a parameter.
@@ -163,7 +163,7 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
 
 
-def _param_groups(leaves: Sequence[Leaf], assignment: Assignment) -> list[dict[str, Any]]:
+def _param_groups(leaves: Sequence[ParameterShard], assignment: Assignment) -> list[dict[str, Any]]:
     """One for each group of the assignment, in its order; empty ones stay, since torch wants at least one."""
     number = {name: index for index, group in enumerate(assignment.groups) for name in group.names}
     groups: list[dict[str, Any]] = [

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import SEVERAL_STAGES, Held, ModelSpec
+from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter, ModelSpec
 from closeranks.facts.layout import Layout
 from closeranks.facts.stages import placement
 from closeranks.parallel.batchnorm import BatchStatistics, advice, synchronise
@@ -72,7 +72,7 @@ class Applied:
     stages: Mapping[int, nn.Module]
     """By global stage number; without a pipeline there is one, number 0."""
     pipeline: Pipeline | None
-    held: tuple[Held, ...]
+    held: tuple[LocalParameter, ...]
     statistics: tuple[BatchStatistics, ...]
     """One for each of this rank's stages."""
     shapes: Mapping[str, tuple[int, ...]]
@@ -98,7 +98,7 @@ def apply(
     whole = built.module
     prepare(whole)
     names = _Names.of(whole)
-    shares = split(whole, spec.sharding_rules, spec.crossings, groups.tensor)
+    shares = split(whole, spec.sharding_rules, spec.activation_collectives, groups.tensor)
     cut = _cut(spec, whole, wishes.layout, groups)
     wrapped: set[nn.Module] = set()
     for module in cut.stages.values():
@@ -163,17 +163,17 @@ def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: Groups) -> Cut:
     if layout.pipeline == 1:
         return Cut({0: whole}, ())
-    if spec.chain is None:
+    if spec.pipeline_spec is None:
         what = f"the model '{spec.name}' is not a chain of units, so it cannot be cut into {layout.num_stages} stages"
         raise ModelError(what, "Name its modules in order in model.stages, or use pipeline=1.")
-    if len(spec.chain.units) < layout.num_stages:
-        what = f"the model's {len(spec.chain.units)} units do not fill {layout.num_stages} stages"
+    if len(spec.pipeline_spec.units) < layout.num_stages:
+        what = f"the model's {len(spec.pipeline_spec.units)} units do not fill {layout.num_stages} stages"
         raise ModelError(what, "Use a smaller pipeline, or name more modules in model.stages.")
-    ranges = stage_ranges(spec.chain.costs, layout)
+    ranges = stage_ranges(spec.pipeline_spec.costs, layout)
     places = placement(layout.schedule, layout.pipeline)
-    cut = cut_stages(whole, spec.chain, ranges, places[groups.pipeline.rank])
+    cut = cut_stages(whole, spec.pipeline_spec, ranges, places[groups.pipeline.rank])
     if layout.zero == 3:
-        _refuse_shared(whole, spec.chain.units, ranges, places)
+        _refuse_shared(whole, spec.pipeline_spec.units, ranges, places)
     return cut
 
 
@@ -253,7 +253,7 @@ def _tie_groups(ties: Iterable[Tie], layout: Layout, groups: Groups) -> dict[str
 
 def _held(
     cut: Cut, names: _Names, shares: Mapping[str, Share], ties: Mapping[str, dist.ProcessGroup], groups: Groups
-) -> Iterator[Held]:
+) -> Iterator[LocalParameter]:
     """Each parameter object of this rank once, under its first name in the whole model."""
     owners: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for number, module in enumerate(cut.stages.values()):
@@ -265,30 +265,32 @@ def _held(
         share = shares.get(first)
         is_partial = share is not None and share.is_partial
         over = (groups.tensor.process_group if is_partial else None, ties.get(first))
-        yield Held(
+        yield LocalParameter(
             parameter,
             piece=share.piece if share is not None else Piece.whole(first, names.shapes[first]),
             aliases=names.aliases(first),
-            is_spoken=(share is None or share.is_spoken)
+            is_primary=(share is None or share.is_spoken)
             and speakers.get(first, own_stages[number]) == own_stages[number],
             stage=number if not more else SEVERAL_STAGES,
             partial_over=tuple(group for group in over if group is not None),
         )
 
 
-def _fill(built: Built, stages: nn.ModuleList, held: Iterable[Held], groups: Groups, device: torch.device) -> None:
+def _fill(
+    built: Built, stages: nn.ModuleList, held: Iterable[LocalParameter], groups: Groups, device: torch.device
+) -> None:
     fill((Target(*local_part(one, groups.shard)) for one in held), built.source, device)
     for stage in stages:
         built.source.fill_buffers(stage)
 
 
-def is_sharded(held: Held) -> bool:
+def is_sharded(held: LocalParameter) -> bool:
     """Whether FSDP2 has sharded the parameter over the shard group."""
     return isinstance(held.parameter, DTensor)
 
 
-def local_part(held: Held, shard: Group) -> tuple[Tensor, Piece]:
+def local_part(held: LocalParameter, shard: Group) -> tuple[Tensor, Piece]:
     """The part of a parameter in this rank's memory: the held tensor, or this rank's rows of it under FSDP2."""
     if not isinstance(held.parameter, DTensor):
         return held.parameter.detach(), held.piece
-    return held.parameter.to_local().detach(), held.piece.cut(0, shard.rank, shard.size)
+    return held.parameter.to_local().detach(), held.piece.shard(0, shard.rank, shard.size)

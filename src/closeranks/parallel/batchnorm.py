@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from closeranks.core.protocols import Group
+from closeranks.core.protocols import ReduceGroup
 
 SMALL_MICRO_BATCH = 16  # below it, a mean over the micro-batch is a noisy estimate
 
@@ -41,7 +41,7 @@ class BatchStatistics:
     verdict. A momentum of 1/k at the k-th micro-batch makes torch itself keep the mean over this rank's micro-batches.
     """
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
+    def __init__(self, module: nn.Module, group: ReduceGroup) -> None:
         norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._group = group
         self._layers = [_Layer(m, m.momentum) for m in norms]
@@ -76,7 +76,7 @@ class BatchStatistics:
             for index, layer in enumerate(self._layers):
                 _settle(layer, means[2 * index : 2 * index + 2], taken)
 
-    def average(self, group: Group) -> None:
+    def average(self, group: ReduceGroup) -> None:
         """With local SGD each replica has its own statistics: at a synchronization all take the mean of ``group``."""
         if not self._layers or group.size == 1:
             return

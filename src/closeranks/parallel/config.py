@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 
 _MOST = 1_000_000
 """Ranks along one axis; ten times the largest cluster there is."""
 
 
-class LayoutConfig(Table):
+class LayoutConfig(ConfigTable):
     """How the model and the batch are spread over the workers."""
 
     data: int = Field(default=0, ge=0, le=_MOST)

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Crossing, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.core.registry import did_you_mean
 
 Kind = Literal["linear", "embedding", "own", "fixed"]
@@ -62,14 +62,14 @@ class Plan:
     """``cuts`` by every name of a parameter, ``crossings`` by the name of a module."""
 
     cuts: Mapping[str, Cut]
-    crossings: Mapping[str, Crossing]
+    crossings: Mapping[str, ActivationCollectives]
 
 
 def plan(
     listed: Sequence[Listed],
     modules: Sequence[str],
     rules: Sequence[ShardingRule],
-    crossings: Sequence[Crossing],
+    crossings: Sequence[ActivationCollectives],
     size: int,
 ) -> Plan:
     """``listed`` and ``modules`` in the order of the model; ``size`` is the number of tensor ranks."""
@@ -92,7 +92,7 @@ def _cut_of(one: Listed, rules: Sequence[ShardingRule]) -> Cut:
     return Cut() if rule is None else Cut(rule.dim, rule.dim is None and rule.sequence)
 
 
-def _first(name: str, crossings: Sequence[Crossing]) -> Crossing | None:
+def _first(name: str, crossings: Sequence[ActivationCollectives]) -> ActivationCollectives | None:
     return next((crossing for crossing in crossings if fnmatchcase(name, crossing.pattern)), None)
 
 
@@ -156,9 +156,11 @@ def _in_words(cut: Cut) -> str:
     return "not at all" if cut.dim is None else f"along dim {cut.dim}"
 
 
-def _derived(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, Crossing]) -> dict[str, Crossing]:
+def _derived(
+    listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, ActivationCollectives]
+) -> dict[str, ActivationCollectives]:
     """Activation collectives for sharded modules where neither they nor a module around them specify any."""
-    found: dict[str, Crossing] = {}
+    found: dict[str, ActivationCollectives] = {}
     for one in listed:
         dim = cuts[one.name].dim
         if dim is None or not one.is_weight:
@@ -169,17 +171,21 @@ def _derived(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[st
         elif one.kind == "linear" and dim == 1 and one.has_bias and around != one.owner:
             what = f"{one} is split along its inputs, and the bias beside it would be added once by every rank"
             raise ModelError(what, f"Give '{one.owner}' a crossing of its own, or no bias.")
-    return {name: crossing for name, crossing in found.items() if crossing.enter or crossing.leave}
+    return {name: crossing for name, crossing in found.items() if crossing.on_input or crossing.on_output}
 
 
-def _needed(one: Listed, dim: int) -> Crossing:
+def _needed(one: Listed, dim: int) -> ActivationCollectives:
     if one.kind == "linear":
-        return Crossing(one.owner, enter="copy") if dim == 0 else Crossing(one.owner, leave="sum")
+        return (
+            ActivationCollectives(one.owner, on_input="copy")
+            if dim == 0
+            else ActivationCollectives(one.owner, on_output="sum")
+        )
     is_lookup_of_some = one.kind == "embedding" and dim == 0
-    return Crossing(one.owner, leave="sum" if is_lookup_of_some else "")
+    return ActivationCollectives(one.owner, on_output="sum" if is_lookup_of_some else "")
 
 
-def _around(module: str, said: Mapping[str, Crossing]) -> str | None:
+def _around(module: str, said: Mapping[str, ActivationCollectives]) -> str | None:
     """The module itself, or its nearest ancestor, that has an activation collective."""
     while module not in said:
         if not module:
@@ -188,7 +194,7 @@ def _around(module: str, said: Mapping[str, Crossing]) -> str | None:
     return module
 
 
-def _check_met(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, Crossing]) -> None:
+def _check_met(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, ActivationCollectives]) -> None:
     """Sharded outputs must be read by sharded inputs, in a sibling module or later in the model."""
     splits_outputs = {("linear", 0), ("embedding", 1)}
     weights = [one for one in listed if one.is_weight]
@@ -205,12 +211,12 @@ def _check_met(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[
 
 
 def _with_partial_biases(
-    listed: Sequence[Listed], cuts: Mapping[str, Cut], crossings: Mapping[str, Crossing]
+    listed: Sequence[Listed], cuts: Mapping[str, Cut], crossings: Mapping[str, ActivationCollectives]
 ) -> dict[str, Cut]:
     """A bias that is added to this rank's shard of a sequence has a partial gradient."""
     found = dict(cuts)
     for one in listed:
         crossing = crossings.get(one.owner)
-        if one.kind == "linear" and not one.is_weight and crossing is not None and crossing.leave == "scatter":
+        if one.kind == "linear" and not one.is_weight and crossing is not None and crossing.on_output == "scatter":
             found[one.name] = Cut(cuts[one.name].dim, is_partial=cuts[one.name].dim is None)
     return found

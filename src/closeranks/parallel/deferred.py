@@ -33,7 +33,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from closeranks.core.blame import sentence
+from closeranks.core.blame import one_line_error
 from closeranks.parallel.replay import Draw, Instruction, Program, Replay, View
 from closeranks.parallel.ties import named_tensors, shared_storage, to_meta
 
@@ -91,7 +91,7 @@ def record(factory: Callable[[], nn.Module], seed: int) -> Recording:
         except Unfaithful:
             raise
         except Exception as error:  # anything may fail on fake tensors; the whole build shows real errors
-            raise Unfaithful(sentence(_root(error))) from error
+            raise Unfaithful(one_line_error(_root(error))) from error
         views = {name: recorder.registered(name, tensor) for name, tensor in named_tensors(module)}
         if shared := shared_storage(module):
             raise Unfaithful(f"'{shared[0]}' and '{shared[1]}' share memory without being one parameter")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.keys import derive_seed
-from closeranks.core.pieces import Piece, cut_out
+from closeranks.core.pieces import Piece, narrow_to_piece
 from closeranks.core.protocols import ModelSpec
 from closeranks.parallel.deferred import Recording, Unfaithful, record
 from closeranks.parallel.group import Group
@@ -102,7 +102,7 @@ def fill(targets: Iterable[Target], source: Source, device: torch.device) -> Non
     for name, pieces in by_name.items():
         whole = source.draw(name, device)
         for target in pieces:
-            target.tensor.copy_(cut_out(whole, target.piece))
+            target.tensor.copy_(narrow_to_piece(whole, target.piece))
         del whole
 
 

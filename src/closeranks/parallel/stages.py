@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import Chain
+from closeranks.core.protocols import PipelineSpec
 from closeranks.facts.layout import Layout
 from closeranks.facts.stages import balance
 
@@ -49,7 +49,7 @@ def stage_ranges(costs: Sequence[float], layout: Layout) -> tuple[range, ...]:
     return tuple(range(first, last) for first, last in balance(costs, layout.num_stages))
 
 
-def cut_stages(module: nn.Module, chain: Chain, ranges: Sequence[range], mine: Sequence[int]) -> Cut:
+def cut_stages(module: nn.Module, chain: PipelineSpec, ranges: Sequence[range], mine: Sequence[int]) -> Cut:
     """Stages ``mine`` of the ``ranges`` of units. The given module is not changed; the caller frees it."""
     _refuse_what_no_unit_holds(module, chain.units)
     stages = {stage: _stage(module, chain, ranges[stage]) for stage in sorted(mine)}
@@ -86,7 +86,7 @@ def _refuse_what_no_unit_holds(module: nn.Module, units: Sequence[str]) -> None:
             raise ModelError(what, "Move it into a module that the chain names, or use pipeline=1.")
 
 
-def _stage(module: nn.Module, chain: Chain, own: range) -> nn.Module:
+def _stage(module: nn.Module, chain: PipelineSpec, own: range) -> nn.Module:
     kept = {chain.units[number] for number in own}
     skeleton = _Skeleton(module, [unit for unit in dict.fromkeys(chain.units) if unit not in kept])
     # Set on the instance: the class stays, and hooks on the stage (FSDP2's) still run around forward.
@@ -94,9 +94,9 @@ def _stage(module: nn.Module, chain: Chain, own: range) -> nn.Module:
     return skeleton.root
 
 
-def _run_units(chain: Chain, stage: nn.Module, own: range, hidden: Tensor, beside: Any = None) -> Tensor:
+def _run_units(chain: PipelineSpec, stage: nn.Module, own: range, hidden: Tensor, beside: Any = None) -> Tensor:
     for number in own:
-        hidden = chain.call(stage, number, hidden, beside)
+        hidden = chain.run_unit(stage, number, hidden, beside)
     return hidden
 
 

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from closeranks.core.blame import sentence
+from closeranks.core.blame import one_line_error
 from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Crossing, ShardingRule
+from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.parallel.crossings import CROSSINGS, Axis
 from closeranks.parallel.cuts import Cut, Kind, Listed, plan
 from closeranks.parallel.group import Group
@@ -43,7 +43,7 @@ class Share:
 
 
 def split(
-    module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[Crossing], group: Group
+    module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[ActivationCollectives], group: Group
 ) -> dict[str, Share]:
     """Shard ``module`` in place, on the meta device or with its values, and return the shard of each parameter.
 
@@ -107,7 +107,7 @@ def _share(one: Listed, cut: Cut, axis: Axis) -> Share:
     piece = Piece.whole(one.name, one.shape)
     if cut.dim is None:
         return Share(piece, is_spoken=axis.rank == 0, is_partial=cut.is_partial)
-    return Share(piece.cut(cut.dim, axis.rank, axis.size))
+    return Share(piece.shard(cut.dim, axis.rank, axis.size))
 
 
 def _replace(
@@ -187,15 +187,15 @@ class _VocabularyEmbedding(nn.Embedding):
         return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
-def _install(module: nn.Module, crossing: Crossing, axis: Axis) -> None:
-    if crossing.enter:
-        module.register_forward_pre_hook(partial(_enter, CROSSINGS[crossing.enter], axis), with_kwargs=True)
-    if not crossing.leave:
+def _install(module: nn.Module, crossing: ActivationCollectives, axis: Axis) -> None:
+    if crossing.on_input:
+        module.register_forward_pre_hook(partial(_enter, CROSSINGS[crossing.on_input], axis), with_kwargs=True)
+    if not crossing.on_output:
         return
     if isinstance(module, _RowLinear):
-        module.leave, module.axis = CROSSINGS[crossing.leave], axis
+        module.leave, module.axis = CROSSINGS[crossing.on_output], axis
     else:
-        module.register_forward_hook(partial(_leave, CROSSINGS[crossing.leave], axis))
+        module.register_forward_hook(partial(_leave, CROSSINGS[crossing.on_output], axis))
 
 
 def _enter(
@@ -249,7 +249,9 @@ def explain(error: RuntimeError, pieces: Iterable[Piece]) -> ModelError | None:
         whole, held = piece.shape, piece.size
         for dim, (all_of_it, here) in enumerate(zip(whole, held, strict=True)):
             if all_of_it != here and (numbers & {all_of_it, here} or _is_viewed_whole(str(error), all_of_it, here)):
-                what = f"{sentence(error)}; '{piece.name}' {list(whole)} is split along dim {dim} into {here} each"
+                what = (
+                    f"{one_line_error(error)}; '{piece.name}' {list(whole)} is split along dim {dim} into {here} each"
+                )
                 fix = "What reads it must take a share (use -1 in view and reshape), or its entry needs whole = true."
                 return ModelError(what, fix)
     return None

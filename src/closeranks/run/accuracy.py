@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from closeranks.core.events import Compressed, Event, StepDone, Warned
-from closeranks.core.protocols import Group, Reducer
+from closeranks.core.protocols import ReduceGroup, Reducer
 from closeranks.elastic.vote import Verdict
 from closeranks.run.component import Component
 from closeranks.sync.compress.compressed import Plan
@@ -29,7 +29,7 @@ class CompressionQuality:
     ``plan`` None: nothing is compressed. ``tells``: True on the one rank that emits the events.
     """
 
-    def __init__(self, plan: Plan | None, group: Group, device: torch.device, *, tells: bool) -> None:
+    def __init__(self, plan: Plan | None, group: ReduceGroup, device: torch.device, *, tells: bool) -> None:
         self.plan, self._group, self._device, self._tells = plan, group, device, tells
         self._measured: dict[int, Tensor] = {}
         self._drift = Drift()
@@ -61,7 +61,7 @@ class GradientCompressionQuality(Component):
         self._accuracy, self._reducer = accuracy, reducer
 
     def after_vote(self, index: int, verdict: Verdict) -> None:
-        self._accuracy.measure(index, index + 1, self._reducer.losses)
+        self._accuracy.measure(index, index + 1, self._reducer.compression_errors)
 
     def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
         self._accuracy.report(entry.done, emit)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from closeranks.core.protocols import Held, ModelSpec
+from closeranks.core.protocols import LocalParameter, ModelSpec
 from closeranks.facts.layout import Layout
 from closeranks.parallel.mesh import Groups
 from closeranks.run import heirloom
@@ -23,7 +23,7 @@ def choose_bucket_size(
     layout: Layout,
     groups: Groups,
     spec: ModelSpec,
-    held: Sequence[Held],
+    held: Sequence[LocalParameter],
     measured_flops: float,
     device: torch.device,
 ) -> Tuned:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from closeranks.core.descriptors import own_sockets
+from closeranks.core.descriptors import track_sockets
 from closeranks.core.errors import ConfigError
-from closeranks.core.protocols import ModelSpec, Reducer, Source
+from closeranks.core.protocols import DataSource, ModelSpec, Reducer
 from closeranks.core.world import World
 from closeranks.data.loader import Loader
 from closeranks.data.order import BatchSchedule
@@ -65,8 +65,8 @@ class RunInputs:
     """What a job file or a user's Python names: the model's spec, the training data and the evaluation data."""
 
     spec: ModelSpec
-    source: Source
-    eval_source: Source | None
+    source: DataSource
+    eval_source: DataSource | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class BuiltRun:
 
     engine: Engine
     state: RunState
-    eval_source: Source | None
+    eval_source: DataSource | None
     warnings: tuple[str, ...]
     started_fields: Mapping[str, Any]
     """Fields of ``RunStarted`` that were measured or chosen while building."""
@@ -90,7 +90,7 @@ def build(
     planned = _plan(job, world, ingredients, BatchHistory()) if is_new else None
     device = choose_device(job, world)
     hook = sys.excepthook
-    with own_sockets():
+    with track_sockets():
         opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
     excepthook.replace_torch_hook(hook, world.size)
     try:
@@ -129,7 +129,7 @@ def _build(planned: _Plan, world: World, ingredients: RunInputs, device: torch.d
     spec, precision, num_steps = ingredients.spec, Precision(job.train.precision), schedule.num_steps
     # All ranks of a host measure at the same time, as they will compute, and before the model takes memory.
     measured_flops = heirloom.matmul_flops(device, precision.compute)
-    with own_sockets():
+    with track_sockets():
         groups = open_groups(opened.group, layout, device, job.run.timeout_s, num_replicas)
     opened.closers.append(groups.close)
     frozen = ParameterGrouping(job.optim)
@@ -207,7 +207,7 @@ def _hosts_of(world: World) -> Sequence[int]:
     return world.hosts or [rank // max(1, world.local_size) for rank in range(world.size)]
 
 
-def _identity(job: Job, source: Source, supply: Batches) -> dict[str, Any]:
+def _identity(job: Job, source: DataSource, supply: Batches) -> dict[str, Any]:
     """What must be equal for a resumed run to be the same run."""
     return {
         "data": source.identity,
@@ -223,7 +223,7 @@ def make_optimizer(
     job: Job, layout: Layout, groups: Groups, reducer: Reducer, frozen: ParameterGrouping, num_steps: int
 ) -> Optimizer:
     return Optimizer(
-        reducer.leaves(),
+        reducer.parameter_shards(),
         frozen.assignment,
         scaled(job.optim, job.train.global_batch),
         num_steps=num_steps,
@@ -249,7 +249,7 @@ def make_unused_parameters(
         device=device,
         can_gate=optimizer.can_gate,
         num_steps=num_steps,
-        absent=reducer.absent,
+        absent=reducer.unused_parameters,
     )
 
 

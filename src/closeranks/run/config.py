@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 
 _NAME_BYTES = 200
 """A file system takes 255, and a number may be added."""
@@ -21,7 +21,7 @@ def _check_name(name: str) -> str:
     return name
 
 
-class RunConfig(Table):
+class RunConfig(ConfigTable):
     """Where a run lives and how it is reproduced."""
 
     name: Annotated[str, AfterValidator(_check_name)] = ""
@@ -44,7 +44,7 @@ class RunConfig(Table):
     """Your own hooks, as package.module:Class; each is made without arguments."""
 
 
-class TrainConfig(Table):
+class TrainConfig(ConfigTable):
     """How long and in what portions the model learns."""
 
     steps: int | None = Field(default=None, ge=1, le=10**12)

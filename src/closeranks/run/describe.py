@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from closeranks.core.errors import ModelError
-from closeranks.core.registry import is_dotted
+from closeranks.core.registry import is_import_path
 from closeranks.facts import digits, pairs
 from closeranks.facts.activations import Passage
 from closeranks.facts.anatomy import Anatomy, anatomy, distinct
@@ -41,10 +41,10 @@ def describe_job(job: Job) -> Subject:
 
 def _described(job: Job) -> Subject:
     needs = demands(job, micro_batch_size(job))
-    if is_dotted(job.model.name):
+    if is_import_path(job.model.name):
         spec, module = _built_on_meta(job)
-        if spec.chain is not None:  # the table may use patterns: the number of layers is known only now
-            needs = replace(needs, num_layers=len(spec.chain.units))
+        if spec.pipeline_spec is not None:  # the table may use patterns: the number of layers is known only now
+            needs = replace(needs, num_layers=len(spec.pipeline_spec.units))
         return Subject(_anatomy_of(spec, module), needs, _terms(job, len(spec.metrics), _num_statistics(module)))
     if job.model.name == "llama":
         return _llama(job, cast("LlamaConfig", job.model), needs)
@@ -129,7 +129,7 @@ def _anatomy_of(spec: ModelSpec, module: nn.Module) -> Anatomy:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if (first := owners.setdefault(parameter, name)) != name:
             ties[name] = first
-    chain = spec.chain
+    chain = spec.pipeline_spec
     return anatomy(
         {name: tuple(parameter.shape) for parameter, name in owners.items()},
         units=chain.units if chain is not None else spec.blocks or choose_units(describe(module), ()),

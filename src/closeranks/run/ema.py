@@ -16,21 +16,21 @@ from closeranks.run.saved import EMA, MODEL, SavedState
 class Ema(Component):
     def __init__(self, decay: float, model: Model, reducer: Reducer) -> None:
         self._model, self._reducer = model, reducer
-        self._average = WeightAverage(reducer.leaves(), decay)
+        self._average = WeightAverage(reducer.parameter_shards(), decay)
 
     def after_update(self, index: int, verdict: Verdict) -> None:
         self._average.update(index + 1, verdict.taken)
 
     def before_evaluation(self) -> None:
         self._average.exchange()
-        self._reducer.spread()
+        self._reducer.gather_parameters()
 
     def after_evaluation(self) -> None:
         self._average.exchange()
-        self._reducer.spread()
+        self._reducer.gather_parameters()
 
     def tensors(self) -> Iterator[StateTensor]:
-        for leaf, average in zip(self._reducer.leaves(), self._average.tensors, strict=True):
+        for leaf, average in zip(self._reducer.parameter_shards(), self._average.tensors, strict=True):
             yield self._model.shard_state(EMA, leaf, leaf.piece.name, average)
 
     def restore(self, saved: SavedState) -> None:

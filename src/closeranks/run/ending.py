@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from closeranks.core.errors import CloseranksError
 from closeranks.core.events import Event, RunEnded, Warned
-from closeranks.core.requests import DRAIN, REGROUP, STOP, Request
+from closeranks.core.requests import DRAIN, REGROUP, STOP, RunRequest
 
 REGROUPED = "regrouped"
 """The reason of a generation that ended by agreement, for another to continue."""
@@ -35,10 +35,10 @@ class SessionEnd:
         """The training code asks for an early end."""
         self._wish = self._wish or reason
 
-    def requests(self) -> frozenset[Request]:
+    def requests(self) -> frozenset[RunRequest]:
         return frozenset({STOP} if self._wish else ())
 
-    def apply_requests(self, requests: frozenset[Request]) -> None:
+    def apply_requests(self, requests: frozenset[RunRequest]) -> None:
         """Act on the requests that all ranks have agreed on. A session that ends saves a checkpoint; one that regroups
         keeps its state in memory."""
         if requests & {DRAIN, STOP}:

@@ -17,7 +17,7 @@ from torch import Tensor
 from closeranks.core.errors import DataError
 from closeranks.core.events import Evaluated
 from closeranks.core.keys import derive_seed
-from closeranks.core.protocols import Loss, Source
+from closeranks.core.protocols import DataSource, Loss
 from closeranks.data.order import MicroBatch
 from closeranks.data.reader import LoadedBatch, map_tensors
 from closeranks.data.rows import read_samples
@@ -31,7 +31,7 @@ from closeranks.run.tally import LossSums
 from closeranks.run.work import MicroBatchCallbacks
 
 
-def evaluate(engine: Engine, source: Source | None, step: int) -> Evaluated:
+def evaluate(engine: Engine, source: DataSource | None, step: int) -> Evaluated:
     if source is None:
         raise DataError("there is no held-out data to evaluate on", "Set data.eval_fraction, or pass eval_data.")
     started_at = time.monotonic()
@@ -62,7 +62,7 @@ def evaluate(engine: Engine, source: Source | None, step: int) -> Evaluated:
     )
 
 
-def _sums(engine: Engine, source: Source) -> Tensor:
+def _sums(engine: Engine, source: DataSource) -> Tensor:
     """Bad samples, loss, weight and metrics over this rank's share, in float64."""
     context, model = engine.context, engine.model
     tally = LossSums(model.spec.metrics, context.device, speaks=context.reports_loss)
@@ -102,7 +102,7 @@ def _sums(engine: Engine, source: Source) -> Tensor:
     return torch.cat([row.new_tensor([num_bad]), row])
 
 
-def _want(source: Source, share: Sequence[MicroBatch]) -> None:
+def _want(source: DataSource, share: Sequence[MicroBatch]) -> None:
     """Let remote data be fetched in the order in which it will be read."""
     ids = [np.arange(micro_batch.first, micro_batch.last, dtype=np.int64) for micro_batch in share]
     if ids:
@@ -127,7 +127,7 @@ def _share(context: RunContext, num_samples: int, *, is_even: bool) -> Iterator[
             yield MicroBatch(0, index, index * size, min(index * size + size, limit), is_padding=number >= count)
 
 
-def _read(context: RunContext, source: Source, micro_batch: MicroBatch) -> LoadedBatch:
+def _read(context: RunContext, source: DataSource, micro_batch: MicroBatch) -> LoadedBatch:
     """Follows the job's rules for bad samples. A micro-batch of bad samples alone is computed and not counted."""
     ids = np.arange(micro_batch.first, micro_batch.last, dtype=np.int64)
     rows = read_samples(source, ids, ReadSettings.of(context.job.data))

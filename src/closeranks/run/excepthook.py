@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from closeranks.core.blame import own_frame
+from closeranks.core.blame import user_frame
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, UserError
 from closeranks.run.voice import print_error, report_turn
@@ -55,7 +55,7 @@ def replace_torch_hook(before: ExceptHook, num_ranks: int) -> None:
 def user_traceback(error: UserError) -> str:
     """The traceback of the error in the user's code that caused this one; empty if there is none."""
     cause = error.__cause__
-    if cause is None or isinstance(cause, CloseranksError) or own_frame(cause) is None:
+    if cause is None or isinstance(cause, CloseranksError) or user_frame(cause) is None:
         return ""
     trace = cause.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("closeranks."):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from closeranks.capture.tensors import StateTensor
-from closeranks.core.protocols import Reducer, Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.elastic.vote import Verdict
 from closeranks.run.component import Component, Unique
 from closeranks.run.memories import restore_error_feedback
@@ -30,21 +30,21 @@ class GradientSync(Component):
         self.reducer.begin_step(index)
 
     def update(self, index: int, verdict: Verdict) -> None:
-        self.reducer.settle(verdict.taken)
+        self.reducer.commit(verdict.taken)
 
     def end(self, index: int) -> None:
-        self.reducer.spread()
+        self.reducer.gather_parameters()
         self.reducer.release()
 
     def tensors(self) -> Iterator[StateTensor]:
-        yield from map(error_feedback_state, self.reducer.memory())
+        yield from map(error_feedback_state, self.reducer.error_feedback())
 
     def restore(self, saved: SavedState) -> None:
-        restore_error_feedback(list(self.reducer.memory()), saved, SYNC, has_owners=self._has_owners)
+        restore_error_feedback(list(self.reducer.error_feedback()), saved, SYNC, has_owners=self._has_owners)
 
     def started(self) -> Mapping[str, Any]:
         return {"sync": self._words}
 
 
-def error_feedback_state(one: Remembered) -> StateTensor:
-    return StateTensor(SYNC, one.piece.name, one.piece, one.tensor, is_saved_here=one.is_ours)
+def error_feedback_state(one: ErrorFeedbackTensor) -> StateTensor:
+    return StateTensor(SYNC, one.piece.name, one.piece, one.tensor, is_saved_here=one.is_saved_here)

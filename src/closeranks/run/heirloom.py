@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, overload
 
 import torch
 
-from closeranks.core.protocols import Source
+from closeranks.core.protocols import DataSource
 from closeranks.data.config import DataConfig
 from closeranks.data.sources.open import open_source
 from closeranks.data.sources.registry import Split
@@ -35,7 +35,7 @@ class _Chest:
     measured_flops = 0.0
     bucket_mib = 0.0
     past: ClassVar[BatchHistory | None] = None
-    sources: ClassVar[dict[tuple[str, Split, int], Source | None]] = {}
+    sources: ClassVar[dict[tuple[str, Split, int], DataSource | None]] = {}
 
 
 def load_payload(payload: Mapping[str, Any]) -> None:
@@ -68,14 +68,14 @@ def cache_sources(config: DataConfig, seed: int) -> None:
 
 
 @overload
-def open_cached_source(config: DataConfig, split: Literal["train"], seed: int) -> Source: ...
+def open_cached_source(config: DataConfig, split: Literal["train"], seed: int) -> DataSource: ...
 
 
 @overload
-def open_cached_source(config: DataConfig, split: Literal["eval"], seed: int) -> Source | None: ...
+def open_cached_source(config: DataConfig, split: Literal["eval"], seed: int) -> DataSource | None: ...
 
 
-def open_cached_source(config: DataConfig, split: Split, seed: int) -> Source | None:
+def open_cached_source(config: DataConfig, split: Split, seed: int) -> DataSource | None:
     """The source cached for exactly this job, or else opened now."""
     key = _key(config, split, seed)
     return _Chest.sources[key] if key in _Chest.sources else open_source(config, split, seed)

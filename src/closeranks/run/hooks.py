@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from closeranks.agent.failure import is_consequence
 from closeranks.agent.progress import WorkerPhase
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, UserError
 from closeranks.core.events import Evaluated, StepDone
 from closeranks.core.registry import did_you_mean
@@ -72,7 +72,7 @@ def _call(hook: Hook, method: str, session: Session, *arguments: Any) -> None:
     except Exception as error:
         if isinstance(error, CloseranksError) or is_consequence(error):
             raise
-        what = f"the hook {type(hook).__qualname__} raised in {method}: {describe(error)}"
+        what = f"the hook {type(hook).__qualname__} raised in {method}: {describe_error(error)}"
         raise UserError(what, "Mend it there.") from error
 
 

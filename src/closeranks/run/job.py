@@ -12,8 +12,8 @@ from typing import Any
 
 from closeranks.agent.config import AgentConfig
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.core.config.load import Loaded, load
-from closeranks.core.config.table import Table
+from closeranks.core.config.load import LoadedConfig, load
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.data.config import DataConfig
 from closeranks.elastic.config import ElasticConfig
@@ -29,7 +29,7 @@ from closeranks.telemetry.config import TelemetryConfig
 from closeranks.telemetry.window import parse_step_range
 
 
-class Job(Table):
+class Job(ConfigTable):
     """One training job. Every table but ``model``, ``data`` and ``train`` may be left out."""
 
     run: RunConfig = RunConfig()
@@ -45,7 +45,9 @@ class Job(Table):
     agent: AgentConfig = AgentConfig()
 
 
-def load_job(path: Path | None, overrides: Sequence[str] = (), extra: Mapping[str, Any] | None = None) -> Loaded[Job]:
+def load_job(
+    path: Path | None, overrides: Sequence[str] = (), extra: Mapping[str, Any] | None = None
+) -> LoadedConfig[Job]:
     """Merge a job file, Python tables and the command line, in that order; raises with all problems at once."""
     checks = (check_length, check_pairing, check_axes, check_compress, check_noise, check_replicas, check_profile)
     return load(Job, path, overrides, extra=extra, checks=checks)

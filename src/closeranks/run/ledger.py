@@ -16,7 +16,7 @@ from typing import Any
 
 from closeranks.core.errors import DataError
 from closeranks.core.events import StepDone
-from closeranks.core.requests import Request
+from closeranks.core.requests import RunRequest
 from closeranks.elastic.vote import StepOutcome, Verdict
 from closeranks.run.engine import Engine
 from closeranks.telemetry.device import peak_memory_bytes
@@ -27,7 +27,7 @@ class StepResult:
     """The result of one step, and the requests that the ranks made with its vote."""
 
     done: StepDone
-    requests: frozenset[Request]
+    requests: frozenset[RunRequest]
     extra: Mapping[str, Sequence[float]]
     """What components added to the ballot, summed over the ranks."""
 

@@ -22,7 +22,7 @@ from closeranks.agent.progress import WorkerPhase
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.events import Event
-from closeranks.core.protocols import Reducer, Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.elastic.apart import LocalSgdVote
 from closeranks.elastic.vote import Verdict, Vote
 from closeranks.parallel.apply import is_sharded
@@ -167,14 +167,14 @@ class LocalSgd(Component):
                     make_state_tensor(SYNC, piece, one.tensor, holders, is_ours=one.is_saved_here), per_replica=True
                 )
 
-    def _memory(self) -> Iterator[Remembered]:
+    def _memory(self) -> Iterator[ErrorFeedbackTensor]:
         """Error feedback of the compressed deltas. Ranks of one replica that hold the same parameter shards have the
         same error feedback, and the first of them saves it."""
         home = self._context.groups.home
         is_first = (home.replica if self._context.layout.zero else home.data).rank == 0
         for one in self.outer.memory():
             piece = replace(one.piece, name=f"{_OUTER}{one.piece.name}")
-            yield replace(one, piece=piece, is_ours=one.is_ours and is_first)
+            yield replace(one, piece=piece, is_ours=one.is_saved_here and is_first)
 
 
 def _make_outer(context: RunContext, model: Model, reducer: Reducer, plan: Plan | None) -> Outer:
@@ -187,7 +187,7 @@ def _make_outer(context: RunContext, model: Model, reducer: Reducer, plan: Plan 
     whole = {one.piece.name for one in applied.held if layout.zero == 3 and not is_sharded(one)}
     shared = {held.piece.name for held in applied.held if held.aliases and context.groups.pipeline.size > 1}
     return Outer(
-        reducer.leaves(),
+        reducer.parameter_shards(),
         part(sizes, model.spec.blocks, local.fragments),
         OuterRule(local.outer_lr, local.outer_momentum, local.nesterov),
         home.count,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import SetupError
-from closeranks.core.streams import outlast_readers
+from closeranks.core.streams import ignore_broken_pipes
 
 if TYPE_CHECKING:
     from closeranks.run.hooks import Hook
@@ -63,7 +63,7 @@ def _say_what_takes_long() -> None:
     started."""
     world = detect_world()
     if "closeranks.run.session" not in sys.modules and world.is_lead and world.launcher != "testing":
-        outlast_readers()
+        ignore_broken_pipes()
         print("closeranks: loading PyTorch's distributed parts ...", flush=True)
 
 

@@ -15,13 +15,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.run.saved import SavedState
 from closeranks.sync.memory import OWED, RESIDUAL, rows_to_read
 
 
 def restore_error_feedback(
-    memories: Sequence[Remembered], saved: SavedState, section: str, *, has_owners: bool
+    memories: Sequence[ErrorFeedbackTensor], saved: SavedState, section: str, *, has_owners: bool
 ) -> None:
     """What a state does not hold, or holds with another shape, starts as in a fresh run. ``has_owners``: whether sums
     are compressed by their owners, here or on any rank."""
@@ -41,7 +41,7 @@ def restore_error_feedback(
             one.tensor.zero_()
 
 
-def _rows(one: Remembered, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Piece]:
+def _rows(one: ErrorFeedbackTensor, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Piece]:
     shape = shapes.get(one.piece.name, ())
     return rows_to_read(one.piece, shape[0]) if shape[1:] == one.piece.shape[1:] and shape else ()
 

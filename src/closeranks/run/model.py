@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.weights.protocol import Weights
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Leaf, ModelSpec
+from closeranks.core.protocols import ModelSpec, ParameterShard
 from closeranks.data.order import MicroBatch
 from closeranks.elastic.vote import Verdict
 from closeranks.facts.stages import placement
@@ -84,7 +84,7 @@ class Model(Component):
     ) -> None:
         self.spec, self.applied, self.precision, self.device = spec, applied, precision, context.device
         self.layout, self._groups, self._saves_trained = context.layout, context.groups, saves_trained
-        self._spoken = frozenset(held.piece.name for held in applied.held if held.is_spoken)
+        self._spoken = frozenset(held.piece.name for held in applied.held if held.is_primary)
         self._cut = frozenset(held.piece.name for held in applied.held if is_sharded(held))
         self.module: nn.Module = applied.module
         self.pipeline: Pipeline | None = applied.pipeline
@@ -99,7 +99,7 @@ class Model(Component):
             tensor, piece = local_part(held, groups.shard)
             is_cut = is_sharded(held)
             holders = groups.replica if is_cut else groups.data
-            yield ModelTensor(piece, tensor, held.is_spoken, holders, is_steady=True, is_sharded=is_cut)
+            yield ModelTensor(piece, tensor, held.is_primary, holders, is_steady=True, is_sharded=is_cut)
         speaks_here = groups.data.rank == 0 and groups.tensor.rank == 0
         names: set[str] = set()
         for name, tensor in _buffers(self.applied.stages.values()):
@@ -115,7 +115,7 @@ class Model(Component):
             )
 
     def shard_state(
-        self, section: str, leaf: Leaf, key: str, tensor: Tensor, *, per_replica: bool = False
+        self, section: str, leaf: ParameterShard, key: str, tensor: Tensor, *, per_replica: bool = False
     ) -> StateTensor:
         """A state tensor that belongs to a parameter shard, under its own key: of the shard's shape, or a scalar."""
         name, groups = leaf.piece.name, self._groups.home if per_replica else self._groups
@@ -154,7 +154,7 @@ class Model(Component):
         ]
 
     def _speaker_of(self, name: str) -> int:
-        chain, layout = self.spec.chain, self.layout
+        chain, layout = self.spec.pipeline_spec, self.layout
         if chain is None or layout.pipeline == 1:
             return 0
         ranges = stage_ranges(chain.costs, layout)

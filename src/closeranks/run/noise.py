@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.core.events import Event, NoiseSeen
-from closeranks.core.protocols import Group
+from closeranks.core.protocols import ReduceGroup
 from closeranks.data.schedule import BatchSchedule, MicroBatch
 from closeranks.elastic.vote import Verdict
 from closeranks.optim.noise import Averages, Measured
@@ -63,7 +63,7 @@ class GradientNoiseScale(Component):
         every: int,
         parameters: Iterable[nn.Parameter],
         schedule: BatchSchedule,
-        group: Group,
+        group: ReduceGroup,
         device: torch.device,
     ) -> None:
         self._every, self._schedule, self._group, self._device = every, schedule, group, device

@@ -18,11 +18,11 @@ import torch
 import torch.utils.deterministic
 
 from closeranks import __version__
-from closeranks.core.descriptors import keep_from_children
+from closeranks.core.descriptors import close_in_children
 from closeranks.core.environment import bind_gloo, fix_cublas_workspace, thread_limit
 from closeranks.core.events import RunStarted
 from closeranks.core.interfaces import interface_of
-from closeranks.core.streams import outlast_readers
+from closeranks.core.streams import ignore_broken_pipes
 from closeranks.core.world import World
 from closeranks.facts.devices import datasheet_flops
 from closeranks.optim.scaling import rate_words
@@ -34,10 +34,10 @@ from closeranks.telemetry.device import device_name
 
 def prepare_process(job: Job, world: World) -> None:
     if world.launcher in ("single", "torchrun", "slurm"):  # the agent's workers print into a pipe of the agent
-        outlast_readers()
+        ignore_broken_pipes()
         atexit.register(gc.freeze)  # a script exits a second sooner, without a last search for cycles
     if world.launcher != "testing":
-        keep_from_children()
+        close_in_children()
     _bind_gloo(world)
     torch.set_num_threads(_threads(job, world))
     if job.run.deterministic:

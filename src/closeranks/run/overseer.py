@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from closeranks.agent.link import WorkerLink
 from closeranks.agent.stops import is_sighup_ignored
 from closeranks.core.events import Event, decode
-from closeranks.core.requests import DRAIN, SAVE, Pending, Request
+from closeranks.core.requests import DRAIN, SAVE, PendingRequests, RunRequest
 from closeranks.elastic.shelf import SnapshotPaths
 
 
@@ -25,7 +25,7 @@ class AgentClient(Protocol):
     has_regrouped: bool
     """Set when this generation ended by agreement, for another to continue."""
 
-    def poll(self) -> frozenset[Request]:
+    def poll(self) -> frozenset[RunRequest]:
         """The requests to this run that are pending now; never blocks."""
         ...
 
@@ -53,7 +53,7 @@ class StandaloneClient:
     called."""
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
-        self._asked = Pending()
+        self._asked = PendingRequests()
         self.end_reason = "drained"
         """Why a drain was requested: ``drained`` by a scheduler, ``interrupted`` by Ctrl-C, ``disconnected`` by the
         loss of the terminal."""
@@ -71,7 +71,7 @@ class StandaloneClient:
                 signal.signal(number, self._on_signal)
         os.register_at_fork(after_in_child=_be_ordinary)
 
-    def poll(self) -> frozenset[Request]:
+    def poll(self) -> frozenset[RunRequest]:
         return self._asked.take()
 
     def progress(self, step: int, phase: int) -> None:

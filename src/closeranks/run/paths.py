@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import DataError, Problem
 from closeranks.run.job import Job
 
 _KEYS = ("path", "eval_path", "weights")
-T = TypeVar("T", bound=Table)
+T = TypeVar("T", bound=ConfigTable)
 
 
 def resolve_paths(job: Job, job_file: Path) -> Job:
@@ -54,19 +54,19 @@ def _located(table: T, folder: Path) -> T:
         if key in _KEYS and isinstance(value, str) and _is_relative(value):
             is_beside = not _is_there(Path(value)) and _is_there(folder / value)
             changed[key] = str((folder / value).absolute()) if is_beside else value
-        elif isinstance(value, Table):
+        elif isinstance(value, ConfigTable):
             changed[key] = _located(value, folder)
         elif key == "parts" and isinstance(value, dict):
             changed[key] = {name: _located(part, folder) for name, part in value.items()}
     return table.model_copy(update=changed)
 
 
-def _named(table: Table, prefix: str) -> Iterator[tuple[str, str]]:
+def _named(table: ConfigTable, prefix: str) -> Iterator[tuple[str, str]]:
     for key in type(table).model_fields:
         value = getattr(table, key)
         if key in _KEYS and isinstance(value, str):
             yield f"{prefix}.{key}", value
-        elif isinstance(value, Table):
+        elif isinstance(value, ConfigTable):
             yield from _named(value, f"{prefix}.{key}")
         elif key == "parts" and isinstance(value, dict):
             for name, part in value.items():

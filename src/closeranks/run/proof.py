@@ -98,8 +98,8 @@ class LayoutRecord(Hook):
 
 def _gradients(session: Session, factor: Tensor) -> Iterator[tuple[Piece, Tensor]]:
     """As the optimizer receives them: divided by the weight of all ranks, and clipped."""
-    for leaf in session.engine.reducer.leaves():
-        if leaf.is_spoken and leaf.tensor.grad is not None:
+    for leaf in session.engine.reducer.parameter_shards():
+        if leaf.is_primary and leaf.tensor.grad is not None:
             yield leaf.piece, leaf.tensor.grad * factor.to(leaf.tensor.grad.dtype)
 
 

@@ -28,7 +28,7 @@ from closeranks.capture.plan import num_digest_threads
 from closeranks.capture.slots import SealedSlot, SlotError, SlotHeader, SnapshotSlot, inspect_slot, void_slot
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Event, Restored, Resumed, StepDone, Warned, decode
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.regular_file import read_text
 from closeranks.elastic.choosing import (
     OWN_FILES,
@@ -56,12 +56,16 @@ from closeranks.run.state import RunState as RunState
 from closeranks.telemetry.folder import RunFolder
 from closeranks.telemetry.recorder import last_step, parse_line
 
-OPENED = declare("restore.opened", "the group of a later generation has formed; nobody knows what is held")
-AGREED = declare("restore.agreed", "all ranks know from which copies they go on, and have read none")
-FETCHING = declare("restore.fetching", "a copy from another host has arrived, others may be on their way")
-BEFORE_VERIFY = declare("restore.before_verify", "everything is at hand, and nothing of it is checked")
-AFTER_VERIFY = declare("restore.after_verify", "this rank has its state back, and does not know of the others")
-FIRST_STEP = declare("restore.first_step", "the first step of a later generation is computed, and not voted on")
+OPENED = declare_failpoint("restore.opened", "the group of a later generation has formed; nobody knows what is held")
+AGREED = declare_failpoint("restore.agreed", "all ranks know from which copies they go on, and have read none")
+FETCHING = declare_failpoint("restore.fetching", "a copy from another host has arrived, others may be on their way")
+BEFORE_VERIFY = declare_failpoint("restore.before_verify", "everything is at hand, and nothing of it is checked")
+AFTER_VERIFY = declare_failpoint(
+    "restore.after_verify", "this rank has its state back, and does not know of the others"
+)
+FIRST_STEP = declare_failpoint(
+    "restore.first_step", "the first step of a later generation is computed, and not voted on"
+)
 _BEGINNING = "beginning.json"
 """In the run folder: what a later generation must know of the first and cannot find out."""
 _NONE_OF_OURS = 1 << 30
@@ -107,7 +111,7 @@ def restore_generation(engine: Engine, state: RunState, folder: Path, shelf: Sna
         _note_beginning(context, folder)  # only now: a refused job leaves the folder unchanged
         return begun
     began_at = time.monotonic()
-    point(OPENED)
+    failpoint(OPENED)
     engine.components.add(_FirstStep())
     memory = _Memory(context, state, shelf)
     choice, tree = memory.recall()
@@ -135,7 +139,7 @@ class _FirstStep(Component):
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
         if self._label:
-            point(self._label)
+            failpoint(self._label)
             self._label = ""
 
 
@@ -225,11 +229,11 @@ class _Memory:
         """Try to read the newest complete state; drop the copies that prove bad and repeat until one is read."""
         layout = layout_digest(self.context.layout)
         while (choice := plan_restore(self.sound(), self.seats, layout, self.shelf.run)) is not None:
-            point(AGREED)
+            failpoint(AGREED)
             with ExitStack() as opened:
                 attempt = _Attempt(self.context, self.run_state, self.shelf, self.seats, choice, opened)
                 tree, problems = attempt.read()
-                point(AFTER_VERIFY)
+                failpoint(AFTER_VERIFY)
                 # After this exchange all ranks have finished reading: fetched copies may be freed.
                 heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(problems))]
             blamed = {SnapshotLocation(*place): what for problems in heard for *place, what in problems}
@@ -281,7 +285,7 @@ class _Attempt:
         if problems:
             return {}, problems
         wanted = self.choice.reads[self.rank]
-        point(BEFORE_VERIFY)
+        failpoint(BEFORE_VERIFY)
         try:
             sealed = [SealedSlot(paths.get(name) or self._path(copy)) for name, copy in wanted.items()]
             num_threads = num_digest_threads(self.context.world.local_size)
@@ -310,7 +314,7 @@ class _Attempt:
             elif fetch.target == self.rank:
                 slot, path = self._scratch()
                 received = receive_slot(slot, fetch.source)
-                point(FETCHING)
+                failpoint(FETCHING)
                 if received.is_sealed:
                     got[fetch.copy.about.image] = path
                 else:

@@ -27,7 +27,7 @@ from closeranks.checkpoint.rhythm import SaveSchedule
 from closeranks.checkpoint.saver import CheckpointSaver, SaveTarget
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
-from closeranks.core.refuges import advice, refuges
+from closeranks.core.refuges import fallback_folders, resume_advice
 from closeranks.core.requests import SAVE
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.run.component import Component
@@ -227,7 +227,7 @@ class SessionCheckpoints(Component):
         context = self._context
         looks = context.world.is_lead and context.world.local_size == context.world.size
         num_bytes = self._capture.num_saved_bytes(self._state.tensors()) * context.world.size
-        here = refuges(self._folder, num_bytes) if looks else iter(())
+        here = fallback_folders(self._folder, num_bytes) if looks else iter(())
         while place := context.groups.world.share_text(str(next(here, ""))):
             saver = self._open(replace(self._settings, place=place, remote="", keep_last=1 << 30))
             reports: list[SaveReport] = []
@@ -242,7 +242,9 @@ class SessionCheckpoints(Component):
             if context.world.is_lead:
                 written = next(report for report in reports if report.kind == "committed")
                 self._emit(Saved(step, path, written.num_bytes, written.seconds))
-            return SetupError(error.what, f"The state of step {step} lies in {path} instead. {advice(Path(place))}")
+            return SetupError(
+                error.what, f"The state of step {step} lies in {path} instead. {resume_advice(Path(place))}"
+            )
         return error
 
     def _write(
@@ -293,7 +295,7 @@ class SessionCheckpoints(Component):
         try:
             return self._open(self._settings)
         except SetupError as error:
-            if self._context.world.is_first:
+            if self._context.world.is_first_generation:
                 raise
             self._emit(SaveFailed(step, error.what, self._context.world.rank))
             return None

@@ -79,7 +79,7 @@ class Session:
             self.engine, self.state, self.context = self._built.engine, self._built.state, self._built.engine.context
             opened.callback(self.context.world_group.close)
             self.job, self.folder = self.context.job, agreement.folder(self.context.groups.world)
-            self.recorder = EventRecorder(self.folder, self.world.rank, must_open=self.world.is_first)
+            self.recorder = EventRecorder(self.folder, self.world.rank, must_open=self.world.is_first_generation)
             self._emit = self.recorder.emit
             opened.callback(self.recorder.close)
             self._furnish(hooks)
@@ -171,13 +171,13 @@ class Session:
 
     def _begin(self) -> None:
         self._is_begun = True
-        if self.world.is_lead and (problem := record_job(self.job, self.folder, must=self.world.is_first)):
+        if self.world.is_lead and (problem := record_job(self.job, self.folder, must=self.world.is_first_generation)):
             self._emit(Warned(problem))
         self._emit(self.started_event())
         self._copies.snapshots.emit_start_events(self._built.warnings)
         self.model.train()
         self._hooks.on_start(self)
-        self.engine.batches.start(self.num_done, self.folder, self._emit, must_log=self.world.is_first)
+        self.engine.batches.start(self.num_done, self.folder, self._emit, must_log=self.world.is_first_generation)
         self._collector.disable()
         self._copies.snapshots.start(self.num_done)
         self._ledger.restart_clock()

@@ -16,7 +16,7 @@ from closeranks.agent.progress import WorkerPhase
 from closeranks.core.errors import UserError
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
-from closeranks.core.requests import Request
+from closeranks.core.requests import RunRequest
 from closeranks.data.order import MicroBatch
 from closeranks.data.reader import LoadedBatch
 from closeranks.elastic.vote import Ballot, Verdict
@@ -96,7 +96,7 @@ class Step:
         if self._num_done == len(self._assigned):
             self._pace.stop(self._num_done)
 
-    def commit(self, requests: Iterable[Request] = ()) -> Verdict:
+    def commit(self, requests: Iterable[RunRequest] = ()) -> Verdict:
         """Collective. End the step, and pass this rank's ``requests`` to the vote. No host sync on an accelerator."""
         if self._num_done != len(self._assigned):
             what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
@@ -104,7 +104,7 @@ class Step:
         engine, tally, pace = self._engine, self._tally, self._pace
         pace.enter_phase(WorkerPhase.REDUCE)
         engine.reducer.finish()
-        norm = norm_squared(engine.reducer.spoken(), engine.context.device)
+        norm = norm_squared(engine.reducer.primary_gradients(), engine.context.device)
         ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, frozenset(requests))
         pace.enter_phase(WorkerPhase.SNAPSHOT)
         for before in self._phases["before_vote"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.events import Evaluated, StepDone, Warned
 from closeranks.run.hooks import Hook
 
@@ -52,5 +52,5 @@ class Tracker(Hook):
             act()
         except Exception as error:
             self._has_failed = True
-            what = f"the tracker {type(self).__qualname__} no longer follows the run: {describe(error)}"
+            what = f"the tracker {type(self).__qualname__} no longer follows the run: {describe_error(error)}"
             session.recorder.emit(Warned(what, session.num_done or None))

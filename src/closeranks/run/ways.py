@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from closeranks.core.errors import ConfigError, Problem
-from closeranks.core.protocols import Held
+from closeranks.core.protocols import LocalParameter
 from closeranks.core.world import World
 from closeranks.facts.collectives import across_bytes
 from closeranks.facts.layout import Layout
@@ -98,11 +98,11 @@ def _two_levels(inside: Group, across: WayMaker) -> WayMaker:
     return make
 
 
-def must_stay_uncompressed(layout: Layout, one: Held) -> bool:
+def must_stay_uncompressed(layout: Layout, one: LocalParameter) -> bool:
     """Whether a parameter must not be compressed. Ranks of other axes than data that hold the same values, or partial
     sums of the same gradient, would diverge: each compresses them together with different neighbouring parameters."""
     is_copied = layout.tensor > 1 and one.piece.is_whole
-    return bool(one.partial_over) or not one.is_spoken or is_copied
+    return bool(one.partial_over) or not one.is_primary or is_copied
 
 
 def describe_compression(config: CompressConfig, plan: Plan, what: str = "gradients") -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from closeranks.core.errors import UserError
-from closeranks.core.protocols import Batch, Chain, Loss, Reducer
+from closeranks.core.protocols import Batch, Loss, PipelineSpec, Reducer
 from closeranks.data.order import MicroBatch
 from closeranks.data.reader import LoadedBatch
 from closeranks.parallel.tensor import shapes_explained
@@ -52,9 +52,9 @@ class MicroBatchCallbacks:
         before: BeforeForward,
         after: ScaleLoss,
     ) -> None:
-        assert model.spec.chain is not None
+        assert model.spec.pipeline_spec is not None
         self._model, self._reducer, self._pace = model, reducer, pace
-        self._chain: Chain = model.spec.chain
+        self._chain: PipelineSpec = model.spec.pipeline_spec
         self._loaded = loaded
         self._before, self._after = before, after
         self.num_micro = len(loaded)
@@ -73,13 +73,13 @@ class MicroBatchCallbacks:
         self._before(self._loaded[micro].micro_batch, stage)
 
     def first_input(self, module: nn.Module, micro: int) -> Tensor:
-        return self._chain.enter(module, self._batch(micro))
+        return self._chain.first_input(module, self._batch(micro))
 
     def shared_inputs(self, module: nn.Module, micro: int) -> Any:
-        return self._chain.beside(module, self._batch(micro))
+        return self._chain.shared_inputs(module, self._batch(micro))
 
     def loss_from_output(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
-        loss = self._chain.leave(module, output, self._batch(micro))
+        loss = self._chain.loss_from_output(module, output, self._batch(micro))
         return self._after(self._loaded[micro].micro_batch, loss)
 
     def begin_backward(self, stage: int, *, is_last: bool) -> None:

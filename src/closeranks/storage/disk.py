@@ -12,14 +12,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.storage.failures import disk_error
 from closeranks.storage.protocol import Bytes, FullError, StorageError
 
 WINDOW_BYTES = 8 << 20
 """One system call writes at most this much, and the kernel is then told to start on it."""
-CHUNK_WRITTEN = declare("data chunk written", "a data file on a disk is there in part")
-DATA_DURABLE = declare("data file durable", "a data file on a disk is whole and fsynced")
+CHUNK_WRITTEN = declare_failpoint("data chunk written", "a data file on a disk is there in part")
+DATA_DURABLE = declare_failpoint("data file durable", "a data file on a disk is whole and fsynced")
 
 _SYNC_FILE_RANGE_WRITE = 2
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -130,7 +130,7 @@ class DiskSink:
                 rest = rest[count:]
         except OSError as error:
             raise disk_error(error, "writing", self._path) from error
-        point(CHUNK_WRITTEN)
+        failpoint(CHUNK_WRITTEN)
 
     def close(self) -> None:
         if self._written != self._num_bytes:
@@ -143,7 +143,7 @@ class DiskSink:
             fsync_folder(self._path.parent)
         except OSError as error:
             raise disk_error(error, "writing", self._path) from error
-        point(DATA_DURABLE)
+        failpoint(DATA_DURABLE)
 
     def abort(self) -> None:
         try:

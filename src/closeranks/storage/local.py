@@ -19,7 +19,7 @@ from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.regular_file import open_descriptor
 from closeranks.storage.disk import (
     WINDOW_BYTES,
@@ -48,9 +48,9 @@ from closeranks.storage.protocol import (
     StorageSink,
 )
 
-WRITTEN_ASIDE = declare("document written aside", "a document is whole and fsynced under a temporary name")
-IN_PLACE = declare("document in place", "a document has its name, which is not fsynced in its folder yet")
-REMOVED = declare("file removed", "a file is gone, which is not fsynced in its folder yet")
+WRITTEN_ASIDE = declare_failpoint("document written aside", "a document is whole and fsynced under a temporary name")
+IN_PLACE = declare_failpoint("document in place", "a document has its name, which is not fsynced in its folder yet")
+REMOVED = declare_failpoint("file removed", "a file is gone, which is not fsynced in its folder yet")
 
 _ASIDE = ".aside"
 _STALE_S = 3600.0
@@ -139,12 +139,12 @@ class LocalStorage:
             make_folder(path.parent)
             try:
                 _write_aside(aside, data)
-                point(WRITTEN_ASIDE)
+                failpoint(WRITTEN_ASIDE)
                 if replace:
                     os.replace(aside, path)
                 else:
                     _give_name(aside, path)
-                point(IN_PLACE)
+                failpoint(IN_PLACE)
             finally:
                 aside.unlink(missing_ok=True)
             fsync_folder(path.parent)
@@ -155,7 +155,7 @@ class LocalStorage:
         path = self._path(name)
         try:
             path.unlink()
-            point(REMOVED)
+            failpoint(REMOVED)
             fsync_folder(path.parent)
         except (FileNotFoundError, NotADirectoryError):
             return

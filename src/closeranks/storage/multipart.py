@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.storage.failures import UnknownUploadError
 from closeranks.storage.patience import RetryCount, RetryPolicy, retry
 from closeranks.storage.protocol import Bytes, MissingError, StorageError
@@ -29,9 +29,11 @@ NUM_STREAMS = 4
 """Parts on their way at once: one connection of an object store is far slower than the store."""
 _MOST_PARTS = 10_000
 _MIB = 1 << 20
-PART_SENT = declare("part sent", "an upload has begun and holds some of its parts")
-PARTS_SENT = declare("parts sent", "all parts of an upload are with the store, which was not told to join them")
-UPLOADED = declare("upload complete", "a data file in an object store is whole")
+PART_SENT = declare_failpoint("part sent", "an upload has begun and holds some of its parts")
+PARTS_SENT = declare_failpoint(
+    "parts sent", "all parts of an upload are with the store, which was not told to join them"
+)
+UPLOADED = declare_failpoint("upload complete", "a data file in an object store is whole")
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,13 +102,13 @@ class MultipartSink:
             self._send()
             while self._sending:
                 self._collect()
-            point(PARTS_SENT)
+            failpoint(PARTS_SENT)
             self._complete()
         else:
             body = bytes(self._filling)
             self._target.call("put_object", "uploading", Body=body, ContentMD5=content_md5(body))
         self._let_go()
-        point(UPLOADED)
+        failpoint(UPLOADED)
 
     def abort(self) -> None:
         for future in self._sending:
@@ -137,7 +139,7 @@ class MultipartSink:
     def _send_part(self, number: int, body: bytes) -> dict[str, Any]:
         which: dict[str, Any] = {"UploadId": self._upload, "PartNumber": number}
         answer = self._target.call("upload_part", "uploading", **which, Body=body, ContentMD5=content_md5(body))
-        point(PART_SENT)
+        failpoint(PART_SENT)
         checksums = {name: value for name, value in answer.items() if name.startswith("Checksum")}
         checksums.pop("ChecksumType", None)
         return {"PartNumber": number, "ETag": answer["ETag"], **checksums}

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.storage import lease
 from closeranks.storage.connection import FsspecConnection, connect
 from closeranks.storage.download import DownloadSource, download
@@ -38,7 +38,7 @@ from closeranks.storage.protocol import (
 from closeranks.storage.stream import StreamSink
 
 _LOG = logging.getLogger(__name__)
-PUT = declare("document put", "a document is in an object store")
+PUT = declare_failpoint("document put", "a document is in an object store")
 _NUM_AHEAD = 2
 _STALE_S = 86400.0
 
@@ -141,7 +141,7 @@ class RemoteStorage:
             # itself when the connection breaks) may have arrived though its answer did not.
             if self.read(name) != body:
                 raise
-        point(PUT)
+        failpoint(PUT)
 
     def remove(self, name: str) -> None:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from closeranks.core.protocols import Held, Leaf
+from closeranks.core.protocols import LocalParameter, ParameterShard
 from closeranks.sync.buckets import Bucket, plan_buckets
 from closeranks.sync.departures import Departures
 from closeranks.sync.held import DataGroup, as_members, view_of
@@ -25,7 +25,7 @@ from closeranks.sync.ways import OnWays, Way, WayMaker, flat_ways
 class _Buffer:
     """One bucket's memory, a view of it for every member's gradient, and its reduction."""
 
-    def __init__(self, bucket: Bucket, held: Sequence[Held], ways: WayMaker) -> None:
+    def __init__(self, bucket: Bucket, held: Sequence[LocalParameter], ways: WayMaker) -> None:
         self.held = [held[number] for number in bucket.members]
         first = self.held[0].parameter
         self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
@@ -46,18 +46,20 @@ class AllReduce(OnWays):
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[LocalParameter],
         group: DataGroup,
         *,
         bucket_bytes: int,
         first_bucket_bytes: int,
         overlap: bool = True,
         ways: WayMaker | None = None,
-        is_exact: Callable[[Held], bool] = lambda one: False,
+        is_exact: Callable[[LocalParameter], bool] = lambda one: False,
     ) -> None:
         self._held = [one for one in held if one.parameter.requires_grad]
         self._group = group
-        self._leaves = tuple(Leaf(one.parameter, one.piece, one.is_spoken and group.rank == 0) for one in self._held)
+        self._leaves = tuple(
+            ParameterShard(one.parameter, one.piece, one.is_primary and group.rank == 0) for one in self._held
+        )
         # A group of one has nothing to sum: gradients stay where autograd put them.
         members = as_members(self._held, is_exact=is_exact) if group.size > 1 else ()
         num_shards = 1 if ways is None else group.size  # such reductions may slice buckets
@@ -77,7 +79,7 @@ class AllReduce(OnWays):
             overlap=overlap,
         )
 
-    def leaves(self) -> Sequence[Leaf]:
+    def leaves(self) -> Sequence[ParameterShard]:
         return self._leaves
 
     def begin_step(self, step: int) -> None:
@@ -111,7 +113,7 @@ class AllReduce(OnWays):
             return []
         if self._buffers:
             return [buffer.flat for buffer in self._buffers if buffer.is_spoken]
-        return [one.parameter.grad for one in self._held if one.is_spoken and one.parameter.grad is not None]
+        return [one.parameter.grad for one in self._held if one.is_primary and one.parameter.grad is not None]
 
     def absent(self) -> Collection[str]:
         return self._absent

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, field_validator
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 
 _MIB = 1 << 20
 _USUAL_MIB = 25.0
@@ -25,7 +25,7 @@ def _check_bucket(value: float | str) -> float | str:
     return value
 
 
-class CompressConfig(Table):
+class CompressConfig(ConfigTable):
     """How much of a gradient travels. What is left out of one step is remembered and sent with later ones."""
 
     name: Literal["none", "bf16", "fp16", "int8", "topk", "powersgd", "onebit"] = "none"
@@ -56,7 +56,7 @@ class CompressConfig(Table):
         return math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
 
 
-class LocalConfig(Table):
+class LocalConfig(ConfigTable):
     """Replicas that train apart and meet every so many steps: local SGD, DiLoCo, streaming DiLoCo."""
 
     every: int = Field(default=0, ge=0)
@@ -80,7 +80,7 @@ class LocalConfig(Table):
         return self.every > 0
 
 
-class SyncConfig(Table):
+class SyncConfig(ConfigTable):
     """How gradients are summed over the data ranks."""
 
     bucket_mib: Annotated[float | str, AfterValidator(_check_bucket)] = _USUAL_MIB

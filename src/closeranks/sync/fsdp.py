@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Held, Leaf
+from closeranks.core.protocols import LocalParameter, ParameterShard
 from closeranks.sync.held import DataGroup
 from closeranks.sync.partial import Part, sum_parts
 from closeranks.sync.units import Units, fsdp_parts, parameter_groups
@@ -34,8 +34,8 @@ from closeranks.sync.ways import OnWays, Way, WayMaker
 class _Share:
     """A parameter and the part of it that this rank updates."""
 
-    held: Held
-    leaf: Leaf
+    held: LocalParameter
+    leaf: ParameterShard
 
     def gradient(self) -> Tensor:
         """The local rows' part of the gradient; zeros where no sample used the parameter."""
@@ -57,14 +57,14 @@ class FullyShardedReducer(OnWays):
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[LocalParameter],
         modules: Sequence[nn.Module],
         shard: DataGroup,
         replica: DataGroup,
         *,
         hold: str,
         ways: WayMaker | None = None,
-        is_exact: Callable[[Held], bool] = lambda one: False,
+        is_exact: Callable[[LocalParameter], bool] = lambda one: False,
     ) -> None:
         self._modules = [module for module in modules if isinstance(module, FSDPModule)]
         self._shard, self._replica = shard, replica
@@ -80,7 +80,7 @@ class FullyShardedReducer(OnWays):
         if ways is not None:
             self._units = Units(modules, self._trained, shard, replica, ways, is_exact)
 
-    def leaves(self) -> Sequence[Leaf]:
+    def leaves(self) -> Sequence[ParameterShard]:
         return tuple(share.leaf for share in self._shares)
 
     def begin_step(self, step: int) -> None:
@@ -127,7 +127,7 @@ class FullyShardedReducer(OnWays):
     def spoken(self) -> Sequence[Tensor]:
         """Each shard rank of the first replica holds the primary copy of its rows."""
         pairs = zip(self._shares, self._gradients, strict=True)
-        return [gradient for share, gradient in pairs if share.leaf.is_spoken]
+        return [gradient for share, gradient in pairs if share.leaf.is_primary]
 
     def absent(self) -> Collection[str]:
         if all(one.parameter in self._used for one in self._trained):
@@ -160,15 +160,15 @@ class FullyShardedReducer(OnWays):
     def _ways(self) -> Sequence[Way]:
         return self._units.ways if self._units is not None else ()
 
-    def _share(self, one: Held) -> _Share:
+    def _share(self, one: LocalParameter) -> _Share:
         """FSDP2 shards the first dim. It does not shard 0-dim parameters: every rank holds them, and the first rank's
         copy is the primary one."""
         tensor = local_of(one.parameter).detach()
         is_first = self._replica.rank == 0
         if _is_sharded(one):
-            piece = one.piece.cut(0, self._shard.rank, self._shard.size)
-            return _Share(one, Leaf(tensor, piece, one.is_spoken and is_first))
-        return _Share(one, Leaf(tensor, one.piece, one.is_spoken and is_first and self._shard.rank == 0))
+            piece = one.piece.shard(0, self._shard.rank, self._shard.size)
+            return _Share(one, ParameterShard(tensor, piece, one.is_primary and is_first))
+        return _Share(one, ParameterShard(tensor, one.piece, one.is_primary and is_first and self._shard.rank == 0))
 
     def _add_copies(self) -> dict[int, int]:
         """Add up the gradients of a parameter that two stages of this rank share and each has sharded: the first copy
@@ -189,5 +189,5 @@ def local_of(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_sharded(one: Held) -> bool:
+def _is_sharded(one: LocalParameter) -> bool:
     return isinstance(one.parameter, DTensor)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Held
+from closeranks.core.protocols import LocalParameter
 from closeranks.sync.buckets import Member
 
 
@@ -30,16 +30,21 @@ class DataGroup(Protocol):
     def process_group(self) -> dist.ProcessGroup | None: ...
 
 
-def hold_whole(module: nn.Module) -> tuple[Held, ...]:
+def hold_whole(module: nn.Module) -> tuple[LocalParameter, ...]:
     """The parameters of a module that no other axis has sharded."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return tuple(Held(p, Piece.whole(name, tuple(p.shape)), tuple(more)) for p, (name, *more) in names.items())
+    return tuple(
+        LocalParameter(p, Piece.whole(name, tuple(p.shape)), tuple(more)) for p, (name, *more) in names.items()
+    )
 
 
 def as_members(
-    held: Sequence[Held], *, keep_rows: bool = False, is_exact: Callable[[Held], bool] = lambda one: False
+    held: Sequence[LocalParameter],
+    *,
+    keep_rows: bool = False,
+    is_exact: Callable[[LocalParameter], bool] = lambda one: False,
 ) -> tuple[Member, ...]:
     """The parameters as input of a bucket plan; ``keep_rows`` where shards must be boxes or ranges of rows,
     ``is_exact`` for those that must not be compressed."""
@@ -51,7 +56,7 @@ def as_members(
             str(one.parameter.dtype),
             one.parameter.element_size(),
             one.stage,
-            one.is_spoken,
+            one.is_primary,
             tuple(groups.index(group) for group in one.partial_over),
             row_of(one.parameter) if keep_rows else 1,
             is_exact(one),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.sync.places import Load, Place
 
 RESIDUAL, OWED, FACTOR = "residual", "owed", "factor"
@@ -54,12 +54,12 @@ class Memory:
         self._is_written = False
 
 
-def in_rows(kind: str, flat: Tensor, load: Load, row: int, num_rows: int) -> Iterator[Remembered]:
+def in_rows(kind: str, flat: Tensor, load: Load, row: int, num_rows: int) -> Iterator[ErrorFeedbackTensor]:
     """A flat tensor with the layout of a flat buffer, parameter by parameter."""
     for place in load.places:
         part = flat[place.offset : place.offset + place.numel]
         tensor = part.view(1, *place.piece.size) if place.is_box else part
-        yield Remembered(kind, _row_piece(kind, place, row, num_rows), tensor)
+        yield ErrorFeedbackTensor(kind, _row_piece(kind, place, row, num_rows), tensor)
 
 
 def _row_piece(kind: str, place: Place, row: int, num_rows: int) -> Piece:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from closeranks.core.protocols import Leaf, Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor, ParameterShard
 from closeranks.sync.held import view_of
 from closeranks.sync.journeys import travel
 from closeranks.sync.places import Load, Place, in_memory_order, memory_order
@@ -52,7 +52,7 @@ class OuterRule:
 class Kept(NamedTuple):
     """The state of one parameter shard between synchronizations: views of the flat tensors."""
 
-    leaf: Leaf
+    leaf: ParameterShard
     anchor: Tensor
     momentum: Tensor | None
     """None where the outer optimizer has no momentum."""
@@ -61,7 +61,9 @@ class Kept(NamedTuple):
 class _Fragment:
     """Parameter shards of one dtype that synchronize together, their flat tensors, and the reduction of these."""
 
-    def __init__(self, leaves: Sequence[Leaf], num_replicas: int, ways: WayMaker, *, has_momentum: bool) -> None:
+    def __init__(
+        self, leaves: Sequence[ParameterShard], num_replicas: int, ways: WayMaker, *, has_momentum: bool
+    ) -> None:
         self.leaves = leaves
         load = _load_of(leaves, num_replicas)
         self.anchor = torch.zeros(load.numel, dtype=load.dtype, device=load.device)
@@ -75,7 +77,7 @@ class _Fragment:
             offset += leaf.tensor.numel()
 
 
-def _load_of(leaves: Sequence[Leaf], num_replicas: int) -> Load:
+def _load_of(leaves: Sequence[ParameterShard], num_replicas: int) -> Load:
     """The shards one after the other, padded so that the buffer divides evenly."""
     places, offset = list[Place](), 0
     for leaf in leaves:
@@ -97,7 +99,7 @@ class Outer:
 
     def __init__(
         self,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[ParameterShard],
         fragment_of: Mapping[str, int],
         rule: OuterRule,
         num_replicas: int,
@@ -111,7 +113,7 @@ class Outer:
         order that depends on the offset in it, so each of these is reduced by itself."""
         self._rule, self._num_replicas = rule, num_replicas
         self._fragments = dict[int, list[_Fragment]]()
-        grouped = dict[tuple[int, torch.dtype, bool, str], list[Leaf]]()
+        grouped = dict[tuple[int, torch.dtype, bool, str], list[ParameterShard]]()
         for leaf in leaves:
             name = leaf.piece.name
             key = (fragment_of[name], leaf.tensor.dtype, name in exact, name if name in alone else "")
@@ -139,7 +141,7 @@ class Outer:
                 part.way.begin(step)
                 self._meet(part, share)
 
-    def memory(self) -> Iterator[Remembered]:
+    def memory(self) -> Iterator[ErrorFeedbackTensor]:
         """Error feedback of the compressed deltas."""
         for part in self._parts():
             yield from part.way.memory()

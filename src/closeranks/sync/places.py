@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Held
+from closeranks.core.protocols import LocalParameter
 from closeranks.sync.held import dense_strides
 
 
@@ -75,7 +75,7 @@ def _clipped(place: Place, first: int, last: int) -> Place:
     return Place(place.piece, begin - first, place.begin + skipped, place.begin + skipped + end - begin)
 
 
-def place_of(held: Held, offset: int) -> Place:
+def place_of(held: LocalParameter, offset: int) -> Place:
     """The span of a held parameter that is stored densely at ``offset``."""
     piece = in_memory_order(held.piece, memory_order(held.parameter))
     return Place(piece, offset, 0, piece.numel)
@@ -99,7 +99,7 @@ def in_memory_order(piece: Piece, order: Sequence[int]) -> Piece:
     return Piece(name, sorted_by(piece.shape), sorted_by(piece.start), sorted_by(piece.size), piece.flat)
 
 
-def load_of(held: Sequence[Held], offsets: Sequence[int], flat: Tensor) -> Load:
+def load_of(held: Sequence[LocalParameter], offsets: Sequence[int], flat: Tensor) -> Load:
     """The spec of a flat tensor that holds these parameters at these offsets."""
     places = tuple(place_of(one, offset) for one, offset in zip(held, offsets, strict=True))
     return Load(places, flat.numel(), flat.dtype, flat.device)

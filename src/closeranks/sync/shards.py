@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import SEVERAL_STAGES, Held, Leaf
+from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter, ParameterShard
 from closeranks.sync.buckets import Bucket, plan_buckets
 from closeranks.sync.collectives import gather_flat
 from closeranks.sync.departures import Departures
@@ -39,7 +39,12 @@ class _Bucket:
     """One bucket of weights, this rank's slice of it, and the gradients of that slice."""
 
     def __init__(
-        self, bucket: Bucket, held: Sequence[Held], shard: DataGroup, over_shards: WayMaker, over_replicas: WayMaker
+        self,
+        bucket: Bucket,
+        held: Sequence[LocalParameter],
+        shard: DataGroup,
+        over_shards: WayMaker,
+        over_replicas: WayMaker,
     ) -> None:
         self.held = [held[number] for number in bucket.members]
         self.stage, self.is_spoken = bucket.stage, bucket.is_spoken
@@ -91,7 +96,7 @@ class _Bucket:
                 if self.num_lacked[place] == self.num_sums:
                     yield one.piece.name
 
-    def leaves(self, is_speaker: bool) -> Iterator[tuple[Leaf, Tensor]]:
+    def leaves(self, is_speaker: bool) -> Iterator[tuple[ParameterShard, Tensor]]:
         """The shard and its gradient, for each member of which this rank owns a part."""
         last = self._first + self.slice.numel()
         for offset, one in zip(self._offsets, self.held, strict=True):
@@ -103,10 +108,10 @@ class _Bucket:
                 if piece.flat is None:
                     like = one.parameter.detach()[tuple(map(slice, piece.size))]
                     weights, gradient = view_of(weights, 0, like), view_of(gradient, 0, like)
-                yield Leaf(weights, piece, one.is_spoken and is_speaker), gradient
+                yield ParameterShard(weights, piece, one.is_primary and is_speaker), gradient
 
 
-def _piece(one: Held, begin: int, end: int) -> Piece:
+def _piece(one: LocalParameter, begin: int, end: int) -> Piece:
     """Elements ``begin`` to ``end`` in memory: a range of rows, or a box where memory is not in row order."""
     row = row_of(one.parameter)
     if row == 1:
@@ -126,7 +131,7 @@ class ShardedReducer(OnWays):
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[LocalParameter],
         shard: DataGroup,
         replica: DataGroup,
         *,
@@ -136,7 +141,7 @@ class ShardedReducer(OnWays):
         first_bucket_bytes: int,
         overlap: bool = True,
         ways: WayMaker | None = None,
-        is_exact: Callable[[Held], bool] = lambda one: False,
+        is_exact: Callable[[LocalParameter], bool] = lambda one: False,
     ) -> None:
         trained = [one for one in held if one.parameter.requires_grad]
         self._shard, self._replica = shard, replica
@@ -164,7 +169,7 @@ class ShardedReducer(OnWays):
             overlap=overlap,
         )
 
-    def leaves(self) -> Sequence[Leaf]:
+    def leaves(self) -> Sequence[ParameterShard]:
         return self._leaves
 
     def begin_step(self, step: int) -> None:
@@ -232,7 +237,7 @@ class ShardedReducer(OnWays):
             yield bucket.over_shards
             yield bucket.over_replicas
 
-    def _bucket(self, bucket: Bucket, held: Sequence[Held], ways: WayMaker | None) -> _Bucket:
+    def _bucket(self, bucket: Bucket, held: Sequence[LocalParameter], ways: WayMaker | None) -> _Bucket:
         over_shards, over_replicas = flat_ways(self._shard), flat_ways(self._replica)
         if ways is not None and not bucket.is_exact:
             over_shards, over_replicas = (over_shards, ways) if self._replica.size > 1 else (ways, over_replicas)

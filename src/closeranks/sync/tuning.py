@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.core.protocols import Held
+from closeranks.core.protocols import LocalParameter
 from closeranks.facts.collectives import Link, Network, best_bucket
 from closeranks.sync.held import DataGroup
 
@@ -63,7 +63,7 @@ class Work:
     nothing overlaps."""
 
 
-def gradient_bytes(held: Iterable[Held]) -> int:
+def gradient_bytes(held: Iterable[LocalParameter]) -> int:
     trained = (one.parameter for one in held if one.parameter.requires_grad)
     return sum(parameter.numel() * parameter.element_size() for parameter in trained)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Held
+from closeranks.core.protocols import LocalParameter
 from closeranks.sync.held import DataGroup
 from closeranks.sync.journeys import travel
 from closeranks.sync.places import Load, Place
@@ -74,11 +74,11 @@ class Units:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        held: Sequence[Held],
+        held: Sequence[LocalParameter],
         shard: DataGroup,
         replica: DataGroup,
         ways: WayMaker,
-        is_exact: Callable[[Held], bool],
+        is_exact: Callable[[LocalParameter], bool],
     ) -> None:
         """``is_exact``: parameters whose unit is summed uncompressed; so are parameters shared by several stages of a
         rank."""
@@ -123,13 +123,13 @@ def parameter_groups(part: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _trained(part: FSDPModule, held: Mapping[nn.Parameter, Held]) -> list[Held]:
+def _trained(part: FSDPModule, held: Mapping[nn.Parameter, LocalParameter]) -> list[LocalParameter]:
     """A unit's trained parameters in the order in which FSDP2 lays them out."""
     parameters = [one.sharded_param for group in parameter_groups(part) for one in group.fsdp_params]
     return [held[parameter] for parameter in parameters if parameter.requires_grad]
 
 
-def unit_load(held: Sequence[Held], num_shards: int) -> Load:
+def unit_load(held: Sequence[LocalParameter], num_shards: int) -> Load:
     """See [Note: unit loads]."""
     first = held[0].parameter
     shares = [_rows_each(one.piece, num_shards) * _row(one.piece) for one in held]
@@ -138,7 +138,7 @@ def unit_load(held: Sequence[Held], num_shards: int) -> Load:
     for rank in range(num_shards):
         offset = share * rank
         for one, size in zip(held, shares, strict=True):
-            piece = one.piece.cut(0, rank, num_shards)
+            piece = one.piece.shard(0, rank, num_shards)
             if piece.numel:
                 places.append(Place(piece, offset, 0, piece.numel))
             offset += size

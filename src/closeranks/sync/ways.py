@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.core.protocols import Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.sync.collectives import gather_flat, reduce_flat
 from closeranks.sync.held import DataGroup
 from closeranks.sync.journeys import Journey
@@ -42,7 +42,7 @@ class Way(Protocol):
         """Commit this step's error feedback where ``taken`` is 1, discard it where it is 0."""
         ...
 
-    def memory(self) -> Iterator[Remembered]: ...
+    def memory(self) -> Iterator[ErrorFeedbackTensor]: ...
 
     def losses(self) -> Tensor | None:
         """The compression error that this rank measured of its own part in this step: squared norms of the error, of
@@ -64,7 +64,7 @@ class OnWays:
         for way in self._ways():
             way.settle(taken)
 
-    def memory(self) -> Iterator[Remembered]:
+    def memory(self) -> Iterator[ErrorFeedbackTensor]:
         for way in self._ways():
             yield from way.memory()
 
@@ -96,7 +96,7 @@ class Flat:
 
     def settle(self, taken: Tensor) -> None: ...
 
-    def memory(self) -> Iterator[Remembered]:
+    def memory(self) -> Iterator[ErrorFeedbackTensor]:
         return iter(())
 
     def losses(self) -> Tensor | None:
@@ -133,7 +133,7 @@ class TwoLevels:
     def settle(self, taken: Tensor) -> None:
         self._across.settle(taken)
 
-    def memory(self) -> Iterator[Remembered]:
+    def memory(self) -> Iterator[ErrorFeedbackTensor]:
         return self._across.memory()
 
     def losses(self) -> Tensor | None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import UserError
 from closeranks.telemetry.window import parse_step_range
 
 
-class TelemetryConfig(Table):
+class TelemetryConfig(ConfigTable):
     log_every: int = Field(default=10, ge=1)
     """Where the output is no terminal: print a line every this many steps (the first and the last always)."""
 

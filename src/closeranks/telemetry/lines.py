@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from closeranks.core.blame import shown
+from closeranks.core.blame import display_path
 from closeranks.core.events import (
     Evaluated,
     HostChanged,
@@ -201,7 +201,7 @@ def two_digits(value: float) -> str:
 def saved_line(event: Saved) -> str:
     stall = f", training stood {wording.duration(event.stall_s)}" if event.stall_s else ""
     took = f"{wording.size(event.bytes)}, {wording.duration(event.seconds)}{stall}"
-    return f"saved step {event.step}: {shown(event.path)} ({took})"
+    return f"saved step {event.step}: {display_path(event.path)} ({took})"
 
 
 def save_failed_line(event: SaveFailed) -> str:
@@ -212,8 +212,8 @@ def save_failed_line(event: SaveFailed) -> str:
 
 def resumed_line(event: Resumed) -> str:
     if event.step == 0:
-        return f"starting with the weights of {shown(event.path)}"
-    return f"resumed at step {event.step} from {shown(event.path)}"
+        return f"starting with the weights of {display_path(event.path)}"
+    return f"resumed at step {event.step} from {display_path(event.path)}"
 
 
 def warned_line(event: Warned) -> str:

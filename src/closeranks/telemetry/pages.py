@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from closeranks.core.blame import shown
+from closeranks.core.blame import display_path
 from closeranks.telemetry.picture import draw_run
 from closeranks.telemetry.report import write_report
 
@@ -34,10 +34,10 @@ def write_pages(
     try:
         page = write()
     except OSError as error:
-        how = f"`closeranks report {shown(str(folder))}` writes it once the folder can be written."
+        how = f"`closeranks report {display_path(str(folder))}` writes it once the folder can be written."
         tell(f"no report was written ({error.strerror or error}): {how}")
         return
-    tell(f"report: {shown(str(page))}")
+    tell(f"report: {display_path(str(page))}")
     if draws_beside:
         threading.Thread(target=_add_picture, args=(folder, write, tell), name="closeranks-picture").start()
     else:

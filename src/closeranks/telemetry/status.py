@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from closeranks.core.plain_fields import known_fields
+from closeranks.core.plain_fields import checked_fields
 from closeranks.core.regular_file import read_text
 from closeranks.telemetry.folder import RunFolder
 
@@ -157,9 +157,11 @@ def decode_status(values: Mapping[str, Any]) -> RunStatus:
     """A status of this version or of a newer one: what is not known is ignored, what is missing takes its default.
     ``TypeError``, ``ValueError`` or ``AttributeError`` where a value cannot be one of a status."""
     kinds: dict[str, type[Any]] = {"workers": WorkerStatus, "hosts": HostStatus, "happened": StatusEvent}
-    own = known_fields(RunStatus, values)
-    own |= {name: tuple(kind(**known_fields(kind, item)) for item in own.get(name, ())) for name, kind in kinds.items()}
-    status = RunStatus(**{**own, "writer": StatusProcess(**known_fields(StatusProcess, values.get("writer", {})))})
+    own = checked_fields(RunStatus, values)
+    own |= {
+        name: tuple(kind(**checked_fields(kind, item)) for item in own.get(name, ())) for name, kind in kinds.items()
+    }
+    status = RunStatus(**{**own, "writer": StatusProcess(**checked_fields(StatusProcess, values.get("writer", {})))})
     if not all(0 <= at <= _LATEST for at in (status.at, status.began_at, *(one.at for one in status.happened))):
         raise ValueError("a time of the status is none")
     return status

@@ -84,7 +84,7 @@ def test_a_folder_of_torch_is_read_in_pieces(saved: tuple[Path, Flat]) -> None:
         value = expected[f"model.{name}"]
         whole = Piece.whole(name, shape)
         pieces = [whole, whole.flattened(0, whole.numel), whole.flattened(whole.numel // 3, whole.numel // 2)]
-        pieces += [whole.cut(dim, index, 3) for dim in range(len(shape)) for index in range(3)]
+        pieces += [whole.shard(dim, index, 3) for dim in range(len(shape)) for index in range(3)]
         for piece in pieces:
             box = value[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size, strict=True))]
             part = box if piece.flat is None else box.reshape(-1)[slice(*piece.flat)]

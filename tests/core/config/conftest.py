@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from closeranks.core.config.load import Loaded, load
+from closeranks.core.config.load import LoadedConfig, load
 from closeranks.core.errors import ConfigError, Problem
 
 from .job_shapes import Job
 
-Load = Callable[..., Loaded[Job]]
+Load = Callable[..., LoadedConfig[Job]]
 Problems = Callable[..., tuple[Problem, ...]]
 
 
@@ -21,7 +21,7 @@ def load_text(tmp_path: Path) -> Load:
 
     def run(
         text: str, *overrides: str, extra: Mapping[str, Any] | None = None, checks: Sequence[Any] = ()
-    ) -> Loaded[Job]:
+    ) -> LoadedConfig[Job]:
         path = tmp_path / "job.toml"
         path.write_bytes(text.encode())
         return load(Job, path, overrides, extra=extra, checks=checks)

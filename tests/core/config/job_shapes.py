@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import Problem
 from closeranks.core.registry import did_you_mean
 
 PRESETS = ("tiny", "small", "8b")
 
 
-class LlamaConfig(Table):
+class LlamaConfig(ConfigTable):
     name: Literal["llama"] = "llama"
     preset: str = "tiny"
     """Which published shape to start from."""
@@ -28,12 +28,12 @@ class LlamaConfig(Table):
         return preset
 
 
-class DigitsConfig(Table):
+class DigitsConfig(ConfigTable):
     name: Literal["digits"] = "digits"
     channels: tuple[int, ...] = (16, 32)
 
 
-class UserModelConfig(Table):
+class UserModelConfig(ConfigTable):
     name: str
     args: dict[str, Any] = Field(default_factory=dict)
     """Handed to the factory as keyword arguments."""
@@ -53,7 +53,7 @@ ModelConfig = Annotated[
 ]
 
 
-class RunConfig(Table):
+class RunConfig(ConfigTable):
     name: str = "run"
     """What the run folder is called."""
     seed: int = 0
@@ -62,7 +62,7 @@ class RunConfig(Table):
     threads: int | None = None
 
 
-class TrainConfig(Table):
+class TrainConfig(ConfigTable):
     steps: int = Field(ge=1)
     """Optimizer steps to take."""
     global_batch: int = Field(default=8, ge=1, le=4096)
@@ -70,7 +70,7 @@ class TrainConfig(Table):
     precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
 
 
-class GroupConfig(Table):
+class GroupConfig(ConfigTable):
     pattern: str
     """Which parameters, as a shell pattern on their names."""
     lr_scale: float = Field(default=1.0, gt=0)
@@ -78,7 +78,7 @@ class GroupConfig(Table):
     frozen: bool = False
 
 
-class ScheduleConfig(Table):
+class ScheduleConfig(ConfigTable):
     name: Literal["constant", "cosine"] = "cosine"
     warmup: int | float = 0.05
 
@@ -89,7 +89,7 @@ class ScheduleConfig(Table):
         return self
 
 
-class OptimConfig(Table):
+class OptimConfig(ConfigTable):
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
@@ -98,14 +98,14 @@ class OptimConfig(Table):
     schedule: ScheduleConfig = ScheduleConfig()
 
 
-class LayoutConfig(Table):
+class LayoutConfig(ConfigTable):
     data: int = Field(default=1, ge=1)
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
     schedule: str = "1f1b"
 
 
-class Job(Table):
+class Job(ConfigTable):
     """One training run."""
 
     run: RunConfig = RunConfig()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from closeranks.core.config.explain import ExplainLine, explain
 from closeranks.core.config.load import load
-from closeranks.core.config.origin import COMMAND_LINE, DEFAULT, Origin
+from closeranks.core.config.origin import COMMAND_LINE, DEFAULT, ValueOrigin
 
 from .conftest import Load
 from .job_shapes import Job
@@ -12,7 +12,7 @@ def test_every_leaf_has_value_origin_and_help(load_text: Load) -> None:
     lines = explain(load_text("[train]\nsteps = 5\n", "optim.lr=3e-4"))
     by_key = {line.key: line for line in lines}
     assert by_key["train.steps"] == ExplainLine(
-        "train.steps", "5", Origin("file", "job.toml:2"), "Optimizer steps to take."
+        "train.steps", "5", ValueOrigin("file", "job.toml:2"), "Optimizer steps to take."
     )
     assert by_key["optim.lr"] == ExplainLine("optim.lr", "0.0003", COMMAND_LINE, "Peak learning rate.")
     assert by_key["run.threads"] == ExplainLine("run.threads", "(not set)", DEFAULT, "")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from closeranks.core.config.load import load
-from closeranks.core.config.origin import COMMAND_LINE, DEFAULT, PYTHON, Origin
+from closeranks.core.config.origin import COMMAND_LINE, DEFAULT, PYTHON, ValueOrigin
 from closeranks.core.errors import ConfigError, Problem
 
 from .conftest import Load, Problems
@@ -31,11 +31,11 @@ def test_sources_merge_in_order(load_text: Load) -> None:
     text = MINIMAL + "global_batch = 16\nmicro_batch = 2\n[run]\nseed = 1\n"
     loaded = load_text(text, "train.micro_batch=4", extra={"train": {"micro_batch": 3, "global_batch": 12}})
     assert (loaded.value.train.global_batch, loaded.value.train.micro_batch, loaded.value.run.seed) == (12, 4, 1)
-    assert loaded.origins["train.steps"] == Origin("file", "job.toml:2")
+    assert loaded.origins["train.steps"] == ValueOrigin("file", "job.toml:2")
     assert loaded.origins["train.global_batch"] == PYTHON
     assert loaded.origins["train.micro_batch"] == COMMAND_LINE
     assert loaded.origins["train.precision"] == DEFAULT
-    assert loaded.origins["run.seed"] == Origin("file", "job.toml:6")
+    assert loaded.origins["run.seed"] == ValueOrigin("file", "job.toml:6")
 
 
 def test_the_last_of_equal_overrides_wins(load_text: Load) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from closeranks.core.config.load import load
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import ConfigError
 
 from .conftest import Problems
@@ -232,7 +232,7 @@ class Colour(Enum):
     BLUE = "blue"
 
 
-class Rare(Table):
+class Rare(ConfigTable):
     """Constraints that the small job has no use for."""
 
     steps: int = Field(default=1, examples=[200])
@@ -244,7 +244,7 @@ class Rare(Table):
     finite: float = Field(default=1.0, allow_inf_nan=False)
 
 
-class RareJob(Table):
+class RareJob(ConfigTable):
     rare: Rare = Rare()
 
 

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 import pytest
 
-from closeranks.core.config.shape import find, locate, options_of, root_spot, tables_under
-from closeranks.core.config.table import Table
+from closeranks.core.config.shape import node_at, node_of_error, options_of, root_node, tables_under
+from closeranks.core.config.table import ConfigTable
 
 from .job_shapes import DigitsConfig, Job, LlamaConfig, UserModelConfig
 
@@ -26,26 +26,26 @@ from .job_shapes import DigitsConfig, Job, LlamaConfig, UserModelConfig
     ],
 )
 def test_union_members_never_show_in_a_place(location: tuple[str | int, ...], place: str) -> None:
-    assert locate(Job, location).place == place
+    assert node_of_error(Job, location).place == place
 
 
 def test_an_error_inside_a_union_knows_the_kind_it_is_about() -> None:
-    owner = locate(Job, ("model", "digits", "preset")).owner
+    owner = node_of_error(Job, ("model", "digits", "preset")).owner
     assert owner is not None
     assert owner.tables == (DigitsConfig,)
 
 
 def test_a_dotted_key_looks_into_every_kind_of_a_union() -> None:
-    assert find(Job, ("model",)).tables == (LlamaConfig, DigitsConfig, UserModelConfig)
-    assert [option.type for option in find(Job, ("model", "preset")).options] == [str]
-    assert [option.type for option in find(Job, ("model", "args", "x", "y")).options] == [Any]
-    assert find(Job, ("train", "steps", "x")).options == ()
-    assert find(Job, ("optim", "betas", "2")).options == ()
+    assert node_at(Job, ("model",)).tables == (LlamaConfig, DigitsConfig, UserModelConfig)
+    assert [option.type for option in node_at(Job, ("model", "preset")).options] == [str]
+    assert [option.type for option in node_at(Job, ("model", "args", "x", "y")).options] == [Any]
+    assert node_at(Job, ("train", "steps", "x")).options == ()
+    assert node_at(Job, ("optim", "betas", "2")).options == ()
 
 
 def test_the_key_that_chooses_is_found() -> None:
-    assert find(Job, ("model",)).tag_key == "name"
-    assert find(Job, ("model", "name")).choices == ("llama", "digits")
+    assert node_at(Job, ("model",)).tag_key == "name"
+    assert node_at(Job, ("model", "name")).choices == ("llama", "digits")
 
 
 def test_none_is_no_option_of_a_file() -> None:
@@ -53,7 +53,7 @@ def test_none_is_no_option_of_a_file() -> None:
 
 
 def test_every_table_is_listed_once() -> None:
-    assert [spot.place for spot in tables_under(root_spot(Job))] == [
+    assert [spot.place for spot in tables_under(root_node(Job))] == [
         "run",
         "model",
         "train",
@@ -64,7 +64,7 @@ def test_every_table_is_listed_once() -> None:
     ]
 
 
-class Common(Table):
+class Common(ConfigTable):
     order: Literal["full", "none"] = "full"
 
 
@@ -80,9 +80,9 @@ class Mine(Common):
     kind: str
 
 
-class Chosen(Table):
+class Chosen(ConfigTable):
     part: First | Second | Mine
 
 
 def test_choices_that_all_kinds_share_choose_nothing() -> None:
-    assert find(Chosen, ("part",)).tag_key == "kind"
+    assert node_at(Chosen, ("part",)).tag_key == "kind"

@@ -8,7 +8,7 @@ import pytest
 
 from closeranks.core.config import source
 from closeranks.core.config.load import load
-from closeranks.core.config.source import read_job
+from closeranks.core.config.source import read_job_file
 from closeranks.core.errors import ConfigError
 
 from .job_shapes import Job
@@ -74,7 +74,7 @@ def test_not_utf8_is_named_by_line(tmp_path: Path) -> None:
 def test_what_windows_editors_add_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 3\r\n")
-    job = read_job(path)
+    job = read_job_file(path)
     assert job.values == {"train": {"steps": 3}}
     assert job.lines == {"train": 1, "train.steps": 2}
 
@@ -100,7 +100,7 @@ def test_a_pipe_is_read_and_one_without_a_writer_is_not_waited_for(
     monkeypatch.setattr(source, "_PIPE_S", 60.0)
     writer = threading.Thread(target=lambda: path.write_text("[train]\nsteps = 5\n"))
     writer.start()
-    assert read_job(path).values == {"train": {"steps": 5}}
+    assert read_job_file(path).values == {"train": {"steps": 5}}
     writer.join()
 
 

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 from pydantic import Field, ValidationError
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 
 
-class Inner(Table):
+class Inner(ConfigTable):
     size: int = 1
     """How large."""
 
 
-class Outer(Table):
+class Outer(ConfigTable):
     flag: bool = False
     count: int = Field(default=1, ge=0)
     rate: float | None = 0.5
@@ -57,7 +57,7 @@ def test_what_toml_can_say_is_taken() -> None:
 
 
 def test_a_default_that_looks_like_a_schema_is_left_alone() -> None:
-    class Odd(Table):
+    class Odd(ConfigTable):
         value: dict[str, Any] = Field(default={"type": "int"})
 
     assert Odd().value == {"type": "int"}
@@ -72,7 +72,7 @@ def test_a_table_is_frozen() -> None:
         Inner().size = 2  # type: ignore[misc]
 
 
-class Named(Table):
+class Named(ConfigTable):
     path: str = ""
     hooks: tuple[str, ...] = ()
     args: dict[str, str] = Field(default_factory=dict)

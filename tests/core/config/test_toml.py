@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from closeranks.core.config.load import load
-from closeranks.core.config.table import Table
-from closeranks.core.config.toml import dotted, dump_toml, format_value
+from closeranks.core.config.table import ConfigTable
+from closeranks.core.config.toml import dotted_key, dump_toml, format_value
 from closeranks.core.errors import UserError
 
 from .job_shapes import (
@@ -85,7 +85,7 @@ def test_a_formatted_value_is_read_back_by_the_standard_library(value: Any) -> N
 
 @given(parts=st.lists(TEXT, min_size=1, max_size=4))
 def test_a_dotted_place_is_a_toml_key(parts: list[str]) -> None:
-    node: Any = tomllib.loads(f"{dotted(parts)} = 0")
+    node: Any = tomllib.loads(f"{dotted_key(parts)} = 0")
     for part in parts:
         node = node[part]
     assert node == 0
@@ -113,7 +113,7 @@ def test_the_text_is_laid_out_for_people() -> None:
     assert not text.endswith("\n\n")
 
 
-class Unsayable(Table):
+class Unsayable(ConfigTable):
     limit: int | None = 5
     args: dict[str, Any] = {}  # noqa: RUF012  # pydantic copies it
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from closeranks.core.errors import DataError
-from closeranks.core.faults import POINTS
+from closeranks.core.faults import FAILPOINTS
 from closeranks.data.shards.commit import commit
 from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.shard_file import ShardFile
@@ -96,7 +96,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes(
 
 
 def test_every_moment_of_a_build_is_swept() -> None:
-    ours = {label for label in POINTS if label.startswith("shard")}
+    ours = {label for label in FAILPOINTS if label.startswith("shard")}
     assert ours == {label.partition(":")[0] for label in LABELS if label.startswith("shard")}
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from closeranks.core.errors import DataError
-from closeranks.core.protocols import Source
+from closeranks.core.protocols import DataSource
 from closeranks.data.config import DigitsDataConfig
 from closeranks.data.sources.open import open_source
 
 
-def rows(source: Source) -> set[bytes]:
+def rows(source: DataSource) -> set[bytes]:
     batch = source.read(np.arange(len(source)))
     return {image.numpy().tobytes() for image in batch["image"]}
 

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.core.protocols import Source
+from closeranks.core.protocols import DataSource
 from closeranks.data.config import MixtureConfig, RecordsConfig, TokensConfig
 from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
@@ -30,7 +30,7 @@ from closeranks.data.sources.tokens import PackedDocuments
 GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
 
 
-def in_a_worker(source: Source) -> LoaderSource:
+def in_a_worker(source: DataSource) -> LoaderSource:
     """As a process that reads ahead sees it."""
     again = pickle.loads(pickle.dumps(source))
     assert isinstance(again, LoaderSource)
@@ -98,7 +98,7 @@ def test_a_damaged_block_is_a_bad_record_of_the_rows_in_it(tmp_path: Path) -> No
     assert 0 < len(bad) < len(rows) / 2
 
 
-def bad_samples(source: Source, file: str) -> list[int]:
+def bad_samples(source: DataSource, file: str) -> list[int]:
     """Those that are bad, each of them in this file."""
     found = {}
     for index in range(len(source)):

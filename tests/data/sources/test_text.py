@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from closeranks.core.errors import DataError
-from closeranks.core.protocols import Source
+from closeranks.core.protocols import DataSource
 from closeranks.data.config import TextConfig
 from closeranks.data.sources import text
 from closeranks.data.sources.open import open_source
 
 
-def both(path: Path | str, **keys: Any) -> tuple[Source, Source]:
+def both(path: Path | str, **keys: Any) -> tuple[DataSource, DataSource]:
     config = TextConfig(path=str(path), **keys)
     held_out = open_source(config, "eval", 0)
     assert held_out is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from closeranks.core.errors import BadRecordError, DataError, UserError
-from closeranks.core.protocols import Source
+from closeranks.core.protocols import DataSource
 from closeranks.data.config import UserDataConfig
 from closeranks.data.rows import read_samples
 from closeranks.data.settings import ReadSettings
@@ -185,7 +185,7 @@ def _user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def opened(split: str = "train", **keys: Any) -> Source | None:
+def opened(split: str = "train", **keys: Any) -> DataSource | None:
     return open_source(UserDataConfig(**keys), split, 0)  # type: ignore[call-overload, no-any-return]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from closeranks.core.errors import CloseranksError
-from closeranks.core.requests import REQUESTS, Request
+from closeranks.core.requests import REQUESTS, RunRequest
 
 MOST = (1 << 63) - 1
 _MAX_DEPTH = 16
@@ -123,10 +123,10 @@ def _look_through(name: str, root: Any) -> None:
 class RequestCodec:
     """A request to the run, by its name."""
 
-    def encode(self, value: Request) -> str:
+    def encode(self, value: RunRequest) -> str:
         return value.kind
 
-    def decode(self, name: str, value: Any) -> Request:
+    def decode(self, name: str, value: Any) -> RunRequest:
         if type(value) is not str or value not in REQUESTS:
             raise ProtocolError(f"{name} must be one of {', '.join(REQUESTS)}, not {shown(value)}")
         return REQUESTS[value]

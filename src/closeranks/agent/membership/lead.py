@@ -57,7 +57,7 @@ from closeranks.agent.membership.messages import (
 from closeranks.agent.membership.pace import ORPHAN_S, LeaseTiming, lease_timing_for
 from closeranks.agent.membership.peers import HostSession, HostSessions
 from closeranks.core.errors import CloseranksError
-from closeranks.core.requests import Request
+from closeranks.core.requests import RunRequest
 
 Effects = list[LeaderEffect]
 
@@ -201,7 +201,7 @@ class Leader:
         self.generation = Generation(self._newest, seats)
         return [self._send(seat.peer, seat.begin) for seat in seats]
 
-    def send_request(self, request: Request, now: float) -> Effects:
+    def send_request(self, request: RunRequest, now: float) -> Effects:
         """Pass a request on to every worker of the generation."""
         generation = self.generation
         if self._is_silent(now) or generation is None or not generation.is_alive:

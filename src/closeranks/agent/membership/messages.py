@@ -26,7 +26,7 @@ from closeranks.agent.membership.checks import (
     StrCodec,
 )
 from closeranks.agent.progress import WorkerPhase as _Phase
-from closeranks.core.requests import Request
+from closeranks.core.requests import RunRequest
 
 Fields = dict[str, Any]
 
@@ -47,7 +47,7 @@ Line = Annotated[str, StrCodec(_LONGEST_LINE)]
 AddressText = Annotated[str, StrCodec(512, is_name=True)]
 Facts = Annotated[dict[str, Any], DictCodec()]
 PerHost = Annotated[tuple[int, ...], RunLengthCodec()]
-Asked = Annotated[Request, RequestCodec()]
+Asked = Annotated[RunRequest, RequestCodec()]
 
 _CHECKS: dict[type, tuple[tuple[str, FieldCodec], ...]] = {}
 

@@ -25,7 +25,7 @@ from closeranks.checkpoint.dcp.names import StatePath as StatePath
 from closeranks.checkpoint.weights.protocol import BAND_BYTES
 from closeranks.checkpoint.weights.torch_file import plain_names
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import Box, Run, plan
+from closeranks.core.overlaps import ContiguousBox, TensorBox, plan_copies
 from closeranks.core.pieces import Piece
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import MissingError, Storage, StorageError
@@ -79,7 +79,7 @@ class DcpFolder:
             what = f"{self.path}: '{name}' has the shape {list(stored.shape)}, not {list(piece.shape)}"
             raise CheckpointError(what, "Start from weights of the same model.")
         found = torch.empty(piece.local_shape, dtype=dtype or _dtype(stored))
-        todo = plan(piece, [chunk for chunk, _ in stored.chunks])
+        todo = plan_copies(piece, [chunk for chunk, _ in stored.chunks])
         if todo.missing:
             raise CheckpointError(f"{self.path} is damaged: '{name}' is not all there", _FIX)
         for overlap in todo.overlaps:
@@ -172,7 +172,7 @@ def _named(tensors: Sequence[DcpTensor], depth: int, url: str) -> dict[str, DcpT
     return found
 
 
-def _within(tensor: Tensor, run: Run, box: Box) -> Tensor:
+def _within(tensor: Tensor, run: ContiguousBox, box: TensorBox) -> Tensor:
     """A box of the whole tensor, as a view of the memory that holds a run of it."""
     view = tensor.view(-1)[run.first : run.first + prod(run.box.size)].view(run.box.size)
     for dim, (first, begin, size) in enumerate(zip(run.box.start, box.start, box.size, strict=True)):

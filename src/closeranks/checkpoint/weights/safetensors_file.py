@@ -25,7 +25,7 @@ from torch import Tensor
 from closeranks.checkpoint.weights.index import MAX_JSON_BYTES
 from closeranks.checkpoint.weights.protocol import BAND_BYTES
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import Box, runs
+from closeranks.core.overlaps import TensorBox, contiguous_boxes
 from closeranks.core.pieces import Piece
 from closeranks.core.regular_file import open_binary, open_descriptor
 
@@ -76,14 +76,14 @@ class SafetensorsFile:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}", "Check the file.") from error
         try:
-            for run in runs(piece):
+            for run in contiguous_boxes(piece):
                 target = flat[run.first : run.first + run.box.numel].view(run.box.size)
                 self._read_box(file, stored, run.box, target)
         finally:
             os.close(file)
         return out
 
-    def _read_box(self, file: int, stored: SafetensorsEntry, box: Box, target: Tensor) -> None:
+    def _read_box(self, file: int, stored: SafetensorsEntry, box: TensorBox, target: Tensor) -> None:
         """``target`` has the box's size. A leading dim of size 1 is stripped, so that a part of one row reads only that
         part."""
         itemsize, shape, start, size, offset = stored.dtype.itemsize, stored.shape, box.start, box.size, stored.offset

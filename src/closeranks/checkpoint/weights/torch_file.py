@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from closeranks.checkpoint.weights.index import read_index
 from closeranks.core.errors import CheckpointError
-from closeranks.core.pieces import Piece, cut_out
+from closeranks.core.pieces import Piece, narrow_to_piece
 from closeranks.core.regular_file import open_binary
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -48,7 +48,7 @@ class TorchFile:
         return self._tensors[name].dtype
 
     def read(self, name: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
-        part = cut_out(self._tensors[name].detach(), piece)
+        part = narrow_to_piece(self._tensors[name].detach(), piece)
         return torch.empty(piece.local_shape, dtype=dtype or part.dtype).copy_(part)
 
 

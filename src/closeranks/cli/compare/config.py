@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from closeranks.core.config.load import load
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import ConfigError, Problem, UserError
 
 Changes = dict[str, Any] | tuple[str, ...]
@@ -20,7 +20,7 @@ _RELAY_MBIT = 500.0
 """With a delay every frame passes through a process of ours, which takes some processor time of its own."""
 
 
-class ComparisonSetting(Table):
+class ComparisonSetting(ConfigTable):
     """One way to run the job; the first is what all others are held against."""
 
     name: str = Field(min_length=1, max_length=60)
@@ -31,7 +31,7 @@ class ComparisonSetting(Table):
     """Workers in all; 0: as many as the comparison says."""
 
 
-class ComparisonBudget(Table):
+class ComparisonBudget(ConfigTable):
     """How long each run trains, the same for all; left out: as long as the job says."""
 
     steps: int | None = Field(default=None, ge=1)
@@ -43,7 +43,7 @@ class ComparisonBudget(Table):
     follows the job's own length."""
 
 
-class ComparisonTarget(Table):
+class ComparisonTarget(ConfigTable):
     """What must be reached; the time until then is measured."""
 
     metric: str = "loss"
@@ -58,7 +58,7 @@ class ComparisonTarget(Table):
         return self.metric != "loss"
 
 
-class NetworkConfig(Table):
+class NetworkConfig(ConfigTable):
     """Hosts on one machine, joined by links of a real width: network namespaces, for root."""
 
     hosts: int = Field(default=2, ge=2, le=64)
@@ -69,7 +69,7 @@ class NetworkConfig(Table):
     """What a packet takes from one host to another."""
 
 
-class CompareConfig(Table):
+class CompareConfig(ConfigTable):
     """One job, several settings."""
 
     job: str = Field(min_length=1)

@@ -21,7 +21,7 @@ from closeranks.cli.compare.config import Changes, CompareConfig, ComparisonSett
 from closeranks.cli.launching import workers_of
 from closeranks.core.config.origin import COMMAND_LINE
 from closeranks.core.config.overrides import Override, parse_overrides
-from closeranks.core.config.toml import Parts, dotted, format_value
+from closeranks.core.config.toml import Parts, dotted_key, format_value
 from closeranks.core.errors import ConfigError, Problem, UserError
 from closeranks.run.job import Job, check_workers, load_job
 
@@ -93,7 +93,7 @@ def override_texts(changes: Changes) -> list[str]:
     """What is changed, as the command line says it."""
     if not isinstance(changes, Mapping):
         return list(changes)
-    return [f"{dotted(parts)}={format_value(value)}" for parts, value in _leaves(changes, ())]
+    return [f"{dotted_key(parts)}={format_value(value)}" for parts, value in _leaves(changes, ())]
 
 
 def _leaves(values: Mapping[str, Any], parts: Parts) -> Iterator[tuple[Parts, Any]]:
@@ -143,7 +143,7 @@ def _claims(overrides: Sequence[str]) -> Iterator[Problem]:
     known: list[Override] = parse_overrides(Job, overrides)[0]
     for override in known:
         for parts in _set_by(override):
-            if (place := dotted(parts)) in _OURS:
+            if (place := dotted_key(parts)) in _OURS:
                 yield Problem(place, "a comparison sets this itself", _OURS[place])
 
 

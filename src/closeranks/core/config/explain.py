@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from closeranks.core.config.leaves import leaves
-from closeranks.core.config.load import Loaded
-from closeranks.core.config.origin import DEFAULT, Origin
-from closeranks.core.config.table import Table
+from closeranks.core.config.leaves import config_values
+from closeranks.core.config.load import LoadedConfig
+from closeranks.core.config.origin import DEFAULT, ValueOrigin
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.config.toml import format_value
 from closeranks.core.errors import UserError
 
@@ -23,13 +23,13 @@ class ExplainLine:
     key: str
     value: str
     """As TOML, or ``(not set)`` for None, which TOML cannot say."""
-    origin: Origin
+    origin: ValueOrigin
     help: str
 
 
-def explain(loaded: Loaded[Any]) -> list[ExplainLine]:
+def explain(loaded: LoadedConfig[Any]) -> list[ExplainLine]:
     """One line for each value of the job."""
-    job: Table = loaded.value
+    job: ConfigTable = loaded.value
     return [
         ExplainLine(
             leaf.place,
@@ -37,7 +37,7 @@ def explain(loaded: Loaded[Any]) -> list[ExplainLine]:
             loaded.origins.get(leaf.place, DEFAULT),
             " ".join(leaf.help.replace("``", "'").split()),
         )
-        for leaf in leaves(job)
+        for leaf in config_values(job)
     ]
 
 

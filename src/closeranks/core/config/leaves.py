@@ -11,37 +11,37 @@ from dataclasses import dataclass
 from inspect import cleandoc
 from typing import Any
 
-from closeranks.core.config.table import Table
-from closeranks.core.config.toml import Parts, dotted
+from closeranks.core.config.table import ConfigTable
+from closeranks.core.config.toml import Parts, dotted_key
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class ConfigValue:
     parts: Parts
     value: Any
     help: str = ""
 
     @property
     def place(self) -> str:
-        return dotted(self.parts)
+        return dotted_key(self.parts)
 
 
-def leaves(value: Any, parts: Parts = (), help: str = "") -> Iterator[Leaf]:
+def config_values(value: Any, parts: Parts = (), help: str = "") -> Iterator[ConfigValue]:
     """Every leaf under a value with its place and the docstring of its field; an empty table is a leaf itself."""
     children = list(_children(value, help))
     if not children:
-        yield Leaf(parts, value, help)
+        yield ConfigValue(parts, value, help)
     for key, child, text in children:
-        yield from leaves(child, (*parts, key), text)
+        yield from config_values(child, (*parts, key), text)
 
 
 def _children(value: Any, help: str) -> Iterator[tuple[str | int, Any, str]]:
-    if isinstance(value, Table):
+    if isinstance(value, ConfigTable):
         for name, field in type(value).model_fields.items():
             yield name, getattr(value, name), cleandoc(field.description or "")
     elif isinstance(value, Mapping):
         for key, child in value.items():
             yield str(key), child, help
-    elif isinstance(value, list | tuple) and value and all(isinstance(item, Table | Mapping) for item in value):
+    elif isinstance(value, list | tuple) and value and all(isinstance(item, ConfigTable | Mapping) for item in value):
         for index, item in enumerate(value):
             yield index, item, help

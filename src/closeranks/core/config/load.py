@@ -13,28 +13,28 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from closeranks.core.config.leaves import leaves
-from closeranks.core.config.merge import Tree
-from closeranks.core.config.origin import COMMAND_LINE, DEFAULT, PYTHON, Origin
+from closeranks.core.config.leaves import config_values
+from closeranks.core.config.merge import ConfigTree
+from closeranks.core.config.origin import COMMAND_LINE, DEFAULT, PYTHON, ValueOrigin
 from closeranks.core.config.overrides import Override, parse_overrides
-from closeranks.core.config.partial import checked_in_part, without_echoes
+from closeranks.core.config.partial import run_partial_checks, without_follow_on_problems
 from closeranks.core.config.problems import problems_of
-from closeranks.core.config.source import read_job
+from closeranks.core.config.source import read_job_file
 from closeranks.core.config.syntax import JobText
-from closeranks.core.config.table import Table
-from closeranks.core.config.toml import dotted
+from closeranks.core.config.table import ConfigTable
+from closeranks.core.config.toml import dotted_key
 from closeranks.core.errors import ConfigError, Problem, UserError
 
-T = TypeVar("T", bound=Table)
+T = TypeVar("T", bound=ConfigTable)
 Check = Callable[[T], Iterable[Problem]]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Generic[T]):
+class LoadedConfig(Generic[T]):
     """A job, where each of its values comes from (by dotted key), and its file."""
 
     value: T
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, ValueOrigin]
     path: Path | None = None
 
 
@@ -45,7 +45,7 @@ def load(
     *,
     extra: Mapping[str, Any] | None = None,
     checks: Sequence[Check[T]] = (),
-) -> Loaded[T]:
+) -> LoadedConfig[T]:
     """Read, merge and validate a job; ``checks`` look across tables and run on whatever tables are sound."""
     try:
         return _load(model, path, overrides, extra or {}, checks)
@@ -56,8 +56,8 @@ def load(
 
 def _load(
     model: type[T], path: Path | None, overrides: Sequence[str], extra: Mapping[str, Any], checks: Sequence[Check[T]]
-) -> Loaded[T]:
-    job = read_job(path) if path is not None else JobText("")
+) -> LoadedConfig[T]:
+    job = read_job_file(path) if path is not None else JobText("")
     settings, bad_overrides = parse_overrides(model, overrides)
     problems = [*job.problems, *bad_overrides]
     tree = _tree(job, extra)
@@ -65,34 +65,34 @@ def _load(
     if not job.is_whole:
         raise ConfigError(_in_order(problems))
     value, invalid = _validate(model, tree)
-    problems += without_echoes(model, invalid, broken={problem.place for problem in job.problems})
+    problems += without_follow_on_problems(model, invalid, broken={problem.place for problem in job.problems})
     is_sound = value is not None and not problems
-    found = _run_checks(checks, value) if is_sound else checked_in_part(model, tree.values, checks, problems)
+    found = _run_checks(checks, value) if is_sound else run_partial_checks(model, tree.values, checks, problems)
     problems += [_with_origin(problem, tree) for problem in found]
     if problems or value is None:
         raise ConfigError(_in_order(problems))
-    origins = {leaf.place: tree.origins.get(leaf.place, DEFAULT) for leaf in leaves(value)}
-    return Loaded(value, origins, path)
+    origins = {leaf.place: tree.origins.get(leaf.place, DEFAULT) for leaf in config_values(value)}
+    return LoadedConfig(value, origins, path)
 
 
-def _tree(job: JobText, extra: Mapping[str, Any]) -> Tree:
-    lines = {place: Origin("file", f"{job.name}:{line}") for place, line in job.lines.items()}
-    tree = Tree(lines=lines)
+def _tree(job: JobText, extra: Mapping[str, Any]) -> ConfigTree:
+    lines = {place: ValueOrigin("file", f"{job.name}:{line}") for place, line in job.lines.items()}
+    tree = ConfigTree(lines=lines)
     tree.add(job.values, lambda place: _line_near(place, lines, job.name))
     tree.add(extra, lambda place: PYTHON)
     return tree
 
 
-def _line_near(place: str, lines: Mapping[str, Origin], name: str) -> Origin:
+def _line_near(place: str, lines: Mapping[str, ValueOrigin], name: str) -> ValueOrigin:
     """The line of a key, or of the inline table or array around it."""
     while place:
         if place in lines:
             return lines[place]
         place = place.rpartition(".")[0]
-    return Origin("file", name)
+    return ValueOrigin("file", name)
 
 
-def _apply(tree: Tree, settings: Sequence[Override]) -> list[Problem]:
+def _apply(tree: ConfigTree, settings: Sequence[Override]) -> list[Problem]:
     problems = []
     for setting in settings:
         try:
@@ -101,11 +101,11 @@ def _apply(tree: Tree, settings: Sequence[Override]) -> list[Problem]:
             else:
                 tree.set(setting.parts, setting.value, COMMAND_LINE)
         except UserError as error:
-            problems.append(Problem(dotted(setting.parts), error.what, error.fix, str(COMMAND_LINE)))
+            problems.append(Problem(dotted_key(setting.parts), error.what, error.fix, str(COMMAND_LINE)))
     return problems
 
 
-def _validate(model: type[T], tree: Tree) -> tuple[T | None, list[Problem]]:
+def _validate(model: type[T], tree: ConfigTree) -> tuple[T | None, list[Problem]]:
     try:
         return model.model_validate(tree.values), []
     except ValidationError as error:
@@ -116,7 +116,7 @@ def _run_checks(checks: Sequence[Check[T]], value: T | None) -> list[Problem]:
     return [problem for check in checks for problem in check(value)] if value is not None else []
 
 
-def _with_origin(problem: Problem, tree: Tree) -> Problem:
+def _with_origin(problem: Problem, tree: ConfigTree) -> Problem:
     return problem if problem.origin else replace(problem, origin=str(tree.origin_near(problem.place) or ""))
 
 

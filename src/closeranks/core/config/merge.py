@@ -10,29 +10,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from closeranks.core.config.leaves import leaves
-from closeranks.core.config.origin import Origin
-from closeranks.core.config.table import Table
-from closeranks.core.config.toml import Parts, dotted
+from closeranks.core.config.leaves import config_values
+from closeranks.core.config.origin import ValueOrigin
+from closeranks.core.config.table import ConfigTable
+from closeranks.core.config.toml import Parts, dotted_key
 from closeranks.core.errors import UserError
 
-OriginOf = Callable[[str], Origin]
+OriginOf = Callable[[str], ValueOrigin]
 
 
 @dataclass(slots=True)
-class Tree:
+class ConfigTree:
     """What all sources so far said together."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, Origin] = field(default_factory=dict)
-    lines: dict[str, Origin] = field(default_factory=dict)
+    origins: dict[str, ValueOrigin] = field(default_factory=dict)
+    lines: dict[str, ValueOrigin] = field(default_factory=dict)
     """Where tables and keys stand in the file, whoever won them later."""
 
     def add(self, values: Mapping[str, Any], origin_of: OriginOf) -> None:
         """Lay a later source over the earlier ones."""
         _merge(self.values, values, (), lambda parts, value: self._record(parts, value, origin_of))
 
-    def set(self, parts: Parts, value: Any, origin: Origin) -> None:
+    def set(self, parts: Parts, value: Any, origin: ValueOrigin) -> None:
         """Set one place, reaching into arrays of tables by index (``optim.groups.0.lr_scale``)."""
         node: Any = self.values
         for index, part in enumerate(parts[:-1]):
@@ -60,14 +60,14 @@ class Tree:
                 return
         if isinstance(node, list):
             raise UserError(
-                f"{dotted(parts[:-1])} is an array, and its elements cannot be unset one by one",
-                f"Give the whole array, as {dotted(parts[:-1])}=[...].",
+                f"{dotted_key(parts[:-1])} is an array, and its elements cannot be unset one by one",
+                f"Give the whole array, as {dotted_key(parts[:-1])}=[...].",
             )
         if isinstance(node, dict):
             node.pop(str(parts[-1]), None)
-            self._forget(dotted(parts))
+            self._forget(dotted_key(parts))
 
-    def origin_near(self, place: str) -> Origin | None:
+    def origin_near(self, place: str) -> ValueOrigin | None:
         """The origin of a place or, for one that nobody set, of what stands nearest around it."""
         while place:
             if place in self.origins:
@@ -86,16 +86,16 @@ class Tree:
             del self.origins[key]
 
     def _record(self, parts: Parts, value: Any, origin_of: OriginOf) -> None:
-        self._forget(dotted(parts))
-        for leaf in leaves(value, parts):
+        self._forget(dotted_key(parts))
+        for leaf in config_values(value, parts):
             self.origins[leaf.place] = origin_of(leaf.place)
 
 
 def _no_element(array: Parts, size: int | None) -> UserError:
-    place = dotted(array)
+    place = dotted_key(array)
     count = f"{place} has {size} element{'' if size == 1 else 's'}, counted from 0"
     what = f"{place} is not a table" if size is None else count
-    return UserError(what, f"Give the whole array, as {dotted(p for p in array if not str(p).isdecimal())}=[...].")
+    return UserError(what, f"Give the whole array, as {dotted_key(p for p in array if not str(p).isdecimal())}=[...].")
 
 
 def _table_at(node: dict[str, Any], key: str) -> Any:
@@ -112,16 +112,16 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any], parts: Parts, record
         if isinstance(value, Mapping) and isinstance(current, dict):
             _merge(current, value, place, record)
         else:
-            into[key] = plain(value)
+            into[key] = to_plain(value)
             record(place, value)
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """A value as TOML would have given it. A ``Table`` from Python stands for all of its table, defaults included."""
-    if isinstance(value, Table):
-        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, ConfigTable):
+        return {name: to_plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, Mapping):
-        return {str(key): plain(child) for key, child in value.items()}
+        return {str(key): to_plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(child) for child in value]
+        return [to_plain(child) for child in value]
     return value

@@ -12,7 +12,7 @@ Kind = Literal["default", "file", "python", "command line"]
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ValueOrigin:
     """The source that set a value; ``place`` says where in it, as ``job.toml:12``, where that can be said."""
 
     kind: Kind
@@ -22,6 +22,6 @@ class Origin:
         return self.place or self.kind
 
 
-DEFAULT = Origin("default")
-PYTHON = Origin("python")
-COMMAND_LINE = Origin("command line")
+DEFAULT = ValueOrigin("default")
+PYTHON = ValueOrigin("python")
+COMMAND_LINE = ValueOrigin("command line")

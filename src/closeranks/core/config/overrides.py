@@ -15,10 +15,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from closeranks.core.config.scan import split_key, tokens
-from closeranks.core.config.shape import Spot, find
-from closeranks.core.config.table import Table
-from closeranks.core.config.toml import Parts, dotted
-from closeranks.core.config.words import example, expected
+from closeranks.core.config.shape import SchemaNode, node_at
+from closeranks.core.config.table import ConfigTable
+from closeranks.core.config.toml import Parts, dotted_key
+from closeranks.core.config.words import describe_expected, example_value
 from closeranks.core.errors import Problem
 
 _KEY_AHEAD = re.compile(r"""[\w."'-]+\s*=""")
@@ -35,7 +35,7 @@ class Override:
     is_unset: bool = False
 
 
-def parse_overrides(model: type[Table], texts: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+def parse_overrides(model: type[ConfigTable], texts: Sequence[str]) -> tuple[list[Override], list[Problem]]:
     """What the command line sets, in its order, and every part of it that cannot be understood."""
     found = [item for text in texts for item in _parse(model, text, ())]
     overrides = [item for item in found if isinstance(item, Override)]
@@ -64,7 +64,7 @@ def split_pairs(text: str) -> list[str]:
     return [piece.strip().rstrip(",") for piece in pieces if piece.strip(" ,\t\n")]
 
 
-def _parse(model: type[Table], text: str, prefix: Parts) -> Iterator[Override | Problem]:
+def _parse(model: type[ConfigTable], text: str, prefix: Parts) -> Iterator[Override | Problem]:
     if text.startswith(UNSET_MARK):
         yield _parse_unset(model, text)
         return
@@ -74,7 +74,7 @@ def _parse(model: type[Table], text: str, prefix: Parts) -> Iterator[Override | 
     if problem:
         yield problem
         return
-    spot = find(model, parts)
+    spot = node_at(model, parts)
     value = _typed(spot, right.strip(), parse_value(right))
     is_pairs = isinstance(value, str) and spot.holds_keys and not any(o.type in (str, Any) for o in spot.options)
     if not is_pairs:
@@ -88,7 +88,7 @@ def _parse(model: type[Table], text: str, prefix: Parts) -> Iterator[Override | 
         yield from _parse(model, pair, parts)
 
 
-def _parse_unset(model: type[Table], text: str) -> Override | Problem:
+def _parse_unset(model: type[ConfigTable], text: str) -> Override | Problem:
     key = text.removeprefix(UNSET_MARK).strip()
     if problem := _text_problem(text):
         return problem
@@ -98,15 +98,15 @@ def _parse_unset(model: type[Table], text: str) -> Override | Problem:
     if not parts:
         return _problem(text, f"there is no key after `{UNSET_MARK}`", f"Write {UNSET_MARK}table.key")
     for length in range(1, len(parts) + 1):
-        if not find(model, parts[:length]).options:
-            keys = find(model, parts[: length - 1]).keys
+        if not node_at(model, parts[:length]).options:
+            keys = node_at(model, parts[: length - 1]).keys
             near = get_close_matches(str(parts[length - 1]), keys, n=1)
             fix = f"Did you mean '{near[0]}'" if near else f"Use one of {', '.join(keys)}" if keys else "Leave it out"
             return Problem(text, "no such key", f"{fix}{'?' if near else '.'}", "command line")
     return Override(tuple(parts), None, is_unset=True)
 
 
-def _typed(spot: Spot, text: str, value: Any) -> Any:
+def _typed(spot: SchemaNode, text: str, value: Any) -> Any:
     """Text keys take what was typed: ``run.name=7`` is the text 7, unless a number would do there too."""
     kinds = {option.type for option in spot.options}
     takes_value = type(value) in kinds or (isinstance(value, int) and float in kinds) or Any in kinds
@@ -114,13 +114,13 @@ def _typed(spot: Spot, text: str, value: Any) -> Any:
     return text if takes_text and not takes_value else value
 
 
-def _key_problem(model: type[Table], text: str, has_equals: bool, parts: Parts, prefix: Parts) -> Problem | None:
+def _key_problem(model: type[ConfigTable], text: str, has_equals: bool, parts: Parts, prefix: Parts) -> Problem | None:
     if problem := _text_problem(text):
         return problem
     if text.startswith("-"):
         return _problem(text, "a setting of the job has no dashes", f"Write {text.lstrip('-').replace(' ', '=')}")
     if not has_equals:
-        shown = example(find(model, parts)) if parts and find(model, parts).options else "VALUE"
+        shown = example_value(node_at(model, parts)) if parts and node_at(model, parts).options else "VALUE"
         return _problem(text, "there is no `=` in it", f"Write {text.strip() or 'table.key'}={shown}")
     if parts == prefix:
         named = text.partition("=")[0].strip()
@@ -134,16 +134,16 @@ def _text_problem(text: str) -> Problem | None:
     return _problem(ascii(text), "it is not UTF-8 text", "Type it again by hand") if is_broken else None
 
 
-def _path_problem(model: type[Table], parts: Parts) -> Problem | None:
+def _path_problem(model: type[ConfigTable], parts: Parts) -> Problem | None:
     for length in range(1, len(parts)):
-        spot = find(model, parts[:length])
+        spot = node_at(model, parts[:length])
         if spot.options and not spot.holds_keys and not any(option.is_array for option in spot.options):
-            what = f"{spot.place} holds {expected(spot.options)}, so there is no `{parts[length]}` in it"
-            return _problem(dotted(parts), what, f"Write {spot.place}={example(spot)}")
+            what = f"{spot.place} holds {describe_expected(spot.options)}, so there is no `{parts[length]}` in it"
+            return _problem(dotted_key(parts), what, f"Write {spot.place}={example_value(spot)}")
     return None
 
 
-def _not_pairs(spot: Spot, value: str) -> Problem:
+def _not_pairs(spot: SchemaNode, value: str) -> Problem:
     key = spot.keys[0] if spot.keys else "key"
     what = (
         f"it is a table, and `{value}` is not a list of key=value pairs"

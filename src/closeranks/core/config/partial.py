@@ -12,14 +12,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from closeranks.core.config.scan import split_key
-from closeranks.core.config.shape import find
-from closeranks.core.config.table import Table
+from closeranks.core.config.shape import node_at
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import Problem
 
-T = TypeVar("T", bound=Table)
+T = TypeVar("T", bound=ConfigTable)
 
 
-def checked_in_part(
+def run_partial_checks(
     model: type[T],
     values: Mapping[str, Any],
     checks: Sequence[Callable[[T], Iterable[Problem]]],
@@ -40,7 +40,9 @@ def checked_in_part(
     return found
 
 
-def without_echoes(model: type[Table], problems: Iterable[Problem], broken: set[str]) -> list[Problem]:
+def without_follow_on_problems(
+    model: type[ConfigTable], problems: Iterable[Problem], broken: set[str]
+) -> list[Problem]:
     """The problems that do not merely follow from lines which were not TOML and were looked past.
 
     Such a key is not missing, its table as a whole cannot be judged, and where it chooses the kind of a table nothing
@@ -57,9 +59,9 @@ def without_echoes(model: type[Table], problems: Iterable[Problem], broken: set[
     ]
 
 
-def _chooses_kind(model: type[Table], place: str) -> bool:
+def _chooses_kind(model: type[ConfigTable], place: str) -> bool:
     *around, key = split_key(place) or ("",)
-    owner = find(model, tuple(around))
+    owner = node_at(model, tuple(around))
     return len(owner.tables) > 1 and key == owner.tag_key
 
 

@@ -12,35 +12,35 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from closeranks.core.config.merge import Tree
-from closeranks.core.config.shape import Spot, find, locate, root_spot, tables_under
-from closeranks.core.config.table import Table
-from closeranks.core.config.toml import Parts, dotted, format_value
-from closeranks.core.config.words import example, expected, given
+from closeranks.core.config.merge import ConfigTree
+from closeranks.core.config.shape import SchemaNode, node_at, node_of_error, root_node, tables_under
+from closeranks.core.config.table import ConfigTable
+from closeranks.core.config.toml import Parts, dotted_key, format_value
+from closeranks.core.config.words import describe_expected, describe_given, example_value
 from closeranks.core.errors import Problem, UserError
-from closeranks.core.registry import nearest
+from closeranks.core.registry import closest_match
 
 _MAX_ERRORS = 50
 """Nobody reads more of them, and finding words for each takes a while."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InvalidValue:
     """One validation error, with what the model says of its place."""
 
     kind: str
-    spot: Spot
+    node: SchemaNode
     value: Any
     details: Mapping[str, Any]
     message: str
-    model: type[Table]
+    model: type[ConfigTable]
     source: str
     values: Mapping[str, Any]
     """The whole job as it was given."""
 
     @property
     def place(self) -> str:
-        return self.spot.place
+        return self.node.place
 
     def write(self, value: str, place: str = "") -> str:
         """How to set a place where this one was set; a file cannot name an element of an array, so it is `there`."""
@@ -48,28 +48,28 @@ class Fault:
             return ""
         if self.source == "command line":
             return f"Write {place or self.place}={value}."
-        key = self.spot.parts[-1] if self.spot.parts else ""
-        if place or not any(isinstance(part, int) for part in self.spot.parts):
+        key = self.node.parts[-1] if self.node.parts else ""
+        if place or not any(isinstance(part, int) for part in self.node.parts):
             return f"Write {place or self.place} = {value}."
-        return f"Write {value} there." if isinstance(key, int) else f"Write {dotted([key])} = {value} there."
+        return f"Write {value} there." if isinstance(key, int) else f"Write {dotted_key([key])} = {value} there."
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProblemText:
     what: str
     fix: str = ""
     place: str | None = None
     """Where it differs from the place of the error."""
 
 
-def problems_of(model: type[Table], errors: Sequence[ErrorDetails], tree: Tree) -> list[Problem]:
+def problems_of(model: type[ConfigTable], errors: Sequence[ErrorDetails], tree: ConfigTree) -> list[Problem]:
     """One problem per place, the most telling one where a union of types gave several."""
     found: dict[str, Problem] = {}
     for error in sorted(errors, key=lambda error: error["type"] in _TYPE_ERRORS)[:_MAX_ERRORS]:
-        spot = locate(model, error["loc"])
+        spot = node_of_error(model, error["loc"])
         source = str(tree.origin_near(spot.place) or "")
         details = error.get("ctx", {})
-        fault = Fault(error["type"], spot, error["input"], details, error["msg"], model, source, tree.values)
+        fault = InvalidValue(error["type"], spot, error["input"], details, error["msg"], model, source, tree.values)
         answer = _ANSWERS.get(fault.kind, _other)(fault)
         place = fault.place if answer.place is None else answer.place
         origin = str(tree.origin_near(place) or "")
@@ -79,76 +79,80 @@ def problems_of(model: type[Table], errors: Sequence[ErrorDetails], tree: Tree) 
     return list(found.values())
 
 
-def _wrong_type(fault: Fault) -> Answer:
-    spot, value = fault.spot, fault.value
-    wanted = expected(spot.options)
-    what = f"expected {wanted}, got {given(value)}"
+def _wrong_type(fault: InvalidValue) -> ProblemText:
+    spot, value = fault.node, fault.value
+    wanted = describe_expected(spot.options)
+    what = f"expected {wanted}, got {describe_given(value)}"
     if spot.tables and isinstance(value, list):
-        return Answer(what, f"Write [{fault.place}] with single brackets, once.")
+        return ProblemText(what, f"Write [{fault.place}] with single brackets, once.")
     if spot.tables:
         key = spot.keys[0]
-        return Answer(what, f"Write its keys under [{fault.place}], such as {key} = {example(spot.down(key))}.")
+        return ProblemText(
+            what, f"Write its keys under [{fault.place}], such as {key} = {example_value(spot.child(key))}."
+        )
     if wanted == "an array of tables" and isinstance(value, Mapping):
-        return Answer(what, f"Write [[{fault.place}]] with double brackets.")
-    return Answer(what, fault.write(example(spot, value)))
+        return ProblemText(what, f"Write [[{fault.place}]] with double brackets.")
+    return ProblemText(what, fault.write(example_value(spot, value)))
 
 
-def _missing(fault: Fault) -> Answer:
-    spot = fault.spot
+def _missing(fault: InvalidValue) -> ProblemText:
+    spot = fault.node
     if isinstance(spot.parts[-1], int):
-        array = find(fault.model, spot.parts[:-1])
-        what = f"expected {expected(array.options)}, got {given(fault.value)}"
-        return Answer(what, fault.write(example(array), array.place), array.place)
+        array = node_at(fault.model, spot.parts[:-1])
+        what = f"expected {describe_expected(array.options)}, got {describe_given(fault.value)}"
+        return ProblemText(what, fault.write(example_value(array), array.place), array.place)
     if spot.tables:
-        return Answer(f"the table [{fault.place}] is missing", f"Add [{fault.place}]{_needed_keys(spot)}.")
-    return Answer(f"it must be set{_help(spot)}", fault.write(example(spot)))
+        return ProblemText(f"the table [{fault.place}] is missing", f"Add [{fault.place}]{_needed_keys(spot)}.")
+    return ProblemText(f"it must be set{_help(spot)}", fault.write(example_value(spot)))
 
 
-def _needed_keys(spot: Spot) -> str:
+def _needed_keys(spot: SchemaNode) -> str:
     if len(spot.tables) > 1:
-        names = spot.down(spot.tag_key).choices
+        names = spot.child(spot.tag_key).choices
         return f" and set {spot.tag_key} to one of {', '.join(str(name) for name in names)}" if names else ""
     needed = [key for key, field in spot.tables[0].model_fields.items() if field.is_required()]
     return f" and set {', '.join(needed)}" if needed else ""
 
 
-def _help(spot: Spot) -> str:
+def _help(spot: SchemaNode) -> str:
     """The first line of the field's docstring, to stand inside a sentence."""
     text = (spot.field.description or "").strip().split("\n")[0].rstrip(".") if spot.field else ""
     text = text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
     return f" ({text})" if text else ""
 
 
-def _unknown(fault: Fault) -> Answer:
-    *around, key = fault.spot.parts
-    owner = fault.spot.owner or root_spot(fault.model)
+def _unknown(fault: InvalidValue) -> ProblemText:
+    *around, key = fault.node.parts
+    owner = fault.node.owner or root_node(fault.model)
     elsewhere = _tables_with(fault.model, str(key), fault.place)
     if not around and isinstance(fault.value, Mapping | list):
-        return Answer("there is no such table", _near(str(key), owner.keys, "[{}]"))
+        return ProblemText("there is no such table", _near(str(key), owner.keys, "[{}]"))
     if len(elsewhere) in (1, 2):
         what = f"no such key; `{key}` stands in {' and '.join(_header(spot) for spot in elsewhere)}"
         is_single = not isinstance(elsewhere[0].parts[-1], int)
-        return Answer(what, fault.write(_shown(fault.value), f"{elsewhere[0].place}.{key}") if is_single else "")
+        return ProblemText(what, fault.write(_shown(fault.value), f"{elsewhere[0].place}.{key}") if is_single else "")
     if not around:
-        return Answer("it stands outside any table, and no table has such a key", _near(str(key), owner.keys, "[{}]"))
-    return Answer(f"no such key{_variant(owner, fault)}", _near(str(key), owner.keys))
+        return ProblemText(
+            "it stands outside any table, and no table has such a key", _near(str(key), owner.keys, "[{}]")
+        )
+    return ProblemText(f"no such key{_variant(owner, fault)}", _near(str(key), owner.keys))
 
 
-def _tables_with(model: type[Table], key: str, place: str) -> list[Spot]:
-    return [spot for spot in tables_under(root_spot(model)) if key in spot.keys and f"{spot.place}.{key}" != place]
+def _tables_with(model: type[ConfigTable], key: str, place: str) -> list[SchemaNode]:
+    return [spot for spot in tables_under(root_node(model)) if key in spot.keys and f"{spot.place}.{key}" != place]
 
 
-def _header(spot: Spot) -> str:
-    name = dotted(part for part in spot.parts if not isinstance(part, int))
+def _header(spot: SchemaNode) -> str:
+    name = dotted_key(part for part in spot.parts if not isinstance(part, int))
     return f"[[{name}]]" if isinstance(spot.parts[-1], int) else f"[{name}]"
 
 
-def _variant(owner: Spot, fault: Fault) -> str:
+def _variant(owner: SchemaNode, fault: InvalidValue) -> str:
     """A table of several kinds has the keys of the kind that its tag key chose."""
-    whole = find(fault.model, owner.parts)
+    whole = node_at(fault.model, owner.parts)
     if len(whole.tables) < 2:
         return ""
-    choices = owner.down(whole.tag_key).choices
+    choices = owner.child(whole.tag_key).choices
     chosen = choices[0] if choices else _given_at(fault.values, (*owner.parts, whole.tag_key))
     return f" where {owner.place}.{whole.tag_key} is {chosen or 'your own'}"
 
@@ -164,7 +168,7 @@ def _given_at(values: Any, parts: Parts) -> Any:
 
 
 def _near(name: str, known: Sequence[str], form: str = "'{}'") -> str:
-    if near := nearest(name, known):
+    if near := closest_match(name, known):
         return f"Did you mean {form.format(near)}?"
     return f"Known: {', '.join(known)}." if known else ""
 
@@ -176,67 +180,69 @@ def _shown(value: Any) -> str:
         return "..."
 
 
-def _not_a_choice(fault: Fault) -> Answer:
-    choices = [str(choice) for choice in fault.spot.choices]
-    near = nearest(str(fault.value), choices)
-    what = f"expected one of {', '.join(choices)}, got {given(fault.value)}"
-    return Answer(what, f"Did you mean '{near}'?" if near else fault.write(_shown(fault.spot.choices[0])))
+def _not_a_choice(fault: InvalidValue) -> ProblemText:
+    choices = [str(choice) for choice in fault.node.choices]
+    near = closest_match(str(fault.value), choices)
+    what = f"expected one of {', '.join(choices)}, got {describe_given(fault.value)}"
+    return ProblemText(what, f"Did you mean '{near}'?" if near else fault.write(_shown(fault.node.choices[0])))
 
 
-def _unknown_tag(fault: Fault) -> Answer:
-    spot = fault.spot
+def _unknown_tag(fault: InvalidValue) -> ProblemText:
+    spot = fault.node
     if not isinstance(fault.value, Mapping):
         return _wrong_type(fault)
     key = spot.tag_key
-    place = dotted((*spot.parts, key))
-    closed = [option.tag for option in spot.options if option.tag and spot.narrowed(option.tag).down(key).choices]
-    names = closed or [str(choice) for choice in spot.down(key).choices]
+    place = dotted_key((*spot.parts, key))
+    closed = [option.tag for option in spot.options if option.tag and spot.select_member(option.tag).child(key).choices]
+    names = closed or [str(choice) for choice in spot.child(key).choices]
     own = " Your own stands as 'package.module:name'." if len(names) < len(spot.options) else ""
     if key not in fault.value:
-        return Answer("it must be set", f"Choose one of {', '.join(names)}.{own}", place)
+        return ProblemText("it must be set", f"Choose one of {', '.join(names)}.{own}", place)
     name = fault.value[key]
-    return Answer(f"there is no {spot.parts[-1]} '{name}'", f"{_near(str(name), names)}{own}", place)
+    return ProblemText(f"there is no {spot.parts[-1]} '{name}'", f"{_near(str(name), names)}{own}", place)
 
 
-def _out_of_range(words: str, limit: str) -> Callable[[Fault], Answer]:
-    def answer(fault: Fault) -> Answer:
+def _out_of_range(words: str, limit: str) -> Callable[[InvalidValue], ProblemText]:
+    def answer(fault: InvalidValue) -> ProblemText:
         bound = fault.details.get(limit)
         number = f"{bound:g}" if isinstance(bound, float) and abs(bound) < 1e6 else str(bound)
         kind = "" if limit == "multiple_of" else "a number "
         fix = fault.write(number) if limit in ("ge", "le") else f"Write {kind}{words} {number}."
-        return Answer(f"it must be {words} {number}, but is {_shown(fault.value)}", fix)
+        return ProblemText(f"it must be {words} {number}, but is {_shown(fault.value)}", fix)
 
     return answer
 
 
-def _wrong_length(fault: Fault) -> Answer:
-    if any(option.is_fixed_array for option in fault.spot.options):
+def _wrong_length(fault: InvalidValue) -> ProblemText:
+    if any(option.is_fixed_array for option in fault.node.options):
         return _wrong_type(fault)
     least, most = fault.details.get("min_length"), fault.details.get("max_length")
     bound = f"at least {least}" if least is not None else f"at most {most}"
     unit = "characters" if fault.kind.startswith("string") else "values"
-    return Answer(f"it must hold {bound} {unit}, but has {len(fault.value)}", fault.write(example(fault.spot)))
+    return ProblemText(
+        f"it must hold {bound} {unit}, but has {len(fault.value)}", fault.write(example_value(fault.node))
+    )
 
 
-def _own_words(fault: Fault) -> Answer:
+def _own_words(fault: InvalidValue) -> ProblemText:
     """A validator of a config model speaks for itself: its first sentence is what, the rest how to mend it."""
     text = str(fault.details.get("error") or fault.message).strip()
     what, _, fix = text.partition(". ")
-    key = fault.spot.tag_key
-    chosen = fault.value.get(key) if len(fault.spot.tables) > 1 and isinstance(fault.value, Mapping) else None
+    key = fault.node.tag_key
+    chosen = fault.value.get(key) if len(fault.node.tables) > 1 and isinstance(fault.value, Mapping) else None
     is_about_tag = chosen is not None and f"'{chosen}'" in what
-    return Answer(what.removesuffix("."), fix, dotted((*fault.spot.parts, key)) if is_about_tag else None)
+    return ProblemText(what.removesuffix("."), fix, dotted_key((*fault.node.parts, key)) if is_about_tag else None)
 
 
-def _pattern(fault: Fault) -> Answer:
-    return Answer(f"{given(fault.value)} does not have the right form ({fault.details.get('pattern')})")
+def _pattern(fault: InvalidValue) -> ProblemText:
+    return ProblemText(f"{describe_given(fault.value)} does not have the right form ({fault.details.get('pattern')})")
 
 
-def _other(fault: Fault) -> Answer:
+def _other(fault: InvalidValue) -> ProblemText:
     if fault.kind.endswith(("_type", "_parsing")):
         return _wrong_type(fault)
     message = fault.message.removeprefix("Input ").rstrip(".")
-    return Answer(f"it {message[:1].lower()}{message[1:]}, but is {given(fault.value)}")
+    return ProblemText(f"it {message[:1].lower()}{message[1:]}, but is {describe_given(fault.value)}")
 
 
 _TYPE_ERRORS = (
@@ -249,7 +255,7 @@ _TYPE_ERRORS = (
     "dict_type",
     "model_type",
 )
-_ANSWERS: dict[str, Callable[[Fault], Answer]] = {
+_ANSWERS: dict[str, Callable[[InvalidValue], ProblemText]] = {
     "missing": _missing,
     "extra_forbidden": _unknown,
     "literal_error": _not_a_choice,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from closeranks.core.config.toml import Parts, dotted
+from closeranks.core.config.toml import Parts, dotted_key
 
 _TOKEN = re.compile(
     r'''
@@ -34,7 +34,7 @@ _KEY = re.compile(r"""\s*((?: [\w\s.-] | "(?:\\.|[^"\\\n])*" | '[^'\n]*' )+?)\s*
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TomlToken:
     text: str
     start: int
     depth: int
@@ -42,7 +42,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
+class TomlStatement:
     """A header or a ``key = value``, which may run over several lines."""
 
     text: str
@@ -56,21 +56,21 @@ class Statement:
         return self.text.lstrip().startswith("[")
 
 
-def tokens(text: str) -> Iterator[Token]:
+def tokens(text: str) -> Iterator[TomlToken]:
     """Quoted text, comments, brackets and words, in order; joined they are the text again."""
     depth = 0
     for match in _TOKEN.finditer(text):
         change = _BRACKETS.get(match.group(), 0)
         depth = max(0, depth + min(change, 0))
-        yield Token(match.group(), match.start(), depth)
+        yield TomlToken(match.group(), match.start(), depth)
         depth += max(change, 0)
 
 
-def statements(text: str) -> list[Statement]:
+def statements(text: str) -> list[TomlStatement]:
     """Every statement of a job file with its place; blank lines and comments are left out."""
     arrays: dict[Parts, int] = {}
     table: Parts = ()
-    found: list[Statement] = []
+    found: list[TomlStatement] = []
     for raw in _split(text):
         parts: Parts | None
         if raw.is_header:
@@ -78,11 +78,11 @@ def statements(text: str) -> list[Statement]:
         else:
             keys = _key_parts(raw.text)
             parts = (*table, *keys) if keys else None
-        found.append(Statement(raw.text, raw.first_line, raw.last_line, dotted(parts or ())))
+        found.append(TomlStatement(raw.text, raw.first_line, raw.last_line, dotted_key(parts or ())))
     return found
 
 
-def lines_of(found: list[Statement]) -> dict[str, int]:
+def lines_of(found: list[TomlStatement]) -> dict[str, int]:
     """The line of each place that has a statement of its own, the first where it has several."""
     lines: dict[str, int] = {}
     for statement in found:
@@ -93,18 +93,18 @@ def lines_of(found: list[Statement]) -> dict[str, int]:
     return lines
 
 
-def _split(text: str) -> Iterator[Statement]:
+def _split(text: str) -> Iterator[TomlStatement]:
     line = first = 1
     start = 0
     for token in tokens(text + "\n"):
         if token.text == "\n" and token.depth == 0:
             piece = text[start : token.start]
             if piece.strip() and not piece.lstrip().startswith("#"):
-                yield Statement(piece, first, line)
+                yield TomlStatement(piece, first, line)
             start, first = token.start + 1, line + 1
         line += token.text.count("\n")
     if start < len(text) and text[start:].strip():
-        yield Statement(text[start:], first, text.count("\n") + 1)
+        yield TomlStatement(text[start:], first, text.count("\n") + 1)
 
 
 def _header_parts(text: str, arrays: dict[Parts, int]) -> Parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _UNSAYABLE = object()
@@ -17,7 +17,7 @@ _UNSAYABLE = object()
 Node = dict[str, Any]
 
 
-def json_schema(model: type[Table]) -> Node:
+def json_schema(model: type[ConfigTable]) -> Node:
     """A schema in the 2020-12 dialect for the whole job file."""
     schema = _cleaned(model.model_json_schema(mode="validation"))
     definitions: Node = schema.get("$defs", {})

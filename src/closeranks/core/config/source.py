@@ -25,7 +25,7 @@ class _UnfitError(ValueError):
     """What is there is no job file."""
 
 
-def read_job(path: Path) -> JobText:
+def read_job_file(path: Path) -> JobText:
     """The job file at a path, or the problems that keep it from being read."""
     try:
         content = _read_bounded(path)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from closeranks.core.config.scan import Statement, lines_of, statements
+from closeranks.core.config.scan import TomlStatement, lines_of, statements
 from closeranks.core.errors import Problem
 
 _POSITION = re.compile(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|end of document)\)", re.DOTALL)
@@ -34,7 +34,7 @@ class JobText:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class TomlError:
     """One thing the TOML reader stumbled over."""
 
     message: str
@@ -42,7 +42,7 @@ class Fault:
     column: int
     source: str
     """The text of that line."""
-    statement: Statement
+    statement: TomlStatement
     earlier_line: int
     """Where the same key or table stands already; 0 if nowhere."""
 
@@ -58,7 +58,7 @@ class Fault:
         return is_one_line and bool(statement.place) and not statement.is_header
 
 
-Words = tuple[str, str]
+ProblemWords = tuple[str, str]
 
 
 def read_toml(text: str, name: str) -> JobText:
@@ -89,28 +89,28 @@ def _without_line(text: str, line: int) -> str:
     return "\n".join(parts)
 
 
-def _fault(text: str, message: str) -> Fault:
+def _fault(text: str, message: str) -> TomlError:
     match = _POSITION.fullmatch(message)
     what = match["what"] if match else message
     sources = text.split("\n")
     found = statements(text)
     line, column = (int(match["line"]), int(match["column"])) if match and match["line"] else _end(found, sources)
     around = [s for s in found if s.first_line <= line <= s.last_line]
-    statement = around[0] if around else Statement(sources[line - 1], line, line)
+    statement = around[0] if around else TomlStatement(sources[line - 1], line, line)
     if what.startswith(("Unclosed", "Unterminated", "Expected ']", 'Expected "')):
         line, column = _opening(statement, sources)
     earlier = lines_of(found).get(statement.place, 0)
     earlier = earlier if earlier < statement.first_line else 0
-    return Fault(what, line, column, sources[line - 1].rstrip("\r"), statement, earlier)
+    return TomlError(what, line, column, sources[line - 1].rstrip("\r"), statement, earlier)
 
 
-def _end(found: list[Statement], sources: list[str]) -> tuple[int, int]:
+def _end(found: list[TomlStatement], sources: list[str]) -> tuple[int, int]:
     """Without a position the reader ran to the end: the first statement that cannot stand alone made it run."""
     line = next((s.last_line for s in found if not _can_stand_alone(s)), found[-1].last_line if found else 1)
     return line, len(sources[line - 1]) + 1
 
 
-def _can_stand_alone(statement: Statement) -> bool:
+def _can_stand_alone(statement: TomlStatement) -> bool:
     try:
         tomllib.loads(statement.text)
     except ValueError:
@@ -118,14 +118,14 @@ def _can_stand_alone(statement: Statement) -> bool:
     return True
 
 
-def _opening(statement: Statement, sources: list[str]) -> tuple[int, int]:
+def _opening(statement: TomlStatement, sources: list[str]) -> tuple[int, int]:
     """An opening without its close is found late; people look for it where it opens."""
     source = sources[statement.first_line - 1]
     after_key = source.find("=") + 1
     return statement.first_line, after_key + len(source[after_key:]) - len(source[after_key:].lstrip()) + 1
 
 
-def _problem(fault: Fault, name: str) -> Problem:
+def _problem(fault: TomlError, name: str) -> Problem:
     what, fix = _words(fault)
     shown = fault.source.strip()
     shown = shown if len(shown) <= _LONGEST_SHOWN else shown[: _LONGEST_SHOWN - 3] + "..."
@@ -133,14 +133,14 @@ def _problem(fault: Fault, name: str) -> Problem:
     return Problem(place, f"{what} (column {fault.column} of `{shown}`)", fix, f"{name}:{fault.line}")
 
 
-def _words(fault: Fault) -> Words:
+def _words(fault: TomlError) -> ProblemWords:
     for start, words in _ANSWERS:
         if fault.message.startswith(start):
             return words(fault) if callable(words) else words
     return fault.message[:1].lower() + fault.message[1:], "Look at this line and the one before it."
 
 
-def _no_value(fault: Fault) -> Words:
+def _no_value(fault: TomlError) -> ProblemWords:
     rest = fault.rest.split("#")[0].strip().rstrip(",")
     begins_earlier = fault.statement.first_line < fault.line
     if begins_earlier:
@@ -158,7 +158,7 @@ def _no_value(fault: Fault) -> Words:
     return f"`{rest}` is not a value", f'Write a number, true or false, or put text in quotes: "{text}".'
 
 
-def _too_much(fault: Fault) -> Words:
+def _too_much(fault: TomlError) -> ProblemWords:
     if fault.rest.startswith(("//", ";")):
         return f"`{fault.rest}` stands after the value", "A comment begins with #."
     if fault.rest.startswith(","):
@@ -172,13 +172,13 @@ def _too_much(fault: Fault) -> Words:
     return what, "Put text in quotes, write one key on each line, and begin comments with #."
 
 
-def _no_equals(fault: Fault) -> Words:
+def _no_equals(fault: TomlError) -> ProblemWords:
     if fault.rest.startswith(":"):
         return "`:` stands where `=` should", "Write key = value."
     return "there is no `=` after the key", "Write key = value; a key of several words is joined by _."
 
 
-def _twice(fault: Fault) -> Words:
+def _twice(fault: TomlError) -> ProblemWords:
     before = f"; line {fault.earlier_line} has it already" if fault.earlier_line else ", or is both a key and a table"
     if fault.statement.is_header:
         name = fault.statement.text.split("#")[0].strip()
@@ -186,22 +186,25 @@ def _twice(fault: Fault) -> Words:
     return f"this key stands a second time{before}", "Keep one of the two."
 
 
-def _bad_key(fault: Fault) -> Words:
+def _bad_key(fault: TomlError) -> ProblemWords:
     return ("the table header has no name", "Write [table].") if fault.statement.is_header else _INLINE
 
 
-def _bad_character(fault: Fault) -> Words:
+def _bad_character(fault: TomlError) -> ProblemWords:
     if "\\n" in fault.message or "\\r" in fault.message:
         return "the quoted text does not end on its line", "Close it with the same quote that opened it."
     return f"the text holds the {fault.message[:1].lower()}{fault.message[1:]}", "Delete it; it may not be visible."
 
 
-_INLINE: Words = (
+_INLINE: ProblemWords = (
     "the inline table {...} is not well formed",
     "Keep it on one line, key = value with a comma between and none at the end, or write it as a [table].",
 )
-_ESCAPE: Words = ("a backslash in double quotes begins an escape", "Use single quotes: 'C:\\data', or write \\\\.")
-_ANSWERS: tuple[tuple[str, Words | Callable[[Fault], Words]], ...] = (
+_ESCAPE: ProblemWords = (
+    "a backslash in double quotes begins an escape",
+    "Use single quotes: 'C:\\data', or write \\\\.",
+)
+_ANSWERS: tuple[tuple[str, ProblemWords | Callable[[TomlError], ProblemWords]], ...] = (
     ("Invalid value", _no_value),
     ("Expected newline", _too_much),
     ("Expected '=' after", _no_equals),

@@ -48,7 +48,7 @@ def _check_text(value: Any) -> None:
             _check_text(child)
 
 
-class Table(BaseModel):
+class ConfigTable(BaseModel):
     """One table of the job. The docstring under each field is its help in ``--explain`` and in the JSON Schema."""
 
     model_config = ConfigDict(

@@ -13,7 +13,7 @@ from datetime import date, time
 from pathlib import PurePath
 from typing import Any
 
-from closeranks.core.config.table import Table
+from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import UserError
 
 Parts = tuple[str | int, ...]
@@ -23,7 +23,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 """Of a surrogate pair: no character."""
 
 
-def dotted(parts: Iterable[str | int]) -> str:
+def dotted_key(parts: Iterable[str | int]) -> str:
     """The name of a place: ``optim.groups.0.pattern``; a key that is not bare stands in quotes."""
     return ".".join(_key(str(part)) for part in parts)
 
@@ -36,7 +36,7 @@ def format_value(value: Any) -> str:
     return written.removeprefix("{value = ").removesuffix("}")
 
 
-def dump_toml(value: Table) -> str:
+def dump_toml(value: ConfigTable) -> str:
     """The whole table, defaults included, as the text of a job file."""
     from tomlkit import dumps
 
@@ -49,22 +49,22 @@ def _key(key: str) -> str:
 
 def _plain(value: Any, parts: Parts) -> Any:
     """What tomlkit knows how to write, of the same meaning."""
-    if isinstance(value, Table):
+    if isinstance(value, ConfigTable):
         return {key: _plain(part, (*parts, key)) for key, part in _said(value)}
     if isinstance(value, Mapping):
         return {_plain(str(key), parts): _plain(part, (*parts, str(key))) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        is_tables = all(isinstance(part, Table | Mapping) for part in value)
+        is_tables = all(isinstance(part, ConfigTable | Mapping) for part in value)
         return [_plain(part, (*parts, place) if is_tables else parts) for place, part in enumerate(value)]
     if isinstance(value, PurePath):
         return _plain(str(value), parts)
     if isinstance(value, bool | int | float | date | time) or (isinstance(value, str) and not _HALF.search(value)):
         return value
-    what = f"{dotted(parts)} holds {value!r}, which a TOML file cannot hold"
+    what = f"{dotted_key(parts)} holds {value!r}, which a TOML file cannot hold"
     raise UserError(what, "Use text, numbers, true or false, dates, arrays and tables of them.")
 
 
-def _said(table: Table) -> Iterable[tuple[str, Any]]:
+def _said(table: ConfigTable) -> Iterable[tuple[str, Any]]:
     """TOML has no null, so None is said by silence, which only works where None is also the default."""
     for key, field in type(table).model_fields.items():
         value = getattr(table, key)

@@ -12,7 +12,7 @@ from functools import singledispatch
 from pathlib import PurePath
 from typing import Any, get_args
 
-from closeranks.core.config.shape import Option, Spot, options_of
+from closeranks.core.config.shape import SchemaNode, TypeOption, options_of
 from closeranks.core.config.toml import format_value
 
 _LONGEST = 60
@@ -34,14 +34,14 @@ _SAMPLES: dict[Any, Any] = {bool: True, int: 1, float: 0.1, str: "text"}
 _YES_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def expected(options: tuple[Option, ...]) -> str:
+def describe_expected(options: tuple[TypeOption, ...]) -> str:
     """What may stand at a place: ``a whole number``, ``an array of 2 numbers``."""
     kinds = [option.type for option in options]
     known = [option for option in options if not (option.type is int and float in kinds)]
     return " or ".join(dict.fromkeys(_expected(option) for option in known)) or "no value"
 
 
-def _expected(option: Option) -> str:
+def _expected(option: TypeOption) -> str:
     if option.choices:
         return "one of " + ", ".join(str(choice) for choice in option.choices)
     if option.table or option.is_mapping:
@@ -53,7 +53,7 @@ def _expected(option: Option) -> str:
     return _ONE.get(option.type, f"a {getattr(option.type, '__name__', 'value').lower()}")
 
 
-def _array(option: Option) -> str:
+def _array(option: TypeOption) -> str:
     arguments = [argument for argument in get_args(option.type) if argument is not Ellipsis]
     elements = {inner for argument in arguments for inner in options_of(argument)}
     if any(element.table for element in elements):
@@ -64,54 +64,54 @@ def _array(option: Option) -> str:
 
 
 @singledispatch
-def given(value: Any) -> str:
+def describe_given(value: Any) -> str:
     """What stands there instead: ``the text 'many'``."""
     return f"{value!r}"
 
 
-@given.register
+@describe_given.register
 def _(value: str) -> str:
     return (
         f"the text '{value if len(value) <= _LONGEST else value[: _LONGEST - 3] + '...'}'" if value else "an empty text"
     )
 
 
-@given.register
+@describe_given.register
 def _(value: bool) -> str:
     return format_value(value)
 
 
-@given.register(int)
-@given.register(float)
+@describe_given.register(int)
+@describe_given.register(float)
 def _(value: int | float) -> str:
     return f"the number {format_value(value)}"
 
 
-@given.register(date)
-@given.register(time)
+@describe_given.register(date)
+@describe_given.register(time)
 def _(value: date | time) -> str:
     return f"the date or time {format_value(value)}"
 
 
-@given.register
+@describe_given.register
 def _(value: Mapping) -> str:  # type: ignore[type-arg]  # singledispatch reads the bare class
     return "a table"
 
 
-@given.register(list)
-@given.register(tuple)
+@describe_given.register(list)
+@describe_given.register(tuple)
 def _(value: list[Any] | tuple[Any, ...]) -> str:
     if value and all(isinstance(element, Mapping) for element in value):
         return "an array of tables"
     return f"an array of {len(value)} value{'' if len(value) == 1 else 's'}"
 
 
-@given.register
+@describe_given.register
 def _(value: None) -> str:
     return "None"
 
 
-def example(spot: Spot, value: Any = None) -> str:
+def example_value(spot: SchemaNode, value: Any = None) -> str:
     """A value that would do, as TOML: the one that was meant if it can be told, else the default, else a sample."""
     for found in (_meant(spot, value), _declared(spot), _sample(spot.options)):
         if found is not None and found != ():
@@ -119,7 +119,7 @@ def example(spot: Spot, value: Any = None) -> str:
     return ""
 
 
-def _declared(spot: Spot) -> Any:
+def _declared(spot: SchemaNode) -> Any:
     """The field's own example or default; an element of an array has none, the field's is the whole array."""
     if spot.field is None or (spot.parts and isinstance(spot.parts[-1], int)):
         return None
@@ -128,7 +128,7 @@ def _declared(spot: Spot) -> Any:
     return None if spot.field.is_required() else spot.field.get_default(call_default_factory=True, validated_data={})
 
 
-def _meant(spot: Spot, value: Any) -> Any:
+def _meant(spot: SchemaNode, value: Any) -> Any:
     """``"200"`` for a number, ``200.0`` for a whole number, ``"True"`` for true or false."""
     kinds = {option.type for option in spot.options}
     if bool in kinds and isinstance(value, str):
@@ -146,7 +146,7 @@ def _meant(spot: Spot, value: Any) -> Any:
         return None
 
 
-def _sample(options: tuple[Option, ...]) -> Any:
+def _sample(options: tuple[TypeOption, ...]) -> Any:
     for option in options:
         if option.choices:
             return option.choices[0]

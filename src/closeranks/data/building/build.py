@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from closeranks.core.errors import DataError, Interrupted
-from closeranks.core.faults import point
+from closeranks.core.faults import failpoint
 from closeranks.data.building.blueprint import BuildSettings, BuildSpec, PartCounts, PartDone, SkippedRecord
 from closeranks.data.building.crew import build_parts
 from closeranks.data.building.encode import BYTES, encoder_spec, open_encoder
@@ -124,13 +124,13 @@ def _build(blueprint: BuildSpec, request: BuildRequest, reporter: BuildReporter)
         noted = {part.index: journal.finished_part(part.index) for part in blueprint.parts}
         done = {index: part for index, part in noted.items() if part is not None}
         num_resumed, read_bytes = len(done), _build_parts(blueprint, journal, done, request, reporter)
-        point(PARTS_DONE)
+        failpoint(PARTS_DONE)
         if problem := _nothing(blueprint, done):
             remove_old_build(blueprint.out)
             journal.clear(plan_too=True)
             raise DataError(problem, "Name inputs that hold documents.")
         manifest = commit(blueprint.out, _shards(done), _about(blueprint, done))
-        point(DESCRIBED)
+        failpoint(DESCRIBED)
         journal.clear(plan_too=False)
     return replace(_summary(manifest), num_parts=len(done), num_resumed=num_resumed), read_bytes
 

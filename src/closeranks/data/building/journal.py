@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from closeranks.core.errors import DataError, SetupError
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.regular_file import read_bytes
 from closeranks.data.building.blueprint import BuildSpec, PartCounts, PartDone
 from closeranks.data.building.inputs import fingerprint
@@ -29,10 +29,10 @@ _PLAN = "plan.json"
 _LOCK = "lock"
 _VERSION = 1
 
-PART_WRITTEN = declare("build.part_written", "a part's shards are finished; its document is not written")
-PART_NOTED = declare("build.part_noted", "a part's document is written")
-PARTS_DONE = declare("build.parts_done", "all parts are done; the data set is not described")
-DESCRIBED = declare("build.described", "the data set is described; traces of the build are still there")
+PART_WRITTEN = declare_failpoint("build.part_written", "a part's shards are finished; its document is not written")
+PART_NOTED = declare_failpoint("build.part_noted", "a part's document is written")
+PARTS_DONE = declare_failpoint("build.parts_done", "all parts are done; the data set is not described")
+DESCRIBED = declare_failpoint("build.described", "the data set is described; traces of the build are still there")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class BuildJournal:
         return found
 
     def record_part(self, done: PartDone) -> None:
-        point(PART_WRITTEN)
+        failpoint(PART_WRITTEN)
         self._publish(_name(done.index), {"shards": list(done.shards), "tally": done.tally.encode()})
-        point(PART_NOTED)
+        failpoint(PART_NOTED)
 
     def finished_part(self, index: int) -> PartDone | None:
         """A part that is done; None where it is not, or its document is damaged: then it is built again."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, encode
 from closeranks.core.linux import die_with_parent
-from closeranks.core.streams import outlast_readers
+from closeranks.core.streams import ignore_broken_pipes
 from closeranks.data.building.blueprint import BuildSpec
 from closeranks.data.building.part import PartBuilder
 
@@ -67,7 +67,7 @@ def _done(builder: PartBuilder, index: int, blueprint: BuildSpec) -> tuple[str, 
     except OSError as error:
         return "failed", encode(disk_error(error, blueprint))
     except Exception as error:
-        what = f"part {index} of the build raised {describe(error)}"
+        what = f"part {index} of the build raised {describe_error(error)}"
         return "failed", encode(RunFailed(what))
 
 
@@ -81,7 +81,7 @@ def disk_error(error: OSError, blueprint: BuildSpec) -> CloseranksError:
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
-    outlast_readers()
+    ignore_broken_pipes()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked since its birth (see crew.py)
     with Connection(int(sys.argv[1])) as connection:
         try:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.data.files.filling import RemoteFileVersion, StallDetector, is_sound, write_cached_file
 from closeranks.data.files.flocks import Flock, try_exclusive, try_shared
 from closeranks.data.files.room import FILE, PART, CacheSpace, CacheTimeouts, SpaceRequest
@@ -33,7 +33,7 @@ from closeranks.data.files.shelf import mark_prefetched, mark_used
 from closeranks.data.timing import stage
 
 _LOG = logging.getLogger(__name__)
-FILE_WHOLE = declare("file whole aside", "a file from far away is whole in the cache, under a temporary name")
+FILE_WHOLE = declare_failpoint("file whole aside", "a file from far away is whole in the cache, under a temporary name")
 _LONGEST_POLL_S = 0.5
 
 Bring = Callable[[], Generator[bytes, None, None]]
@@ -186,7 +186,7 @@ class FileCache:
             write_cached_file(
                 part.fd, item, bring(), lambda num_bytes: self._room.evict(replace(need, num_bytes=num_bytes))
             )
-            point(FILE_WHOLE)
+            failpoint(FILE_WHOLE)
             self._name(part, item)
             is_whole = True
             return part

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.data.files.sentences import digest_mismatch_error, incomplete_error, is_disk_full, stalled_error
 
-PIECE_CACHED = declare("piece cached", "a file from far away lies in the cache in part")
+PIECE_CACHED = declare_failpoint("piece cached", "a file from far away lies in the cache in part")
 _READ_BYTES = 1 << 20
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def write_cached_file(
                 raise incomplete_error(item.url, item.num_bytes, check.num_bytes + len(data))
             _write(fd, data, check.num_bytes, make_free)
             check.add(data)
-            point(PIECE_CACHED)
+            failpoint(PIECE_CACHED)
     check.finish()
     _until_room(partial(os.fdatasync, fd), item.num_bytes, make_free)
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from queue import Empty, Queue
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.data.loading.crew import LoaderStopped
 from closeranks.data.reader import LoadedBatch
@@ -65,7 +65,7 @@ class PrefetchThread:
         except CloseranksError as error:
             self._ready.put(error)
         except BaseException as error:  # whatever ends this thread must reach the loop, which would wait forever
-            failure = DataError(f"reading step {step + 1} of {self._identity} raised {describe(error)}")
+            failure = DataError(f"reading step {step + 1} of {self._identity} raised {describe_error(error)}")
             failure.__cause__ = error
             self._ready.put(failure)
 

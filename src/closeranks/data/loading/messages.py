@@ -14,7 +14,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, DataError, decode, encode
 
 _PACKET_BYTES = 1 << 17
@@ -69,7 +69,7 @@ class LoaderWorkerFailed:
     @classmethod
     def from_exception(cls, error: BaseException, what: str) -> LoaderWorkerFailed:
         """``what`` was going on, for errors that do not say so themselves."""
-        told = error if isinstance(error, CloseranksError) else DataError(f"{what} raised {describe(error)}")
+        told = error if isinstance(error, CloseranksError) else DataError(f"{what} raised {describe_error(error)}")
         text = "".join(traceback.format_exception(error))
         return cls(encode(told), text[-_TRACEBACK_CHARACTERS:])
 

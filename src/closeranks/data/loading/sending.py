@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import UserError
 
 _ALIGN = 64
@@ -50,7 +50,7 @@ def pack(value: Any) -> int:
     try:
         _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
     except Exception as error:
-        raise UserError(f"this dataset cannot be sent to loader processes: {describe(error)}", FIX) from error
+        raise UserError(f"this dataset cannot be sent to loader processes: {describe_error(error)}", FIX) from error
     raw = [buffer.raw() for buffer in buffers]
     head = _HEAD.pack(stream.tell(), len(raw)) + b"".join(struct.pack("<Q", piece.nbytes) for piece in raw)
     fd = os.memfd_create("closeranks-dataset", os.MFD_CLOEXEC)
@@ -74,4 +74,4 @@ def unpack(fd: int) -> Any:
     try:
         return pickle.loads(pieces[1], buffers=pieces[2:])
     except Exception as error:
-        raise UserError(f"this dataset does not arrive in loader processes: {describe(error)}", FIX) from error
+        raise UserError(f"this dataset does not arrive in loader processes: {describe_error(error)}", FIX) from error

@@ -23,12 +23,12 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.keys import derive_seed
 from closeranks.core.linux import die_with_parent
 from closeranks.core.process_title import set_child_title
-from closeranks.core.streams import outlast_readers
+from closeranks.core.streams import ignore_broken_pipes
 from closeranks.data.loading import messages
 from closeranks.data.loading.messages import (
     LoaderWorkerExited,
@@ -160,7 +160,7 @@ def _read_all(plan: ReadPlan, seat: StartLoaderWorker, rank: socket.socket) -> N
         except CloseranksError:
             raise
         except BaseException as error:
-            what = f"reading step {micro_batch.step + 1} of {plan.source.identity} raised {describe(error)}"
+            what = f"reading step {micro_batch.step + 1} of {plan.source.identity} raised {describe_error(error)}"
             raise DataError(what) from error
         parcel, fd = outbox.put(loaded.to_message())
         messages.send(rank, parcel, *(() if fd is None else (fd,)))
@@ -210,7 +210,7 @@ def _prepare() -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    outlast_readers()  # a dataset that prints must not fail because nobody reads it
+    ignore_broken_pipes()  # a dataset that prints must not fail because nobody reads it
     control, rank = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     if rank:
         die_with_parent(rank)

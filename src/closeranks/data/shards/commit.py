@@ -17,7 +17,7 @@ from typing import Any
 from crc32c import crc32c
 
 from closeranks.core.errors import DataError
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.regular_file import open_descriptor, read_bytes
 from closeranks.data.shards.encoding import Form, decode_schemas
 from closeranks.data.shards.layout import ShardFooter, ShardHeader, UnsoundShard, encode_footer, footer_digest
@@ -34,7 +34,7 @@ from closeranks.storage.disk import read_range
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.protocol import StorageError
 
-SHARDS_READ = declare("shards read back", "all shards are whole; dataset.json is not written")
+SHARDS_READ = declare_failpoint("shards read back", "all shards are whole; dataset.json is not written")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def commit(
     manifest = append_shards(
         before, DatasetManifest(heads.pop(), about, _fields(finished), tuple(s.entry for s in finished)), folder
     )
-    point(SHARDS_READ)
+    failpoint(SHARDS_READ)
     try:
         LocalStorage(folder).publish(NAME, encode_manifest(manifest), replace=True)
     except StorageError as error:

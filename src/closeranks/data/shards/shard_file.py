@@ -22,7 +22,7 @@ from blake3 import blake3
 from crc32c import crc32c
 
 from closeranks.core.errors import DataError
-from closeranks.core.faults import declare, point
+from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.data.shards.layout import (
     DATA_OFFSET,
     ShardFooter,
@@ -35,12 +35,12 @@ from closeranks.data.shards.layout import (
 from closeranks.data.shards.manifest import ShardEntry
 from closeranks.storage.disk import fsync_folder, make_folder, write_all
 
-BEGUN = declare("shard begun", "a shard's .part is made and empty")
-DATA_WRITTEN = declare("shard data written", "a shard's .part holds some of its data")
-TABLE_WRITTEN = declare("shard table written", "a shard's .part lacks its footer alone")
-FOOTER_WRITTEN = declare("shard footer written", "a shard's .part is whole and not fsynced")
-DURABLE = declare("shard durable", "a shard's .part is whole and fsynced")
-NAMED = declare("shard named", "a shard has its name, which is not fsynced in its folder yet")
+BEGUN = declare_failpoint("shard begun", "a shard's .part is made and empty")
+DATA_WRITTEN = declare_failpoint("shard data written", "a shard's .part holds some of its data")
+TABLE_WRITTEN = declare_failpoint("shard table written", "a shard's .part lacks its footer alone")
+FOOTER_WRITTEN = declare_failpoint("shard footer written", "a shard's .part is whole and not fsynced")
+DURABLE = declare_failpoint("shard durable", "a shard's .part is whole and fsynced")
+NAMED = declare_failpoint("shard named", "a shard has its name, which is not fsynced in its folder yet")
 
 PART = ".part"
 _FLUSH_BYTES = 1 << 20
@@ -95,7 +95,7 @@ class ShardFile:
         if self._path.exists() or not _is_at(self._fd, self._part):
             raise BlockingIOError  # its writer gave it its name, or removed it, just before the lock was ours
         os.ftruncate(self._fd, 0)
-        point(BEGUN)
+        failpoint(BEGUN)
 
     def _flush(self, *, is_last: bool = False) -> None:
         """Write all whole blocks (the last one too, whole or not) and note their checksums."""
@@ -106,7 +106,7 @@ class ShardFile:
                 self._checksums.append(crc32c(view[start : min(start + size, count)]))
             write_all(self._fd, view[:count])
         del self._buffer[:count]
-        point(DATA_WRITTEN)
+        failpoint(DATA_WRITTEN)
 
     def _finish(self, notes: dict[str, Any], largest: int) -> ShardEntry:
         text = json.dumps(notes, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
@@ -118,7 +118,7 @@ class ShardFile:
         self._flush(is_last=True)
         table = _little(self._checksums, "<u4").ljust(shape.footer_offset - shape.table_offset, b"\0")
         write_all(self._fd, table)
-        point(TABLE_WRITTEN)
+        failpoint(TABLE_WRITTEN)
         footer = ShardFooter(self._head, shape, largest, blake3(table).digest())
         encoded = encode_footer(footer)
         write_all(self._fd, encoded)
@@ -126,11 +126,11 @@ class ShardFile:
         return ShardEntry.of(self._path.name, footer, footer_digest(encoded))
 
     def _seal(self) -> None:
-        point(FOOTER_WRITTEN)
+        failpoint(FOOTER_WRITTEN)
         os.fsync(self._fd)
-        point(DURABLE)
+        failpoint(DURABLE)
         os.rename(self._part, self._path)
-        point(NAMED)
+        failpoint(NAMED)
         fsync_folder(self._path.parent)
         os.close(self._fd)
         self._fd = -1

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import BadRecordError, DataError
 
 
 def sample_error(named: str, error: Exception, fix: str) -> DataError:
     """What to raise for an error of the user's code; ``named`` says what was being read, and from where."""
-    what = f"{named} raised {describe(error)}"
+    what = f"{named} raised {describe_error(error)}"
     if _is_out_of_reach(error):
         return DataError(what, "Check that the files it needs are there and can be read.")
     return BadRecordError(what, fix)

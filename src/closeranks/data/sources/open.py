@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-from closeranks.core.protocols import Source
+from closeranks.core.protocols import DataSource
 from closeranks.data.config import DataConfig
 from closeranks.data.sources import (  # noqa: F401  each registers its kind
     digits,
@@ -22,13 +22,13 @@ from closeranks.data.sources.registry import Split, opener_of
 
 
 @overload
-def open_source(config: DataConfig, split: Literal["train"], seed: int) -> Source: ...
+def open_source(config: DataConfig, split: Literal["train"], seed: int) -> DataSource: ...
 
 
 @overload
-def open_source(config: DataConfig, split: Literal["eval"], seed: int) -> Source | None: ...
+def open_source(config: DataConfig, split: Literal["eval"], seed: int) -> DataSource | None: ...
 
 
-def open_source(config: DataConfig, split: Split, seed: int) -> Source | None:
+def open_source(config: DataConfig, split: Split, seed: int) -> DataSource | None:
     """The training or the evaluation part of the data; None where the job keeps nothing for evaluation."""
     return opener_of(config.name)(config, split, seed)

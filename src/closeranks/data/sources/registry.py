@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 from closeranks.core.errors import DataError
-from closeranks.core.protocols import Source
+from closeranks.core.protocols import DataSource
 from closeranks.core.registry import Registry
 
 Split: TypeAlias = Literal["train", "eval"]
-Opener: TypeAlias = Callable[[Any, Split, int], Source | None]
+Opener: TypeAlias = Callable[[Any, Split, int], DataSource | None]
 """(config, split, seed) -> the source, or None where the job keeps nothing for evaluation."""
 
 SOURCES: Registry[Opener] = Registry("data")

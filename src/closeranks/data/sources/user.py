@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from closeranks.core.blame import describe
+from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, DataError
-from closeranks.core.protocols import Batch, Source
+from closeranks.core.protocols import Batch, DataSource
 from closeranks.core.registry import load_object
 from closeranks.data.config import UserDataConfig
 from closeranks.data.rows import name_samples
@@ -129,12 +129,12 @@ def _named(collated: Any, sample: Any, what: str) -> Batch:
     raise DataError(what, "Return a dict of tensors, a pair (x, y), or one tensor.")
 
 
-def as_source(data: Any, identity: str = "", collate: Any = None) -> Source:
+def as_source(data: Any, identity: str = "", collate: Any = None) -> DataSource:
     """Any dataset as a source; an object that already reads batches is used as it is."""
     if collate is not None and not callable(collate):  # a job file may name anything
         what = f"collate is of type {type(collate).__name__}, which cannot be called"
         raise DataError(what, "Give a function that makes a batch of a list of samples.")
-    if isinstance(data, Source):
+    if isinstance(data, DataSource):
         if collate is not None:
             what = f"collate is given, but {data.identity or 'the dataset'} reads whole batches itself"
             raise DataError(what, "Leave collate out, or pad in its read().")
@@ -145,7 +145,7 @@ def as_source(data: Any, identity: str = "", collate: Any = None) -> Source:
 
 
 @SOURCES.register("user")
-def open_user(config: UserDataConfig, split: Split, seed: int) -> Source | None:
+def open_user(config: UserDataConfig, split: Split, seed: int) -> DataSource | None:
     collate = load_object(config.collate, place="data.collate") if config.collate else None
     if split == "train":
         return _build(config.name, config.args, "data.name", collate)
@@ -153,7 +153,7 @@ def open_user(config: UserDataConfig, split: Split, seed: int) -> Source | None:
     return _build(config.eval, args, "data.eval", collate) if config.eval else None
 
 
-def _build(path: str, args: Mapping[str, Any], place: str, collate: Collate | None) -> Source:
+def _build(path: str, args: Mapping[str, Any], place: str, collate: Collate | None) -> DataSource:
     factory = load_object(path, place=place)
     if not callable(factory):
         return as_source(factory, path, collate)
@@ -163,7 +163,7 @@ def _build(path: str, args: Mapping[str, Any], place: str, collate: Collate | No
         raise
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in args.items())
-        what = f"{place} = '{path}': calling it with ({given}) raised {describe(error)}"
+        what = f"{place} = '{path}': calling it with ({given}) raised {describe_error(error)}"
         raise DataError(what, "Mend the factory, or the arguments in data.args.") from error
     if data is None:
         raise DataError(f"{place} = '{path}' returned None", "Let the factory return its dataset.")

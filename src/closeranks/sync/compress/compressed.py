@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from closeranks.core.protocols import Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.sync.held import DataGroup
 from closeranks.sync.journeys import Journey
 from closeranks.sync.places import Load
@@ -37,7 +37,7 @@ class Scheme(Protocol):
 
     def settle(self, taken: Tensor) -> None: ...
 
-    def memory(self) -> Iterator[Remembered]: ...
+    def memory(self) -> Iterator[ErrorFeedbackTensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Compressed:
     def settle(self, taken: Tensor) -> None:
         self._scheme.settle(taken)
 
-    def memory(self) -> Iterator[Remembered]:
+    def memory(self) -> Iterator[ErrorFeedbackTensor]:
         return self._scheme.memory()
 
     def losses(self) -> Tensor | None:

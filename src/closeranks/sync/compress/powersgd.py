@@ -23,7 +23,7 @@ from torch import Tensor
 
 from closeranks.core.keys import derive_seed
 from closeranks.core.pieces import Piece
-from closeranks.core.protocols import Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.sync.held import DataGroup
 from closeranks.sync.journeys import Journey
 from closeranks.sync.memory import FACTOR, RESIDUAL, Memory, in_rows
@@ -170,13 +170,13 @@ class PowerSgd:
             if memory is not None:
                 memory.settle(taken)
 
-    def memory(self) -> Iterator[Remembered]:
+    def memory(self) -> Iterator[ErrorFeedbackTensor]:
         if self._residual is not None:
             yield from in_rows(RESIDUAL, self._residual.kept, self._load, self._group.rank, self._group.size)
         for batch in self._batches:
             for matrix, q in zip(batch.matrices, batch.q.kept, strict=True):
                 piece = Piece.whole(f"{FACTOR}/{matrix.name}", (1, *q.shape))
-                yield Remembered(FACTOR, piece, q.unsqueeze(0), is_ours=self._group.rank == 0)
+                yield ErrorFeedbackTensor(FACTOR, piece, q.unsqueeze(0), is_saved_here=self._group.rank == 0)
 
     def _reduce(self, flat: Tensor) -> dist.Work:
         work: dist.Work | None = dist.all_reduce(flat, group=self._group.process_group, async_op=True)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from closeranks.core.protocols import Remembered
+from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.sync.compress.codec import Codec
 from closeranks.sync.held import DataGroup
 from closeranks.sync.journeys import Journey
@@ -95,7 +95,7 @@ class TwoShot:
             if memory is not None:
                 memory.settle(taken)
 
-    def memory(self) -> Iterator[Remembered]:
+    def memory(self) -> Iterator[ErrorFeedbackTensor]:
         if self._residual is not None:
             yield from in_rows(RESIDUAL, self._residual.kept, self._load, self._group.rank, self._group.size)
         if self._owed is not None:
