@@ -24,7 +24,7 @@ from results import begin, conclude, say
 from closeranks.cli.compare.comparing import run_comparison
 from closeranks.cli.compare.table import RunStat, SettingRow
 from closeranks.core.errors import UserError
-from closeranks.facts.collectives import across_bytes
+from closeranks.facts.collectives import inter_host_bytes
 from closeranks.facts.rounds import Topology
 from closeranks.telemetry.history import load_history
 from hosts import require_hosts
@@ -91,7 +91,7 @@ def tell_hosts(rows: Sequence[SettingRow], num_params: int) -> dict[str, Any]:
     for row in rows:
         assert row.bytes_per_step is not None
         algorithm = "hierarchical" if row.name == "hierarchical" else "ring"
-        computed = across_bytes(algorithm, 4 * num_params, Topology(2, 2))
+        computed = inter_host_bytes(algorithm, 4 * num_params, Topology(2, 2))
         a_host = row.bytes_per_step.mean / 2
         told[row.name] = {
             **tell(row),

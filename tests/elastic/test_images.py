@@ -21,7 +21,7 @@ def test_replicas_hold_the_same_image() -> None:
     assert images_of(Mesh(Layout(data=3, zero=1))) == ("p0-s0-t0", "p0-s1-t0", "p0-s2-t0")
     assert images_of(Mesh(Layout(data=4, zero=3, shard=2))) == ("p0-s0-t0", "p0-s1-t0") * 2
     assert len(set(images_of(Mesh(Layout(data=2, tensor=2, pipeline=2))))) == 4
-    assert images_of(Mesh(Layout(data=4), num_homes=2)) == ("h0-p0-s0-t0",) * 2 + ("h1-p0-s0-t0",) * 2
+    assert images_of(Mesh(Layout(data=4), num_replica_groups=2)) == ("h0-p0-s0-t0",) * 2 + ("h1-p0-s0-t0",) * 2
 
 
 def test_layouts_are_told_apart() -> None:

@@ -6,7 +6,7 @@ import math
 import random
 from collections import deque
 
-from closeranks.facts.intervals import Level
+from closeranks.facts.intervals import CheckpointLevel
 
 
 class Strikes:
@@ -29,7 +29,9 @@ class Strikes:
 class Play:
     """A job that saves every ``period_s`` of work to the first level, and every ``every``-th time to the second too."""
 
-    def __init__(self, period_s: float, levels: list[Level], every: int, num_failures: int, seed: int) -> None:
+    def __init__(
+        self, period_s: float, levels: list[CheckpointLevel], every: int, num_failures: int, seed: int
+    ) -> None:
         self.period_s = period_s
         self.levels = levels
         self.every = every
@@ -90,7 +92,9 @@ class Play:
                 return failures
 
 
-def play(period_s: float, levels: list[Level], every: int = 1, num_failures: int = 2400, seed: int = 7) -> float:
+def play(
+    period_s: float, levels: list[CheckpointLevel], every: int = 1, num_failures: int = 2400, seed: int = 7
+) -> float:
     """Share of the time that is lost."""
     return Play(period_s, levels, every, num_failures, seed).wasted(num_failures)
 

@@ -3,10 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import UserError
-from closeranks.facts.actions import KINDS, Action, gives, needs
+from closeranks.facts.actions import ACTION_KINDS, Action, completed_actions, dependencies
 
 
-@given(st.builds(Action, st.integers(0, 500), st.sampled_from(KINDS), st.integers(0, 500)))
+@given(st.builds(Action, st.integers(0, 500), st.sampled_from(ACTION_KINDS), st.integers(0, 500)))
 def test_an_action_is_read_back_from_its_text(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
@@ -34,9 +34,9 @@ def test_other_text_is_refused(text: str) -> None:
     ],
 )
 def test_what_an_action_needs(action: str, expected: list[str]) -> None:
-    assert [str(need) for need in needs(Action.parse(action), num_stages=4)] == expected
+    assert [str(need) for need in dependencies(Action.parse(action), num_stages=4)] == expected
 
 
 def test_a_whole_backward_gives_both_parts() -> None:
-    assert [str(given) for given in gives(Action(1, "B", 2))] == ["1I2", "1W2"]
-    assert gives(Action(1, "I", 2)) == (Action(1, "I", 2),)
+    assert [str(given) for given in completed_actions(Action(1, "B", 2))] == ["1I2", "1W2"]
+    assert completed_actions(Action(1, "I", 2)) == (Action(1, "I", 2),)

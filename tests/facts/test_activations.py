@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.activations import (
-    Passage,
+    ActivationSettings,
+    LlamaStage,
     Recompute,
-    Stage,
-    activations,
-    block_saved,
-    block_working,
-    first_saved,
-    last_saved,
-    weight_casts,
+    activation_memory,
+    block_saved_bytes,
+    block_working_bytes,
+    embedding_saved_bytes,
+    head_saved_bytes,
+    weight_cast_bytes,
 )
 from closeranks.facts.llama import LlamaShape, block_shapes
 from closeranks.facts.memory import Precision
@@ -51,51 +51,57 @@ def held_by_autograd(shape: LlamaShape, precision: Precision) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
 
 
-def stage(shape: LlamaShape, *, in_flight: int = 1) -> Stage:
+def stage(shape: LlamaShape, *, in_flight: int = 1) -> LlamaStage:
     products = sum(rows * columns for rows, *rest in block_shapes(shape).values() for columns in rest)
-    return Stage(shape.num_layers, True, True, in_flight, shape.num_layers * products, shape.vocab_size * shape.dim)
+    return LlamaStage(
+        shape.num_layers, True, True, in_flight, shape.num_layers * products, shape.vocab_size * shape.dim
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4])
 @pytest.mark.parametrize("precision", ["float64", "float32", "bf16", "fp16"])
 def test_the_formula_counts_what_autograd_holds(precision: Precision, kv_heads: int) -> None:
     shape = replace(SHAPE, num_kv_heads=kv_heads)
-    passage = Passage(BATCH * LENGTH, precision)
-    counted = shape.num_layers * block_saved(shape, passage) + first_saved(passage) + last_saved(shape, passage)
-    counted += weight_casts(stage(shape), passage)
+    passage = ActivationSettings(BATCH * LENGTH, precision)
+    counted = (
+        shape.num_layers * block_saved_bytes(shape, passage)
+        + embedding_saved_bytes(passage)
+        + head_saved_bytes(shape, passage)
+    )
+    counted += weight_cast_bytes(stage(shape), passage)
     assert counted == pytest.approx(held_by_autograd(shape, precision), rel=0.01)
 
 
 @given(st.sampled_from(["float32", "bf16", "fp16"]), st.integers(1, 64))
 def test_each_kind_of_recompute_keeps_less_and_works_more(precision: Precision, num_tokens: int) -> None:
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
-    passages = [Passage(num_tokens, precision, recompute=recompute) for recompute in kinds]
-    saved = [block_saved(SHAPE, passage) for passage in passages]
-    working = [block_working(SHAPE, passage) for passage in passages]
+    passages = [ActivationSettings(num_tokens, precision, recompute=recompute) for recompute in kinds]
+    saved = [block_saved_bytes(SHAPE, passage) for passage in passages]
+    working = [block_working_bytes(SHAPE, passage) for passage in passages]
     assert saved[0] > saved[1] > saved[2] > 0 == working[0]
     assert [kept + again for kept, again in zip(saved, working, strict=True)] == [saved[0]] * 3
-    assert block_saved(SHAPE, replace(passages[1], keep=())) == saved[2]
+    assert block_saved_bytes(SHAPE, replace(passages[1], keep=())) == saved[2]
 
 
 def test_dropout_keeps_a_mask_of_bytes_for_each_of_its_two_places() -> None:
-    plain = Passage(BATCH * LENGTH, "bf16")
+    plain = ActivationSettings(BATCH * LENGTH, "bf16")
     dropped = replace(plain, dropout=0.1)
-    assert block_saved(SHAPE, dropped) - block_saved(SHAPE, plain) == 2 * BATCH * LENGTH * SHAPE.dim
+    assert block_saved_bytes(SHAPE, dropped) - block_saved_bytes(SHAPE, plain) == 2 * BATCH * LENGTH * SHAPE.dim
 
 
 def test_the_tensor_axis_splits_all_but_what_products_read() -> None:
     """Two gathered inputs of a block stay whole; everything else is halved."""
-    alone, split = (block_saved(SHAPE, Passage(BATCH * LENGTH, "bf16", tensor)) for tensor in (1, 2))
+    alone, split = (block_saved_bytes(SHAPE, ActivationSettings(BATCH * LENGTH, "bf16", tensor)) for tensor in (1, 2))
     whole = 2 * BATCH * LENGTH * SHAPE.dim * 2
     assert split - whole == (alone - whole) // 2
 
 
 def test_what_waits_in_a_pipeline_multiplies_and_what_one_backward_needs_does_not() -> None:
-    passage = Passage(BATCH * LENGTH, "bf16", recompute="full")
+    passage = ActivationSettings(BATCH * LENGTH, "bf16", recompute="full")
     one, three = (
         {
             part.name: part.num_bytes
-            for part in activations(SHAPE, passage, [stage(SHAPE, in_flight=n)], is_pipeline=True)
+            for part in activation_memory(SHAPE, passage, [stage(SHAPE, in_flight=n)], is_pipeline=True)
         }
         for n in (1, 3)
     )
@@ -106,7 +112,7 @@ def test_what_waits_in_a_pipeline_multiplies_and_what_one_backward_needs_does_no
 
 
 def test_only_the_last_stage_has_logits() -> None:
-    passage = Passage(BATCH * LENGTH)
-    middle = Stage(2, False, False, 1, 100, 0)
-    names = {part.name for part in activations(SHAPE, passage, [middle], is_pipeline=True)}
+    passage = ActivationSettings(BATCH * LENGTH)
+    middle = LlamaStage(2, False, False, 1, 100, 0)
+    names = {part.name for part in activation_memory(SHAPE, passage, [middle], is_pipeline=True)}
     assert names == {"activations of blocks", "hidden states at the ends of stages"}

@@ -1,5 +1,5 @@
 from closeranks.facts.actions import Action
-from closeranks.facts.filling import fill_weights, peak
+from closeranks.facts.filling import insert_weight_gradients, peak_held
 
 
 def order(text: str) -> list[Action]:
@@ -12,31 +12,31 @@ def text(rows: tuple[tuple[Action, ...], ...]) -> list[str]:
 
 def test_weights_are_computed_while_a_rank_waits() -> None:
     """Rank 0 waits for each input gradient of rank 1, which has something more urgent to do all along."""
-    filled = fill_weights([order("0F0 0F1 0F2 0I0 0I1 0I2"), order("1F0 1I0 1F1 1I1 1F2 1I2")], num_stages=2)
+    filled = insert_weight_gradients([order("0F0 0F1 0F2 0I0 0I1 0I2"), order("1F0 1I0 1F1 1I1 1F2 1I2")], num_stages=2)
     assert text(filled) == ["0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"]
 
 
 def test_a_whole_backward_waits_for_the_weights_before_it() -> None:
-    filled = fill_weights([order("0F0 0F1 0I0 0B1")], num_stages=1)
+    filled = insert_weight_gradients([order("0F0 0F1 0I0 0B1")], num_stages=1)
     assert text(filled) == ["0F0 0F1 0I0 0W0 0B1"]
 
 
 def test_a_rank_without_room_computes_weights_first() -> None:
-    filled = fill_weights([order("0F0 0I0 0F1 0I1 0F2 0I2")], num_stages=1)
+    filled = insert_weight_gradients([order("0F0 0I0 0F1 0I1 0F2 0I2")], num_stages=1)
     assert text(filled) == ["0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2"]
 
 
 def test_whole_backwards_stay_as_they_are() -> None:
     given = order("0F0 0F1 0B0 0B1")
-    assert fill_weights([given], num_stages=1) == (tuple(given),)
+    assert insert_weight_gradients([given], num_stages=1) == (tuple(given),)
 
 
 def test_orders_that_block_each_other_lose_nothing() -> None:
-    filled = fill_weights([order("0I0 0F0")], num_stages=1)
+    filled = insert_weight_gradients([order("0I0 0F0")], num_stages=1)
     assert text(filled) == ["0I0 0F0"]
 
 
 def test_peak_counts_from_forward_to_release() -> None:
-    assert peak(order("0F0 0F1 0B0 0F2 0F3 0B1 0B2 0B3")) == 3
-    assert peak(order("0F0 0I0 0F1 0I1 0W0 0W1")) == 2
-    assert peak(order("0F0 0I0 0F1 0I1 0W0 0W1"), released_by="BI") == 1
+    assert peak_held(order("0F0 0F1 0B0 0F2 0F3 0B1 0B2 0B3")) == 3
+    assert peak_held(order("0F0 0I0 0F1 0I1 0W0 0W1")) == 2
+    assert peak_held(order("0F0 0I0 0F1 0I1 0W0 0W1"), released_by="BI") == 1

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import ConfigError
-from closeranks.facts.layout import SCHEDULES, Demands, Layout, divisors, legal_problems
+from closeranks.facts.layout import SCHEDULES, Layout, LayoutConstraints, divisors, legal_problems
 from closeranks.facts.llama import PRESETS
 from tests.facts.powers import layouts_of_powers
 
 TINY = PRESETS["tiny"]
-DEMANDS = Demands(
+DEMANDS = LayoutConstraints(
     global_batch=24,
     micro_batch=3,
     num_heads=TINY.num_heads,
@@ -24,7 +24,7 @@ DEMANDS = Demands(
     ffn_dim=TINY.ffn_dim,
     seq_len=64,
 )
-DIGITS = Demands(global_batch=24, micro_batch=3)
+DIGITS = LayoutConstraints(global_batch=24, micro_batch=3)
 
 sizes = st.integers(0, 64)
 layouts = st.builds(
@@ -40,7 +40,7 @@ layouts = st.builds(
 )
 
 
-def places(layout: Layout, demands: Demands = DEMANDS) -> list[str]:
+def places(layout: Layout, demands: LayoutConstraints = DEMANDS) -> list[str]:
     return [problem.place for problem in legal_problems(layout, demands)]
 
 
@@ -83,7 +83,7 @@ def test_tiny_is_legal_under_every_layout_of_up_to_eight_ranks(num_ranks: int) -
     layouts,
     st.sampled_from([DEMANDS, DIGITS, replace(DEMANDS, num_kv_heads=6, num_heads=12), replace(DEMANDS, seq_len=20)]),
 )
-def test_legal_means_that_everything_divides(layout: Layout, demands: Demands) -> None:
+def test_legal_means_that_everything_divides(layout: Layout, demands: LayoutConstraints) -> None:
     """The law, written a second time as one expression."""
     legal = (
         min(layout.data, layout.tensor, layout.pipeline, layout.context) >= 1
@@ -166,7 +166,7 @@ def test_all_obstacles_come_at_once() -> None:
 
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_a_short_last_micro_batch_counts(global_batch: int, micro_batch: int) -> None:
-    demands = Demands(global_batch=global_batch, micro_batch=micro_batch)
+    demands = LayoutConstraints(global_batch=global_batch, micro_batch=micro_batch)
     assert (demands.num_micro - 1) * micro_batch < global_batch <= demands.num_micro * micro_batch
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.layout import Layout
-from closeranks.facts.mesh import AXES, Mesh, Place
+from closeranks.facts.mesh import AXES, Mesh, MeshCoordinate
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 MESHES = st.builds(
@@ -22,7 +22,7 @@ MESHES = st.builds(
 @given(mesh=MESHES)
 def test_place_and_rank_are_inverse(mesh: Mesh) -> None:
     ranks = range(mesh.layout.num_ranks)
-    assert [mesh.rank_of(mesh.place(rank)) for rank in ranks] == list(ranks)
+    assert [mesh.rank_of(mesh.coordinate(rank)) for rank in ranks] == list(ranks)
 
 
 @given(mesh=MESHES, axis=st.sampled_from(AXES))
@@ -32,12 +32,12 @@ def test_groups_of_an_axis_part_the_ranks(mesh: Mesh, axis: str) -> None:
     size = mesh.sizes[AXES.index(axis)]
     for group in groups:
         assert len(group) == size
-        assert [getattr(mesh.place(rank), axis) for rank in group] == list(range(size))
+        assert [getattr(mesh.coordinate(rank), axis) for rank in group] == list(range(size))
 
 
 def test_the_order_of_axes() -> None:
     mesh = Mesh(Layout(data=2, tensor=2, pipeline=2))
-    assert mesh.place(5) == Place(pipeline=1, replica=0, shard=0, tensor=1)
+    assert mesh.coordinate(5) == MeshCoordinate(pipeline=1, replica=0, shard=0, tensor=1)
     assert mesh.group_of(5, "tensor") == (4, 5)
     assert mesh.group_of(5, "replica") == (5, 7)
     assert mesh.group_of(5, "pipeline") == (1, 5)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from closeranks.facts.layout import SCHEDULES, Demands, Layout, legal_problems
-from closeranks.facts.nearest import advise, nearest_legal
+from closeranks.facts.layout import SCHEDULES, Layout, LayoutConstraints, legal_problems
+from closeranks.facts.nearest import nearest_layout_hint, nearest_legal
 from tests.facts.test_layout import DEMANDS, DIGITS
 
 layouts = st.builds(
@@ -24,7 +24,7 @@ layouts = st.builds(
 
 
 @given(layouts, st.integers(1, 16), st.sampled_from([DEMANDS, DIGITS, replace(DEMANDS, global_batch=3)]))
-def test_what_is_found_is_legal_and_of_that_size(layout: Layout, num_ranks: int, demands: Demands) -> None:
+def test_what_is_found_is_legal_and_of_that_size(layout: Layout, num_ranks: int, demands: LayoutConstraints) -> None:
     near = nearest_legal(layout, demands, num_ranks)
     if near is None:
         plain = [Layout(num_ranks // (t * p), tensor=t, pipeline=p) for t in range(1, 17) for p in range(1, 17)]
@@ -66,18 +66,21 @@ def test_tensor_and_pipeline_are_kept_where_they_can_be(text: str, num_ranks: in
 
 
 def test_the_advice_is_a_sentence() -> None:
-    assert advise(Layout(2, tensor=3), DEMANDS, 8) == "The nearest legal layout is data=2 tensor=4."
-    assert "No layout of 9 ranks is legal" in advise(Layout(9), DIGITS, 9)
+    assert nearest_layout_hint(Layout(2, tensor=3), DEMANDS, 8) == "The nearest legal layout is data=2 tensor=4."
+    assert "No layout of 9 ranks is legal" in nearest_layout_hint(Layout(9), DIGITS, 9)
     impossible = replace(DIGITS, global_batch=0)
-    assert "No layout of 1 rank is legal" in advise(Layout(), impossible, 1)
+    assert "No layout of 1 rank is legal" in nearest_layout_hint(Layout(), impossible, 1)
 
 
 def test_a_schedule_that_was_exchanged_is_named() -> None:
     zbv, plain = Layout(pipeline=8, schedule="zbv"), Layout(pipeline=9)
-    assert advise(zbv, DEMANDS, 8) == "The nearest legal layout is pipeline=8 schedule=1f1b."
-    assert advise(replace(zbv, schedule="1f1"), DEMANDS, 8) == "The nearest legal layout is pipeline=8 schedule=1f1b."
-    assert "schedule" not in advise(plain, DEMANDS, 9)
+    assert nearest_layout_hint(zbv, DEMANDS, 8) == "The nearest legal layout is pipeline=8 schedule=1f1b."
+    assert (
+        nearest_layout_hint(replace(zbv, schedule="1f1"), DEMANDS, 8)
+        == "The nearest legal layout is pipeline=8 schedule=1f1b."
+    )
+    assert "schedule" not in nearest_layout_hint(plain, DEMANDS, 9)
 
 
 def test_nothing_is_near_to_no_ranks_at_all() -> None:
-    assert advise(Layout(tensor=0), DEMANDS, 0) == ""
+    assert nearest_layout_hint(Layout(tensor=0), DEMANDS, 0) == ""

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import UserError
-from closeranks.facts.actions import KINDS
+from closeranks.facts.actions import ACTION_KINDS
 from closeranks.facts.layout import SCHEDULES
-from closeranks.facts.programs import Instruction, lower, program_for, validate
-from closeranks.facts.schedules import Schedule, schedule_for
+from closeranks.facts.programs import PipelineInstruction, lower, program_for, validate
+from closeranks.facts.schedules import PipelineSchedule, schedule_for
 
 names = st.sampled_from(sorted(SCHEDULES))
 ranks = st.integers(1, 8)
@@ -29,7 +29,7 @@ def test_a_program_word_for_word() -> None:
 @given(names, ranks, micros)
 def test_a_program_computes_its_schedule(name: str, num_ranks: int, num_micro: int) -> None:
     program, schedule = program_for(name, num_ranks, num_micro), schedule_for(name, num_ranks, num_micro)
-    computed = [[str(i) for i in row if i.kind in KINDS] for row in program.ranks]
+    computed = [[str(i) for i in row if i.kind in ACTION_KINDS] for row in program.ranks]
     assert computed == [[str(action) for action in row] for row in schedule.ranks]
     assert (program.num_micro, program.schedule, program.placement) == (num_micro, name, schedule.placement)
     assert program.num_stages == num_ranks * SCHEDULES[name]
@@ -76,15 +76,15 @@ def test_one_rank_sends_nothing(name: str) -> None:
 
 def test_peers_are_ranks_along_the_pipeline() -> None:
     program = program_for("interleaved-1f1b", 2, 2)
-    assert Instruction("SEND_F", 1, 0, peer=0) in program.ranks[1]
-    assert Instruction("RECV_F", 2, 0, peer=1) in program.ranks[0]
+    assert PipelineInstruction("SEND_F", 1, 0, peer=0) in program.ranks[1]
+    assert PipelineInstruction("RECV_F", 2, 0, peer=1) in program.ranks[0]
 
 
 def test_a_schedule_by_hand_is_lowered_once_it_is_valid() -> None:
-    mine = Schedule.parse("mine\n0F0 0B0\n1F0 1I0 1W0")
+    mine = PipelineSchedule.parse("mine\n0F0 0B0\n1F0 1I0 1W0")
     assert str(lower(mine)).splitlines()[1:] == ["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1I0 1SEND_B0 1W0"]
     with pytest.raises(UserError, match="schedule mine cannot run: rank 1 lacks 1W0"):
-        lower(Schedule.parse("mine\n0F0 0B0\n1F0 1I0"))
+        lower(PipelineSchedule.parse("mine\n0F0 0B0\n1F0 1I0"))
 
 
 def test_a_message_to_the_wrong_rank_is_refused() -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.facts.actions import Word
+from closeranks.facts.actions import ActionText
 from closeranks.facts.layout import SCHEDULES
-from closeranks.facts.programs import Instruction, Program, program_for
+from closeranks.facts.programs import PipelineInstruction, PipelineProgram, program_for
 from closeranks.facts.proof import first_problem
-from closeranks.facts.schedules import Schedule, schedule_for
+from closeranks.facts.schedules import PipelineSchedule, schedule_for
 
 names = st.sampled_from(sorted(SCHEDULES))
 ranks = st.integers(1, 8)
@@ -25,11 +25,11 @@ def test_every_schedule_and_its_program_pass(name: str, num_ranks: int, num_micr
     assert first_problem(program_for(name, num_ranks, num_micro)) is None
 
 
-def rewritten(program: Program, rank: int, row: list[Instruction]) -> Program:
+def rewritten(program: PipelineProgram, rank: int, row: list[PipelineInstruction]) -> PipelineProgram:
     return replace(program, ranks=(*program.ranks[:rank], tuple(row), *program.ranks[rank + 1 :]))
 
 
-def can_be_sorted(program: Program) -> bool:
+def can_be_sorted(program: PipelineProgram) -> bool:
     """Whether some order of everything keeps every rank's own order and every need, sends being one with receives."""
     home = {stage: rank for rank, stages in enumerate(program.placement) for stage in stages}
 
@@ -111,12 +111,12 @@ def test_a_repeated_instruction_is_seen(name: str, num_ranks: int, num_micro: in
     ],
 )  # fmt: skip
 def test_the_first_thing_wrong_with_a_schedule_by_hand(rows: list[str], said: str | None) -> None:
-    assert first_problem(Schedule.parse("\n".join(["mine", *rows]))) == said
+    assert first_problem(PipelineSchedule.parse("\n".join(["mine", *rows]))) == said
 
 
 def test_a_stage_or_micro_batch_that_is_not_there() -> None:
     def told(row: str) -> str | None:
-        return first_problem(Schedule("mine", 1, (Schedule.parse(f"mine\n{row}").ranks[0],), ((0,),)))
+        return first_problem(PipelineSchedule("mine", 1, (PipelineSchedule.parse(f"mine\n{row}").ranks[0],), ((0,),)))
 
     assert told("0F0 0B0 1F0") == "rank 0 has 1F0, but stage 1 is on rank none"
     assert told("0F0 0B0 0F1") == "rank 0 has 0F1, but there are only 1 micro-batches"
@@ -139,7 +139,7 @@ def test_a_stage_or_micro_batch_that_is_not_there() -> None:
     ],
 )  # fmt: skip
 def test_the_first_thing_wrong_with_a_program_by_hand(rows: list[str], said: str | None) -> None:
-    words = [[Word.parse(word) for word in row.split()] for row in rows]
-    ranks = tuple(tuple(Instruction(kind, stage, micro) for stage, kind, micro in row) for row in words)  # type: ignore[arg-type]
+    words = [[ActionText.parse(word) for word in row.split()] for row in rows]
+    ranks = tuple(tuple(PipelineInstruction(kind, stage, micro) for stage, kind, micro in row) for row in words)  # type: ignore[arg-type]
     num_micro = 1 + max(word.micro for row in words for word in row)
-    assert first_problem(Program(2, num_micro, "mine", ranks, ((0,), (1,)))) == said
+    assert first_problem(PipelineProgram(2, num_micro, "mine", ranks, ((0,), (1,)))) == said

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from closeranks.core.errors import UserError
-from closeranks.facts.actions import Action, Kind
+from closeranks.facts.actions import Action, ActionKind
 from closeranks.facts.layout import SCHEDULES
-from closeranks.facts.schedules import Schedule, schedule_for
+from closeranks.facts.schedules import PipelineSchedule, schedule_for
 from closeranks.facts.timeline import peak_in_flight, timeline
 
 names = st.sampled_from(sorted(SCHEDULES))
@@ -34,7 +34,7 @@ def test_the_plain_orders_word_for_word(name: str, expected: list[str]) -> None:
 @given(names, ranks, micros)
 def test_a_schedule_is_read_back_from_its_text(name: str, num_ranks: int, num_micro: int) -> None:
     schedule = schedule_for(name, num_ranks, num_micro)
-    assert Schedule.parse(str(schedule)) == schedule
+    assert PipelineSchedule.parse(str(schedule)) == schedule
 
 
 @given(names, ranks, micros)
@@ -73,7 +73,7 @@ PUBLISHED = {
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
     "dualpipev": torch_schedules.ScheduleDualPipeV,
 }
-COMPUTES: dict[object, Kind] = {
+COMPUTES: dict[object, ActionKind] = {
     torch_schedules._ComputationType.FORWARD: "F",
     torch_schedules._ComputationType.FULL_BACKWARD: "B",
     torch_schedules._ComputationType.BACKWARD_INPUT: "I",
@@ -81,7 +81,7 @@ COMPUTES: dict[object, Kind] = {
 }
 
 
-def published(name: str, num_ranks: int, num_micro: int) -> Schedule | None:
+def published(name: str, num_ranks: int, num_micro: int) -> PipelineSchedule | None:
     """torch's own order, made without a process group; None where torch refuses the number of micro-batches."""
     num_rounds = max(1, num_micro // num_ranks)
     is_refused = num_micro % num_rounds if name.startswith("interleaved") else num_micro < 2 * num_ranks
@@ -97,7 +97,7 @@ def published(name: str, num_ranks: int, num_micro: int) -> Schedule | None:
         made = PUBLISHED[name]._calculate_single_rank_operations(stand_in, rank)
         parts = [part for action in made if action is not None for part in (action.sub_actions or (action,))]
         rows.append(tuple(Action(p.stage_index, COMPUTES[p.computation_type], p.microbatch_index) for p in parts))
-    return Schedule(name, num_micro, tuple(rows), schedule_for(name, num_ranks, num_micro).placement)
+    return PipelineSchedule(name, num_micro, tuple(rows), schedule_for(name, num_ranks, num_micro).placement)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])

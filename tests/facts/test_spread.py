@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.layout import SCHEDULES, Layout
-from closeranks.facts.llama import PRESETS, LlamaShape, llama_anatomy, num_params
+from closeranks.facts.llama import PRESETS, LlamaShape, llama_structure, num_params
 from closeranks.facts.mesh import Mesh
 from closeranks.facts.spread import (
-    Bucket,
-    Holding,
-    Share,
-    Terms,
-    hold_of,
-    holding,
-    share_of,
-    shared_names,
-    stages_of,
+    BucketSize,
+    CostSettings,
+    RankMemory,
+    RankParameters,
+    rank_memory,
+    rank_parameters,
+    resolve_hold,
+    stages_per_rank,
+    tied_across_ranks,
 )
 from tests.facts.powers import layouts_of_powers
 
@@ -35,26 +35,26 @@ SMALL = [
 ]
 
 
-def shares(layout: Layout, terms: Terms, shape: LlamaShape = TINY) -> list[Share]:
+def shares(layout: Layout, terms: CostSettings, shape: LlamaShape = TINY) -> list[RankParameters]:
     """Of every pipeline rank."""
-    everywhere = stages_of(llama_anatomy(shape, 64), layout)
-    return [share_of(stages, shared_names(everywhere), layout, terms) for stages in everywhere]
+    everywhere = stages_per_rank(llama_structure(shape, 64), layout)
+    return [rank_parameters(stages, tied_across_ranks(everywhere), layout, terms) for stages in everywhere]
 
 
-def holdings(layout: Layout, terms: Terms | None = None, shape: LlamaShape = TINY) -> list[Holding]:
+def holdings(layout: Layout, terms: CostSettings | None = None, shape: LlamaShape = TINY) -> list[RankMemory]:
     """Of every rank, in no particular order; tensor ranks and replicas are alike."""
-    terms = terms or Terms()
+    terms = terms or CostSettings()
     copies = range(Mesh(layout).sizes[1] * layout.tensor)
     shards = range(Mesh(layout).sizes[2])
     return [
-        holding(share, layout, terms, shard)
+        rank_memory(share, layout, terms, shard)
         for share in shares(layout, terms, shape)
         for shard in shards
         for _ in copies
     ]
 
 
-def buffers(held: Holding) -> dict[str, int]:
+def buffers(held: RankMemory) -> dict[str, int]:
     return {part.name: part.num_bytes for part in held.buffers}
 
 
@@ -75,45 +75,45 @@ def test_weights_add_up_to_copies_of_the_model(layout: Layout) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_cover_the_units_in_order(schedule: str) -> None:
-    whole = llama_anatomy(TINY, 64)
+    whole = llama_structure(TINY, 64)
     layout = Layout(pipeline=4, schedule=schedule)
-    stages = sorted((stage for own in stages_of(whole, layout) for stage in own), key=lambda stage: stage.number)
+    stages = sorted((stage for own in stages_per_rank(whole, layout) for stage in own), key=lambda stage: stage.number)
     assert [stage.number for stage in stages] == list(range(layout.num_stages))
     assert tuple(unit for stage in stages for unit in stage.units) == whole.units
 
 
 def test_a_tied_weight_is_held_at_both_ends_and_summed_between_them() -> None:
     tied = replace(TINY, tied=True)
-    first, *middle, last = shares(Layout(pipeline=4), Terms(), tied)
-    assert [item.name for item in first.items if item.sums] == ["model.embed_tokens.weight"]
-    assert [item.sums for item in last.items if item.name == "model.embed_tokens.weight"] == [("pipeline",)]
-    assert not any(item.sums for share in middle for item in share.items)
-    (both, *_) = shares(Layout(pipeline=2, schedule="zbv"), Terms(), tied)
+    first, *middle, last = shares(Layout(pipeline=4), CostSettings(), tied)
+    assert [item.name for item in first.items if item.reduce_axes] == ["model.embed_tokens.weight"]
+    assert [item.reduce_axes for item in last.items if item.name == "model.embed_tokens.weight"] == [("pipeline",)]
+    assert not any(item.reduce_axes for share in middle for item in share.items)
+    (both, *_) = shares(Layout(pipeline=2, schedule="zbv"), CostSettings(), tied)
     assert [item.name for item in both.items].count("model.embed_tokens.weight") == 1
-    assert not any(item.sums for item in both.items), "both ends are on one rank"
+    assert not any(item.reduce_axes for item in both.items), "both ends are on one rank"
 
 
 def test_norms_are_summed_over_the_tensor_axis() -> None:
-    (share,) = shares(Layout(tensor=2), Terms())
-    assert {item.name for item in share.items if item.sums == ("tensor",)} == {
+    (share,) = shares(Layout(tensor=2), CostSettings())
+    assert {item.name for item in share.items if item.reduce_axes == ("tensor",)} == {
         item.name for item in share.items if "norm" in item.name
     }
-    (alone,) = shares(Layout(data=2), Terms())
-    assert not any(item.sums for item in alone.items)
+    (alone,) = shares(Layout(data=2), CostSettings())
+    assert not any(item.reduce_axes for item in alone.items)
 
 
 def test_what_auto_holds() -> None:
-    assert hold_of("auto", Layout(data=2, zero=3)) == "shards"
-    assert hold_of("auto", Layout(data=2, zero=3, pipeline=2)) == "step"
-    assert hold_of("shards", Layout(pipeline=2)) == "shards"
-    assert hold_of("step", Layout()) == "step"
+    assert resolve_hold("auto", Layout(data=2, zero=3)) == "shards"
+    assert resolve_hold("auto", Layout(data=2, zero=3, pipeline=2)) == "step"
+    assert resolve_hold("shards", Layout(pipeline=2)) == "shards"
+    assert resolve_hold("step", Layout()) == "step"
 
 
 def test_buffers_of_each_stage_of_zero() -> None:
     whole = num_params(TINY) * WIDTH
-    accumulating = Terms(num_micro=3)
+    accumulating = CostSettings(num_micro=3)
     assert buffers(holdings(Layout(2), accumulating)[0]) == {"gradients of earlier micro-batches": whole}
-    assert buffers(holdings(Layout(2), Terms(num_micro=1))[0]) == {}
+    assert buffers(holdings(Layout(2), CostSettings(num_micro=1))[0]) == {}
     assert buffers(holdings(Layout(2, zero=1), accumulating)[0]) == {
         "slices of summed gradients": whole // 2,
         "bucket that is being filled": whole,
@@ -132,12 +132,14 @@ def test_buffers_of_each_stage_of_zero() -> None:
 def test_zero_2_holds_no_more_gradients_than_travel_at_once() -> None:
     """Two buckets travel while a third is filled; those of the next micro-batch follow on those of this one."""
     sizes = (100, 20, 20, 40)
-    terms = Terms(hold="shards", buckets=lambda items, num_shards, element_bytes: [Bucket(size) for size in sizes])
+    terms = CostSettings(
+        hold="shards", buckets=lambda items, num_shards, element_bytes: [BucketSize(size) for size in sizes]
+    )
     (share,) = shares(Layout(2, zero=2), terms)
-    once = holding(share, Layout(2, zero=2), terms)
+    once = rank_memory(share, Layout(2, zero=2), terms)
     assert buffers(once)["gradients on their way"] == (100 + 20 + 20) * WIDTH
     assert buffers(once)["slices arriving"] == (100 + 20) * WIDTH // 2
-    again = holding(share, Layout(2, zero=2), replace(terms, num_micro=2))
+    again = rank_memory(share, Layout(2, zero=2), replace(terms, num_micro=2))
     assert buffers(again)["gradients on their way"] == (40 + 100 + 20) * WIDTH
     assert buffers(again)["slices arriving"] == (40 + 100) * WIDTH // 2
     assert once.gradients == again.gradients == sum(sizes) * WIDTH // 2
@@ -145,12 +147,12 @@ def test_zero_2_holds_no_more_gradients_than_travel_at_once() -> None:
 
 def test_zero_3_gathers_the_unit_at_work_and_those_ahead() -> None:
     layout = Layout(2, zero=3)
-    (share,) = shares(layout, Terms())
+    (share,) = shares(layout, CostSettings())
     units = share.units
-    block = max(unit.padded for unit in units if unit.is_block)
+    block = max(unit.padded_numel for unit in units if unit.is_block)
     kept = 2 * TINY.vocab_size * TINY.dim + TINY.dim + block  # the last block's backward follows its forward at once
     for prefetch in (0, 1, 2):
-        found = buffers(holding(share, layout, Terms(prefetch=prefetch)))
+        found = buffers(rank_memory(share, layout, CostSettings(prefetch=prefetch)))
         assert found["gathered weights kept from forward to backward"] == kept * WIDTH
         assert found["gathered weights of the unit at work"] == block * WIDTH
         assert found.get("gathered weights of units ahead", 0) == prefetch * block * WIDTH
@@ -160,7 +162,7 @@ def test_zero_3_gathers_the_unit_at_work_and_those_ahead() -> None:
 @given(st.sampled_from(SMALL), st.sampled_from(["float32", "bf16", "fp16"]))
 def test_only_float64_changes_the_width_of_state(layout: Layout, precision: str) -> None:
     (one, *_), (wide, *_) = (
-        holdings(layout, Terms(precision=name))  # type: ignore[arg-type]
+        holdings(layout, CostSettings(precision=name))  # type: ignore[arg-type]
         for name in (precision, "float64")
     )
     assert (wide.parameters, wide.gradients, wide.optimizer) == (

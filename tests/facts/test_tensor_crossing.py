@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from closeranks.facts.layout import Layout
-from closeranks.facts.mesh import tensor_crossing
+from closeranks.facts.mesh import tensor_axis_warning
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ from closeranks.facts.mesh import tensor_crossing
     ],
 )
 def test_names_a_size_that_stays_on_a_host(tensor: int, hosts: list[int], inside: int) -> None:
-    told = tensor_crossing(Layout(len(hosts) // tensor, tensor=tensor), hosts)
+    told = tensor_axis_warning(Layout(len(hosts) // tensor, tensor=tensor), hosts)
     assert bool(told) == bool(inside)
     assert not inside or f"Use layout.tensor = {inside} on hosts of" in told

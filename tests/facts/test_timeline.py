@@ -3,10 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import UserError
-from closeranks.facts.actions import gives, needs
+from closeranks.facts.actions import completed_actions, dependencies
 from closeranks.facts.layout import SCHEDULES
-from closeranks.facts.schedules import Schedule, schedule_for
-from closeranks.facts.timeline import Costs, ideal_bubble, peak_in_flight, spans_by_end, timeline
+from closeranks.facts.schedules import PipelineSchedule, schedule_for
+from closeranks.facts.timeline import ActionCosts, ideal_bubble, peak_in_flight, spans_by_end, timeline
 
 names = st.sampled_from(sorted(SCHEDULES))
 ranks = st.integers(1, 8)
@@ -42,23 +42,25 @@ def test_zbv_hardly_waits() -> None:
     assert timeline(schedule_for("zbv", 8, 64)).bubble < 0.02 < ideal_bubble(8, 64) / 4
 
 
-@given(names, ranks, micros, st.builds(Costs, *[st.sampled_from([0.5, 1.0, 1.75, 3.0])] * 4))
-def test_everything_starts_as_soon_as_it_can(name: str, num_ranks: int, num_micro: int, costs: Costs) -> None:
+@given(names, ranks, micros, st.builds(ActionCosts, *[st.sampled_from([0.5, 1.0, 1.75, 3.0])] * 4))
+def test_everything_starts_as_soon_as_it_can(name: str, num_ranks: int, num_micro: int, costs: ActionCosts) -> None:
     schedule = schedule_for(name, num_ranks, num_micro)
     laid_out = timeline(schedule, costs)
-    ends = {done: span.end for spans in laid_out.ranks for span in spans for done in gives(span.action)}
+    ends = {done: span.end for spans in laid_out.ranks for span in spans for done in completed_actions(span.action)}
     for actions, spans in zip(schedule.ranks, laid_out.ranks, strict=True):
         assert tuple(span.action for span in spans) == actions
         free_at = 0.0
         for span in spans:
-            assert span.start == max([free_at, *(ends[need] for need in needs(span.action, schedule.num_stages))])
+            assert span.start == max(
+                [free_at, *(ends[need] for need in dependencies(span.action, schedule.num_stages))]
+            )
             assert span.end - span.start == pytest.approx(costs.of(span.action.kind))
             free_at = span.end
 
 
 def test_an_order_that_stops_is_refused() -> None:
     with pytest.raises(UserError, match="rank 0 waits forever for what 0B0 needs"):
-        timeline(Schedule.parse("mine\n0B0 0F0"))
+        timeline(PipelineSchedule.parse("mine\n0B0 0F0"))
 
 
 def test_what_ends_together_ends_along_the_way_of_the_messages() -> None:

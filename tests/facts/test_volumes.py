@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from closeranks.facts.layout import Layout
 from closeranks.facts.llama import num_params
 from closeranks.facts.memory import Precision
-from closeranks.facts.spread import Bucket, Terms
-from closeranks.facts.volumes import Flow, Volume, volumes
+from closeranks.facts.spread import BucketSize, CostSettings
+from closeranks.facts.volumes import ActivationTraffic, CollectiveVolume, comm_volumes
 from tests.facts.test_spread import SMALL, TINY, shares
 
 WIDTH = 4
@@ -21,12 +21,14 @@ HIDDEN = TOKENS * TINY.dim
 L = TINY.num_layers
 
 
-def rows(layout: Layout, terms: Terms | None = None, flow: Flow | None = None, rank: int = 0) -> list[Volume]:
-    terms = terms or Terms()
-    return list(volumes(shares(layout, terms)[rank], layout, terms, flow))
+def rows(
+    layout: Layout, terms: CostSettings | None = None, flow: ActivationTraffic | None = None, rank: int = 0
+) -> list[CollectiveVolume]:
+    terms = terms or CostSettings()
+    return list(comm_volumes(shares(layout, terms)[rank], layout, terms, flow))
 
 
-def counted(found: list[Volume]) -> dict[tuple[str, str, str], tuple[int, int]]:
+def counted(found: list[CollectiveVolume]) -> dict[tuple[str, str, str], tuple[int, int]]:
     return {(row.axis, row.operation, row.what): (row.calls, row.payload_bytes) for row in found}
 
 
@@ -34,24 +36,29 @@ VOTE = {("world", "all-reduce", "the vote"): (1, 72)}
 
 
 def test_a_ring_sends_all_but_ones_own_share() -> None:
-    four = {op: Volume("data", "", op, 4, 1, 1000).sent_bytes for op in ("all-reduce", "reduce-scatter", "all-gather")}
+    four = {
+        op: CollectiveVolume("data", "", op, 4, 1, 1000).sent_bytes
+        for op in ("all-reduce", "reduce-scatter", "all-gather")
+    }
     assert four == {"all-reduce": 1500, "reduce-scatter": 750, "all-gather": 750}
-    assert Volume("pipeline", "", "send", 4, 2, 1000).sent_bytes == 1000
+    assert CollectiveVolume("pipeline", "", "send", 4, 2, 1000).sent_bytes == 1000
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert rows(Layout(), flow=Flow(TOKENS, TINY.dim)) == []
+    assert rows(Layout(), flow=ActivationTraffic(TOKENS, TINY.dim)) == []
 
 
 def test_replicas_sum_gradients_once_per_step_in_buckets() -> None:
-    terms = Terms(num_micro=5, buckets=lambda items, num_shards, element_bytes: [Bucket(300), Bucket(700)])
+    terms = CostSettings(
+        num_micro=5, buckets=lambda items, num_shards, element_bytes: [BucketSize(300), BucketSize(700)]
+    )
     assert counted(rows(Layout(4), terms)) == {("data", "all-reduce", "gradients"): (2, 4000), **VOTE}
 
 
 def test_zero_1_and_2_scatter_gradients_and_gather_weights() -> None:
     whole = num_params(TINY) * WIDTH
     for zero, hold, times in ((1, "shards", 1), (2, "shards", 5), (2, "step", 1)):
-        terms = Terms(num_micro=5, hold=hold)  # type: ignore[arg-type]
+        terms = CostSettings(num_micro=5, hold=hold)  # type: ignore[arg-type]
         assert counted(rows(Layout(4, zero=zero), terms)) == {
             ("shard", "reduce-scatter", "gradients"): (times, times * whole),
             ("shard", "all-gather", "weights"): (1, whole),
@@ -62,7 +69,7 @@ def test_zero_1_and_2_scatter_gradients_and_gather_weights() -> None:
 def test_replicas_of_shards_sum_their_slices_once() -> None:
     whole = num_params(TINY) * WIDTH
     for zero in (1, 2, 3):
-        found = counted(rows(Layout(8, zero=zero, shard=2), Terms(num_micro=5)))
+        found = counted(rows(Layout(8, zero=zero, shard=2), CostSettings(num_micro=5)))
         calls = {1: 1, 2: 1, 3: L + 1}[zero]
         key = ("replica", "all-reduce", "rows of gradients" if zero == 3 else "slices of gradients")
         assert found[key] == (calls, whole // 2)
@@ -74,11 +81,11 @@ def test_zero_3_gathers_twice_what_it_freed(precision: Precision) -> None:
     rest = 2 * TINY.vocab_size * TINY.dim + TINY.dim
     blocks = num_params(TINY) - rest
     wire = 2 if precision == "bf16" else 4
-    found = counted(rows(Layout(2, zero=3), Terms(precision=precision, num_micro=3, hold="shards")))
+    found = counted(rows(Layout(2, zero=3), CostSettings(precision=precision, num_micro=3, hold="shards")))
     gathered = 3 * ((2 * L - 1) * blocks // L * wire + rest * WIDTH)
     assert found["shard", "all-gather", "weights"] == (3 * 2 * L, gathered)
     assert found["shard", "reduce-scatter", "gradients"] == (3 * (L + 1), 3 * num_params(TINY) * WIDTH)
-    once = counted(rows(Layout(2, zero=3), Terms(precision=precision, num_micro=3, hold="step")))
+    once = counted(rows(Layout(2, zero=3), CostSettings(precision=precision, num_micro=3, hold="step")))
     assert once["shard", "all-gather", "weights"] == (L + 1, blocks * wire + rest * WIDTH)
     assert once["shard", "reduce-scatter", "gradients"] == (L + 1, num_params(TINY) * WIDTH)
 
@@ -90,7 +97,13 @@ def test_the_tensor_axis_gathers_and_scatters_around_every_product(
     precision: Precision, stream: int, product: int
 ) -> None:
     width = 8 if precision == "float64" else 4
-    found = counted(rows(Layout(tensor=2), Terms(precision=precision, num_micro=3), Flow(TOKENS, TINY.dim, precision)))
+    found = counted(
+        rows(
+            Layout(tensor=2),
+            CostSettings(precision=precision, num_micro=3),
+            ActivationTraffic(TOKENS, TINY.dim, precision),
+        )
+    )
     each = 3 * HIDDEN * (2 * L * (stream + product) + width + stream)
     norms = (2 * L + 1) * TINY.dim * width
     assert found == {
@@ -103,9 +116,9 @@ def test_the_tensor_axis_gathers_and_scatters_around_every_product(
 
 
 def test_blocks_computed_again_cross_again_unless_that_is_kept() -> None:
-    flow = Flow(TOKENS, TINY.dim, recompute="full")
+    flow = ActivationTraffic(TOKENS, TINY.dim, recompute="full")
     plain, full, kept, forgotten = (
-        counted(rows(Layout(tensor=2), Terms(), one))
+        counted(rows(Layout(tensor=2), CostSettings(), one))
         for one in (
             replace(flow, recompute="none"),
             flow,
@@ -121,19 +134,19 @@ def test_blocks_computed_again_cross_again_unless_that_is_kept() -> None:
 
 
 def test_hidden_states_go_down_the_pipeline_and_gradients_up() -> None:
-    layout, flow = Layout(pipeline=4), Flow(TOKENS, TINY.dim, "bf16")
+    layout, flow = Layout(pipeline=4), ActivationTraffic(TOKENS, TINY.dim, "bf16")
     message = 5 * HIDDEN * 2
     down, up = ("pipeline", "send", "hidden states"), ("pipeline", "send", "gradients of hidden states")
-    found = [counted(rows(layout, Terms(num_micro=5, precision="bf16"), flow, rank)) for rank in range(4)]
+    found = [counted(rows(layout, CostSettings(num_micro=5, precision="bf16"), flow, rank)) for rank in range(4)]
     assert [row.get(down) for row in found] == [(5, message)] * 3 + [None]
     assert [row.get(up) for row in found] == [None] + [(5, message)] * 3
-    split = counted(rows(Layout(tensor=2, pipeline=4), Terms(num_micro=5, precision="bf16"), flow))
+    split = counted(rows(Layout(tensor=2, pipeline=4), CostSettings(num_micro=5, precision="bf16"), flow))
     assert split[down] == (5, message // 2)
 
 
 def test_a_v_turns_round_on_its_last_rank_without_a_message() -> None:
-    layout, flow = Layout(pipeline=4, schedule="zbv"), Flow(TOKENS, TINY.dim)
-    found = [counted(rows(layout, Terms(num_micro=1), flow, rank)) for rank in range(4)]
+    layout, flow = Layout(pipeline=4, schedule="zbv"), ActivationTraffic(TOKENS, TINY.dim)
+    found = [counted(rows(layout, CostSettings(num_micro=1), flow, rank)) for rank in range(4)]
     assert [row["pipeline", "send", "hidden states"][0] for row in found] == [1, 2, 2, 1]
     assert [row["pipeline", "send", "gradients of hidden states"][0] for row in found] == [1, 2, 2, 1]
 
@@ -145,15 +158,15 @@ def test_tied_ends_sum_their_gradient_once() -> None:
         (Layout(4, zero=1, pipeline=2), 4),
         (Layout(4, zero=3, pipeline=2), 4),
     ):
-        for share in shares(layout, Terms(), tied):
-            found = counted(list(volumes(share, layout, Terms())))
+        for share in shares(layout, CostSettings(), tied):
+            found = counted(list(comm_volumes(share, layout, CostSettings())))
             whole = TINY.vocab_size * TINY.dim * WIDTH
             assert found["pipeline", "all-reduce", "gradients of tied weights"] == (1, whole // size)
 
 
 @given(st.sampled_from(SMALL), st.integers(1, 4))
 def test_rows_have_partners_and_sizes(layout: Layout, num_micro: int) -> None:
-    terms, flow = Terms(num_micro=num_micro), Flow(TOKENS, TINY.dim)
+    terms, flow = CostSettings(num_micro=num_micro), ActivationTraffic(TOKENS, TINY.dim)
     for rank in range(layout.pipeline):
         for row in rows(layout, terms, flow, rank):
             assert row.num_ranks > 1
@@ -163,16 +176,16 @@ def test_rows_have_partners_and_sizes(layout: Layout, num_micro: int) -> None:
 
 
 def test_batch_norms_average_their_statistics_once_per_step() -> None:
-    found = counted(rows(Layout(2, zero=1), Terms(num_statistics=96)))
+    found = counted(rows(Layout(2, zero=1), CostSettings(num_statistics=96)))
     assert found["data", "all-reduce", "batch norm statistics"] == (1, 97 * 8)
 
 
 def test_metrics_make_the_vote_longer() -> None:
-    (vote,) = rows(Layout(2), Terms(num_metrics=3, buckets=lambda items, num_shards, element_bytes: []))
+    (vote,) = rows(Layout(2), CostSettings(num_metrics=3, buckets=lambda items, num_shards, element_bytes: []))
     assert vote.payload_bytes == 12 * 8
 
 
 def test_the_vote_says_of_every_parameter_whether_it_had_a_gradient() -> None:
     """Four ranks count in three bits: seventeen parameters to a number, and one number that says whether to look."""
-    (vote,) = rows(Layout(4), Terms(num_trained=35, buckets=lambda items, num_shards, element_bytes: []))
+    (vote,) = rows(Layout(4), CostSettings(num_trained=35, buckets=lambda items, num_shards, element_bytes: []))
     assert vote.payload_bytes == (9 + 1 + 3) * 8

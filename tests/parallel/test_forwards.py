@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.layout import SCHEDULES
-from closeranks.facts.programs import Instruction
-from closeranks.facts.stages import placement
+from closeranks.facts.programs import PipelineInstruction
+from closeranks.facts.stages import stage_placement
 from closeranks.parallel.forwards import forward_program
 
 
-def run_blocking(rows: tuple[tuple[Instruction, ...], ...]) -> tuple[set[tuple[int, int]], bool]:
+def run_blocking(rows: tuple[tuple[PipelineInstruction, ...], ...]) -> tuple[set[tuple[int, int]], bool]:
     """Run as if a send and its receive had to meet; the forwards done, and whether all ranks came to their end."""
     at, done, moved = [0] * len(rows), set[tuple[int, int]](), True
     heads = lambda: [row[i] if i < len(row) else None for row, i in zip(rows, at, strict=True)]  # noqa: E731
@@ -26,14 +26,14 @@ def run_blocking(rows: tuple[tuple[Instruction, ...], ...]) -> tuple[set[tuple[i
                 at[rank], moved = at[rank] + 1, True
             elif head.kind == "SEND_F" and head.peer is not None:
                 other = heads()[head.peer]
-                if other == Instruction("RECV_F", head.stage + 1, head.micro, rank):
+                if other == PipelineInstruction("RECV_F", head.stage + 1, head.micro, rank):
                     at[rank], at[head.peer], moved = at[rank] + 1, at[head.peer] + 1, True
     return done, heads() == [None] * len(rows)
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 9))
 def test_every_micro_batch_passes_every_stage_and_nothing_locks_up(name: str, num_ranks: int, num_micro: int) -> None:
-    places = placement(name, num_ranks)
+    places = stage_placement(name, num_ranks)
     done, ended = run_blocking(forward_program(places, num_micro))
     assert ended
     stages = [stage for own in places for stage in own]
@@ -43,7 +43,7 @@ def test_every_micro_batch_passes_every_stage_and_nothing_locks_up(name: str, nu
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 6), st.integers(1, 9))
 def test_what_is_received_is_read_before_the_next_but_one(name: str, num_ranks: int, num_micro: int) -> None:
     """A rank never piles up what it was sent: at most one hidden state a stage waits."""
-    for row in forward_program(placement(name, num_ranks), num_micro):
+    for row in forward_program(stage_placement(name, num_ranks), num_micro):
         waiting: dict[int, int] = {}
         for at in row:
             change = {"RECV_F": 1, "F": -1 if at.stage in waiting else 0}.get(at.kind, 0)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from closeranks.facts.layout import SCHEDULES, Layout
-from closeranks.facts.programs import Instruction, program_for
+from closeranks.facts.programs import PipelineInstruction, program_for
 from closeranks.facts.schedules import schedule_for
-from closeranks.facts.stages import V_SHAPED, placement
+from closeranks.facts.stages import V_SHAPED, stage_placement
 from closeranks.facts.timeline import peak_in_flight
 from closeranks.parallel.group import Group
 from closeranks.parallel.pipeline import Pipeline, last_gradients, open_pipeline
@@ -55,7 +55,7 @@ def built(
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     whole, chain = toy(tied=tied), ToyChain()
     prepare(whole)
-    mine = placement(schedule, size)[rank]
+    mine = stage_placement(schedule, size)[rank]
     # Not a layout's ranges, so that one rank may have several stages too.
     num_stages = size * SCHEDULES[schedule]
     ranges = stage_ranges(chain.costs, Layout(pipeline=num_stages))
@@ -118,7 +118,7 @@ def test_every_schedule_gives_the_gradients_of_one_process(num_ranks: int) -> No
 
 def assert_bytes(ranks: Sequence[Told], num_ranks: int, schedule: str, num_micro: int) -> None:
     """A boundary between ranks takes each sample's hidden state there and its gradient back."""
-    home = {stage: rank for rank, own in enumerate(placement(schedule, num_ranks)) for stage in own}
+    home = {stage: rank for rank, own in enumerate(stage_placement(schedule, num_ranks)) for stage in own}
     num_samples = sum(len(batch["tokens"]) for batch in batches(num_micro))
     for rank, told in enumerate(ranks):
         onward = sum(home[s] == rank != home.get(s + 1, rank) for s in home)
@@ -319,7 +319,7 @@ def weigh(schedule: str, num_micro: int) -> tuple[int, int, dict[int, int]]:
     return step.peak_bytes, step.live_bytes, dict(zip(pipeline.stages, once.by_stage.values(), strict=True))
 
 
-def peak_bytes(row: Iterable[Instruction], by_stage: Mapping[int, int]) -> int:
+def peak_bytes(row: Iterable[PipelineInstruction], by_stage: Mapping[int, int]) -> int:
     held = peak = 0
     for at in row:
         held += by_stage[at.stage] * ((at.kind == "F") - (at.kind in ("B", "W")))
@@ -432,7 +432,7 @@ def test_without_a_pipeline_there_is_none() -> None:
 def open_by_layout() -> dict[int, int]:
     layout, chain = Layout(pipeline=2, schedule="zbv"), ToyChain()
     rank = dist.get_rank()
-    cut = cut_stages(toy(), chain, stage_ranges(chain.costs, layout), placement("zbv", 2)[rank])
+    cut = cut_stages(toy(), chain, stage_ranges(chain.costs, layout), stage_placement("zbv", 2)[rank])
     pipeline = open_pipeline(layout, cut.stages, Group(rank, 2), CPU)
     assert pipeline is not None
     pipeline.run(ToyWork(chain, batches(4)))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.programs import program_for
-from closeranks.facts.stages import placement
+from closeranks.facts.stages import stage_placement
 from closeranks.parallel.group import Group
 from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.quiet import quietly, settle
@@ -56,7 +56,7 @@ def train(schedule: str, num_micro: int, hold: str, mesh: DeviceMesh) -> dict[st
     chain, process_group = ToyChain(), mesh.get_group("pipeline")
     rank, data_rank = dist.get_rank(process_group), mesh.get_local_rank("shard")
     ranges = stage_ranges(chain.costs, Layout(pipeline=2, schedule=schedule))
-    stages = cut_stages(toy(), chain, ranges, placement(schedule, 2)[rank]).stages
+    stages = cut_stages(toy(), chain, ranges, stage_placement(schedule, 2)[rank]).stages
     for stage in stages.values():
         shard(stage, chain, mesh["shard"], hold)
     pipeline = Pipeline(partial(program_for, schedule, 2), stages, Group(rank, 2, process_group), CPU)

@@ -27,7 +27,7 @@ def planned(overrides: list[str], num_ranks: int) -> list[RankCost]:
     job = load_job(Path(TINY), overrides).value
     layout = layout_for(job, num_ranks)
     cost = cost_of(describe_job(job), layout)
-    return [cost.ranks[Mesh(layout).place(rank).pipeline] for rank in range(num_ranks)]
+    return [cost.ranks[Mesh(layout).coordinate(rank).pipeline] for rank in range(num_ranks)]
 
 
 def counts(rank: RankCost) -> Counts:

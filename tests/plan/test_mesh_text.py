@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from closeranks.facts.anatomy import Unit
+from closeranks.facts.anatomy import ModelUnit
 from closeranks.facts.layout import Layout
 from closeranks.plan import mesh_text
 from closeranks.plan.layouts import Subject, cost_of
@@ -56,7 +56,7 @@ def test_groups_are_those_of_the_mesh() -> None:
     ],
 )
 def test_numbered_neighbours_stand_together(names: list[str], text: str) -> None:
-    assert mesh_text.unit_names([Unit(name, ()) for name in names]) == text
+    assert mesh_text.unit_names([ModelUnit(name, ()) for name in names]) == text
 
 
 def test_bytes_and_traffic_are_written_out(tiny: Subject) -> None:

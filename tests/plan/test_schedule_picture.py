@@ -7,7 +7,7 @@ import pytest
 
 from closeranks.facts.layout import SCHEDULES
 from closeranks.facts.schedules import schedule_for
-from closeranks.facts.timeline import Costs, Timeline, timeline
+from closeranks.facts.timeline import ActionCosts, Timeline, timeline
 from closeranks.plan.schedule_picture import draw_schedule, schedule_text
 
 
@@ -39,7 +39,7 @@ def test_the_picture_grows_with_the_schedule_up_to_a_screen(tmp_path: Path) -> N
 
 
 def test_uneven_costs_are_drawn(tmp_path: Path) -> None:
-    uneven = timeline(schedule_for("zbv", 3, 7), Costs(1.0, 2.3, 1.4, 0.7))
+    uneven = timeline(schedule_for("zbv", 3, 7), ActionCosts(1.0, 2.3, 1.4, 0.7))
     assert size_of(draw_schedule(uneven, tmp_path / "schedule.png", "by measurement"))[0] > 1000
     assert len({len(line) for line in schedule_text(uneven).splitlines()[1:4]}) == 1
 

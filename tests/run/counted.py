@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from closeranks.facts.anatomy import Anatomy, distinct
+from closeranks.facts.anatomy import ModelStructure, distinct_parameters
 
 
-def num_params(anatomy: Anatomy) -> int:
-    return sum(prod(weight.shape) for weight in distinct(anatomy.units))
+def num_params(anatomy: ModelStructure) -> int:
+    return sum(prod(weight.shape) for weight in distinct_parameters(anatomy.units))

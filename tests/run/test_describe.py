@@ -10,7 +10,7 @@ import pytest
 from closeranks.cli.planning import show_layout
 from closeranks.core.errors import ConfigError, ModelError
 from closeranks.facts.layout import Layout, legal_problems
-from closeranks.facts.spread import share_of, shared_names, stages_of
+from closeranks.facts.spread import rank_parameters, stages_per_rank, tied_across_ranks
 from closeranks.plan.layouts import cost_of
 from closeranks.run.describe import ALIGN_BYTES, describe_job
 from closeranks.run.job import load_job
@@ -96,10 +96,12 @@ def test_buckets_are_planned_as_the_reducers_plan_them() -> None:
     assert shards.ALIGN_BYTES == ALIGN_BYTES
     subject = describe_job(load_job(ROOT / "examples" / "tiny.toml", ["sync.bucket_mib=0.5"]).value)
     for layout in (Layout(3), Layout(3, zero=1), Layout(2, zero=2, tensor=2)):
-        everywhere = stages_of(subject.anatomy, layout)
-        (share,) = (share_of(stages, shared_names(everywhere), layout, subject.terms) for stages in everywhere)
+        everywhere = stages_per_rank(subject.anatomy, layout)
+        (share,) = (
+            rank_parameters(stages, tied_across_ranks(everywhere), layout, subject.terms) for stages in everywhere
+        )
         assert len(share.buckets) >= 5
         assert sum(bucket.numel for bucket in share.buckets) >= share.numel
         assert all(bucket.numel % (layout.data if layout.zero else 1) == 0 for bucket in share.buckets)
-        norms = sum(item.numel for item in share.items if item.sums)
-        assert (sum(bucket.numel for bucket in share.buckets if bucket.sums) >= norms > 0) == (layout.tensor > 1)
+        norms = sum(item.numel for item in share.items if item.reduce_axes)
+        assert (sum(bucket.numel for bucket in share.buckets if bucket.reduce_axes) >= norms > 0) == (layout.tensor > 1)

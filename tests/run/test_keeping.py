@@ -22,7 +22,7 @@ from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapsho
 from closeranks.core.world import World
 from closeranks.elastic.keeper import SnapshotResult, SnapshotWriter
 from closeranks.elastic.shelf import SnapshotPaths
-from closeranks.facts.memory import copies_bytes
+from closeranks.facts.memory import snapshot_bytes
 from closeranks.run.overseer import configure_worker
 from tests.capture.changes import changed
 from tests.elastic.boxes import make_boxes, shared_memory
@@ -324,7 +324,7 @@ def test_copies_and_a_save_take_the_memory_that_the_formula_says(tmp_path: Path,
         assert keeper is not None
         assert saver is not None
         held = keeper.num_bytes + len(saver._slot.bytes)
-        assert copies_bytes(state) + state <= held <= copies_bytes(state) + state + 3 * (4 << 20)
+        assert snapshot_bytes(state) + state <= held <= snapshot_bytes(state) + state + 3 * (4 << 20)
 
 
 class Large(nn.Sequential):

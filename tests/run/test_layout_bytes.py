@@ -12,7 +12,7 @@ import torch
 from closeranks import Session
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
-from closeranks.facts.volumes import Volume
+from closeranks.facts.volumes import CollectiveVolume
 from closeranks.plan.layouts import RankCost, cost_of
 from closeranks.run.describe import describe_job
 from closeranks.run.job import Job, load_job
@@ -66,7 +66,7 @@ def expected(cost: RankCost, layout: Layout, rank: int) -> tuple[dict[Kind, int]
     return calls, payload
 
 
-def ranks_of(row: Volume, layout: Layout, rank: int) -> tuple[int, ...]:
+def ranks_of(row: CollectiveVolume, layout: Layout, rank: int) -> tuple[int, ...]:
     return Mesh(layout).group_of(rank, *AXES.get(row.axis, (row.axis,)))
 
 
@@ -105,7 +105,7 @@ def test_calls_and_bytes_on_the_wire_are_what_facts_says(tmp_path: Path, case: s
     cost = cost_of(describe_job(job), layout)
     for rank, (calls, payload) in enumerate(measured):
         told = {kind: count for kind, count in calls.items() if kind.operation != "receive"}
-        want = expected(cost.ranks[Mesh(layout).place(rank).pipeline], layout, rank)
+        want = expected(cost.ranks[Mesh(layout).coordinate(rank).pipeline], layout, rank)
         assert told == want[0], f"rank {rank}"
         assert {kind: payload[kind] for kind in told} == want[1], f"rank {rank}"
 

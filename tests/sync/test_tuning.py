@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import ConfigError
-from closeranks.facts.collectives import Link, Network, best_bucket, cost
+from closeranks.facts.collectives import Link, NetworkModel, best_bucket_bytes, collective_cost
 from closeranks.parallel.group import Group
 from closeranks.run.job import load_job
 from closeranks.sync.config import SyncConfig
@@ -36,7 +36,7 @@ ranks = st.integers(2, 64)
 
 
 def ring_s(num_ranks: int, link: Link, num_bytes: int) -> float:
-    return cost("ring", num_bytes, Network.flat(num_ranks, link)).seconds
+    return collective_cost("ring", num_bytes, NetworkModel.flat(num_ranks, link)).seconds
 
 
 # --- reading a link off times
@@ -55,7 +55,7 @@ def test_whatever_was_measured_is_a_link(seconds: list[float]) -> None:
     found = link_of([Sample(size, one) for size, one in zip(SIZES, seconds, strict=False)], 3)
     assert found.latency_s > 0
     assert found.bytes_per_s > 0
-    assert best_bucket(50 * MIB, 0.1, Network.flat(3, found)) in range(256 << 10, (64 << 20) + 1)
+    assert best_bucket_bytes(50 * MIB, 0.1, NetworkModel.flat(3, found)) in range(256 << 10, (64 << 20) + 1)
 
 
 def test_a_little_noise_moves_the_figures_a_little() -> None:
@@ -157,8 +157,8 @@ def test_all_ranks_choose_alike(size: int, num_data: int) -> None:
     assert link is not None
     assert 1e-7 < link.latency_s < 1.0
     assert 1e5 < link.bytes_per_s < 1e12
-    slowest = Network.flat(num_data, link)
-    assert found[0].bucket_mib * MIB == best_bucket(size * 20 * MIB, 0.05 * (size - 1), slowest)
+    slowest = NetworkModel.flat(num_data, link)
+    assert found[0].bucket_mib * MIB == best_bucket_bytes(size * 20 * MIB, 0.05 * (size - 1), slowest)
 
 
 def test_the_sizes_that_are_timed_grow() -> None:

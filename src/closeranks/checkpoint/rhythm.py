@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from closeranks.checkpoint.config import seconds_of
-from closeranks.facts.intervals import daly, learned_mtbf_s, prior_mtbf_s
-from closeranks.facts.spans import words
+from closeranks.facts.intervals import daly_period_s, learned_mtbf_s, prior_mtbf_s
+from closeranks.facts.spans import format_duration
 
 FIRST_SAVE_S = 20.0
 MOST_S = 1800.0
@@ -192,7 +192,7 @@ class SaveSchedule:
             return self.every * self._step_s if self.every else math.inf
         if self.period_s is not None:
             return self.period_s
-        wanted = min(MOST_S, daly(self.mtbf_s, self.history.cost_s))
+        wanted = min(MOST_S, daly_period_s(self.mtbf_s, self.history.cost_s))
         return max(wanted, self.history.durable_s, self._step_s)
 
     def explain(self) -> str:
@@ -202,15 +202,15 @@ class SaveSchedule:
         if isinstance(self.every, int):
             return f"saving every {self.every} steps" if self.every > 1 else "saving every step"
         if self.period_s is not None:
-            return f"saving every {words(self.period_s)}"
-        failures = f"failures every {words(self.mtbf_s)} expected"
+            return f"saving every {format_duration(self.period_s)}"
+        failures = f"failures every {format_duration(self.mtbf_s)} expected"
         if not self.history.num_saves:
-            return f"a first save after {words(FIRST_SAVE_S)} shows what one costs; {failures}"
-        history, wanted = self.history, daly(self.mtbf_s, self.history.cost_s)
-        cost = f"a save costs {words(history.cost_s)}"
+            return f"a first save after {format_duration(FIRST_SAVE_S)} shows what one costs; {failures}"
+        history, wanted = self.history, daly_period_s(self.mtbf_s, self.history.cost_s)
+        cost = f"a save costs {format_duration(history.cost_s)}"
         if history.durable_s > min(wanted, MOST_S):
-            cost += f" and takes {words(history.durable_s)} to be durable"
-        return f"saving every {words(self.interval_s)}: {cost}, {failures}"
+            cost += f" and takes {format_duration(history.durable_s)} to be durable"
+        return f"saving every {format_duration(self.interval_s)}: {cost}, {failures}"
 
     def _hear(self, now_s: float) -> None:
         if self._opened_s is None:

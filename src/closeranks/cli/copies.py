@@ -7,7 +7,7 @@ nobody else holds a peer keeps two as well (``elastic.images.partners``).
 from __future__ import annotations
 
 from closeranks.elastic.images import backup_ranks, images_of
-from closeranks.facts.memory import copies_bytes
+from closeranks.facts.memory import snapshot_bytes
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import Cost
 from closeranks.plan.listing import Scale
@@ -31,23 +31,23 @@ def snapshot_bytes_per_rank(job: Job, cost: Cost, per_host: int) -> list[int]:
     """Of each rank, the bytes of all its copies."""
     mesh, num_ranks = Mesh(cost.layout), cost.layout.num_ranks
     held = [rank.state.parameters + rank.state.optimizer for rank in cost.ranks]
-    own = [held[mesh.place(rank).pipeline] for rank in range(num_ranks)]
+    own = [held[mesh.coordinate(rank).pipeline] for rank in range(num_ranks)]
     if not job.elastic.enabled:
         return [0] * num_ranks
     if job.elastic.second_copies == "off" or num_ranks == 1:
-        return [copies_bytes(size) for size in own]
+        return [snapshot_bytes(size) for size in own]
     hosts, images = host_sizes(num_ranks, per_host), images_of(mesh, are_own=job.sync.compress.name != "none")
     if num_ranks > _MOST_PAIRED:
         on_hosts: dict[str, set[int]] = {}
         for host, image in zip(hosts, images, strict=True):
             on_hosts.setdefault(image, set()).add(host)
         most = 0 if all(len(places) > 1 for places in on_hosts.values()) else max(held)
-        return [copies_bytes(size, most) for size in own]
+        return [snapshot_bytes(size, most) for size in own]
     of_peer = [0] * num_ranks
     for writer, keeper in enumerate(backup_ranks(hosts, images)):
         if keeper is not None:
             of_peer[keeper] = own[writer]
-    return [copies_bytes(mine, kept) for mine, kept in zip(own, of_peer, strict=True)]
+    return [snapshot_bytes(mine, kept) for mine, kept in zip(own, of_peer, strict=True)]
 
 
 def snapshot_memory_line(job: Job, cost: Cost, per_host: int) -> str:
@@ -57,7 +57,7 @@ def snapshot_memory_line(job: Job, cost: Cost, per_host: int) -> str:
     copies, num_ranks = snapshot_bytes_per_rank(job, cost, per_host), cost.layout.num_ranks
     num_local = workers_of_host(num_ranks, per_host)
     hosts = [sum(copies[first : first + num_local]) for first in range(0, num_ranks, num_local)]
-    alone = sum(copies_bytes(rank.state.parameters + rank.state.optimizer) for rank in cost.ranks)
+    alone = sum(snapshot_bytes(rank.state.parameters + rank.state.optimizer) for rank in cost.ranks)
     has_peers = sum(copies) > alone * num_ranks // len(cost.ranks)
     scale = Scale.fitting(max(hosts))
     what = "two of what a rank holds" + (" and two of a peer's" if has_peers else "")

@@ -23,7 +23,7 @@ from closeranks.core.environment import num_gpus
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.registry import did_you_mean, is_import_path
 from closeranks.facts.layout import SCHEDULES, Layout
-from closeranks.facts.mesh import tensor_crossing
+from closeranks.facts.mesh import tensor_axis_warning
 from closeranks.plan import listing, mesh_text
 from closeranks.plan.layouts import Cost, Costing, Subject, cost_of, layouts_of, sort_out
 from closeranks.run.describe import describe_job
@@ -190,7 +190,7 @@ def show_layout(
     console = Console(highlight=False, soft_wrap=True)
     for line in _description(cost, subject, snapshot_memory_line(job, cost, per_host)):
         console.print(line, markup=False)
-    if warning := tensor_crossing(cost.layout, host_sizes(num_ranks, per_host)):
+    if warning := tensor_axis_warning(cost.layout, host_sizes(num_ranks, per_host)):
         console.print(f"\nwarning: {warning}", markup=False)
     if picture is not None:
         console.print(f"\npicture: {picture}", markup=False)

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 from closeranks.facts.layout import Layout
-from closeranks.facts.mesh import Mesh, Place
+from closeranks.facts.mesh import Mesh, MeshCoordinate
 
 
 def images_of(mesh: Mesh, *, are_own: bool = False) -> tuple[str, ...]:
     """The image of every rank; ``are_own``: replicas hold different values of something, so each has its own image."""
-    return tuple(_image(mesh, mesh.place(rank), are_own) for rank in range(mesh.layout.num_ranks))
+    return tuple(_image(mesh, mesh.coordinate(rank), are_own) for rank in range(mesh.layout.num_ranks))
 
 
-def _image(mesh: Mesh, at: Place, is_own: bool) -> str:
-    home = f"h{mesh.home(at)}-" if mesh.num_homes > 1 else ""
+def _image(mesh: Mesh, at: MeshCoordinate, is_own: bool) -> str:
+    home = f"h{mesh.replica_group(at)}-" if mesh.num_replica_groups > 1 else ""
     return f"{home}{f'r{at.replica}-' if is_own else ''}p{at.pipeline}-s{at.shard}-t{at.tensor}"
 
 

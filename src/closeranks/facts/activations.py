@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from closeranks.facts.llama import LlamaShape
-from closeranks.facts.memory import Part, Precision, widths
+from closeranks.facts.memory import NamedBytes, Precision, element_bytes
 
 Recompute = Literal["none", "selective", "full"]
 Keep = Literal["attention", "matmul", "collective"]
@@ -27,7 +27,7 @@ _TOKEN_ID = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class ActivationSettings:
     """Settings of one micro-batch's forward and backward on a rank."""
 
     num_tokens: int
@@ -41,28 +41,28 @@ class Passage:
     is_compiled: bool = False
 
     @property
-    def share(self) -> int:
+    def tokens_per_rank(self) -> int:
         """Tokens of a hidden state between the blocks, where the sequence is split over the tensor ranks."""
         return -(-self.num_tokens // self.tensor)
 
 
-def block_saved(shape: LlamaShape, passage: Passage) -> int:
+def block_saved_bytes(shape: LlamaShape, passage: ActivationSettings) -> int:
     """What one block keeps of one micro-batch until its backward."""
     if passage.recompute == "none":
         return _block_whole(shape, passage)
-    kept = widths(passage.precision).stream * passage.share * shape.dim
+    kept = element_bytes(passage.precision).stream * passage.tokens_per_rank * shape.dim
     return kept + (_block_chosen(shape, passage) if passage.recompute == "selective" else 0)
 
 
-def block_working(shape: LlamaShape, passage: Passage) -> int:
+def block_working_bytes(shape: LlamaShape, passage: ActivationSettings) -> int:
     """What one block's backward needs beyond what was saved: with recompute, the activations of one block at a time."""
     if passage.recompute == "none":
         return 0
-    return max(0, _block_whole(shape, passage) - block_saved(shape, passage))
+    return max(0, _block_whole(shape, passage) - block_saved_bytes(shape, passage))
 
 
-def _block_whole(shape: LlamaShape, passage: Passage) -> int:
-    w = widths(passage.precision)
+def _block_whole(shape: LlamaShape, passage: ActivationSettings) -> int:
+    w = element_bytes(passage.precision)
     norms = _NUM_NORMS * _norm_saved(shape, passage)
     # The inputs of products are all-gathered: the only activations in a block that the tensor axis does not split. In
     # fp16 each product casts a copy of its own, otherwise they share one.
@@ -77,9 +77,9 @@ def _block_whole(shape: LlamaShape, passage: Passage) -> int:
     return norms + read + within + _row_sums(shape, passage) + masks
 
 
-def _block_chosen(shape: LlamaShape, passage: Passage) -> int:
+def _block_chosen(shape: LlamaShape, passage: ActivationSettings) -> int:
     """What selective recompute keeps: the results of operations, where a plain backward keeps inputs of products."""
-    w, chosen = widths(passage.precision), 0
+    w, chosen = element_bytes(passage.precision), 0
     if "matmul" in passage.keep:
         split = shape.dim + 2 * _kv_dim(shape) + 2 * shape.ffn_dim
         # What goes back into the residual stream is still a partial sum over the tensor axis, so it is not split. The
@@ -90,37 +90,37 @@ def _block_chosen(shape: LlamaShape, passage: Passage) -> int:
         chosen += passage.num_tokens * shape.dim * w.compute // passage.tensor + _row_sums(shape, passage)
     if "collective" in passage.keep and passage.tensor > 1:
         gathered = passage.num_tokens * w.stream
-        chosen += _NUM_NORMS * shape.dim * (gathered + passage.share * w.compute)
+        chosen += _NUM_NORMS * shape.dim * (gathered + passage.tokens_per_rank * w.compute)
     return chosen
 
 
-def _norm_saved(shape: LlamaShape, passage: Passage) -> int:
+def _norm_saved(shape: LlamaShape, passage: ActivationSettings) -> int:
     """A norm's input and its scaled copy, both float32, and one number per token; compiled, the input unconverted."""
     if passage.is_compiled:
-        return passage.share * shape.dim * widths(passage.precision).stream
-    return passage.share * (2 * shape.dim + 1) * widths(passage.precision).state
+        return passage.tokens_per_rank * shape.dim * element_bytes(passage.precision).stream
+    return passage.tokens_per_rank * (2 * shape.dim + 1) * element_bytes(passage.precision).state
 
 
-def _row_sums(shape: LlamaShape, passage: Passage) -> int:
-    return passage.num_tokens * shape.num_heads * widths(passage.precision).state // passage.tensor
+def _row_sums(shape: LlamaShape, passage: ActivationSettings) -> int:
+    return passage.num_tokens * shape.num_heads * element_bytes(passage.precision).state // passage.tensor
 
 
 def _kv_dim(shape: LlamaShape) -> int:
     return shape.num_kv_heads * shape.head_dim
 
 
-def first_saved(passage: Passage) -> int:
+def embedding_saved_bytes(passage: ActivationSettings) -> int:
     """What the embedding keeps: the token ids."""
     return passage.num_tokens * _TOKEN_ID
 
 
-def last_saved(shape: LlamaShape, passage: Passage) -> int:
+def head_saved_bytes(shape: LlamaShape, passage: ActivationSettings) -> int:
     """What the last norm, the output projection and the loss keep.
 
     Of the whole vocabulary the loss keeps float32 log-probabilities; of a shard of it, or compiled, the logits in their
     own dtype.
     """
-    w = widths(passage.precision)
+    w = element_bytes(passage.precision)
     read = passage.num_tokens * shape.dim * w.compute
     width = w.state if passage.tensor == 1 and not passage.is_compiled else w.compute
     logits = passage.num_tokens * shape.vocab_size * width // passage.tensor
@@ -128,19 +128,19 @@ def last_saved(shape: LlamaShape, passage: Passage) -> int:
     return _norm_saved(shape, passage) + read + logits + sums + passage.num_tokens * _TOKEN_ID
 
 
-def last_working(shape: LlamaShape, passage: Passage) -> int:
+def head_working_bytes(shape: LlamaShape, passage: ActivationSettings) -> int:
     """The gradient of the logits: in float32, with half precision also a half-precision copy, beside the logits; the
     loss of a sharded vocabulary has one more float32 copy. Compiled, only the gradient in its final dtype."""
-    w = widths(passage.precision)
+    w = element_bytes(passage.precision)
     if passage.is_compiled:
         return passage.num_tokens * shape.vocab_size * w.compute // passage.tensor
     width = w.state * (1 if passage.tensor == 1 else 2) + (2 * w.compute if w.is_half else 0)
     return passage.num_tokens * shape.vocab_size * width // passage.tensor
 
 
-def weight_casts(stage: Stage, passage: Passage) -> int:
+def weight_cast_bytes(stage: LlamaStage, passage: ActivationSettings) -> int:
     """Half-precision copies of weights, which backward reads; recomputed blocks cast them again."""
-    w = widths(passage.precision)
+    w = element_bytes(passage.precision)
     if not w.is_half:
         return 0
     in_blocks = stage.num_block_params if passage.recompute == "none" else 0
@@ -148,7 +148,7 @@ def weight_casts(stage: Stage, passage: Passage) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class LlamaStage:
     """The part of a Llama in one stage of a pipeline rank, and its peak number of micro-batches in flight."""
 
     num_blocks: int
@@ -161,24 +161,26 @@ class Stage:
     """The same for the output projection; 0 where another stage has it."""
 
 
-def activations(shape: LlamaShape, passage: Passage, stages: Sequence[Stage], *, is_pipeline: bool) -> tuple[Part, ...]:
+def activation_memory(
+    shape: LlamaShape, passage: ActivationSettings, stages: Sequence[LlamaStage], *, is_pipeline: bool
+) -> tuple[NamedBytes, ...]:
     """Everything that one rank keeps of its micro-batches at the peak, by name, without empty parts."""
-    blocks = sum(s.in_flight * s.num_blocks for s in stages) * block_saved(shape, passage)
-    ends = sum(s.in_flight * first_saved(passage) for s in stages if s.is_first)
-    ends += sum(s.in_flight * last_saved(shape, passage) for s in stages if s.is_last)
-    hidden = passage.share * shape.dim * widths(passage.precision).stream
+    blocks = sum(s.in_flight * s.num_blocks for s in stages) * block_saved_bytes(shape, passage)
+    ends = sum(s.in_flight * embedding_saved_bytes(passage) for s in stages if s.is_first)
+    ends += sum(s.in_flight * head_saved_bytes(shape, passage) for s in stages if s.is_last)
+    hidden = passage.tokens_per_rank * shape.dim * element_bytes(passage.precision).stream
     # A stage keeps its input until the input's gradient is sent back, and its output until the output's gradient
     # arrives.
     crossing = sum(s.in_flight * (2 - s.is_first - s.is_last) for s in stages) * hidden if is_pipeline else 0
     # Blocks are recomputed after the logits are freed: only the larger of the two counts.
-    logits = last_working(shape, passage) if any(s.is_last for s in stages) else 0
-    again = block_working(shape, passage) if any(s.num_blocks for s in stages) else 0
+    logits = head_working_bytes(shape, passage) if any(s.is_last for s in stages) else 0
+    again = block_working_bytes(shape, passage) if any(s.num_blocks for s in stages) else 0
     parts = (
-        Part("activations of blocks", blocks),
-        Part("activations of embedding, head and loss", ends),
-        Part("logits and their gradient", logits if logits >= again else 0),
-        Part("one block computed again", again if again > logits else 0),
-        Part("weights cast for products", sum(s.in_flight * weight_casts(s, passage) for s in stages)),
-        Part("hidden states at the ends of stages", crossing),
+        NamedBytes("activations of blocks", blocks),
+        NamedBytes("activations of embedding, head and loss", ends),
+        NamedBytes("logits and their gradient", logits if logits >= again else 0),
+        NamedBytes("one block computed again", again if again > logits else 0),
+        NamedBytes("weights cast for products", sum(s.in_flight * weight_cast_bytes(s, passage) for s in stages)),
+        NamedBytes("hidden states at the ends of stages", crossing),
     )
     return tuple(part for part in parts if part.num_bytes)

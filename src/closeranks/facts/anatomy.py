@@ -18,7 +18,7 @@ of the sequence; as in ``core.protocols.ShardingRule``, the first match counts."
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class ParameterInfo:
     """One parameter."""
 
     name: str
@@ -42,11 +42,11 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ModelUnit:
     """A part of the model that is never divided between stages."""
 
     name: str
-    weights: tuple[Weight, ...]
+    weights: tuple[ParameterInfo, ...]
     cost: float = 0.0
     is_block: bool = False
     """Whether it is one of the repeated blocks, which are gathered one by one; the rest of a stage is gathered
@@ -57,20 +57,20 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
-    units: tuple[Unit, ...]
+class ModelStructure:
+    units: tuple[ModelUnit, ...]
 
 
-def distinct(units: Iterable[Unit]) -> tuple[Weight, ...]:
+def distinct_parameters(units: Iterable[ModelUnit]) -> tuple[ParameterInfo, ...]:
     """The weights of these units, a tied one once."""
-    found: dict[str, Weight] = {}
+    found: dict[str, ParameterInfo] = {}
     for unit in units:
         for weight in unit.weights:
             found.setdefault(weight.name, weight)
     return tuple(found.values())
 
 
-def anatomy(
+def model_structure(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     units: Sequence[str] = (),
@@ -78,13 +78,13 @@ def anatomy(
     blocks: Iterable[str] = (),
     rules: Sequence[Rule] = (),
     ties: Mapping[str, str] | None = None,
-) -> Anatomy:
+) -> ModelStructure:
     """The structure of a model from the names and shapes of its parameters.
 
     ``units`` are names of modules; parameters outside all of them form a last unit. ``ties`` maps the other names of a
     parameter to its first one.
     """
-    owned: dict[str, list[Weight]] = {unit: [] for unit in (*units, "")}
+    owned: dict[str, list[ParameterInfo]] = {unit: [] for unit in (*units, "")}
     weights = {name: _weight(name, shape, rules) for name, shape in shapes.items()}
     weights |= {alias: weights[name] for alias, name in (ties or {}).items()}
     prefixes = {f"{unit}.": unit for unit in units}
@@ -94,8 +94,8 @@ def anatomy(
         del owned[""]
     priced = dict(zip(units, costs or [1.0] * len(units), strict=True))
     chosen = set(blocks)
-    return Anatomy(
-        tuple(Unit(name, tuple(held), priced.get(name, 0.0), name in chosen) for name, held in owned.items())
+    return ModelStructure(
+        tuple(ModelUnit(name, tuple(held), priced.get(name, 0.0), name in chosen) for name, held in owned.items())
     )
 
 
@@ -109,8 +109,8 @@ def _owner(name: str, prefixes: Mapping[str, str]) -> str:
     return ""
 
 
-def _weight(name: str, shape: tuple[int, ...], rules: Sequence[Rule]) -> Weight:
+def _weight(name: str, shape: tuple[int, ...], rules: Sequence[Rule]) -> ParameterInfo:
     for pattern, dim, sees_share in rules:
         if fnmatchcase(name, pattern):
-            return Weight(name, shape, dim, sees_share)
-    return Weight(name, shape)
+            return ParameterInfo(name, shape, dim, sees_share)
+    return ParameterInfo(name, shape)

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from closeranks.facts.rounds import Algorithm, Operation, Round, Topology, level_of, rounds
+from closeranks.facts.rounds import Algorithm, CommRound, Operation, Topology, comm_rounds, tree_level
 
 _MOST_CHUNKS = 1024
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -42,33 +42,33 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkModel:
     """The ranks and the links between them."""
 
     topology: Topology
-    inside: Link
+    intra_host: Link
     """The link from a rank to another one of its host."""
-    across: Link | None = None
+    inter_host: Link | None = None
     """The link of a host to others, for all its ranks together; needed where there are several hosts."""
     add_bytes_per_s: float = math.inf
     """How fast a rank sums what it receives."""
 
     def __post_init__(self) -> None:
-        if self.topology.hosts > 1 and self.across is None:
+        if self.topology.hosts > 1 and self.inter_host is None:
             raise ValueError("several hosts need a link between them: give across")
 
     @classmethod
-    def flat(cls, num_ranks: int, link: Link) -> Network:
+    def flat(cls, num_ranks: int, link: Link) -> NetworkModel:
         """One level: every rank on a link of the same kind."""
         return cls(Topology(1, num_ranks), link)
 
     @property
     def slowest(self) -> Link:
-        return self.across if self.across is not None and self.topology.hosts > 1 else self.inside
+        return self.inter_host if self.inter_host is not None and self.topology.hosts > 1 else self.intra_host
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CollectiveCost:
     """The cost of one collective. Where ranks or hosts differ, the figure of the busiest."""
 
     seconds: float = 0.0
@@ -77,16 +77,21 @@ class Cost:
     """Messages that one rank sends."""
     sent_bytes: float = 0.0
     """Bytes that one rank sends."""
-    across_bytes: float = 0.0
+    inter_host_bytes: float = 0.0
     """Bytes that leave one host."""
 
 
-def cost(
-    algorithm: Algorithm, num_bytes: float, network: Network, operation: Operation = "all-reduce", *, chunks: int = 0
-) -> Cost:
+def collective_cost(
+    algorithm: Algorithm,
+    num_bytes: float,
+    network: NetworkModel,
+    operation: Operation = "all-reduce",
+    *,
+    chunks: int = 0,
+) -> CollectiveCost:
     """``chunks`` is the number of chunks in which a tree is pipelined; 0 takes the best number."""
-    chunks = chunks or best_chunks(num_bytes, network)
-    found = rounds(algorithm, operation, num_bytes, network.topology, chunks=chunks)
+    chunks = chunks or best_num_chunks(num_bytes, network)
+    found = comm_rounds(algorithm, operation, num_bytes, network.topology, chunks=chunks)
     messages: Counter[int] = Counter()
     sent: dict[int, float] = {}
     left: dict[int, float] = {}
@@ -97,23 +102,23 @@ def cost(
             host = network.topology.host_of(source)
             if host != network.topology.host_of(target):
                 left[host] = left.get(host, 0.0) + one.times * size
-    return Cost(
+    return CollectiveCost(
         seconds=sum(one.times * round_s(one, network) for one in found),
         num_rounds=sum(one.times for one in found),
         messages=max(messages.values(), default=0),
         sent_bytes=max(sent.values(), default=0.0),
-        across_bytes=max(left.values(), default=0.0),
+        inter_host_bytes=max(left.values(), default=0.0),
     )
 
 
-def round_s(one: Round, network: Network) -> float:
+def round_s(one: CommRound, network: NetworkModel) -> float:
     """The time of its slowest message, where messages that leave or enter a host share the host's link."""
     topology = network.topology
     inside, leaving, entering = 0.0, dict[int, float](), dict[int, float]()
     for source, target, size in one.sends:
         here, there = topology.host_of(source), topology.host_of(target)
         if here == there:
-            inside = max(inside, network.inside.seconds(size))
+            inside = max(inside, network.intra_host.seconds(size))
         else:
             leaving[here] = leaving.get(here, 0.0) + size
             entering[there] = entering.get(there, 0.0) + size
@@ -123,17 +128,19 @@ def round_s(one: Round, network: Network) -> float:
     return max(inside, between) + adding
 
 
-def across_bytes(
+def inter_host_bytes(
     algorithm: Algorithm, num_bytes: float, topology: Topology, operation: Operation = "all-reduce"
 ) -> float:
     """Bytes that leave the busiest host."""
     any_link = Link(0.0, 1.0)
-    return cost(algorithm, num_bytes, Network(topology, any_link, any_link), operation, chunks=1).across_bytes
+    return collective_cost(
+        algorithm, num_bytes, NetworkModel(topology, any_link, any_link), operation, chunks=1
+    ).inter_host_bytes
 
 
-def best_chunks(num_bytes: float, network: Network) -> int:
+def best_num_chunks(num_bytes: float, network: NetworkModel) -> int:
     """The k that minimizes 4 (d + k - 1) (a + n/k b): the square root of (d - 1) n b / a."""
-    depth, link = level_of(max(network.topology.num_ranks - 1, 0)), network.slowest
+    depth, link = tree_level(max(network.topology.num_ranks - 1, 0)), network.slowest
     if depth < 2 or num_bytes <= 0:
         return 1
     if link.latency_s <= 0:
@@ -146,14 +153,14 @@ def best_chunks(num_bytes: float, network: Network) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AlgorithmChoice:
     algorithm: Algorithm
-    cost: Cost
+    cost: CollectiveCost
     why: str
     """One sentence for people."""
 
 
-def candidates(topology: Topology, operation: Operation = "all-reduce") -> tuple[Algorithm, ...]:
+def candidate_algorithms(topology: Topology, operation: Operation = "all-reduce") -> tuple[Algorithm, ...]:
     """The applicable algorithms, the simplest first. With one host, or one rank on each, there is no hierarchical one;
     a tree supports all-reduce only."""
     found: list[Algorithm] = ["ring", "halving-doubling"]
@@ -164,29 +171,31 @@ def candidates(topology: Topology, operation: Operation = "all-reduce") -> tuple
     return tuple(found)
 
 
-def cheapest(
-    num_bytes: float, network: Network, operation: Operation = "all-reduce", among: Sequence[Algorithm] = ()
-) -> Choice:
+def fastest_algorithm(
+    num_bytes: float, network: NetworkModel, operation: Operation = "all-reduce", among: Sequence[Algorithm] = ()
+) -> AlgorithmChoice:
     """The fastest of ``among`` (if empty, of all applicable ones); on a tie, the first."""
-    names = among or candidates(network.topology, operation)
-    costs = {name: cost(name, num_bytes, network, operation) for name in names}
+    names = among or candidate_algorithms(network.topology, operation)
+    costs = {name: collective_cost(name, num_bytes, network, operation) for name in names}
     best = min(costs, key=lambda name: costs[name].seconds)
     others = {name: one for name, one in costs.items() if name != best}
     if not others:
-        return Choice(best, costs[best], f"{best}: there is no other way here")
+        return AlgorithmChoice(best, costs[best], f"{best}: there is no other way here")
     rival = "ring" if "ring" in others else min(others, key=lambda name: others[name].seconds)
-    waits = [cost(name, 0, network, operation).seconds for name in (rival, best)]
+    waits = [collective_cost(name, 0, network, operation).seconds for name in (rival, best)]
     why = _why(costs[best], rival, others[rival], num_bytes, waits[0] - waits[1])
-    return Choice(best, costs[best], f"{best}: {why}")
+    return AlgorithmChoice(best, costs[best], f"{best}: {why}")
 
 
-def _why(best: Cost, rival: Algorithm, other: Cost, num_bytes: float, latency_saved_s: float) -> str:
+def _why(
+    best: CollectiveCost, rival: Algorithm, other: CollectiveCost, num_bytes: float, latency_saved_s: float
+) -> str:
     """Why it is faster than the rival: fewer rounds where most of the saved time is latency, else fewer bytes."""
     seconds = f"about {_span(best.seconds)} instead of {_span(other.seconds)}"
     if best.num_rounds < other.num_rounds and 2 * latency_saved_s > other.seconds - best.seconds:
         return f"{best.num_rounds} rounds instead of {other.num_rounds}, {seconds}"
-    if best.across_bytes < other.across_bytes:
-        times = _times(best.across_bytes / num_bytes, other.across_bytes / num_bytes)
+    if best.inter_host_bytes < other.inter_host_bytes:
+        times = _times(best.inter_host_bytes / num_bytes, other.inter_host_bytes / num_bytes)
         return f"{times} of the gradients cross the link between hosts, {seconds}"
     if best.sent_bytes < other.sent_bytes:
         return f"a rank sends {_times(best.sent_bytes / num_bytes, other.sent_bytes / num_bytes)}, {seconds}"
@@ -207,7 +216,7 @@ def _span(seconds: float) -> str:
 # --- bucket size
 
 
-def exposed_s(bucket_bytes: float, total_bytes: float, backward_s: float, network: Network) -> float:
+def exposed_comm_s(bucket_bytes: float, total_bytes: float, backward_s: float, network: NetworkModel) -> float:
     """Exposed communication time: how long the reduction lasts beyond backward, in buckets of this size, by ring.
 
     Gradients become ready evenly over backward; a bucket starts when it is full and the one before is done. With k
@@ -218,8 +227,8 @@ def exposed_s(bucket_bytes: float, total_bytes: float, backward_s: float, networ
     if total_bytes <= 0 or network.topology.num_ranks < 2:
         return 0.0
     num_full = math.ceil(total_bytes / bucket_bytes) - 1
-    each_s = cost("ring", bucket_bytes, network).seconds if num_full else 0.0
-    last_s = cost("ring", total_bytes - num_full * bucket_bytes, network).seconds
+    each_s = collective_cost("ring", bucket_bytes, network).seconds if num_full else 0.0
+    last_s = collective_cost("ring", total_bytes - num_full * bucket_bytes, network).seconds
     ends = [backward_s + last_s]
     for place in (1, num_full) if num_full else ():
         ready_s = backward_s * place * bucket_bytes / total_bytes
@@ -227,9 +236,11 @@ def exposed_s(bucket_bytes: float, total_bytes: float, backward_s: float, networ
     return max(ends) - backward_s
 
 
-def best_bucket(total_bytes: float, backward_s: float, network: Network, sizes: Sequence[int] = BUCKET_SIZES) -> int:
+def best_bucket_bytes(
+    total_bytes: float, backward_s: float, network: NetworkModel, sizes: Sequence[int] = BUCKET_SIZES
+) -> int:
     """The size, in bytes, with the least exposed time after backward; on a tie (to the nanosecond) the smallest.
 
     Small buckets leave little to reduce after the last gradient, large ones pay the latency less often.
     """
-    return min(sorted(sizes), key=lambda size: round(exposed_s(size, total_bytes, backward_s, network), 9))
+    return min(sorted(sizes), key=lambda size: round(exposed_comm_s(size, total_bytes, backward_s, network), 9))

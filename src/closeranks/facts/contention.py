@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class SharedStorage:
     """Storage that ``num_jobs`` jobs save to."""
 
     transfer_s: float
@@ -24,7 +24,7 @@ class Sharing:
     period_s: float
 
     @property
-    def load(self) -> float:
+    def utilization(self) -> float:
         """Share of the storage's bandwidth that is in use; above 1 it falls behind."""
         return self.num_jobs * self.transfer_s / self.period_s
 
@@ -40,7 +40,7 @@ class Sharing:
         return min(self.aligned_s, self.transfer_s / (1 - others)) if others < 1 else self.aligned_s
 
 
-def kind_period_s(transfer_s: float, num_jobs: int) -> float:
+def contended_period_s(transfer_s: float, num_jobs: int) -> float:
     """The period that loses least to a failure under contention: the loss is half a period plus the time of a save.
 
     Where the saves of all just fit into a period the storage is saturated, and a save takes as long as when all begin

@@ -11,7 +11,7 @@ _DIGITS = 52
 """Integers of this many bits are exact in float64."""
 
 
-class Counters:
+class PackedCounters:
     """One small counter for each name, several in one float64; sums of such vectors give the sums of the counters."""
 
     def __init__(self, names: Sequence[str], most: int) -> None:
@@ -21,7 +21,7 @@ class Counters:
         self.places = {name: divmod(number, _DIGITS // width) for number, name in enumerate(names)}
         self.size = num_values(len(names), most)
 
-    def ones(self, names: Iterable[str]) -> list[float]:
+    def encode(self, names: Iterable[str]) -> list[float]:
         """The vector in which the counters of these names are one."""
         values = [0.0] * self.size
         for name in names:
@@ -29,7 +29,7 @@ class Counters:
             values[index] += self.base**digit
         return values
 
-    def zero_in(self, values: Sequence[float], names: Iterable[str]) -> set[str]:
+    def zero_names(self, values: Sequence[float], names: Iterable[str]) -> set[str]:
         """Those of the names whose counters are zero."""
         whole = [int(value) for value in values]
         base = int(self.base)

@@ -13,7 +13,7 @@ _TERA = 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class Peaks:
+class DevicePeaks:
     """One datasheet column; None where the datasheet has no figure or the hardware does not support the precision."""
 
     float64: float | None
@@ -24,28 +24,28 @@ class Peaks:
 
 
 # The first pattern that matches the driver's name for the device wins, so the variants of a chip come before the chip.
-_DATASHEETS: tuple[tuple[str, Peaks], ...] = (
-    (r"GB200", Peaks(40, 80, 1250, 2500, 2500)),
-    (r"B200", Peaks(37, 75, 1125, 2250, 2250)),
-    (r"H200 NVL", Peaks(60, 60, 417.5, 835.5, 835.5)),
-    (r"G?H200", Peaks(66.9, 66.9, 494.7, 989.4, 989.4)),
-    (r"H100 PCIe", Peaks(51, 51, 378, 756, 756)),
-    (r"H100 NVL", Peaks(60, 60, 417.5, 835.5, 835.5)),
-    (r"H100", Peaks(66.9, 66.9, 494.7, 989.4, 989.4)),
-    (r"H800", Peaks(1, 66.9, 494.7, 989.4, 989.4)),
-    (r"H20", Peaks(1, 44, 74, 148, 148)),
-    (r"A[18]00", Peaks(19.5, 19.5, 156, 312, 312)),
-    (r"A10", Peaks(None, 31.2, 62.5, 125, 125)),
-    (r"L40S", Peaks(None, 91.6, 183, 362.05, 362.05)),
-    (r"L4", Peaks(None, 30.3, 60, 121, 121)),
-    (r"T4", Peaks(None, 8.1, None, None, 65)),
-    (r"V100.*PCIE", Peaks(7, 14, None, None, 112)),
-    (r"V100", Peaks(7.8, 15.7, None, None, 125)),
-    (r"RTX A6000", Peaks(None, 38.7, 77.4, 154.8, 154.8)),
-    (r"RTX 5090", Peaks(None, 104.8, 104.8, 209.5, 209.5)),
-    (r"RTX 4090", Peaks(None, 82.6, 82.6, 165.2, 165.2)),
-    (r"RTX 3090", Peaks(None, 35.6, 35.6, 71, 71)),
-    (r"MI3(00|25)X", Peaks(163.4, 163.4, 653.7, 1307.4, 1307.4)),
+_DATASHEETS: tuple[tuple[str, DevicePeaks], ...] = (
+    (r"GB200", DevicePeaks(40, 80, 1250, 2500, 2500)),
+    (r"B200", DevicePeaks(37, 75, 1125, 2250, 2250)),
+    (r"H200 NVL", DevicePeaks(60, 60, 417.5, 835.5, 835.5)),
+    (r"G?H200", DevicePeaks(66.9, 66.9, 494.7, 989.4, 989.4)),
+    (r"H100 PCIe", DevicePeaks(51, 51, 378, 756, 756)),
+    (r"H100 NVL", DevicePeaks(60, 60, 417.5, 835.5, 835.5)),
+    (r"H100", DevicePeaks(66.9, 66.9, 494.7, 989.4, 989.4)),
+    (r"H800", DevicePeaks(1, 66.9, 494.7, 989.4, 989.4)),
+    (r"H20", DevicePeaks(1, 44, 74, 148, 148)),
+    (r"A[18]00", DevicePeaks(19.5, 19.5, 156, 312, 312)),
+    (r"A10", DevicePeaks(None, 31.2, 62.5, 125, 125)),
+    (r"L40S", DevicePeaks(None, 91.6, 183, 362.05, 362.05)),
+    (r"L4", DevicePeaks(None, 30.3, 60, 121, 121)),
+    (r"T4", DevicePeaks(None, 8.1, None, None, 65)),
+    (r"V100.*PCIE", DevicePeaks(7, 14, None, None, 112)),
+    (r"V100", DevicePeaks(7.8, 15.7, None, None, 125)),
+    (r"RTX A6000", DevicePeaks(None, 38.7, 77.4, 154.8, 154.8)),
+    (r"RTX 5090", DevicePeaks(None, 104.8, 104.8, 209.5, 209.5)),
+    (r"RTX 4090", DevicePeaks(None, 82.6, 82.6, 165.2, 165.2)),
+    (r"RTX 3090", DevicePeaks(None, 35.6, 35.6, 71, 71)),
+    (r"MI3(00|25)X", DevicePeaks(163.4, 163.4, 653.7, 1307.4, 1307.4)),
 )
 
 

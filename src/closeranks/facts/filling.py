@@ -11,21 +11,21 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from closeranks.facts.actions import Action, gives, needs
+from closeranks.facts.actions import Action, completed_actions, dependencies
 
-UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
+ACTION_TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 """The time of each kind of action in a balanced pipeline, in units of a forward."""
 
 Ends = dict[Action, int]
 
 
-def fill_weights(orders: Iterable[Sequence[Action]], num_stages: int) -> tuple[tuple[Action, ...], ...]:
+def insert_weight_gradients(orders: Iterable[Sequence[Action]], num_stages: int) -> tuple[tuple[Action, ...], ...]:
     """Each order with a ``W`` for each of its ``I``; one without any ``I`` is returned unchanged.
 
     Where orders deadlock, the rest of them is returned unchanged: reporting that is the validation's task.
     """
     given = [tuple(order) for order in orders]
-    room = max(peak(order, released_by="BI") for order in given)
+    room = max(peak_held(order, released_by="BI") for order in given)
     workers = [_Worker(deque(order), room) for order in given]
     ends: Ends = {}
     now = 0
@@ -39,7 +39,7 @@ def fill_weights(orders: Iterable[Sequence[Action]], num_stages: int) -> tuple[t
         now = min(later)
 
 
-def peak(order: Iterable[Action], released_by: str = "BW") -> int:
+def peak_held(order: Iterable[Action], released_by: str = "BW") -> int:
     """The peak number of micro-batches that a rank holds in all its stages, each from its forward until its release."""
     held = most = 0
     for action in order:
@@ -70,12 +70,14 @@ class _Worker:
         if action.kind == "I":
             self.put_off.append(Action(action.stage, "W", action.micro))
         self.held += (action.kind == "F") - (action.kind in "BW")
-        self.free_at = now + UNITS[action.kind]
+        self.free_at = now + ACTION_TIMES[action.kind]
         self.done.append(action)
-        ends.update(dict.fromkeys(gives(action), self.free_at))
+        ends.update(dict.fromkeys(completed_actions(action), self.free_at))
 
     def _may(self, action: Action, now: int, ends: Ends, num_stages: int) -> bool:
         """A whole backward also waits for its stage's earlier weight gradients, so that they are summed in order."""
         has_room = action.kind != "F" or self.held < self.room
         is_in_turn = action.kind != "B" or all(weight.stage != action.stage for weight in self.put_off)
-        return has_room and is_in_turn and all(ends.get(need, now + 1) <= now for need in needs(action, num_stages))
+        return (
+            has_room and is_in_turn and all(ends.get(need, now + 1) <= now for need in dependencies(action, num_stages))
+        )

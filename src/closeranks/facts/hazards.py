@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from closeranks.facts.intervals import young
+from closeranks.facts.intervals import young_period_s
 
 _HOUR_S = 3600.0
 LIFE_S = 24 * _HOUR_S
@@ -23,7 +23,7 @@ _NUM_SAMPLES = 480
 
 
 @dataclass(frozen=True, slots=True)
-class Age:
+class AgeInterval:
     """An interval of a machine's age, its hazard relative to the mean, and the best save period in it."""
 
     first_s: float
@@ -46,12 +46,12 @@ def danger(first_s: float, last_s: float) -> float:
     return dead / (last_s - first_s) / mean
 
 
-def ages_of(mtbf_s: float, cost_s: float, floor_s: float) -> tuple[Age, ...]:
+def ages_of(mtbf_s: float, cost_s: float, floor_s: float) -> tuple[AgeInterval, ...]:
     """Save periods that follow the hazard, for a job whose machines all started together."""
     found = []
     for first, last in pairwise(_EDGES_S):
         how = danger(first, last)
-        found.append(Age(first, last, how, max(floor_s, young(mtbf_s / how, cost_s))))
+        found.append(AgeInterval(first, last, how, max(floor_s, young_period_s(mtbf_s / how, cost_s))))
     return tuple(found)
 
 
@@ -61,7 +61,7 @@ def dangers() -> tuple[list[float], list[float]]:
     return edges[:-1], [danger(first, last) for first, last in pairwise(edges)]
 
 
-def gain() -> float:
+def age_gain() -> float:
     """Share of the overhead (saves and lost work) that following the hazard saves, compared with one fixed period.
 
     The overhead grows with the square root of the rate, so it is 1 - mean(sqrt(danger)) / sqrt(mean(danger)).

@@ -31,7 +31,7 @@ _TOO_LONG = 500.0
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class CheckpointLevel:
     """One storage level, and the failures that only this level survives (or a further one)."""
 
     name: str
@@ -56,26 +56,26 @@ class Level:
         return max(self.least_s, self.durable_s)
 
 
-def young(mtbf_s: float, cost_s: float) -> float:
+def young_period_s(mtbf_s: float, cost_s: float) -> float:
     """Young's formula for the work between saves, first order: sqrt(2 mu C)."""
     return math.sqrt(2 * mtbf_s * cost_s)
 
 
-def daly(mtbf_s: float, cost_s: float) -> float:
+def daly_period_s(mtbf_s: float, cost_s: float) -> float:
     """Daly's formula for the work between saves, higher order; a save longer than two lives is tried once per life."""
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     part = cost_s / (2 * mtbf_s)
-    return young(mtbf_s, cost_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
+    return young_period_s(mtbf_s, cost_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
 
 
-def best_period_s(level: Level) -> float:
+def best_period_s(level: CheckpointLevel) -> float:
     """The work between saves that loses least: the optimum for the stall, or the storage's floor if that is longer."""
-    wanted = math.inf if math.isinf(level.mtbf_s) else daly(level.mtbf_s, level.stall_s)
+    wanted = math.inf if math.isinf(level.mtbf_s) else daly_period_s(level.mtbf_s, level.stall_s)
     return max(wanted, level.floor_s)
 
 
-def efficiency(period_s: float, level: Level) -> float:
+def efficiency(period_s: float, level: CheckpointLevel) -> float:
     """Share of the time that ends up as kept work, with saves after every ``period_s`` of work ([Note: exact share]).
 
     Saves that are more frequent than the storage can take wait for it, and training waits with them.
@@ -86,12 +86,12 @@ def efficiency(period_s: float, level: Level) -> float:
     return period_s / between_s * kept * math.exp(-min(_TOO_LONG, (late_s + level.restart_s) * level.rate))
 
 
-def waste(period_s: float, level: Level) -> float:
+def waste(period_s: float, level: CheckpointLevel) -> float:
     """Share of the time that is lost to saving, to repeated work and to restarts."""
     return 1 - efficiency(period_s, level)
 
 
-def lost_s(period_s: float, level: Level) -> float:
+def lost_s(period_s: float, level: CheckpointLevel) -> float:
     """Expected work per failure that must be repeated, without the restart."""
     between_s = _between_s(period_s, level)
     late_s = max(0.0, level.durable_s - level.stall_s)
@@ -105,7 +105,7 @@ def efficiency_without_saves(work_s: float, mtbf_s: float, restart_s: float) -> 
     return _kept(work_s / mtbf_s) * math.exp(-min(_TOO_LONG, restart_s / mtbf_s))
 
 
-def _between_s(period_s: float, level: Level) -> float:
+def _between_s(period_s: float, level: CheckpointLevel) -> float:
     """Wall-clock time from save to save."""
     return max(period_s + level.stall_s, level.floor_s)
 

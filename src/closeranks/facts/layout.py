@@ -82,7 +82,7 @@ def _word_problem(word: str, key: str, value: str, seen: dict[str, int | str]) -
 
 
 @dataclass(frozen=True, slots=True)
-class Demands:
+class LayoutConstraints:
     """Numbers that a layout must divide. A zero means the model has no such structure: the axis that splits it must
     stay 1."""
 
@@ -104,7 +104,7 @@ class Demands:
         return -(-self.global_batch // self.micro_batch)
 
 
-def legal_problems(layout: Layout, demands: Demands) -> tuple[Problem, ...]:
+def legal_problems(layout: Layout, demands: LayoutConstraints) -> tuple[Problem, ...]:
     """Every reason why this layout cannot run, in the order of the table; empty when it can."""
     out_of_range = tuple(_range_problems(layout))
     if out_of_range:
@@ -134,10 +134,10 @@ def _range_problems(layout: Layout) -> Iterator[Problem]:
         yield Problem("layout.schedule", what, did_you_mean(layout.schedule, SCHEDULES))
 
 
-def _data_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
+def _data_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Problem]:
     if demands.num_micro < layout.data:
         what = (
-            f"{counted(layout.data, 'data rank')} share {counted(demands.num_micro, 'micro-batch', 'es')} a step "
+            f"{pluralize(layout.data, 'data rank')} share {pluralize(demands.num_micro, 'micro-batch', 'es')} a step "
             f"(global_batch {demands.global_batch} / micro_batch {demands.micro_batch}), so some would have none"
         )
         smaller = demands.global_batch // layout.data
@@ -152,11 +152,11 @@ def _shard_problems(layout: Layout) -> Iterator[Problem]:
         what = f"with zero=0 there is nothing to split over {layout.shard} ranks"
         yield Problem("layout.shard", what, "Set zero to 1, 2 or 3, or leave shard out.")
     if layout.shard and layout.data % layout.shard:
-        what = f"{layout.shard} does not divide the {counted(layout.data, 'data rank')}"
+        what = f"{layout.shard} does not divide the {pluralize(layout.data, 'data rank')}"
         yield Problem("layout.shard", what, f"Use one of {divisors(layout.data)}.")
 
 
-def _tensor_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
+def _tensor_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Problem]:
     if layout.tensor == 1 or demands.has_tensor_rules:
         return
     split = {
@@ -181,7 +181,7 @@ def _tensor_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
         yield Problem("layout.tensor", what, f"Use one of {legal}.")
 
 
-def _pipeline_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
+def _pipeline_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Problem]:
     if layout.pipeline == 1:
         return
     if demands.num_layers == 0:
@@ -193,12 +193,12 @@ def _pipeline_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
     elif layout.num_stages > demands.num_layers:
         per_rank = SCHEDULES[layout.schedule]
         verb = "does" if demands.num_layers == 1 else "do"
-        what = f"the model's {counted(demands.num_layers, 'layer')} {verb} not fill {layout.num_stages} stages"
+        what = f"the model's {pluralize(demands.num_layers, 'layer')} {verb} not fill {layout.num_stages} stages"
         most = max(demands.num_layers // per_rank, 1)
         yield Problem("layout.pipeline", what, f"Schedule {layout.schedule} allows up to pipeline={most} here.")
 
 
-def _context_problems(layout: Layout, demands: Demands) -> Iterator[Problem]:
+def _context_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Problem]:
     if layout.context == 1:
         return
     if demands.seq_len == 0:
@@ -213,7 +213,7 @@ def _expert_problems(layout: Layout) -> Iterator[Problem]:
         yield Problem("layout.expert", "a dense model has no experts to spread", "Use expert=1.")
 
 
-def counted(count: int, noun: str, ending: str = "s") -> str:
+def pluralize(count: int, noun: str, ending: str = "s") -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{count} {noun}{'' if count == 1 else ending}"
 

@@ -12,21 +12,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from closeranks.facts.intervals import Level, best_period_s, daly, efficiency
+from closeranks.facts.intervals import CheckpointLevel, best_period_s, daly_period_s, efficiency
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class LevelSchedule:
     """A level in use: every ``every``-th save goes to it."""
 
-    level: Level
+    level: CheckpointLevel
     every: int
     period_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Nesting:
-    placed: tuple[Placed, ...]
+class MultilevelSchedule:
+    placed: tuple[LevelSchedule, ...]
     """From the nearest level to the last."""
     dropped: tuple[str, ...] = ()
 
@@ -41,7 +41,7 @@ class Nesting:
         return 1 - math.prod(efficiency(place.period_s, place.level) for place in self.placed)
 
 
-def nest(levels: Sequence[Level], copy_s: float = 0.0) -> Nesting:
+def best_multilevel_schedule(levels: Sequence[CheckpointLevel], copy_s: float = 0.0) -> MultilevelSchedule:
     """The schedule that loses least with one level or two: of two, both or the last alone.
 
     ``copy_s`` is the cost of any save, wherever it goes; a level's own stall comes on top.
@@ -58,30 +58,30 @@ def nest(levels: Sequence[Level], copy_s: float = 0.0) -> Nesting:
     return min(*found, dropping, key=lambda nesting: nesting.waste)
 
 
-def waste_at(levels: Sequence[Level], period_s: float, copy_s: float = 0.0) -> float:
+def waste_at(levels: Sequence[CheckpointLevel], period_s: float, copy_s: float = 0.0) -> float:
     """Share of time lost with a given period of the first of two levels and the last at its own best, unrounded."""
     first, last = _both(levels, copy_s)
     return 1 - efficiency(period_s, first) * efficiency(max(period_s, best_period_s(last)), last)
 
 
-def _both(levels: Sequence[Level], copy_s: float) -> list[Level]:
+def _both(levels: Sequence[CheckpointLevel], copy_s: float) -> list[CheckpointLevel]:
     """Each level with its own failures; every save goes to the first."""
     first, last = levels
     return [_catching([first], first.stall_s + copy_s), _catching([last], last.stall_s)]
 
 
-def _catching(levels: Sequence[Level], stall_s: float) -> Level:
+def _catching(levels: Sequence[CheckpointLevel], stall_s: float) -> CheckpointLevel:
     """The last level, which covers the failures of all."""
     rate = sum(level.rate for level in levels)
     return replace(levels[-1], mtbf_s=1 / rate if rate else math.inf, stall_s=stall_s)
 
 
-def _nested(kept: Sequence[Level], counts: Sequence[int]) -> Nesting:
+def _nested(kept: Sequence[CheckpointLevel], counts: Sequence[int]) -> MultilevelSchedule:
     """The schedule at the best base period for given multiples: the levels act as one, with their costs divided by the
     multiples and their failures weighted by how much work each loses."""
     pairs = list(zip(kept, counts, strict=True))
     cost_s = sum(level.stall_s / count for level, count in pairs)
     rate = sum(level.rate * count for level, count in pairs)
-    wanted = daly(1 / rate, cost_s) if rate else math.inf
+    wanted = daly_period_s(1 / rate, cost_s) if rate else math.inf
     period_s = max(wanted, *(level.floor_s / count for level, count in pairs))
-    return Nesting(tuple(Placed(level, count, count * period_s) for level, count in pairs))
+    return MultilevelSchedule(tuple(LevelSchedule(level, count, count * period_s) for level, count in pairs))

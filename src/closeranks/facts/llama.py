@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from math import pi, prod
 
-from closeranks.facts.anatomy import Anatomy, Rule, anatomy
+from closeranks.facts.anatomy import ModelStructure, Rule, model_structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ def unit_costs(shape: LlamaShape, seq_len: int) -> tuple[float, ...]:
     return (ends[0], *[block] * shape.num_layers, *ends[1:])
 
 
-def llama_anatomy(shape: LlamaShape, seq_len: int) -> Anatomy:
-    return anatomy(
+def llama_structure(shape: LlamaShape, seq_len: int) -> ModelStructure:
+    return model_structure(
         parameter_shapes(shape),
         units=unit_names(shape),
         costs=unit_costs(shape, seq_len),

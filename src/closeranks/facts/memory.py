@@ -14,7 +14,7 @@ OptimizerName = Literal["adamw", "sgd", "lars", "lamb"]
 
 
 @dataclass(frozen=True, slots=True)
-class Widths:
+class ElementBytes:
     """Bytes of one element, by kind of tensor."""
 
     state: int
@@ -31,36 +31,36 @@ class Widths:
         return self.compute < self.state
 
 
-_WIDTHS: dict[Precision, Widths] = {
-    "float64": Widths(8, 8, 8, 8),
-    "float32": Widths(4, 4, 4, 4),
-    "bf16": Widths(4, 2, 2, 2),
-    "fp16": Widths(4, 2, 4, 4),
+_WIDTHS: dict[Precision, ElementBytes] = {
+    "float64": ElementBytes(8, 8, 8, 8),
+    "float32": ElementBytes(4, 4, 4, 4),
+    "bf16": ElementBytes(4, 2, 2, 2),
+    "fp16": ElementBytes(4, 2, 4, 4),
 }
 _TENSORS_REMEMBERED: dict[OptimizerName, int] = {"adamw": 2, "sgd": 1, "lars": 1, "lamb": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NamedBytes:
     """Bytes with a name."""
 
     name: str
     num_bytes: int
 
 
-COPIES_IN_TURN = 2
+NUM_SNAPSHOT_COPIES = 2
 """Snapshots of a state in host memory, written in turn: a worker killed while writing one leaves the other valid."""
 
 
-def copies_bytes(own: int, of_peer: int = 0) -> int:
+def snapshot_bytes(own: int, of_peer: int = 0) -> int:
     """Host memory for one rank's snapshots of its own state, and of the state that it keeps for a peer."""
-    return COPIES_IN_TURN * (own + of_peer)
+    return NUM_SNAPSHOT_COPIES * (own + of_peer)
 
 
-def widths(precision: Precision) -> Widths:
+def element_bytes(precision: Precision) -> ElementBytes:
     return _WIDTHS[precision]
 
 
-def num_remembered(optimizer: OptimizerName) -> int:
+def num_optimizer_states(optimizer: OptimizerName) -> int:
     """Tensors of a parameter's size that the optimizer keeps for it."""
     return _TENSORS_REMEMBERED[optimizer]

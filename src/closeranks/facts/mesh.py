@@ -22,7 +22,7 @@ AXES = ("pipeline", "replica", "shard", "tensor")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshCoordinate:
     """A rank's coordinate on every axis."""
 
     pipeline: int
@@ -36,7 +36,7 @@ class Mesh:
     """The ranks of a layout as a grid."""
 
     layout: Layout
-    num_homes: int = 1
+    num_replica_groups: int = 1
     """Number of replica groups (local SGD); must divide the replica axis."""
 
     @property
@@ -46,43 +46,43 @@ class Mesh:
         shard = (layout.shard or layout.data) if layout.zero else 1
         return layout.pipeline, layout.data // shard, shard, layout.tensor
 
-    def place(self, rank: int) -> Place:
+    def coordinate(self, rank: int) -> MeshCoordinate:
         _, replicas, shards, tensors = self.sizes
         rest, tensor = divmod(rank, tensors)
         rest, shard = divmod(rest, shards)
         pipeline, replica = divmod(rest, replicas)
-        return Place(pipeline, replica, shard, tensor)
+        return MeshCoordinate(pipeline, replica, shard, tensor)
 
-    def rank_of(self, place: Place) -> int:
+    def rank_of(self, place: MeshCoordinate) -> int:
         _, replicas, shards, tensors = self.sizes
         return ((place.pipeline * replicas + place.replica) * shards + place.shard) * tensors + place.tensor
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ on ``axes`` alone, in order of their first rank."""
-        return self.parted(lambda place: tuple(getattr(place, axis) for axis in AXES if axis not in axes))
+        return self.partition(lambda place: tuple(getattr(place, axis) for axis in AXES if axis not in axes))
 
-    def parted(self, key: Callable[[Place], Hashable]) -> tuple[tuple[int, ...], ...]:
+    def partition(self, key: Callable[[MeshCoordinate], Hashable]) -> tuple[tuple[int, ...], ...]:
         """All ranks, grouped by key, in order of their first rank."""
         found: dict[Hashable, list[int]] = {}
         for rank in range(self.layout.num_ranks):
-            found.setdefault(key(self.place(rank)), []).append(rank)
+            found.setdefault(key(self.coordinate(rank)), []).append(rank)
         return tuple(tuple(ranks) for ranks in found.values())
 
     @property
-    def home_replicas(self) -> int:
+    def replicas_per_group(self) -> int:
         """Replicas in one replica group, which sum gradients in every step."""
-        return self.sizes[1] // self.num_homes
+        return self.sizes[1] // self.num_replica_groups
 
-    def home(self, place: Place) -> int:
+    def replica_group(self, place: MeshCoordinate) -> int:
         """The index of the replica group that a rank belongs to."""
-        return place.replica // self.home_replicas
+        return place.replica // self.replicas_per_group
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that ``rank`` shares ``axes`` with, itself included."""
         return next(group for group in self.groups(*axes) if rank in group)
 
 
-def tensor_crossing(layout: Layout, hosts: Sequence[int]) -> str:
+def tensor_axis_warning(layout: Layout, hosts: Sequence[int]) -> str:
     """A warning where a tensor group spans several hosts, else empty. ``hosts``: each rank's host."""
     groups = (hosts[first : first + layout.tensor] for first in range(0, len(hosts), layout.tensor))
     if all(len(set(group)) == 1 for group in groups):

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import log2
 
-from closeranks.facts.layout import SCHEDULES, Demands, Layout, counted, divisors, legal_problems
+from closeranks.facts.layout import SCHEDULES, Layout, LayoutConstraints, divisors, legal_problems, pluralize
 
 _PLAIN = "1f1b"
 
 
-def nearest_legal(layout: Layout, demands: Demands, num_ranks: int) -> Layout | None:
+def nearest_legal(layout: Layout, demands: LayoutConstraints, num_ranks: int) -> Layout | None:
     """The legal layout of ``num_ranks`` ranks that changes least; None where no layout of that many is legal."""
     return next(iter(nearest_first(layout, demands, num_ranks)), None)
 
 
-def nearest_first(layout: Layout, demands: Demands, num_ranks: int) -> list[Layout]:
+def nearest_first(layout: Layout, demands: LayoutConstraints, num_ranks: int) -> list[Layout]:
     """All legal layouts of ``num_ranks`` ranks with this ZeRO stage, those that change least first.
 
     Tensor and pipeline weigh most, by how often their size is doubled or halved; then the schedule, the ZeRO stage and
@@ -30,13 +30,13 @@ def nearest_first(layout: Layout, demands: Demands, num_ranks: int) -> list[Layo
     return sorted(found, key=lambda near: _distance(near, layout))
 
 
-def advise(layout: Layout, demands: Demands, num_ranks: int) -> str:
+def nearest_layout_hint(layout: Layout, demands: LayoutConstraints, num_ranks: int) -> str:
     """The hint at the end of an error; empty where an axis of size 0 makes distances meaningless."""
     if num_ranks < 1:
         return ""
     near = nearest_legal(layout, demands, num_ranks)
     if near is None:
-        return f"No layout of {counted(num_ranks, 'rank')} is legal for this model and batch."
+        return f"No layout of {pluralize(num_ranks, 'rank')} is legal for this model and batch."
     # A layout's text omits defaults: a default schedule that replaced another one must be named all the same.
     is_changed = near.schedule != layout.schedule and near.schedule == _PLAIN
     return f"The nearest legal layout is {near}{f' schedule={_PLAIN}' if is_changed else ''}."

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from closeranks.core.errors import UserError
 from closeranks.facts.actions import Action
 from closeranks.facts.proof import first_problem
-from closeranks.facts.schedules import Schedule, schedule_for
+from closeranks.facts.schedules import PipelineSchedule, schedule_for
 from closeranks.facts.timeline import spans_by_end, timeline
 
 InstructionKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
@@ -23,7 +23,7 @@ _DIRECTIONS = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class PipelineInstruction:
     """One operation of a rank. ``1RECV_F0``: stage 1 receives the input of its forward of micro-batch 0."""
 
     kind: InstructionKind
@@ -39,13 +39,13 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class PipelineProgram:
     """What each rank computes, sends and receives, in order; as text the schedule's name, then a line per rank."""
 
     num_stages: int
     num_micro: int
     schedule: str
-    ranks: tuple[tuple[Instruction, ...], ...]
+    ranks: tuple[tuple[PipelineInstruction, ...], ...]
     placement: tuple[tuple[int, ...], ...]
     """The stages of each rank."""
 
@@ -56,14 +56,14 @@ class Program:
 
 
 @cache
-def program_for(schedule: str, num_ranks: int, num_micro: int) -> Program:
+def program_for(schedule: str, num_ranks: int, num_micro: int) -> PipelineProgram:
     """The validated program of a schedule by name."""
     program = lower(schedule_for(schedule, num_ranks, num_micro))
     validate(program)
     return program
 
 
-def lower(schedule: Schedule) -> Program:
+def lower(schedule: PipelineSchedule) -> PipelineProgram:
     """Insert the messages into a schedule.
 
     Actions are simulated in time and emitted in the order in which they end; a message is emitted, at both its ends,
@@ -73,10 +73,10 @@ def lower(schedule: Schedule) -> Program:
     """
     validate(schedule)
     home = {stage: rank for rank, stages in enumerate(schedule.placement) for stage in stages}
-    rows: list[list[Instruction]] = [[] for _ in schedule.ranks]
+    rows: list[list[PipelineInstruction]] = [[] for _ in schedule.ranks]
     for span in spans_by_end(timeline(schedule)):
         action, rank = span.action, home[span.action.stage]
-        rows[rank].append(Instruction(action.kind, action.stage, action.micro))
+        rows[rank].append(PipelineInstruction(action.kind, action.stage, action.micro))
         target = {"F": action.stage + 1, "W": None}.get(action.kind, action.stage - 1)
         peer = None if target is None else home.get(target)
         if target is not None and peer is not None and peer != rank:
@@ -84,28 +84,30 @@ def lower(schedule: Schedule) -> Program:
             rows[rank].append(send)
             rows[peer].append(receive)
     ranks = tuple(map(tuple, rows))
-    return Program(len(home), schedule.num_micro, schedule.name, ranks, schedule.placement)
+    return PipelineProgram(len(home), schedule.num_micro, schedule.name, ranks, schedule.placement)
 
 
-def _message(action: Action, target: int, rank: int, peer: int) -> tuple[Instruction, Instruction]:
+def _message(action: Action, target: int, rank: int, peer: int) -> tuple[PipelineInstruction, PipelineInstruction]:
     micro = action.micro
     if action.kind == "F":
-        return Instruction("SEND_F", action.stage, micro, peer), Instruction("RECV_F", target, micro, rank)
-    return Instruction("SEND_B", action.stage, micro, peer), Instruction("RECV_B", target, micro, rank)
+        return PipelineInstruction("SEND_F", action.stage, micro, peer), PipelineInstruction(
+            "RECV_F", target, micro, rank
+        )
+    return PipelineInstruction("SEND_B", action.stage, micro, peer), PipelineInstruction("RECV_B", target, micro, rank)
 
 
-def validate(plan: Schedule | Program) -> None:
+def validate(plan: PipelineSchedule | PipelineProgram) -> None:
     """Check that a schedule or program, made here or by hand, does everything once and cannot deadlock; raises
     UserError with the first problem."""
     problem = first_problem(plan)
-    if problem is None and isinstance(plan, Program):
+    if problem is None and isinstance(plan, PipelineProgram):
         problem = _wrong_peer(plan)
     if problem is not None:
-        name = plan.schedule if isinstance(plan, Program) else plan.name
+        name = plan.schedule if isinstance(plan, PipelineProgram) else plan.name
         raise UserError(f"schedule {name} cannot run: {problem}", "Correct its order.")
 
 
-def _wrong_peer(program: Program) -> str | None:
+def _wrong_peer(program: PipelineProgram) -> str | None:
     home = {stage: rank for rank, stages in enumerate(program.placement) for stage in stages}
     for rank, row in enumerate(program.ranks):
         for instruction in row:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from closeranks.facts.actions import Word
+from closeranks.facts.actions import ActionText
 
 
-class Step(Protocol):
+class ActionLike(Protocol):
     """An action of a schedule or an instruction of a program."""
 
     @property
@@ -27,11 +27,11 @@ class Step(Protocol):
     def micro(self) -> int: ...
 
 
-class Plan(Protocol):
+class ScheduleLike(Protocol):
     """A schedule or a program."""
 
     @property
-    def ranks(self) -> Sequence[Sequence[Step]]: ...
+    def ranks(self) -> Sequence[Sequence[ActionLike]]: ...
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]: ...
     @property
@@ -40,13 +40,13 @@ class Plan(Protocol):
     def is_lowered(self) -> bool: ...
 
 
-def first_problem(plan: Plan) -> str | None:
+def first_problem(plan: ScheduleLike) -> str | None:
     """The first problem, in one sentence; None where there is none."""
     misplaced = _misplaced(plan.placement)
     if misplaced is not None:
         return misplaced
     case = _Case(
-        rows=tuple(tuple(Word(step.stage, step.kind, step.micro) for step in steps) for steps in plan.ranks),
+        rows=tuple(tuple(ActionText(step.stage, step.kind, step.micro) for step in steps) for steps in plan.ranks),
         stages=plan.placement,
         home={stage: rank for rank, stages in enumerate(plan.placement) for stage in stages},
         num_micro=plan.num_micro,
@@ -59,7 +59,7 @@ def first_problem(plan: Plan) -> str | None:
 class _Case:
     """A plan as plain text parts, and the rank of each stage."""
 
-    rows: tuple[tuple[Word, ...], ...]
+    rows: tuple[tuple[ActionText, ...], ...]
     stages: tuple[tuple[int, ...], ...]
     home: Mapping[int, int]
     num_micro: int
@@ -93,19 +93,19 @@ def _miscounted(case: _Case) -> Iterator[str]:
         yield from (f"rank {rank} lacks {word}" for word in expected if word not in counted)
 
 
-def _expected(case: _Case, rank: int, counted: Mapping[Word, int]) -> Iterator[Word]:
+def _expected(case: _Case, rank: int, counted: Mapping[ActionText, int]) -> Iterator[ActionText]:
     """A backward is expected whole, unless the plan has a half of it and no whole one."""
     for stage in case.stages[rank]:
         for micro in range(case.num_micro):
-            is_split = any(Word(stage, kind, micro) in counted for kind in "IW")
-            is_whole = Word(stage, "B", micro) in counted or not is_split
+            is_split = any(ActionText(stage, kind, micro) in counted for kind in "IW")
+            is_whole = ActionText(stage, "B", micro) in counted or not is_split
             kinds = ["F", "B"] if is_whole else ["F", "I", "W"]
             kinds += ["RECV_F", "SEND_B"] if case.sends(stage, stage - 1) else []
             kinds += ["SEND_F", "RECV_B"] if case.sends(stage, stage + 1) else []
-            yield from (Word(stage, kind, micro) for kind in kinds)
+            yield from (ActionText(stage, kind, micro) for kind in kinds)
 
 
-def _why_foreign(case: _Case, rank: int, word: Word) -> str:
+def _why_foreign(case: _Case, rank: int, word: ActionText) -> str:
     if case.home.get(word.stage) != rank:
         return f"stage {word.stage} is on rank {case.home.get(word.stage, 'none')}"
     if word.micro >= case.num_micro:
@@ -136,13 +136,13 @@ class _Run:
     case: _Case
     at: list[int]
     """The number of steps that each rank has done."""
-    done: set[Word]
+    done: set[ActionText]
 
-    def head(self, rank: int) -> Word | None:
+    def head(self, rank: int) -> ActionText | None:
         row = self.case.rows[rank]
         return row[self.at[rank]] if self.at[rank] < len(row) else None
 
-    def awaited(self, rank: int) -> Word | None:
+    def awaited(self, rank: int) -> ActionText | None:
         """What the next step of a rank waits for: unfinished work, or the other end of its message."""
         word = self.head(rank)
         if word is None:
@@ -155,7 +155,7 @@ class _Run:
             return None
         return other
 
-    def _undone(self, word: Word) -> Word | None:
+    def _undone(self, word: ActionText) -> ActionText | None:
         return next((need for need in _needs(self.case, word) if need not in self.done), None)
 
     def move(self, rank: int) -> None:
@@ -166,32 +166,32 @@ class _Run:
             self.at[self.case.home[end.stage]] += 1
             self.done.add(end)
             if end.kind == "B":
-                self.done.update(Word(end.stage, part, end.micro) for part in "IW")
+                self.done.update(ActionText(end.stage, part, end.micro) for part in "IW")
 
 
-def _needs(case: _Case, word: Word) -> Iterator[Word]:
+def _needs(case: _Case, word: ActionText) -> Iterator[ActionText]:
     """All dependencies are on the rank itself, except those on other ranks in a schedule without messages."""
     stage, micro = word.stage, word.micro
     if word.kind in ("B", "I", "SEND_F"):
-        yield Word(stage, "F", micro)
+        yield ActionText(stage, "F", micro)
     if word.kind in ("W", "SEND_B"):
-        yield Word(stage, "I", micro)
+        yield ActionText(stage, "I", micro)
     if word.kind == "F" and stage - 1 in case.home:
-        yield Word(stage, "RECV_F", micro) if case.sends(stage, stage - 1) else Word(stage - 1, "F", micro)
+        yield ActionText(stage, "RECV_F", micro) if case.sends(stage, stage - 1) else ActionText(stage - 1, "F", micro)
     if word.kind in ("B", "I") and stage + 1 in case.home:
-        yield Word(stage, "RECV_B", micro) if case.sends(stage, stage + 1) else Word(stage + 1, "I", micro)
+        yield ActionText(stage, "RECV_B", micro) if case.sends(stage, stage + 1) else ActionText(stage + 1, "I", micro)
 
 
-def _other_end(word: Word) -> Word | None:
+def _other_end(word: ActionText) -> ActionText | None:
     match word.kind:
         case "SEND_F":
-            return Word(word.stage + 1, "RECV_F", word.micro)
+            return ActionText(word.stage + 1, "RECV_F", word.micro)
         case "RECV_F":
-            return Word(word.stage - 1, "SEND_F", word.micro)
+            return ActionText(word.stage - 1, "SEND_F", word.micro)
         case "SEND_B":
-            return Word(word.stage - 1, "RECV_B", word.micro)
+            return ActionText(word.stage - 1, "RECV_B", word.micro)
         case "RECV_B":
-            return Word(word.stage + 1, "SEND_B", word.micro)
+            return ActionText(word.stage + 1, "SEND_B", word.micro)
     return None
 
 

@@ -45,28 +45,28 @@ class Topology:
         return rank // self.per_host
 
 
-class Send(NamedTuple):
+class RoundMessage(NamedTuple):
     source: int
     target: int
     num_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class CommRound:
     """Messages that are sent at the same time."""
 
-    sends: tuple[Send, ...]
+    sends: tuple[RoundMessage, ...]
     times: int = 1
     """Number of consecutive rounds like this one."""
     reduces: bool = False
     """Whether received data is added to the rank's own."""
 
 
-def rounds(
+def comm_rounds(
     algorithm: Algorithm, operation: Operation, num_bytes: float, topology: Topology, *, chunks: int = 1
-) -> tuple[Round, ...]:
+) -> tuple[CommRound, ...]:
     """``num_bytes`` is the whole vector: the input of a reduction, or the output of a gather. See the note above."""
-    make: dict[str, Callable[[], Iterator[Round]]] = {
+    make: dict[str, Callable[[], Iterator[CommRound]]] = {
         "ring": lambda: _ring(operation, num_bytes, [range(topology.num_ranks)]),
         "halving-doubling": lambda: _halving_doubling(operation, num_bytes, topology.num_ranks),
         "tree": lambda: _tree(operation, num_bytes, topology.num_ranks, chunks),
@@ -75,17 +75,19 @@ def rounds(
     return tuple(one for one in make[algorithm]() if one.times and one.sends)
 
 
-def _ring(operation: Operation, num_bytes: float, rings: Sequence[Sequence[int]]) -> Iterator[Round]:
+def _ring(operation: Operation, num_bytes: float, rings: Sequence[Sequence[int]]) -> Iterator[CommRound]:
     """Rings of equally many ranks, all at the same time, each with a vector of its own."""
     size = len(rings[0])
-    sends = tuple(Send(ring[at], ring[(at + 1) % size], num_bytes / size) for ring in rings for at in range(size))
+    sends = tuple(
+        RoundMessage(ring[at], ring[(at + 1) % size], num_bytes / size) for ring in rings for at in range(size)
+    )
     if operation != "all-gather":
-        yield Round(sends, size - 1, reduces=True)
+        yield CommRound(sends, size - 1, reduces=True)
     if operation != "reduce-scatter":
-        yield Round(sends, size - 1)
+        yield CommRound(sends, size - 1)
 
 
-def _hierarchical(operation: Operation, num_bytes: float, topology: Topology) -> Iterator[Round]:
+def _hierarchical(operation: Operation, num_bytes: float, topology: Topology) -> Iterator[CommRound]:
     hosts, per_host = topology.hosts, topology.per_host
     inside = [range(host * per_host, (host + 1) * per_host) for host in range(hosts)]
     across = [range(place, topology.num_ranks, per_host) for place in range(per_host)]
@@ -107,11 +109,11 @@ class _Core:
     def rank(self, core: int) -> int:
         return 2 * core if core < self.num_aside else core + self.num_aside
 
-    def leave(self, num_bytes: float) -> tuple[Send, ...]:
-        return tuple(Send(2 * core + 1, 2 * core, num_bytes) for core in range(self.num_aside))
+    def leave(self, num_bytes: float) -> tuple[RoundMessage, ...]:
+        return tuple(RoundMessage(2 * core + 1, 2 * core, num_bytes) for core in range(self.num_aside))
 
-    def come_back(self, num_bytes: float) -> tuple[Send, ...]:
-        return tuple(Send(2 * core, 2 * core + 1, num_bytes) for core in range(self.num_aside))
+    def come_back(self, num_bytes: float) -> tuple[RoundMessage, ...]:
+        return tuple(RoundMessage(2 * core, 2 * core + 1, num_bytes) for core in range(self.num_aside))
 
     def shares(self, core: int, mask: int) -> int:
         """The number of ranks' shares in the aligned run of ``mask`` that contains ``core``: a rank that acts for two
@@ -120,33 +122,33 @@ class _Core:
         return mask + min(max(self.num_aside - first, 0), mask)
 
 
-def _halving_doubling(operation: Operation, num_bytes: float, num_ranks: int) -> Iterator[Round]:
+def _halving_doubling(operation: Operation, num_bytes: float, num_ranks: int) -> Iterator[CommRound]:
     core, share = _Core(num_ranks), num_bytes / num_ranks
     if operation == "all-reduce":
-        yield Round(core.leave(num_bytes), reduces=True)
+        yield CommRound(core.leave(num_bytes), reduces=True)
         halves = [_exchange(core, mask, [num_bytes / (2 * mask)] * core.size) for mask in core.masks]
-        yield from (Round(sends, reduces=True) for sends in halves)
-        yield from (Round(sends) for sends in reversed(halves))
-        yield Round(core.come_back(num_bytes))
+        yield from (CommRound(sends, reduces=True) for sends in halves)
+        yield from (CommRound(sends) for sends in reversed(halves))
+        yield CommRound(core.come_back(num_bytes))
     elif operation == "reduce-scatter":  # a rank that takes no part keeps its own share, and adds the others' sum to it
-        yield Round(core.leave(num_bytes - share), reduces=True)
+        yield CommRound(core.leave(num_bytes - share), reduces=True)
         for mask in reversed(core.masks):
             sizes = [share * core.shares(one ^ mask, mask) for one in range(core.size)]
-            yield Round(_exchange(core, mask, sizes), reduces=True)
-        yield Round(core.come_back(share), reduces=True)
+            yield CommRound(_exchange(core, mask, sizes), reduces=True)
+        yield CommRound(core.come_back(share), reduces=True)
     else:
-        yield Round(core.leave(share))
+        yield CommRound(core.leave(share))
         for mask in core.masks:
             sizes = [share * core.shares(one, mask) for one in range(core.size)]
-            yield Round(_exchange(core, mask, sizes))
-        yield Round(core.come_back(num_bytes - share))
+            yield CommRound(_exchange(core, mask, sizes))
+        yield CommRound(core.come_back(num_bytes - share))
 
 
-def _exchange(core: _Core, mask: int, sizes: Sequence[float]) -> tuple[Send, ...]:
-    return tuple(Send(core.rank(one), core.rank(one ^ mask), size) for one, size in enumerate(sizes))
+def _exchange(core: _Core, mask: int, sizes: Sequence[float]) -> tuple[RoundMessage, ...]:
+    return tuple(RoundMessage(core.rank(one), core.rank(one ^ mask), size) for one, size in enumerate(sizes))
 
 
-def _tree(operation: Operation, num_bytes: float, num_ranks: int, chunks: int) -> Iterator[Round]:
+def _tree(operation: Operation, num_bytes: float, num_ranks: int, chunks: int) -> Iterator[CommRound]:
     """A beat is two rounds, one for left children and one for right ones; each level runs one beat behind the previous
     one."""
     if operation != "all-reduce":
@@ -156,12 +158,12 @@ def _tree(operation: Operation, num_bytes: float, num_ranks: int, chunks: int) -
         beats = Counter(_busy_levels(beat, depth, chunks, is_up=is_up) for beat in range(depth + chunks - 1))
         for levels, times in beats.items():
             for side in (1, 0):  # left children have odd numbers
-                children = [rank for rank in range(1, num_ranks) if rank % 2 == side and level_of(rank) in levels]
+                children = [rank for rank in range(1, num_ranks) if rank % 2 == side and tree_level(rank) in levels]
                 pairs = [(rank, (rank - 1) // 2) if is_up else ((rank - 1) // 2, rank) for rank in children]
-                yield Round(tuple(Send(*pair, size) for pair in pairs), times, reduces=is_up)
+                yield CommRound(tuple(RoundMessage(*pair, size) for pair in pairs), times, reduces=is_up)
 
 
-def level_of(rank: int) -> int:
+def tree_level(rank: int) -> int:
     """The level of a rank in the tree; the root's is 0."""
     return (rank + 1).bit_length() - 1
 

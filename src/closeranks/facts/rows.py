@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from closeranks.facts.anatomy import Unit, Weight, distinct
+from closeranks.facts.anatomy import ModelUnit, ParameterInfo, distinct_parameters
 
 SMALLEST_SHARE = 1 / 100
 """As a share of the weights of a stage without blocks: smaller units are gathered with the rest of the stage, in one
@@ -18,10 +18,10 @@ call."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedUnit:
+class FsdpUnit:
     """What is gathered and reduced in one call."""
 
-    padded: int
+    padded_numel: int
     """Elements of all ranks' equal shards, padding rows included."""
     is_block: bool
     is_freed: bool
@@ -29,28 +29,28 @@ class ShardedUnit:
     immediately, and not the rest of a stage."""
 
 
-def sharded_units(stages: Sequence[Sequence[Unit]], *, tensor: int, num_shards: int) -> tuple[ShardedUnit, ...]:
+def fsdp_units(stages: Sequence[Sequence[ModelUnit]], *, tensor: int, num_shards: int) -> tuple[FsdpUnit, ...]:
     """For each stage, the units that are gathered alone, and the rest of the stage as one."""
 
-    def padded(weights: Sequence[Weight]) -> int:
-        return num_shards * sum(rows_of(weight, tensor, num_shards) for weight in weights)
+    def padded(weights: Sequence[ParameterInfo]) -> int:
+        return num_shards * sum(shard_numel(weight, tensor, num_shards) for weight in weights)
 
-    found: list[ShardedUnit] = []
+    found: list[FsdpUnit] = []
     for units in stages:
         alone = _alone(units, tensor)
         names = {unit.name for unit in alone}
-        found += [ShardedUnit(padded(unit.weights), unit.is_block, unit is not alone[-1]) for unit in alone]
-        rest = padded(distinct(unit for unit in units if unit.name not in names))
+        found += [FsdpUnit(padded(unit.weights), unit.is_block, unit is not alone[-1]) for unit in alone]
+        rest = padded(distinct_parameters(unit for unit in units if unit.name not in names))
         if rest:
-            found.append(ShardedUnit(rest, False, False))
+            found.append(FsdpUnit(rest, False, False))
     return tuple(found)
 
 
-def _alone(units: Sequence[Unit], tensor: int) -> list[Unit]:
+def _alone(units: Sequence[ModelUnit], tensor: int) -> list[ModelUnit]:
     """The units gathered alone: the blocks or, where there are none, every unit that is large enough. A tied weight is
     gathered with the rest, for both its users."""
     owners = Counter(weight.name for unit in units for weight in unit.weights)
-    least = SMALLEST_SHARE * sum(weight.numel(tensor) for weight in distinct(units))
+    least = SMALLEST_SHARE * sum(weight.numel(tensor) for weight in distinct_parameters(units))
     has_blocks = any(unit.is_block for unit in units)
     return [
         unit
@@ -60,7 +60,7 @@ def _alone(units: Sequence[Unit], tensor: int) -> list[Unit]:
     ]
 
 
-def rows_of(weight: Weight, tensor: int, num_shards: int, shard: int = 0) -> int:
+def shard_numel(weight: ParameterInfo, tensor: int, num_shards: int, shard: int = 0) -> int:
     """Elements of a weight that a rank of the shard axis keeps: whole rows; the last ranks may have fewer or none."""
     rows = weight.rows(tensor)
     share = -(-rows // num_shards)

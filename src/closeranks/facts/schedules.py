@@ -16,13 +16,13 @@ from itertools import chain, pairwise, zip_longest
 from typing import ClassVar
 
 from closeranks.core.errors import UserError
-from closeranks.facts.actions import Action, Kind
-from closeranks.facts.filling import fill_weights
-from closeranks.facts.stages import placement
+from closeranks.facts.actions import Action, ActionKind
+from closeranks.facts.filling import insert_weight_gradients
+from closeranks.facts.stages import stage_placement
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PipelineSchedule:
     """What each rank computes, in order; as text its name, then a line of actions per rank."""
 
     name: str
@@ -46,7 +46,7 @@ class Schedule:
         return "\n".join([self.name, *(" ".join(map(str, actions)) for actions in self.ranks)])
 
     @classmethod
-    def parse(cls, text: str) -> Schedule:
+    def parse(cls, text: str) -> PipelineSchedule:
         """Read the output of ``str``, or a handwritten schedule: a stage is on the rank that has its actions."""
         name, *lines = text.splitlines() or [""]
         ranks = tuple(tuple(map(Action.parse, line.split())) for line in lines)
@@ -55,7 +55,7 @@ class Schedule:
 
 
 @cache
-def schedule_for(name: str, num_ranks: int, num_micro: int) -> Schedule:
+def schedule_for(name: str, num_ranks: int, num_micro: int) -> PipelineSchedule:
     """The schedule of this name for any number of ranks and micro-batches.
 
     ``zbv`` needs 2P-1 micro-batches: with fewer, the schedule is made for that many, and the missing ones are dropped
@@ -64,14 +64,14 @@ def schedule_for(name: str, num_ranks: int, num_micro: int) -> Schedule:
     does not divide their number the rounds are larger, by as little as possible, which costs memory and keeps the
     bubble small.
     """
-    places = placement(name, num_ranks)
+    places = stage_placement(name, num_ranks)
     if num_micro < 1:
         raise UserError(f"a schedule of {num_micro} micro-batches has nothing to do", "Give it at least 1.")
     make = _ORDERS[name]
     orders = [
         [action for action in make(rank, num_ranks, num_micro) if action.micro < num_micro] for rank in range(num_ranks)
     ]
-    return Schedule(name, num_micro, fill_weights(orders, sum(map(len, places))), places)
+    return PipelineSchedule(name, num_micro, insert_weight_gradients(orders, sum(map(len, places))), places)
 
 
 def _gpipe(rank: int, num_ranks: int, num_micro: int) -> list[Action]:
@@ -100,7 +100,7 @@ def _interleaved_zero_bubble(rank: int, num_ranks: int, num_micro: int) -> list[
     return _interleaved(rank, num_ranks, num_micro, "I", 1)
 
 
-def _interleaved(rank: int, num_ranks: int, num_micro: int, backward: Kind, step: int) -> list[Action]:
+def _interleaved(rank: int, num_ranks: int, num_micro: int, backward: ActionKind, step: int) -> list[Action]:
     """Rounds of micro-batches, each through both stages; ``step`` more warm-up forwards for each later rank."""
     num_rounds = max(1, num_micro // num_ranks)
     cuts = [number * num_micro // num_rounds for number in range(num_rounds + 1)]
@@ -111,7 +111,7 @@ def _interleaved(rank: int, num_ranks: int, num_micro: int, backward: Kind, step
     return _ahead(forwards, backwards, max(map(len, rounds)) + step * (num_ranks - rank - 1))
 
 
-def _row(stage: int, kind: Kind, num_micro: int) -> list[Action]:
+def _row(stage: int, kind: ActionKind, num_micro: int) -> list[Action]:
     return [Action(stage, kind, micro) for micro in range(num_micro)]
 
 
@@ -122,7 +122,7 @@ def _ahead(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead: i
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class SchedulePattern:
     """A pattern that a rank of a V-shaped schedule repeats: ``F0`` is the next forward of its first stage, ``I1`` the
     next input gradient of its second."""
 
@@ -134,13 +134,13 @@ def _zbv(rank: int, num_ranks: int, num_micro: int) -> list[Action]:
     """Zero bubble on a V: the memory of 1F1B, and no wait except while the first micro-batch goes down the ranks."""
     num_micro, below = max(num_micro, 2 * num_ranks - 1), num_ranks - rank - 1
     phases = (
-        Phase(2 * below + 1, "F0"),
-        Phase(rank, "F1 F0"),
-        Phase(below + 1, "F1 I1"),
-        Phase(num_micro - 2 * num_ranks + 1 + rank, "F0 I0 F1 I1"),
-        Phase(below, "I0 F1 I1"),
-        Phase(rank, "I0 I1"),
-        Phase(below + 1, "I0"),
+        SchedulePattern(2 * below + 1, "F0"),
+        SchedulePattern(rank, "F1 F0"),
+        SchedulePattern(below + 1, "F1 I1"),
+        SchedulePattern(num_micro - 2 * num_ranks + 1 + rank, "F0 I0 F1 I1"),
+        SchedulePattern(below, "I0 F1 I1"),
+        SchedulePattern(rank, "I0 I1"),
+        SchedulePattern(below + 1, "I0"),
     )
     return _v_order(rank, num_ranks, phases)
 
@@ -152,22 +152,22 @@ def _dualpipev(rank: int, num_ranks: int, num_micro: int) -> list[Action]:
     below = num_ranks - rank - 1
     half, is_odd = divmod(rank + 1, 2)
     phases = (
-        Phase(2 * below, "F0"),
-        Phase(rank + 1, "F0 F1"),
-        Phase(below, "I1 F1"),
-        Phase(num_micro - 2 * num_ranks + 1 + rank, "F0 B1 F1 B0"),
-        Phase(below, "B1 F1 B0"),
-        Phase(half, "B1 B0"),
-        Phase(is_odd, "B1 I0"),
-        Phase(half, "I1 I0"),
-        Phase(below, "I0"),
+        SchedulePattern(2 * below, "F0"),
+        SchedulePattern(rank + 1, "F0 F1"),
+        SchedulePattern(below, "I1 F1"),
+        SchedulePattern(num_micro - 2 * num_ranks + 1 + rank, "F0 B1 F1 B0"),
+        SchedulePattern(below, "B1 F1 B0"),
+        SchedulePattern(half, "B1 B0"),
+        SchedulePattern(is_odd, "B1 I0"),
+        SchedulePattern(half, "I1 I0"),
+        SchedulePattern(below, "I0"),
     )
     return _v_order(rank, num_ranks, phases)
 
 
-def _v_order(rank: int, num_ranks: int, phases: Sequence[Phase]) -> list[Action]:
+def _v_order(rank: int, num_ranks: int, phases: Sequence[SchedulePattern]) -> list[Action]:
     stages = {"0": rank, "1": 2 * num_ranks - 1 - rank}
-    kinds: dict[str, Kind] = {"F": "F", "B": "B", "I": "I"}
+    kinds: dict[str, ActionKind] = {"F": "F", "B": "B", "I": "I"}
     counted: Counter[tuple[bool, int]] = Counter()
     order = []
     for word in chain(*(phase.pattern.split() * phase.times for phase in phases)):

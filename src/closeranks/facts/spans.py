@@ -11,7 +11,7 @@ import math
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 
 
-def words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """0.05 s, 9.3 s, 54 s, 90 s, 2.5 min, 8 h, 42 days."""
     if not math.isfinite(seconds):
         return "for ever"
@@ -22,7 +22,7 @@ def words(seconds: float) -> str:
     return f"{_short(seconds / _DAY)} days"
 
 
-def literal(seconds: float) -> str:
+def duration_literal(seconds: float) -> str:
     """The value for a job file: 54s, 90s, 15min, 3h; in the largest unit of which it is a whole number."""
     for unit, name in ((_HOUR, "h"), (_MINUTE, "min")):
         if seconds >= unit and math.isclose(seconds % unit, 0.0, abs_tol=1e-9):

@@ -13,62 +13,65 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from closeranks.facts.anatomy import Anatomy, Unit, Weight, distinct
+from closeranks.facts.anatomy import ModelStructure, ModelUnit, ParameterInfo, distinct_parameters
 from closeranks.facts.layout import Layout
-from closeranks.facts.memory import OptimizerName, Part, Precision, num_remembered, widths
+from closeranks.facts.memory import NamedBytes, OptimizerName, Precision, element_bytes, num_optimizer_states
 from closeranks.facts.mesh import Mesh
-from closeranks.facts.rows import ShardedUnit, rows_of, sharded_units
-from closeranks.facts.stages import balance, placement
+from closeranks.facts.rows import FsdpUnit, fsdp_units, shard_numel
+from closeranks.facts.stages import balance_stages, stage_placement
 
 Hold = Literal["shards", "step"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageUnits:
     """One of a pipeline rank's stages."""
 
     number: int
-    units: tuple[Unit, ...]
+    units: tuple[ModelUnit, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class BucketItem:
     """A weight as input of a bucket plan."""
 
     name: str
     numel: int
     stage: int
     """Index among the rank's own stages; ``SEVERAL`` for a tied weight that is in more than one of them."""
-    sums: tuple[str, ...]
+    reduce_axes: tuple[str, ...]
     """Axes other than data over which its gradient must also be summed."""
 
 
-SEVERAL = -1
+SEVERAL_STAGES = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BucketSize:
     numel: int
     """Includes the padding that aligns members and makes slices equal."""
-    sums: tuple[str, ...] = ()
+    reduce_axes: tuple[str, ...] = ()
 
 
-class BucketPlan(Protocol):
+class BucketPlanner(Protocol):
     """Plans which gradients are reduced together; the reducers' own plan, so that the prediction matches the run."""
 
-    def __call__(self, items: Sequence[Item], *, num_shards: int, element_bytes: int) -> Sequence[Bucket]:
+    def __call__(self, items: Sequence[BucketItem], *, num_shards: int, element_bytes: int) -> Sequence[BucketSize]:
         """``num_shards`` is 0 where buckets are not sliced at all (ZeRO 0)."""
         ...
 
 
-def one_bucket(items: Sequence[Item], *, num_shards: int, element_bytes: int) -> Sequence[Bucket]:
+def plan_one_bucket(items: Sequence[BucketItem], *, num_shards: int, element_bytes: int) -> Sequence[BucketSize]:
     """The simplest plan: one bucket for all gradients that are summed over the same axes."""
-    totals = {sums: sum(item.numel for item in items if item.sums == sums) for sums in {item.sums for item in items}}
-    return [Bucket(_round_up(total, max(num_shards, 1)), sums) for sums, total in sorted(totals.items())]
+    totals = {
+        sums: sum(item.numel for item in items if item.reduce_axes == sums)
+        for sums in {item.reduce_axes for item in items}
+    }
+    return [BucketSize(_round_up(total, max(num_shards, 1)), sums) for sums, total in sorted(totals.items())]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class CostSettings:
     """The settings besides model and layout that determine how much a rank holds and sends."""
 
     precision: Precision = "float32"
@@ -80,7 +83,7 @@ class Terms:
     """Units whose weights ZeRO-3 gathers ahead."""
     num_micro: int = 1
     """Micro-batches per step on the data rank that has the most."""
-    buckets: BucketPlan = one_bucket
+    buckets: BucketPlanner = plan_one_bucket
     num_metrics: int = 0
     """Sums in the vote's all-reduce besides the loss."""
     num_trained: int = 0
@@ -89,19 +92,19 @@ class Terms:
     """Running means and variances of batch norms that are averaged over the data ranks once per step."""
 
     @property
-    def num_beside(self) -> int:
+    def num_state_tensors(self) -> int:
         """State tensors of a parameter's size that are kept for it, besides its gradient."""
-        return num_remembered(self.optimizer) + self.has_average
+        return num_optimizer_states(self.optimizer) + self.has_average
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class RankMemory:
     """Bytes that one rank holds, without activations."""
 
     parameters: int
     gradients: int
     optimizer: int
-    buffers: tuple[Part, ...] = ()
+    buffers: tuple[NamedBytes, ...] = ()
 
     @property
     def buffer_bytes(self) -> int:
@@ -112,35 +115,35 @@ class Holding:
         return self.parameters + self.gradients + self.optimizer + self.buffer_bytes
 
 
-def hold_of(hold: str, layout: Layout) -> Hold:
+def resolve_hold(hold: str, layout: Layout) -> Hold:
     """Resolves ``auto``: a pipeline runs a stage once per micro-batch, so gathering every time would cost too much."""
     if hold in ("shards", "step"):
         return "step" if hold == "step" else "shards"
     return "step" if layout.pipeline > 1 else "shards"
 
 
-def stages_of(anatomy: Anatomy, layout: Layout) -> tuple[tuple[Stage, ...], ...]:
+def stages_per_rank(anatomy: ModelStructure, layout: Layout) -> tuple[tuple[StageUnits, ...], ...]:
     """The stages of every pipeline rank."""
     if layout.pipeline == 1:
-        return ((Stage(0, anatomy.units),),)
-    ranges = balance(tuple(unit.cost for unit in anatomy.units), layout.num_stages)
+        return ((StageUnits(0, anatomy.units),),)
+    ranges = balance_stages(tuple(unit.cost for unit in anatomy.units), layout.num_stages)
     return tuple(
-        tuple(Stage(number, anatomy.units[slice(*ranges[number])]) for number in own)
-        for own in placement(layout.schedule, layout.pipeline)
+        tuple(StageUnits(number, anatomy.units[slice(*ranges[number])]) for number in own)
+        for own in stage_placement(layout.schedule, layout.pipeline)
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankParameters:
     """The weights of one pipeline rank, and the buckets in which their gradients are reduced."""
 
-    stages: tuple[Stage, ...]
-    weights: tuple[Weight, ...]
+    stages: tuple[StageUnits, ...]
+    weights: tuple[ParameterInfo, ...]
     """A tied weight is listed once."""
-    items: tuple[Item, ...]
-    buckets: tuple[Bucket, ...]
+    items: tuple[BucketItem, ...]
+    buckets: tuple[BucketSize, ...]
     """For ZeRO 0 to 2; empty where gradients stay where autograd put them."""
-    units: tuple[ShardedUnit, ...] = ()
+    units: tuple[FsdpUnit, ...] = ()
     """For ZeRO 3: what is gathered in one call."""
 
     @property
@@ -148,34 +151,36 @@ class Share:
         return sum(item.numel for item in self.items)
 
 
-def share_of(stages: tuple[Stage, ...], shared: Collection[str], layout: Layout, terms: Terms) -> Share:
+def rank_parameters(
+    stages: tuple[StageUnits, ...], shared: Collection[str], layout: Layout, terms: CostSettings
+) -> RankParameters:
     """``shared``: the weights of which other pipeline ranks hold a copy (``shared_names``)."""
     items = _items(stages, shared, layout.tensor)
-    weights = distinct(unit for stage in stages for unit in stage.units)
+    weights = distinct_parameters(unit for stage in stages for unit in stage.units)
     num_shards = Mesh(layout).sizes[2] if layout.zero else 0
     if layout.zero == 3:
-        units = sharded_units([stage.units for stage in stages], tensor=layout.tensor, num_shards=num_shards)
-        return Share(stages, weights, items, (), units)
+        units = fsdp_units([stage.units for stage in stages], tensor=layout.tensor, num_shards=num_shards)
+        return RankParameters(stages, weights, items, (), units)
     if layout.data == 1 and layout.zero == 0:
-        return Share(stages, weights, items, ())
-    plan = terms.buckets(items, num_shards=num_shards, element_bytes=widths(terms.precision).state)
-    return Share(stages, weights, items, tuple(plan))
+        return RankParameters(stages, weights, items, ())
+    plan = terms.buckets(items, num_shards=num_shards, element_bytes=element_bytes(terms.precision).state)
+    return RankParameters(stages, weights, items, tuple(plan))
 
 
-def _items(stages: Sequence[Stage], shared: Collection[str], tensor: int) -> tuple[Item, ...]:
-    items: dict[str, Item] = {}
+def _items(stages: Sequence[StageUnits], shared: Collection[str], tensor: int) -> tuple[BucketItem, ...]:
+    items: dict[str, BucketItem] = {}
     for number, stage in enumerate(stages):
-        for weight in distinct(stage.units):
+        for weight in distinct_parameters(stage.units):
             if weight.name in items:
-                items[weight.name] = replace(items[weight.name], stage=SEVERAL)
+                items[weight.name] = replace(items[weight.name], stage=SEVERAL_STAGES)
                 continue
             sums = ("tensor",) if weight.is_partial and tensor > 1 else ()
             ends = ("pipeline",) if weight.name in shared else ()
-            items[weight.name] = Item(weight.name, weight.numel(tensor), number, sums + ends)
+            items[weight.name] = BucketItem(weight.name, weight.numel(tensor), number, sums + ends)
     return tuple(items.values())
 
 
-def shared_names(everywhere: Sequence[Sequence[Stage]]) -> frozenset[str]:
+def tied_across_ranks(everywhere: Sequence[Sequence[StageUnits]]) -> frozenset[str]:
     """Weights that more than one pipeline rank holds: tied weights whose users are on different ranks."""
     found: Counter[str] = Counter()
     for stages in everywhere:
@@ -183,7 +188,7 @@ def shared_names(everywhere: Sequence[Sequence[Stage]]) -> frozenset[str]:
     return frozenset(name for name, count in found.items() if count > 1)
 
 
-def holding(share: Share, layout: Layout, terms: Terms, shard: int = 0) -> Holding:
+def rank_memory(share: RankParameters, layout: Layout, terms: CostSettings, shard: int = 0) -> RankMemory:
     """The memory of a rank with these weights at coordinate ``shard`` of the shard axis. The first holds the most:
     where rows do not divide evenly the last ranks have fewer. Slices of buckets are equal, padding included."""
     if layout.zero == 3:
@@ -191,38 +196,38 @@ def holding(share: Share, layout: Layout, terms: Terms, shard: int = 0) -> Holdi
     return _sharded_in_buckets(share, layout, terms) if layout.zero else _whole(share, layout, terms)
 
 
-def _whole(share: Share, layout: Layout, terms: Terms) -> Holding:
+def _whole(share: RankParameters, layout: Layout, terms: CostSettings) -> RankMemory:
     """ZeRO 0. Gradients end up in buckets; before the last backward of a step they accumulate elsewhere."""
-    state = share.numel * widths(terms.precision).state
+    state = share.numel * element_bytes(terms.precision).state
     accumulates = layout.data > 1 and terms.num_micro > 1
-    buffers = (Part("gradients of earlier micro-batches", state),) if accumulates else ()
-    return Holding(state, state, state * terms.num_beside, buffers)
+    buffers = (NamedBytes("gradients of earlier micro-batches", state),) if accumulates else ()
+    return RankMemory(state, state, state * terms.num_state_tensors, buffers)
 
 
-def _sharded_in_buckets(share: Share, layout: Layout, terms: Terms) -> Holding:
+def _sharded_in_buckets(share: RankParameters, layout: Layout, terms: CostSettings) -> RankMemory:
     """ZeRO 1 and 2: weights are views of padded buckets, and a rank owns a slice of each."""
-    width, num_shards = widths(terms.precision).state, Mesh(layout).sizes[2]
+    width, num_shards = element_bytes(terms.precision).state, Mesh(layout).sizes[2]
     whole = share.numel * width
     padded = sum(bucket.numel for bucket in share.buckets) * width
     own = padded // num_shards
     sizes = [bucket.numel * width for bucket in share.buckets]
-    buffers = [Part("padding of buckets", padded - whole)]
-    if layout.zero == 1 or hold_of(terms.hold, layout) == "step":
+    buffers = [NamedBytes("padding of buckets", padded - whole)]
+    if layout.zero == 1 or resolve_hold(terms.hold, layout) == "step":
         name, size = ("slices of summed gradients", own) if layout.zero == 1 else ("gradients until summed", whole)
-        buffers += [Part(name, size), Part("bucket that is being filled", max(sizes))]
+        buffers += [NamedBytes(name, size), NamedBytes("bucket that is being filled", max(sizes))]
     else:
-        travelling = _fullest_window(sizes, NUM_UNDER_WAY + 1, is_round=terms.num_micro > 1)
-        arriving = _fullest_window(sizes, NUM_UNDER_WAY, is_round=terms.num_micro > 1) // num_shards
-        buffers += [Part("gradients on their way", travelling), Part("slices arriving", arriving)]
-    return Holding(
+        travelling = _fullest_window(sizes, NUM_IN_FLIGHT + 1, is_round=terms.num_micro > 1)
+        arriving = _fullest_window(sizes, NUM_IN_FLIGHT, is_round=terms.num_micro > 1) // num_shards
+        buffers += [NamedBytes("gradients on their way", travelling), NamedBytes("slices arriving", arriving)]
+    return RankMemory(
         parameters=whole,
         gradients=whole if layout.zero == 1 else own,
-        optimizer=own * terms.num_beside,
+        optimizer=own * terms.num_state_tensors,
         buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
     )
 
 
-NUM_UNDER_WAY = 2
+NUM_IN_FLIGHT = 2
 """Buckets in flight where ZeRO-2 frees gradients in every backward, while one more is filled."""
 
 
@@ -233,37 +238,40 @@ def _fullest_window(sizes: Sequence[int], length: int, *, is_round: bool) -> int
     return max(sum(row[start : start + length]) for start in range(len(sizes)))
 
 
-def _fully_sharded(share: Share, layout: Layout, terms: Terms, shard: int) -> Holding:
+def _fully_sharded(share: RankParameters, layout: Layout, terms: CostSettings, shard: int) -> RankMemory:
     """ZeRO 3: each rank keeps rows of every weight, and gathers a unit at a time, or a stage for the whole step.
 
     Gathered weights have the weights' dtype; autocast casts them for products, as in every layout.
     """
-    width = widths(terms.precision).state
+    width = element_bytes(terms.precision).state
     units, num_shards = share.units, Mesh(layout).sizes[2]
     # A tied weight of two stages is sharded in each of them.
-    held = (weight for stage in share.stages for weight in distinct(stage.units))
-    own = sum(rows_of(weight, layout.tensor, num_shards, shard) for weight in held)
+    held = (weight for stage in share.stages for weight in distinct_parameters(stage.units))
+    own = sum(shard_numel(weight, layout.tensor, num_shards, shard) for weight in held)
     buffers = list(_gathered(units, terms))
-    if hold_of(terms.hold, layout) == "step":
-        whole = sum(unit.padded for unit in units) * width
-        buffers = [Part("gathered weights of the stage", whole), Part("whole gradients until reduced", whole)]
-    return Holding(
+    if resolve_hold(terms.hold, layout) == "step":
+        whole = sum(unit.padded_numel for unit in units) * width
+        buffers = [
+            NamedBytes("gathered weights of the stage", whole),
+            NamedBytes("whole gradients until reduced", whole),
+        ]
+    return RankMemory(
         parameters=own * width,
         gradients=own * width,
-        optimizer=own * width * terms.num_beside,
+        optimizer=own * width * terms.num_state_tensors,
         buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
     )
 
 
-def _gathered(units: Sequence[ShardedUnit], terms: Terms) -> Iterator[Part]:
+def _gathered(units: Sequence[FsdpUnit], terms: CostSettings) -> Iterator[NamedBytes]:
     """What stays gathered from forward to backward, the current unit, the prefetched ones, and gradients of two."""
-    width = widths(terms.precision).state
-    freed = sorted((unit.padded for unit in units if unit.is_freed), reverse=True)
-    kept = sum(unit.padded for unit in units if not unit.is_freed)
-    yield Part("gathered weights kept from forward to backward", kept * width)
-    yield Part("gathered weights of the unit at work", sum(freed[:1]) * width)
-    yield Part("gathered weights of units ahead", sum(freed[1 : 1 + terms.prefetch]) * width)
-    yield Part("gradients of a unit, and of one on its way", 2 * max(unit.padded for unit in units) * width)
+    width = element_bytes(terms.precision).state
+    freed = sorted((unit.padded_numel for unit in units if unit.is_freed), reverse=True)
+    kept = sum(unit.padded_numel for unit in units if not unit.is_freed)
+    yield NamedBytes("gathered weights kept from forward to backward", kept * width)
+    yield NamedBytes("gathered weights of the unit at work", sum(freed[:1]) * width)
+    yield NamedBytes("gathered weights of units ahead", sum(freed[1 : 1 + terms.prefetch]) * width)
+    yield NamedBytes("gradients of a unit, and of one on its way", 2 * max(unit.padded_numel for unit in units) * width)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -20,7 +20,7 @@ V_SHAPED = frozenset({"zbv", "dualpipev"})
 model."""
 
 
-def placement(schedule: str, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+def stage_placement(schedule: str, num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """The stages of each rank: down and back up the ranks for a V, else round-robin (stage s on rank s % P)."""
     if schedule not in SCHEDULES:
         raise UserError(f"there is no schedule '{schedule}'", did_you_mean(schedule, SCHEDULES))
@@ -32,7 +32,7 @@ def placement(schedule: str, num_ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row * num_ranks + rank for row in rows) for rank in range(num_ranks))
 
 
-def balance(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:
+def balance_stages(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:
     """Divide consecutive units into stages: for each its first unit, and the one after its last.
 
     Minimizes the cost of the most expensive stage. Ties are broken by the smallest sum of squared costs, then of

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from closeranks.core.errors import UserError
-from closeranks.facts.actions import Action, Kind, gives, needs
-from closeranks.facts.filling import peak
-from closeranks.facts.schedules import Schedule
+from closeranks.facts.actions import Action, ActionKind, completed_actions, dependencies
+from closeranks.facts.filling import peak_held
+from closeranks.facts.schedules import PipelineSchedule
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class ActionCosts:
     """The time of one stage's work on one micro-batch, in any unit."""
 
     forward: float = 1.0
@@ -25,12 +25,12 @@ class Costs:
     input: float = 1.0
     weight: float = 1.0
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: ActionKind) -> float:
         return {"F": self.forward, "B": self.backward, "I": self.input, "W": self.weight}[kind]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActionSpan:
     """When an action runs."""
 
     action: Action
@@ -42,8 +42,8 @@ class Span:
 class Timeline:
     """A schedule with the start and end of every action."""
 
-    schedule: Schedule
-    ranks: tuple[tuple[Span, ...], ...]
+    schedule: PipelineSchedule
+    ranks: tuple[tuple[ActionSpan, ...], ...]
 
     @property
     def makespan(self) -> float:
@@ -60,40 +60,40 @@ class Timeline:
         return sum(self.idle) / (self.makespan * len(self.ranks))
 
 
-def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def timeline(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> Timeline:
     """Starts every action as early as the order allows; raises where the order deadlocks."""
-    prices, num_stages = costs or Costs(), schedule.num_stages
+    prices, num_stages = costs or ActionCosts(), schedule.num_stages
     ends: dict[Action, float] = {}
-    rows: list[list[Span]] = [[] for _ in schedule.ranks]
+    rows: list[list[ActionSpan]] = [[] for _ in schedule.ranks]
     while True:
         num_before = len(ends)
         for actions, row in zip(schedule.ranks, rows, strict=True):
             for action in actions[len(row) :]:
-                required = needs(action, num_stages)
+                required = dependencies(action, num_stages)
                 if not all(need in ends for need in required):
                     break
                 start = max([ends[need] for need in required] + [row[-1].end if row else 0.0])
-                row.append(Span(action, start, start + prices.of(action.kind)))
-                ends.update(dict.fromkeys(gives(action), row[-1].end))
+                row.append(ActionSpan(action, start, start + prices.of(action.kind)))
+                ends.update(dict.fromkeys(completed_actions(action), row[-1].end))
         if len(ends) == num_before:
             break
     _refuse_stuck(schedule, rows)
     return Timeline(schedule, tuple(map(tuple, rows)))
 
 
-def _refuse_stuck(schedule: Schedule, rows: list[list[Span]]) -> None:
+def _refuse_stuck(schedule: PipelineSchedule, rows: list[list[ActionSpan]]) -> None:
     for rank, (actions, row) in enumerate(zip(schedule.ranks, rows, strict=True)):
         if len(row) < len(actions):
             what = f"schedule {schedule.name} stops: rank {rank} waits forever for what {actions[len(row)]} needs"
             raise UserError(what, "Correct its order; validate says what is wrong with it.")
 
 
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+def peak_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
     """For each rank, the peak number of (stage, micro-batch) pairs whose activations it holds at once.
 
     They are held from the forward until the whole backward, or until the weight gradient where it is split.
     """
-    return tuple(peak(actions) for actions in schedule.ranks)
+    return tuple(peak_held(actions) for actions in schedule.ranks)
 
 
 def ideal_bubble(num_ranks: int, num_micro: int) -> float:
@@ -101,11 +101,11 @@ def ideal_bubble(num_ranks: int, num_micro: int) -> float:
     return (num_ranks - 1) / (num_micro + num_ranks - 1)
 
 
-def spans_by_end(laid_out: Timeline) -> Iterator[Span]:
+def spans_by_end(laid_out: Timeline) -> Iterator[ActionSpan]:
     """All spans in the order in which they end. Of those that end together, forwards are in ascending order of stages
     and backwards in descending order, so that each comes before the action that reads its result."""
 
-    def order(span: Span) -> tuple[float, bool, int]:
+    def order(span: ActionSpan) -> tuple[float, bool, int]:
         is_forward = span.action.kind == "F"
         return span.end, not is_forward, span.action.stage if is_forward else -span.action.stage
 

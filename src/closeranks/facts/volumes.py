@@ -15,10 +15,10 @@ from typing import Literal
 from closeranks.facts.activations import Keep, Recompute
 from closeranks.facts.counters import num_values
 from closeranks.facts.layout import Layout
-from closeranks.facts.memory import Precision, Widths, widths
+from closeranks.facts.memory import ElementBytes, Precision, element_bytes
 from closeranks.facts.mesh import Mesh
-from closeranks.facts.rows import rows_of
-from closeranks.facts.spread import Share, Stage, Terms, hold_of
+from closeranks.facts.rows import shard_numel
+from closeranks.facts.spread import CostSettings, RankParameters, StageUnits, resolve_hold
 
 Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "send"]
 
@@ -28,7 +28,7 @@ _FLOAT64 = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Volume:
+class CollectiveVolume:
     """One kind of traffic of one rank in one step."""
 
     axis: Literal["data", "shard", "replica", "tensor", "pipeline", "world"]
@@ -49,7 +49,7 @@ class Volume:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class ActivationTraffic:
     """The activations of a Llama's micro-batch that the tensor and pipeline axes communicate."""
 
     num_tokens: int
@@ -59,95 +59,101 @@ class Flow:
     keep: Sequence[Keep] = ()
 
     @property
-    def widths(self) -> Widths:
-        return widths(self.precision)
+    def element_bytes(self) -> ElementBytes:
+        return element_bytes(self.precision)
 
     @property
-    def is_crossing_again(self) -> bool:
+    def repeats_collectives(self) -> bool:
         """Whether blocks are recomputed in backward, and their collectives repeated."""
         return self.recompute == "full" or (self.recompute == "selective" and "collective" not in self.keep)
 
 
-def volumes(share: Share, layout: Layout, terms: Terms, flow: Flow | None = None) -> tuple[Volume, ...]:
+def comm_volumes(
+    share: RankParameters, layout: Layout, terms: CostSettings, flow: ActivationTraffic | None = None
+) -> tuple[CollectiveVolume, ...]:
     """Everything that one rank with these weights sends in a step; without ``flow``, only the traffic of the state."""
     rows = [*_of_state(share, layout, terms), *_of_parts(share, layout, terms)]
     if flow is not None:
         rows += [*_of_tensor(share.stages, layout, terms, flow), *_of_pipeline(share.stages, layout, terms, flow)]
     if terms.num_statistics:  # plus one: the number of micro-batches they cover
         size = (terms.num_statistics + 1) * _FLOAT64
-        rows.append(Volume("data", "batch norm statistics", "all-reduce", layout.data, 1, size))
+        rows.append(CollectiveVolume("data", "batch norm statistics", "all-reduce", layout.data, 1, size))
     used = 1 + num_values(terms.num_trained, layout.num_ranks) if terms.num_trained else 0
     vote = (_VOTES + terms.num_metrics + used) * _FLOAT64
-    rows.append(Volume("world", "the vote", "all-reduce", layout.num_ranks, 1, vote))
+    rows.append(CollectiveVolume("world", "the vote", "all-reduce", layout.num_ranks, 1, vote))
     return tuple(row for row in rows if row.num_ranks > 1 and row.calls)
 
 
-def _of_state(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
+def _of_state(share: RankParameters, layout: Layout, terms: CostSettings) -> Iterator[CollectiveVolume]:
     """Gradients and weights on the data axis."""
     if layout.zero == 3:
         yield from _of_units(share, layout, terms)
         return
     _, replicas, shards, _ = Mesh(layout).sizes
     plan = share.buckets
-    num_bytes = sum(bucket.numel for bucket in plan) * widths(terms.precision).state
+    num_bytes = sum(bucket.numel for bucket in plan) * element_bytes(terms.precision).state
     if layout.zero == 0:
-        yield Volume("data", "gradients", "all-reduce", layout.data, len(plan), num_bytes)
+        yield CollectiveVolume("data", "gradients", "all-reduce", layout.data, len(plan), num_bytes)
         return
-    is_each = layout.zero == 2 and hold_of(terms.hold, layout) == "shards"
+    is_each = layout.zero == 2 and resolve_hold(terms.hold, layout) == "shards"
     times = terms.num_micro if is_each else 1
-    yield Volume("shard", "gradients", "reduce-scatter", shards, times * len(plan), times * num_bytes)
-    yield Volume("replica", "slices of gradients", "all-reduce", replicas, len(plan), num_bytes // shards)
-    yield Volume("shard", "weights", "all-gather", shards, len(plan), num_bytes)
+    yield CollectiveVolume("shard", "gradients", "reduce-scatter", shards, times * len(plan), times * num_bytes)
+    yield CollectiveVolume("replica", "slices of gradients", "all-reduce", replicas, len(plan), num_bytes // shards)
+    yield CollectiveVolume("shard", "weights", "all-gather", shards, len(plan), num_bytes)
 
 
-def _of_units(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
+def _of_units(share: RankParameters, layout: Layout, terms: CostSettings) -> Iterator[CollectiveVolume]:
     """ZeRO-3: units are gathered in forward and, where they were freed, again in backward. Replicas are summed once."""
-    w, (_, replicas, shards, _) = widths(terms.precision), Mesh(layout).sizes
+    w, (_, replicas, shards, _) = element_bytes(terms.precision), Mesh(layout).sizes
     units = share.units
-    is_step = hold_of(terms.hold, layout) == "step"
+    is_step = resolve_hold(terms.hold, layout) == "step"
     times = 1 if is_step else terms.num_micro
     gathers = [times * (2 if unit.is_freed and not is_step else 1) for unit in units]
-    sizes = [unit.padded * (w.wire if unit.is_block else w.state) for unit in units]
+    sizes = [unit.padded_numel * (w.wire if unit.is_block else w.state) for unit in units]
     gathered = sum(count * size for count, size in zip(gathers, sizes, strict=True))
-    whole = sum(unit.padded for unit in units) * w.state
-    yield Volume("shard", "weights", "all-gather", shards, sum(gathers), gathered)
-    yield Volume("shard", "gradients", "reduce-scatter", shards, times * len(units), times * whole)
-    yield Volume("replica", "rows of gradients", "all-reduce", replicas, len(units), whole // shards)
+    whole = sum(unit.padded_numel for unit in units) * w.state
+    yield CollectiveVolume("shard", "weights", "all-gather", shards, sum(gathers), gathered)
+    yield CollectiveVolume("shard", "gradients", "reduce-scatter", shards, times * len(units), times * whole)
+    yield CollectiveVolume("replica", "rows of gradients", "all-reduce", replicas, len(units), whole // shards)
 
 
-def _of_parts(share: Share, layout: Layout, terms: Terms) -> Iterator[Volume]:
+def _of_parts(share: RankParameters, layout: Layout, terms: CostSettings) -> Iterator[CollectiveVolume]:
     """Partial gradients, which are summed over other axes too: one call per axis, on this rank's part after the data
     reduction."""
-    width = widths(terms.precision).state
+    width = element_bytes(terms.precision).state
     for axis, what, num_ranks in (
         ("tensor", "gradients of norms", layout.tensor),
         ("pipeline", "gradients of tied weights", 2),
     ):
         size = _left_of(axis, share, layout)
         if size:
-            yield Volume("tensor" if axis == "tensor" else "pipeline", what, "all-reduce", num_ranks, 1, size * width)
+            yield CollectiveVolume(
+                "tensor" if axis == "tensor" else "pipeline", what, "all-reduce", num_ranks, 1, size * width
+            )
 
 
-def _left_of(axis: str, share: Share, layout: Layout) -> int:
+def _left_of(axis: str, share: RankParameters, layout: Layout) -> int:
     """Elements of the gradients that are still to be summed over an axis, in the form the reducer keeps them."""
-    concerned = {item.name: item.numel for item in share.items if axis in item.sums}
+    concerned = {item.name: item.numel for item in share.items if axis in item.reduce_axes}
     if layout.zero == 3:
         num_shards = Mesh(layout).sizes[2]
         parts = (weight for weight in share.weights if weight.name in concerned)
-        return sum(rows_of(weight, layout.tensor, num_shards) for weight in parts)
+        return sum(shard_numel(weight, layout.tensor, num_shards) for weight in parts)
     if not share.buckets:
         return sum(concerned.values())
-    return sum(bucket.numel for bucket in share.buckets if axis in bucket.sums) // Mesh(layout).sizes[2]
+    return sum(bucket.numel for bucket in share.buckets if axis in bucket.reduce_axes) // Mesh(layout).sizes[2]
 
 
-def _of_tensor(stages: Sequence[Stage], layout: Layout, terms: Terms, flow: Flow) -> Iterator[Volume]:
+def _of_tensor(
+    stages: Sequence[StageUnits], layout: Layout, terms: CostSettings, flow: ActivationTraffic
+) -> Iterator[CollectiveVolume]:
     """Sequence parallel: inputs of products are all-gathered, outputs reduce-scattered; in backward the same
     collectives with the roles exchanged."""
-    w, size = flow.widths, flow.num_tokens * flow.dim
+    w, size = flow.element_bytes, flow.num_tokens * flow.dim
     num_blocks = sum(unit.is_block for stage in stages for unit in stage.units)
     num_firsts = sum(stage.number == 0 for stage in stages)
     num_lasts = sum(stage.number == layout.num_stages - 1 for stage in stages)
-    again = flow.is_crossing_again
+    again = flow.repeats_collectives
     entries, exits = 2 * num_blocks, 2 * num_blocks
     # Looked-up rows have the dtype of weights; recomputing a block stops before its last reduce-scatter.
     gathers = ((1 + again) * entries, w.stream), (exits, w.compute), (num_firsts, w.state), (num_lasts, w.stream)
@@ -164,19 +170,23 @@ def _of_tensor(stages: Sequence[Stage], layout: Layout, terms: Terms, flow: Flow
     for operation, rows in ways:
         calls = terms.num_micro * sum(count for count, _ in rows)
         payload = terms.num_micro * size * sum(count * width for count, width in rows)
-        yield Volume("tensor", "hidden states", operation, layout.tensor, calls, payload)
+        yield CollectiveVolume("tensor", "hidden states", operation, layout.tensor, calls, payload)
     loss = terms.num_micro * num_lasts
-    yield Volume("tensor", "the loss", "all-reduce", layout.tensor, 2 * loss, loss * 3 * flow.num_tokens * w.state)
+    yield CollectiveVolume(
+        "tensor", "the loss", "all-reduce", layout.tensor, 2 * loss, loss * 3 * flow.num_tokens * w.state
+    )
 
 
-def _of_pipeline(stages: Sequence[Stage], layout: Layout, terms: Terms, flow: Flow) -> Iterator[Volume]:
+def _of_pipeline(
+    stages: Sequence[StageUnits], layout: Layout, terms: CostSettings, flow: ActivationTraffic
+) -> Iterator[CollectiveVolume]:
     """Hidden states to the next stage, gradients to the previous one, wherever that is on another rank."""
     if layout.pipeline == 1:
         return
     here = {stage.number for stage in stages}
     num_down = sum(number + 1 not in here and number < layout.num_stages - 1 for number in here)
     num_up = sum(number - 1 not in here and number > 0 for number in here)
-    hidden = flow.num_tokens // layout.tensor * flow.dim * flow.widths.stream
+    hidden = flow.num_tokens // layout.tensor * flow.dim * flow.element_bytes.stream
     for what, count in (("hidden states", num_down), ("gradients of hidden states", num_up)):
         calls = terms.num_micro * count
-        yield Volume("pipeline", what, "send", layout.pipeline, calls, calls * hidden)
+        yield CollectiveVolume("pipeline", what, "send", layout.pipeline, calls, calls * hidden)

@@ -23,7 +23,7 @@ _GROWING = frozenset({"gpipe", "looped-bfs"})
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PipelineOccupancy:
     in_flight: tuple[dict[int, int], ...]
     """For each pipeline rank: its stages, and the number of micro-batches that each holds at the rank's peak."""
     bubble: float
@@ -31,23 +31,25 @@ class Waiting:
 
 
 @cache
-def waiting(pipeline: int, schedule: str, num_micro: int) -> Waiting:
+def pipeline_occupancy(pipeline: int, schedule: str, num_micro: int) -> PipelineOccupancy:
     """``num_micro`` is the number of micro-batches that one data rank processes in a step."""
     if pipeline == 1:
-        return Waiting(({0: 1},), 0.0)
+        return PipelineOccupancy(({0: 1},), 0.0)
     if schedule == "gpipe":
-        return Waiting(tuple({rank: num_micro} for rank in range(pipeline)), ideal_bubble(pipeline, num_micro))
+        return PipelineOccupancy(
+            tuple({rank: num_micro} for rank in range(pipeline)), ideal_bubble(pipeline, num_micro)
+        )
     if schedule == "1f1b":
         rows = tuple({rank: min(num_micro, pipeline - rank)} for rank in range(pipeline))
-        return Waiting(rows, ideal_bubble(pipeline, num_micro))
+        return PipelineOccupancy(rows, ideal_bubble(pipeline, num_micro))
     return _laid_out(pipeline, schedule, num_micro)
 
 
-def waiting_in(layout: Layout, num_micro: int) -> Waiting:
-    return waiting(layout.pipeline, layout.schedule, num_micro)
+def layout_occupancy(layout: Layout, num_micro: int) -> PipelineOccupancy:
+    return pipeline_occupancy(layout.pipeline, layout.schedule, num_micro)
 
 
-def _laid_out(pipeline: int, schedule: str, num_micro: int) -> Waiting:
+def _laid_out(pipeline: int, schedule: str, num_micro: int) -> PipelineOccupancy:
     rounds = num_micro // pipeline
     is_short = rounds <= _LONG or schedule in _GROWING
     shown = num_micro if is_short else _LONG * pipeline + num_micro % pipeline
@@ -56,10 +58,10 @@ def _laid_out(pipeline: int, schedule: str, num_micro: int) -> Waiting:
     # Once the pipeline is full, every further micro-batch adds work and no waiting.
     idle = sum(laid.idle)
     busy = (laid.makespan * pipeline - idle) * num_micro / shown
-    return Waiting(tuple(map(fullest, made.ranks)), idle / (idle + busy))
+    return PipelineOccupancy(tuple(map(peak_by_stage, made.ranks)), idle / (idle + busy))
 
 
-def fullest(actions: Sequence[Action]) -> dict[int, int]:
+def peak_by_stage(actions: Sequence[Action]) -> dict[int, int]:
     """Micro-batches held by each stage of one rank, from forward to the end of backward, when their sum is largest."""
     held: Counter[int] = Counter({action.stage: 0 for action in actions})
     best = dict(held)

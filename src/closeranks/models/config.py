@@ -15,7 +15,7 @@ from closeranks.core.config.table import ConfigTable
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.core.registry import did_you_mean, is_import_path
 from closeranks.facts.digits import DigitsShape
-from closeranks.facts.layout import Demands
+from closeranks.facts.layout import LayoutConstraints
 from closeranks.facts.llama import PRESETS, LlamaShape, shape_problems
 from closeranks.facts.pairs import PairsShape
 
@@ -80,9 +80,9 @@ class LlamaConfig(ConfigTable):
         said = {f.name: getattr(self, f.name) for f in fields(LlamaShape)}
         return replace(PRESETS[self.preset], **{key: value for key, value in said.items() if value is not None})
 
-    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> Demands:
+    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
         shape = self.shape()
-        return Demands(
+        return LayoutConstraints(
             global_batch=global_batch,
             micro_batch=micro_batch,
             num_heads=shape.num_heads,
@@ -100,8 +100,8 @@ class _WithoutAxes(ConfigTable):
     reads: ClassVar[str] = ""
     """What its batches must hold; data says the same of itself in ``yields``. Empty: the user knows."""
 
-    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> Demands:
-        return Demands(global_batch=global_batch, micro_batch=micro_batch)
+    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
+        return LayoutConstraints(global_batch=global_batch, micro_batch=micro_batch)
 
 
 class DigitsConfig(_WithoutAxes):
@@ -209,10 +209,10 @@ class UserModelConfig(_WithoutAxes):
             raise ValueError(f"'{loss}' does not name a function. Write package.module:function.")
         return loss
 
-    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> Demands:
+    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
         """How many stages a pattern stands for, and what a table's dims must divide, is known when it is built."""
         has_pattern = any(set("*?[") & set(stage) for stage in self.stages)
-        return Demands(
+        return LayoutConstraints(
             global_batch=global_batch,
             micro_batch=micro_batch,
             num_layers=_MANY if has_pattern else len(self.stages),

@@ -32,7 +32,7 @@ from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter, ModelSpec
 from closeranks.facts.layout import Layout
-from closeranks.facts.stages import placement
+from closeranks.facts.stages import stage_placement
 from closeranks.parallel.batchnorm import BatchStatistics, advice, synchronise
 from closeranks.parallel.group import Group
 from closeranks.parallel.materialise import Built, Target, build, empty, fill
@@ -170,7 +170,7 @@ def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: Groups) -> C
         what = f"the model's {len(spec.pipeline_spec.units)} units do not fill {layout.num_stages} stages"
         raise ModelError(what, "Use a smaller pipeline, or name more modules in model.stages.")
     ranges = stage_ranges(spec.pipeline_spec.costs, layout)
-    places = placement(layout.schedule, layout.pipeline)
+    places = stage_placement(layout.schedule, layout.pipeline)
     cut = cut_stages(whole, spec.pipeline_spec, ranges, places[groups.pipeline.rank])
     if layout.zero == 3:
         _refuse_shared(whole, spec.pipeline_spec.units, ranges, places)
@@ -241,7 +241,7 @@ def _unwrapped(module: nn.Module, names: Iterable[str], wrapped: Collection[nn.M
 
 def _tie_groups(ties: Iterable[Tie], layout: Layout, groups: Groups) -> dict[str, dist.ProcessGroup]:
     """For each tied parameter of this rank, the group of ranks that hold a copy; none where all copies are here."""
-    where = {stage: rank for rank, own in enumerate(placement(layout.schedule, layout.pipeline)) for stage in own}
+    where = {stage: rank for rank, own in enumerate(stage_placement(layout.schedule, layout.pipeline)) for stage in own}
     found: dict[str, dist.ProcessGroup] = {}
     for tie in ties:  # in the same order on every rank: creating a group is a collective
         coordinates = sorted({where[stage] for stage in tie.stages})

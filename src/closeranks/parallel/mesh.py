@@ -161,26 +161,28 @@ def _as_group(process_group: dist.ProcessGroup) -> Group:
 
 def _home_of_replicas(maker: Maker, mesh: Mesh, world: Group) -> Home:
     """The replica group in a layout where every rank holds the whole model; one rank alone does not communicate."""
-    if mesh.num_homes == 1:
+    if mesh.num_replica_groups == 1:
         return Home(0, 1, world, world, world, _ALONE)
-    number = mesh.home(mesh.place(world.rank))
-    is_single = mesh.home_replicas == 1
-    own = _ALONE if is_single else _among(maker, mesh.parted(mesh.home))
-    across = world if is_single else _among(maker, mesh.parted(lambda place: place.replica % mesh.home_replicas))
-    return Home(number, mesh.num_homes, own, own, own, across)
+    number = mesh.replica_group(mesh.coordinate(world.rank))
+    is_single = mesh.replicas_per_group == 1
+    own = _ALONE if is_single else _among(maker, mesh.partition(mesh.replica_group))
+    across = (
+        world if is_single else _among(maker, mesh.partition(lambda place: place.replica % mesh.replicas_per_group))
+    )
+    return Home(number, mesh.num_replica_groups, own, own, own, across)
 
 
 def _home(maker: Maker, mesh: Mesh, world: Group, data: Group, own: Mapping[str, Group]) -> Home:
-    if mesh.num_homes == 1:
+    if mesh.num_replica_groups == 1:
         return Home(0, 1, world, data, own["replica"], _ALONE)
-    inner = mesh.home_replicas
+    inner = mesh.replicas_per_group
     return Home(
-        number=mesh.home(mesh.place(world.rank)),
-        count=mesh.num_homes,
-        world=_among(maker, mesh.parted(mesh.home)),
-        data=_among(maker, mesh.parted(lambda at: (at.pipeline, at.tensor, mesh.home(at)))),
-        replica=_among(maker, mesh.parted(lambda at: (at.pipeline, at.shard, at.tensor, mesh.home(at)))),
-        across=_among(maker, mesh.parted(lambda at: (at.pipeline, at.shard, at.tensor, at.replica % inner))),
+        number=mesh.replica_group(mesh.coordinate(world.rank)),
+        count=mesh.num_replica_groups,
+        world=_among(maker, mesh.partition(mesh.replica_group)),
+        data=_among(maker, mesh.partition(lambda at: (at.pipeline, at.tensor, mesh.replica_group(at)))),
+        replica=_among(maker, mesh.partition(lambda at: (at.pipeline, at.shard, at.tensor, mesh.replica_group(at)))),
+        across=_among(maker, mesh.partition(lambda at: (at.pipeline, at.shard, at.tensor, at.replica % inner))),
     )
 
 
@@ -195,7 +197,7 @@ def _grid(mesh: Mesh, own: Mapping[str, Group], home: Home, device: torch.device
     pipeline, _, *rest = mesh.sizes
     assert home.across.process_group is not None
     groups.insert(1, home.across.process_group)
-    ranks = ranks.view(pipeline, home.count, mesh.home_replicas, *rest)
+    ranks = ranks.view(pipeline, home.count, mesh.replicas_per_group, *rest)
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(AXES[0], "home", *AXES[1:]))
 
 

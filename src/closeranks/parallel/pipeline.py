@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from closeranks.facts.layout import Layout
-from closeranks.facts.programs import Instruction, Program, program_for
+from closeranks.facts.programs import PipelineInstruction, PipelineProgram, program_for
 from closeranks.parallel.exchange import Exchange, Form, Letter
 from closeranks.parallel.forwards import forward_program
 from closeranks.parallel.group import Group
@@ -84,7 +84,7 @@ class Pipeline:
 
     def __init__(
         self,
-        program_of: Callable[[int], Program],
+        program_of: Callable[[int], PipelineProgram],
         stages: Mapping[int, nn.Module],
         group: Group,
         device: torch.device,
@@ -124,7 +124,9 @@ def open_pipeline(
     return Pipeline(partial(program_for, layout.schedule, layout.pipeline), stages, group, device, splits=splits)
 
 
-def last_gradients(instructions: Sequence[Instruction], *, splits: bool = True) -> Mapping[int, Instruction]:
+def last_gradients(
+    instructions: Sequence[PipelineInstruction], *, splits: bool = True
+) -> Mapping[int, PipelineInstruction]:
     """For each stage of a rank, the last instruction of a step that adds to its gradients."""
     return {at.stage: at for at in instructions if at.kind in ("BW" if splits else "BI")}
 
@@ -168,13 +170,13 @@ class _Run:
         self._stages, self._exchange = pipeline.stages, pipeline.exchange
         self._local = {stage: number for number, stage in enumerate(pipeline.stages)}
         self._last_stage = num_stages - 1
-        self._last: Mapping[int, Instruction] = {}
+        self._last: Mapping[int, PipelineInstruction] = {}
         self._held: dict[Place, _Held] = {}
         self._outputs: dict[Place, Tensor] = {}
         """By the stage that computed them: to be sent, or to be read by the next stage on this rank."""
         self._gradients: dict[Place, Tensor] = {}
         """By the stage whose output they belong to: to be sent, or to be used by that stage on this rank."""
-        self._acts: dict[str, Callable[[Instruction], None]] = {
+        self._acts: dict[str, Callable[[PipelineInstruction], None]] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward_input if pipeline.splits else self._backward,
@@ -185,7 +187,7 @@ class _Run:
             "RECV_B": self._receive_backward,
         }
 
-    def follow(self, instructions: Sequence[Instruction]) -> None:
+    def follow(self, instructions: Sequence[PipelineInstruction]) -> None:
         self._last = last_gradients(instructions, splits=self._pipeline.splits)
         for instruction in instructions:
             self._acts[instruction.kind](instruction)
@@ -193,7 +195,7 @@ class _Run:
 
     # Forward
 
-    def _forward(self, at: Instruction) -> None:
+    def _forward(self, at: PipelineInstruction) -> None:
         module, work = self._stages[at.stage], self._work
         entrance = self._entrance(at)
         with work.context():
@@ -207,7 +209,7 @@ class _Run:
         if torch.is_grad_enabled():
             self._hold(at, entrance, output)
 
-    def _entrance(self, at: Instruction) -> Tensor | None:
+    def _entrance(self, at: PipelineInstruction) -> Tensor | None:
         """The stage's input, detached from the graph that computed it; None: the first stage fetches its own input."""
         if at.stage == 0:
             return None
@@ -216,7 +218,7 @@ class _Run:
             return given.detach().requires_grad_(given.requires_grad)
         return self._exchange.take(Letter("forward", at.stage - 1, at.micro))
 
-    def _hold(self, at: Instruction, entrance: Tensor | None, output: Tensor) -> None:
+    def _hold(self, at: PipelineInstruction, entrance: Tensor | None, output: Tensor) -> None:
         wants_gradient = entrance is not None and entrance.requires_grad
         edge = get_gradient_edge(output) if output.requires_grad else None
         self._held[at.stage, at.micro] = _Held(entrance if wants_gradient else None, edge, Form.of(output))
@@ -226,7 +228,7 @@ class _Run:
 
     # Backward
 
-    def _backward(self, at: Instruction) -> None:
+    def _backward(self, at: PipelineInstruction) -> None:
         held = self._held.pop((at.stage, at.micro))
         gradient = self._gradient(at, held)
         with self._reducing(at):
@@ -234,7 +236,7 @@ class _Run:
                 torch.autograd.backward([held.output], [gradient])
         self._hand_back(at, held)
 
-    def _backward_input(self, at: Instruction) -> None:
+    def _backward_input(self, at: PipelineInstruction) -> None:
         held, module = self._held[at.stage, at.micro], self._stages[at.stage]
         gradient = self._gradient(at, held)
         halves = Halves() if held.output is None else plan_halves(held.output, held.entrance)
@@ -245,7 +247,7 @@ class _Run:
         held.output = None
         self._hand_back(at, held)
 
-    def _backward_weight(self, at: Instruction) -> None:
+    def _backward_weight(self, at: PipelineInstruction) -> None:
         rest, module = self._held.pop((at.stage, at.micro)).rest, self._stages[at.stage]
         assert rest is not None
         with self._reducing(at):
@@ -257,7 +259,7 @@ class _Run:
                 backward_weight(rest)
             settle(module)
 
-    def _gradient(self, at: Instruction, held: _Held) -> Tensor | None:
+    def _gradient(self, at: PipelineInstruction, held: _Held) -> Tensor | None:
         """The gradient of the stage's output; None: the output is a loss, or no gradient comes back."""
         if at.stage == self._last_stage or not held.form.wants_gradient:
             return None
@@ -265,13 +267,13 @@ class _Run:
             return self._gradients.pop((at.stage, at.micro))
         return self._exchange.take(Letter("backward", at.stage, at.micro))
 
-    def _hand_back(self, at: Instruction, held: _Held) -> None:
+    def _hand_back(self, at: PipelineInstruction, held: _Held) -> None:
         gradient = held.gradient_of_entrance()
         if gradient is not None:
             self._gradients[at.stage - 1, at.micro] = gradient
 
     @contextmanager
-    def _reducing(self, at: Instruction) -> Iterator[None]:
+    def _reducing(self, at: PipelineInstruction) -> Iterator[None]:
         """Wraps every computation that adds to gradients of a stage."""
         local = self._local[at.stage]
         self._work.begin_backward(local, is_last=at == self._last[at.stage])
@@ -280,30 +282,30 @@ class _Run:
 
     # Messages; a boundary between stages has the number of the stage before it
 
-    def _send_forward(self, at: Instruction) -> None:
+    def _send_forward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
         output = self._outputs.pop((at.stage, at.micro))
         self._exchange.announce(at.stage, self._kind(at), Form.of(output), at.peer)
         self._exchange.send(Letter("forward", at.stage, at.micro), output, at.peer)
 
-    def _receive_forward(self, at: Instruction) -> None:
+    def _receive_forward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
         form = self._exchange.form(at.stage - 1, self._kind(at), at.peer)
         self._exchange.post(Letter("forward", at.stage - 1, at.micro), form, at.peer)
 
-    def _send_backward(self, at: Instruction) -> None:
+    def _send_backward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
         gradient = self._gradients.pop((at.stage - 1, at.micro), None)
         if gradient is not None:  # the previous stage also knows that it needs none
             self._exchange.send(Letter("backward", at.stage - 1, at.micro), gradient, at.peer)
 
-    def _receive_backward(self, at: Instruction) -> None:
+    def _receive_backward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
         form = self._held[at.stage, at.micro].form
         if form.wants_gradient:
             self._exchange.post(Letter("backward", at.stage, at.micro), replace(form, wants_gradient=False), at.peer)
 
-    def _kind(self, at: Instruction) -> Hashable:
+    def _kind(self, at: PipelineInstruction) -> Hashable:
         """Hidden states of one kind have the same metadata. Evaluation is a kind of its own: it needs no gradients."""
         return self._work.signature(at.micro), torch.is_grad_enabled()
 
@@ -312,5 +314,5 @@ def _opened(entrance: Tensor) -> Tensor:
     return _Door.apply(entrance) if entrance.requires_grad else entrance  # type: ignore[no-untyped-call]
 
 
-def _nothing(at: Instruction) -> None:
+def _nothing(at: PipelineInstruction) -> None:
     """The second half of a backward that was not split."""

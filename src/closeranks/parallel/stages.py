@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import PipelineSpec
 from closeranks.facts.layout import Layout
-from closeranks.facts.stages import balance
+from closeranks.facts.stages import balance_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Cut:
 
 def stage_ranges(costs: Sequence[float], layout: Layout) -> tuple[range, ...]:
     """The units of every stage, such that the most expensive stage is as cheap as possible."""
-    return tuple(range(first, last) for first, last in balance(costs, layout.num_stages))
+    return tuple(range(first, last) for first, last in balance_stages(costs, layout.num_stages))
 
 
 def cut_stages(module: nn.Module, chain: PipelineSpec, ranges: Sequence[range], mine: Sequence[int]) -> Cut:

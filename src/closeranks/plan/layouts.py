@@ -11,28 +11,37 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from closeranks.core.errors import Problem
-from closeranks.facts.activations import Passage, activations
-from closeranks.facts.activations import Stage as LlamaStage
-from closeranks.facts.anatomy import Anatomy, Unit, distinct
-from closeranks.facts.layout import Demands, Layout, divisors, legal_problems
+from closeranks.facts.activations import ActivationSettings, activation_memory
+from closeranks.facts.activations import LlamaStage as LlamaStage
+from closeranks.facts.anatomy import ModelStructure, ModelUnit, distinct_parameters
+from closeranks.facts.layout import Layout, LayoutConstraints, divisors, legal_problems
 from closeranks.facts.llama import LlamaShape
-from closeranks.facts.memory import Part
+from closeranks.facts.memory import NamedBytes
 from closeranks.facts.mesh import Mesh
-from closeranks.facts.spread import Holding, Share, Stage, Terms, holding, share_of, shared_names, stages_of
-from closeranks.facts.volumes import Flow, Volume, volumes
-from closeranks.facts.waiting import Waiting, waiting_in
+from closeranks.facts.spread import (
+    CostSettings,
+    RankMemory,
+    RankParameters,
+    StageUnits,
+    rank_memory,
+    rank_parameters,
+    stages_per_rank,
+    tied_across_ranks,
+)
+from closeranks.facts.volumes import ActivationTraffic, CollectiveVolume, comm_volumes
+from closeranks.facts.waiting import PipelineOccupancy, layout_occupancy
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A job as planning sees it: everything but the layout."""
 
-    anatomy: Anatomy
-    demands: Demands
-    terms: Terms
+    anatomy: ModelStructure
+    demands: LayoutConstraints
+    terms: CostSettings
     llama: LlamaShape | None = None
     """Where it is one: activations and what crosses the tensor and pipeline axes are known."""
-    passage: Passage | None = None
+    passage: ActivationSettings | None = None
     """One micro-batch, before any axis splits it."""
 
     def num_micro(self, layout: Layout) -> int:
@@ -45,10 +54,10 @@ class RankCost:
     """What the ranks at one pipeline coordinate hold and send; of them the first of the shard axis, which has most."""
 
     pipeline: int
-    stages: tuple[Stage, ...]
-    state: Holding
-    activations: tuple[Part, ...]
-    volumes: tuple[Volume, ...]
+    stages: tuple[StageUnits, ...]
+    state: RankMemory
+    activations: tuple[NamedBytes, ...]
+    volumes: tuple[CollectiveVolume, ...]
     num_micro: int
 
     @property
@@ -75,7 +84,7 @@ class Cost:
 
     layout: Layout
     num_micro: int
-    waiting: Waiting
+    waiting: PipelineOccupancy
     ranks: tuple[RankCost, ...]
     """By pipeline coordinate."""
 
@@ -123,7 +132,7 @@ class Sorted:
         return sum(refusal.count for refusal in self.refused)
 
 
-def sort_out(layouts: Iterable[Layout], demands: Demands) -> Sorted:
+def sort_out(layouts: Iterable[Layout], demands: LayoutConstraints) -> Sorted:
     """Legal ones apart from the others, which are counted under their first obstacle."""
     legal, refused = [], dict[str, list[Problem]]()
     for layout in layouts:
@@ -147,20 +156,20 @@ class Costing:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._cuts: dict[tuple[int, str], _Cut] = {}
-        self._shares: dict[Hashable, Share] = {}
+        self._shares: dict[Hashable, RankParameters] = {}
         self._passed: dict[Hashable, tuple[LlamaStage, ...]] = {}
 
     def of(self, layout: Layout) -> Cost:
         subject, cut = self._subject, self._cut(layout)
         num_micro = subject.num_micro(layout)
         terms = replace(subject.terms, num_micro=num_micro)
-        waits = waiting_in(layout, num_micro)
-        states: dict[Hashable, tuple[Holding, tuple[Volume, ...]]] = {}
+        waits = layout_occupancy(layout, num_micro)
+        states: dict[Hashable, tuple[RankMemory, tuple[CollectiveVolume, ...]]] = {}
         ranks = []
         for coordinate, (stages, kind) in enumerate(zip(cut.stages, cut.kinds, strict=True)):
             if kind not in states:
                 share = self._share(stages, kind, cut.shared, layout)
-                states[kind] = holding(share, layout, terms), volumes(share, layout, terms, _flow(subject))
+                states[kind] = rank_memory(share, layout, terms), comm_volumes(share, layout, terms, _flow(subject))
             kept = self._activations(stages, kind, layout, waits.in_flight[coordinate])
             ranks.append(RankCost(coordinate, stages, states[kind][0], kept, states[kind][1], num_micro))
         return Cost(layout, num_micro, waits, tuple(ranks))
@@ -168,21 +177,23 @@ class Costing:
     def _cut(self, layout: Layout) -> _Cut:
         key = (layout.pipeline, layout.schedule)
         if key not in self._cuts:
-            stages = stages_of(self._subject.anatomy, layout)
+            stages = stages_per_rank(self._subject.anatomy, layout)
             kinds = tuple(_kind(own, layout) for own in stages)
-            self._cuts[key] = _Cut(stages, kinds, shared_names(stages))
+            self._cuts[key] = _Cut(stages, kinds, tied_across_ranks(stages))
         return self._cuts[key]
 
-    def _share(self, stages: tuple[Stage, ...], kind: Hashable, shared: Collection[str], layout: Layout) -> Share:
+    def _share(
+        self, stages: tuple[StageUnits, ...], kind: Hashable, shared: Collection[str], layout: Layout
+    ) -> RankParameters:
         num_shards = Mesh(layout).sizes[2] if layout.zero else 0
         key = (kind, layout.tensor, layout.zero == 3, layout.data == 1, num_shards)
         if key not in self._shares:
-            self._shares[key] = share_of(stages, shared, layout, self._subject.terms)
+            self._shares[key] = rank_parameters(stages, shared, layout, self._subject.terms)
         return self._shares[key]
 
     def _activations(
-        self, stages: Sequence[Stage], kind: Hashable, layout: Layout, in_flight: Mapping[int, int]
-    ) -> tuple[Part, ...]:
+        self, stages: Sequence[StageUnits], kind: Hashable, layout: Layout, in_flight: Mapping[int, int]
+    ) -> tuple[NamedBytes, ...]:
         llama, passage = self._subject.llama, self._subject.passage
         if llama is None or passage is None:
             return ()
@@ -192,38 +203,40 @@ class Costing:
         passage = replace(passage, tensor=layout.tensor)
         counts = (in_flight[stage.number] for stage in stages)
         passed = [replace(stage, in_flight=count) for stage, count in zip(self._passed[key], counts, strict=True)]
-        return activations(llama, passage, passed, is_pipeline=layout.pipeline > 1)
+        return activation_memory(llama, passage, passed, is_pipeline=layout.pipeline > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """A pipeline's stages by rank, a key that equal ranks share, and the weights of which several hold a copy."""
 
-    stages: tuple[tuple[Stage, ...], ...]
+    stages: tuple[tuple[StageUnits, ...], ...]
     kinds: tuple[Hashable, ...]
     shared: frozenset[str]
 
 
-def _kind(stages: Sequence[Stage], layout: Layout) -> Hashable:
+def _kind(stages: Sequence[StageUnits], layout: Layout) -> Hashable:
     """Equal for ranks that hold and send the same. The two ends of the pipeline have neighbours on one side alone."""
     ends = (0, layout.num_stages - 1)
     return tuple((stage.number in ends, tuple(map(_signature, stage.units))) for stage in stages)
 
 
-def _signature(unit: Unit) -> Hashable:
+def _signature(unit: ModelUnit) -> Hashable:
     return unit.is_block, tuple((weight.shape, weight.dim) for weight in unit.weights)
 
 
-def _flow(subject: Subject) -> Flow | None:
+def _flow(subject: Subject) -> ActivationTraffic | None:
     if subject.llama is None or subject.passage is None:
         return None
     passage = subject.passage
-    return Flow(passage.num_tokens, subject.llama.dim, passage.precision, passage.recompute, tuple(passage.keep))
+    return ActivationTraffic(
+        passage.num_tokens, subject.llama.dim, passage.precision, passage.recompute, tuple(passage.keep)
+    )
 
 
-def _llama_stage(stage: Stage, layout: Layout) -> LlamaStage:
+def _llama_stage(stage: StageUnits, layout: Layout) -> LlamaStage:
     blocks = [unit for unit in stage.units if unit.is_block]
-    products = (weight for weight in distinct(blocks) if len(weight.shape) > 1)
+    products = (weight for weight in distinct_parameters(blocks) if len(weight.shape) > 1)
     head = next((unit for unit in stage.units if unit.name == "lm_head"), None)
     return LlamaStage(
         num_blocks=len(blocks),

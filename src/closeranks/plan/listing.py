@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from closeranks.facts.layout import Layout
-from closeranks.facts.memory import Part
+from closeranks.facts.memory import NamedBytes
 from closeranks.plan.layouts import Cost, RankCost, Sorted
 
 DATA_AXES = ("data", "shard", "replica")
@@ -182,5 +182,5 @@ def _rank_as_json(rank: RankCost) -> dict[str, Any]:
     }
 
 
-def _parts_as_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
+def _parts_as_json(parts: Sequence[NamedBytes]) -> list[dict[str, Any]]:
     return [{"name": part.name, "bytes": part.num_bytes} for part in parts]

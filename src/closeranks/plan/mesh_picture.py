@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from closeranks.facts.mesh import Mesh, Place
+from closeranks.facts.mesh import Mesh, MeshCoordinate
 from closeranks.facts.schedules import schedule_for
 from closeranks.facts.timeline import timeline
 from closeranks.plan.layouts import Cost, RankCost
@@ -135,7 +135,7 @@ def _draw_panel(figure: Any, frame: _Frame, number: int, cost: Cost, rank: RankC
     for row in range(frame.num_rows):
         replica, shard = divmod(row, shards)
         for tensor in range(frame.num_columns):
-            place = Place(rank.pipeline, replica, shard, tensor)
+            place = MeshCoordinate(rank.pipeline, replica, shard, tensor)
             stripe = shard / max(1, shards - 1) if shards > 1 else None
             _draw_cell(axes, row, tensor, mesh.rank_of(place), _color(place, tensors), stripe)
         if row and shard == 0 and shards > 1:
@@ -144,7 +144,7 @@ def _draw_panel(figure: Any, frame: _Frame, number: int, cost: Cost, rank: RankC
     _draw_title(figure, frame, (left, top), rank, scale)
 
 
-def _color(place: Place, tensors: int) -> tuple[float, float, float]:
+def _color(place: MeshCoordinate, tensors: int) -> tuple[float, float, float]:
     from colorsys import hls_to_rgb
 
     share = place.tensor / max(1, tensors - 1) if tensors > 1 else 0.3

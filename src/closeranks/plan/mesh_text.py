@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from closeranks.facts.anatomy import Unit
+from closeranks.facts.anatomy import ModelUnit
 from closeranks.facts.layout import Layout
-from closeranks.facts.mesh import Mesh, Place
-from closeranks.facts.spread import Stage
+from closeranks.facts.mesh import Mesh, MeshCoordinate
+from closeranks.facts.spread import StageUnits
 from closeranks.plan.layouts import Cost
 from closeranks.plan.listing import Scale
 
@@ -32,7 +32,7 @@ def mesh_lines(cost: Cost) -> Iterator[str]:
         yield " " * 20 + "".join(f"{f'tensor {tensor}':>{width}}" for tensor in shown) + _more(tensors, "tensor ranks")
         rows = [(replica, shard) for replica in range(replicas) for shard in range(shards)]
         for replica, shard in rows[:most]:
-            numbers = (mesh.rank_of(Place(rank.pipeline, replica, shard, tensor)) for tensor in shown)
+            numbers = (mesh.rank_of(MeshCoordinate(rank.pipeline, replica, shard, tensor)) for tensor in shown)
             yield f"  {_row_name(mesh, replica, shard):<18}" + "".join(f"{number:>{width}}" for number in numbers)
         if len(rows) > most:
             yield f"  ... and {len(rows) - most} more data ranks"
@@ -67,11 +67,11 @@ def _ranks(group: Sequence[int]) -> str:
     return ",".join(shown)
 
 
-def stage_name(stage: Stage) -> str:
+def stage_name(stage: StageUnits) -> str:
     return f"stage {stage.number}: {unit_names(stage.units)}"
 
 
-def unit_names(units: Sequence[Unit]) -> str:
+def unit_names(units: Sequence[ModelUnit]) -> str:
     """``model.embed_tokens, model.layers.0..3``: numbered neighbours together."""
     runs: list[list[str]] = []
     for unit in units:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from closeranks.facts.contention import Sharing, kind_period_s
-from closeranks.facts.hazards import Age, ages_of, gain
+from closeranks.facts.contention import SharedStorage, contended_period_s
+from closeranks.facts.hazards import AgeInterval, age_gain, ages_of
 from closeranks.facts.intervals import (
-    Level,
+    CheckpointLevel,
     best_period_s,
-    daly,
+    daly_period_s,
     efficiency_without_saves,
     lost_s,
     storage_cost,
     waste,
 )
-from closeranks.facts.levels import Nesting, nest
-from closeranks.facts.spans import literal, words
+from closeranks.facts.levels import MultilevelSchedule, best_multilevel_schedule
+from closeranks.facts.spans import duration_literal, format_duration
 
 HOUR_S = 3600.0
 LOCAL, STORE, DISK = "local disk", "store", "disk"
@@ -121,14 +121,14 @@ class Storage:
 @dataclass(frozen=True, slots=True)
 class Policy:
     situation: Situation
-    nesting: Nesting
+    nesting: MultilevelSchedule
     lost_s: float
     """Worked again per failure, over all kinds."""
     habits: tuple[Habit, ...]
     """The recommended one last."""
     storage: tuple[Storage, ...]
     crowds: tuple[Crowd, ...]
-    ages: tuple[Age, ...]
+    ages: tuple[AgeInterval, ...]
     """Empty where machines are not preemptible."""
     age_gain: float
     """Share of the overhead of saving and redoing that following the machines' age would spare."""
@@ -150,26 +150,26 @@ def policy_for(situation: Situation) -> Policy:
         storage=_storage(situation, nesting),
         crowds=tuple(_crowd(situation, num) for num in sorted({*COMPARED_JOBS, situation.num_jobs})),
         ages=ages,
-        age_gain=gain() if ages else 0.0,
+        age_gain=age_gain() if ages else 0.0,
     )
 
 
-def levels_of(situation: Situation, store_s: float | None = None) -> list[Level]:
+def levels_of(situation: Situation, store_s: float | None = None) -> list[CheckpointLevel]:
     """The places of a job, nearest first; ``store_s``: how long the shared one takes for a save, if not alone."""
     transfer_s, num_jobs = situation.transfer_s, situation.num_jobs
     taken_s = transfer_s if store_s is None else store_s
-    shared = Level(
+    shared = CheckpointLevel(
         name=STORE if situation.has_store else DISK,
         mtbf_s=situation.mtbf_s / (situation.machine_loss if situation.has_store else 1.0),
         stall_s=situation.drag * transfer_s,
         durable_s=taken_s,
         restart_s=situation.restart_s,
-        least_s=kind_period_s(transfer_s, num_jobs),
+        least_s=contended_period_s(transfer_s, num_jobs),
     )
     if not situation.has_store:
         return [shared]
     kept_share = 1 - situation.machine_loss
-    local = Level(
+    local = CheckpointLevel(
         name=LOCAL,
         mtbf_s=situation.mtbf_s / kept_share if kept_share else math.inf,
         stall_s=situation.drag * situation.durable_s,
@@ -180,33 +180,33 @@ def levels_of(situation: Situation, store_s: float | None = None) -> list[Level]
     return [local, replace(shared, durable_s=situation.durable_s + taken_s)]
 
 
-def nesting_for(situation: Situation) -> Nesting:
+def nesting_for(situation: Situation) -> MultilevelSchedule:
     """How long a crowded store takes depends on how often it is used, and the other way round: settled in two turns."""
     last = levels_of(situation)[-1]
-    period_s = max(daly(last.mtbf_s, last.stall_s), last.least_s)
+    period_s = max(daly_period_s(last.mtbf_s, last.stall_s), last.least_s)
     for _ in range(2):
-        sharing = Sharing(situation.transfer_s, situation.num_jobs, period_s)
-        nesting = nest(levels_of(situation, sharing.random_s), copy_s=situation.stall_s)
+        sharing = SharedStorage(situation.transfer_s, situation.num_jobs, period_s)
+        nesting = best_multilevel_schedule(levels_of(situation, sharing.random_s), copy_s=situation.stall_s)
         period_s = nesting.placed[-1].period_s
     return nesting
 
 
-def alone_in_the_store(situation: Situation, *, is_blocking: bool) -> Level:
+def alone_in_the_store(situation: Situation, *, is_blocking: bool) -> CheckpointLevel:
     """One place that outlives every failure, and nothing else: what a job has that saves in one way only."""
     level, transfer_s = levels_of(situation)[-1], situation.transfer_s
     stall_s = transfer_s if is_blocking else situation.stall_s + level.stall_s
-    period_s = max(daly(situation.mtbf_s, stall_s), level.least_s)
-    taken_s = Sharing(transfer_s, situation.num_jobs, period_s).random_s
+    period_s = max(daly_period_s(situation.mtbf_s, stall_s), level.least_s)
+    taken_s = SharedStorage(transfer_s, situation.num_jobs, period_s).random_s
     stall_s = max(stall_s, taken_s) if is_blocking else stall_s
     return replace(level, mtbf_s=situation.mtbf_s, stall_s=stall_s, durable_s=max(taken_s, stall_s))
 
 
-def _lost_s(nesting: Nesting) -> float:
+def _lost_s(nesting: MultilevelSchedule) -> float:
     rate = sum(place.level.rate for place in nesting.placed)
     return sum(place.level.rate * lost_s(place.period_s, place.level) for place in nesting.placed) / rate
 
 
-def _habits(situation: Situation, nesting: Nesting) -> tuple[Habit, ...]:
+def _habits(situation: Situation, nesting: MultilevelSchedule) -> tuple[Habit, ...]:
     blocking = alone_in_the_store(situation, is_blocking=True)
     quiet = alone_in_the_store(situation, is_blocking=False)
     kept = efficiency_without_saves(situation.length_s, situation.mtbf_s, situation.restart_s)
@@ -227,13 +227,13 @@ def _habits(situation: Situation, nesting: Nesting) -> tuple[Habit, ...]:
     )
 
 
-def _habit(situation: Situation, name: str, period_s: float, level: Level) -> Habit:
+def _habit(situation: Situation, name: str, period_s: float, level: CheckpointLevel) -> Habit:
     share = waste(period_s, level)
     takes_s = situation.length_s / (1 - share) if share < 1 else math.inf
     return Habit(name, period_s, share, lost_s(period_s, level), takes_s, situation.length_s / period_s)
 
 
-def _storage(situation: Situation, nesting: Nesting) -> tuple[Storage, ...]:
+def _storage(situation: Situation, nesting: MultilevelSchedule) -> tuple[Storage, ...]:
     rows = []
     for place in nesting.placed:
         num_saves = situation.length_s / place.period_s
@@ -255,11 +255,11 @@ def _storage(situation: Situation, nesting: Nesting) -> tuple[Storage, ...]:
 def _crowd(situation: Situation, num_jobs: int) -> Crowd:
     crowded = replace(situation, num_jobs=num_jobs)
     nesting = nesting_for(crowded)
-    sharing = Sharing(situation.transfer_s, num_jobs, nesting.placed[-1].period_s)
+    sharing = SharedStorage(situation.transfer_s, num_jobs, nesting.placed[-1].period_s)
     return Crowd(
         num_jobs=num_jobs,
         period_s=sharing.period_s,
-        load=sharing.load,
+        load=sharing.utilization,
         random_s=sharing.random_s,
         aligned_s=sharing.aligned_s,
         waste=nesting.waste,
@@ -267,7 +267,7 @@ def _crowd(situation: Situation, num_jobs: int) -> Crowd:
     )
 
 
-def _aligned(nesting: Nesting, sharing: Sharing) -> Nesting:
+def _aligned(nesting: MultilevelSchedule, sharing: SharedStorage) -> MultilevelSchedule:
     """The same saves, by jobs that all make them at the same instant."""
     *lower, far = nesting.placed
     late_s = sharing.aligned_s - sharing.random_s
@@ -282,16 +282,16 @@ def table_of(policy: Policy) -> str:
     names = [place.level.name for place in nesting.placed]
     lines = ["[checkpoint]"]
     if nesting.period_s <= AUTO_MOST_S:
-        lines += [_line("every", '"auto"', f"about every {words(nesting.period_s)} here")]
-        lines += [_line("mtbf", f'"{literal(situation.mtbf_s)}"')]
+        lines += [_line("every", '"auto"', f"about every {format_duration(nesting.period_s)} here")]
+        lines += [_line("mtbf", f'"{duration_literal(situation.mtbf_s)}"')]
     else:
-        lines += [_line("every", f'"{literal(nesting.period_s)}"')]
+        lines += [_line("every", f'"{duration_literal(nesting.period_s)}"')]
     if STORE in names and LOCAL not in names:
         lines += [_line("folder", '"s3://BUCKET/RUN"', "straight to the store: a local copy does not pay")]
     elif STORE in names:
         far = nesting.placed[-1]
         lines += [_line("remote", '"s3://BUCKET/RUN"', "your store")]
-        lines += [_line("remote_every", str(far.every), f"about every {words(far.period_s)}")]
+        lines += [_line("remote_every", str(far.every), f"about every {format_duration(far.period_s)}")]
     lines += [_line("keep_last", str(situation.keep_last))]
     slowest_s = max(place.level.durable_s for place in nesting.placed)
     if 4 * slowest_s > _TIMEOUT_S:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from closeranks.facts.contention import Sharing
+from closeranks.facts.contention import SharedStorage
 from closeranks.facts.hazards import dangers
 from closeranks.facts.intervals import best_period_s, waste
 from closeranks.facts.levels import waste_at
-from closeranks.facts.spans import words
+from closeranks.facts.spans import format_duration
 from closeranks.plan.policy import (
     HOUR_S,
     Policy,
@@ -61,7 +61,7 @@ def curves_of(policy: Policy) -> tuple[Curve, ...]:
         wastes = tuple(waste(period_s, level) for period_s in periods_s)
         found.append(Curve(name, color, periods_s, wastes, best_s, waste(best_s, level)))
     if len(policy.nesting.placed) > 1:
-        sharing = Sharing(situation.transfer_s, situation.num_jobs, policy.nesting.placed[-1].period_s)
+        sharing = SharedStorage(situation.transfer_s, situation.num_jobs, policy.nesting.placed[-1].period_s)
         levels = levels_of(situation, sharing.random_s)
         wastes = tuple(waste_at(levels, period_s, situation.stall_s) for period_s in periods_s)
         found.append(Curve("two levels", _NESTED, periods_s, wastes, policy.nesting.period_s, policy.waste))
@@ -93,20 +93,20 @@ def draw_policy(policy: Policy, path: Path) -> Path:
 
 def _draw_words(figure: Any, policy: Policy) -> None:
     situation = policy.situation
-    title = f"Save every {words(policy.nesting.period_s)}"
+    title = f"Save every {format_duration(policy.nesting.period_s)}"
     if len(policy.nesting.placed) > 1:
-        title += f", and to the store every {words(policy.nesting.placed[-1].period_s)}"
+        title += f", and to the store every {format_duration(policy.nesting.placed[-1].period_s)}"
     lost = f"{_percent(policy.waste)} of the time is lost"
     facts = (
-        f"a failure every {words(situation.mtbf_s)}",
+        f"a failure every {format_duration(situation.mtbf_s)}",
         f"{situation.state_bytes / 1e9:,.3g} GB of state",
-        f"{words(situation.stall_s)} of stall a save",
-        f"{words(situation.restart_s)} to start again",
+        f"{format_duration(situation.stall_s)} of stall a save",
+        f"{format_duration(situation.restart_s)} to start again",
     )
     figure.text(0.062, 0.944, title, fontsize=15, fontweight="bold", color=_INK, va="center")
     figure.text(0.062, 0.898, "   ·   ".join(facts), fontsize=9.5, color=_QUIET, va="center")
     figure.text(0.975, 0.944, lost, fontsize=13, fontweight="bold", color=_INK, va="center", ha="right")
-    again = f"{words(policy.lost_s)} of work done again per failure"
+    again = f"{format_duration(policy.lost_s)} of work done again per failure"
     figure.text(0.975, 0.898, again, fontsize=9.5, color=_QUIET, va="center", ha="right")
 
 
@@ -120,7 +120,7 @@ def _draw_curves(axes: Any, policy: Policy) -> None:
         )
     for curve, place in zip(curves, _label_places(curves), strict=True):
         axes.annotate(
-            f"{curve.name}\n{words(curve.best_s)}: {_percent(curve.best_waste)}", (curve.best_s, curve.best_waste),
+            f"{curve.name}\n{format_duration(curve.best_s)}: {_percent(curve.best_waste)}", (curve.best_s, curve.best_waste),
             xytext=place, textcoords="offset points", ha="center", va="center", fontsize=9.5, color=curve.color,
             fontweight="bold", linespacing=1.35, zorder=6,
             bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
@@ -135,7 +135,7 @@ def _draw_curves(axes: Any, policy: Policy) -> None:
     axes.set_xlim(curves[0].periods_s[0], last_s)
     axes.set_ylim(bottom, 1.0)
     ticks = [tick for tick in _TICKS_S if axes.get_xlim()[0] <= tick <= last_s]
-    axes.set_xticks(ticks, [words(tick) for tick in ticks])
+    axes.set_xticks(ticks, [format_duration(tick) for tick in ticks])
     axes.set_xticks([], minor=True)
     shares = [share for share in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0) if axes.get_ylim()[0] <= share]
     axes.set_yticks(shares, [f"{100 * share:g} %" for share in shares])
@@ -157,7 +157,7 @@ def _draw_crowd(axes: Any, policy: Policy) -> None:
     situation = policy.situation
     counts = range(1, max(_MOST_JOBS, situation.num_jobs) + 1)
     periods_s = [nesting_for(replace(situation, num_jobs=count)).placed[-1].period_s for count in counts]
-    shared = [Sharing(situation.transfer_s, *pair) for pair in zip(counts, periods_s, strict=True)]
+    shared = [SharedStorage(situation.transfer_s, *pair) for pair in zip(counts, periods_s, strict=True)]
     labels = ("between a job's saves", "until stored, all jobs in step", "until stored, each at its own time")
     axes.plot(counts, periods_s, color=_INK, linewidth=1.6, linestyle=(0, (1, 1.4)), label=labels[0])
     axes.plot(counts, [one.aligned_s for one in shared], color=_BLOCKING, linewidth=2.2, label=labels[1])
@@ -173,7 +173,7 @@ def _draw_crowd(axes: Any, policy: Policy) -> None:
     bottom, top = 0.6 * situation.transfer_s, 8.0 * periods_s[-1]
     axes.set_ylim(bottom, top)
     spans = [tick for tick in (1, 5, 30, 120, 600, 3600, 6 * 3600) if bottom <= tick <= top]
-    axes.set_yticks(spans, [words(tick) for tick in spans])
+    axes.set_yticks(spans, [format_duration(tick) for tick in spans])
     axes.set_yticks([], minor=True)
     _dress(axes, "many jobs, one store")
     axes.legend(loc="upper left", frameon=False, fontsize=8.5, labelcolor=_INK, handlelength=1.6, borderaxespad=0.1)
@@ -187,10 +187,10 @@ def _draw_ages(axes: Any, policy: Policy) -> None:
     for age in policy.ages:
         middle = (age.first_s + age.last_s) / 2 / HOUR_S
         if age.last_s - age.first_s > 12 * HOUR_S:
-            _note(axes, middle, 0.09, f"save every {words(age.period_s)}", ha="center")
+            _note(axes, middle, 0.09, f"save every {format_duration(age.period_s)}", ha="center")
     first, last = policy.ages[0], policy.ages[-1]
-    _note(axes, 1.6, 4.4, f"first hour: {words(first.period_s)}")
-    _note(axes, 22.2, 12.0, f"last hour: {words(last.period_s)}", ha="right")
+    _note(axes, 1.6, 4.4, f"first hour: {format_duration(first.period_s)}")
+    _note(axes, 22.2, 12.0, f"last hour: {format_duration(last.period_s)}", ha="right")
     axes.set_yscale("log")
     axes.set_ylim(0.01, 60)
     axes.set_xlim(0, 24)

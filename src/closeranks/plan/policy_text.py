@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from closeranks.facts.intervals import lost_s
-from closeranks.facts.spans import words
+from closeranks.facts.spans import format_duration
 from closeranks.plan.policy import LOCAL, NOTICES_S, STORE, Policy, table_of
 
 Rows = list[tuple[str, ...]]
@@ -19,13 +19,13 @@ _FOR_EVER_S = 1e10
 
 def headline(policy: Policy, num_measured: int = 0) -> str:
     situation = policy.situation
-    job = f"{words(situation.length_s)} of work on {'preemptible' if situation.is_preemptible else 'lasting'} machines"
+    job = f"{format_duration(situation.length_s)} of work on {'preemptible' if situation.is_preemptible else 'lasting'} machines"
     source = f"measured in {num_measured} saves" if num_measured else "assumed"
     return (
-        f"{job}, a failure every {words(situation.mtbf_s)}: save every {words(policy.nesting.period_s)}; "
+        f"{job}, a failure every {format_duration(situation.mtbf_s)}: save every {format_duration(policy.nesting.period_s)}; "
         f"{share(policy.waste)} of the time is lost.\n"
-        f"A save ({size(situation.state_bytes)}) stalls training for {words(situation.stall_s)} and counts after "
-        f"{words(situation.durable_s)} ({source}); starting again takes {words(situation.restart_s)}."
+        f"A save ({size(situation.state_bytes)}) stalls training for {format_duration(situation.stall_s)} and counts after "
+        f"{format_duration(situation.durable_s)} ({source}); starting again takes {format_duration(situation.restart_s)}."
     )
 
 
@@ -37,8 +37,8 @@ def places(policy: Policy) -> Rows:
         level = place.level
         rows.append(
             (
-                level.name, words(place.period_s), words(level.durable_s), words(level.mtbf_s),
-                words(lost_s(place.period_s, level)), f"{stored.num_saves:,.0f}", size(stored.written_bytes),
+                level.name, format_duration(place.period_s), format_duration(level.durable_s), format_duration(level.mtbf_s),
+                format_duration(lost_s(place.period_s, level)), f"{stored.num_saves:,.0f}", size(stored.written_bytes),
                 size(stored.kept_bytes), f"${stored.cost:.2f}" if stored.cost or level.name != LOCAL else "-",
             )
         )  # fmt: skip
@@ -61,7 +61,7 @@ def _habits(policy: Policy) -> Rows:
         takes = f"{habit.takes_s / 3600:,.1f} h" if habit.takes_s < _FOR_EVER_S else "for ever"
         rows.append(
             (
-                habit.name, words(habit.period_s) if is_saving else "-", share(habit.waste), words(habit.lost_s), takes,
+                habit.name, format_duration(habit.period_s) if is_saving else "-", share(habit.waste), format_duration(habit.lost_s), takes,
                 f"{habit.num_saves:,.0f}",
             )
         )  # fmt: skip
@@ -74,8 +74,8 @@ def _crowds(policy: Policy) -> Rows:
         mark = " *" if crowd.num_jobs == policy.situation.num_jobs else "  "
         rows.append(
             (
-                f"{crowd.num_jobs}{mark}", words(crowd.period_s), share(crowd.load), words(crowd.random_s),
-                share(crowd.waste), words(crowd.aligned_s), share(crowd.aligned_waste),
+                f"{crowd.num_jobs}{mark}", format_duration(crowd.period_s), share(crowd.load), format_duration(crowd.random_s),
+                share(crowd.waste), format_duration(crowd.aligned_s), share(crowd.aligned_waste),
             )
         )  # fmt: skip
     return rows
@@ -92,7 +92,7 @@ def _ages(policy: Policy) -> Rows:
     rows: Rows = [("age", "danger", "save every")]
     for age in policy.ages:
         hours = f"{age.first_s / 3600:.0f} to {age.last_s / 3600:.0f} h"
-        rows.append((hours, f"{age.danger:.2g} x", words(age.period_s)))
+        rows.append((hours, f"{age.danger:.2g} x", format_duration(age.period_s)))
     return rows
 
 
@@ -120,9 +120,9 @@ def _notice(policy: Policy) -> str:
     last_s = policy.nesting.placed[-1].level.durable_s
     place = "in the store" if policy.nesting.placed[-1].level.name == STORE else "on disk"
     fits = [notice_s for notice_s in NOTICES_S if last_s <= notice_s]
-    said = " and ".join(words(notice_s) for notice_s in (fits or NOTICES_S))
+    said = " and ".join(format_duration(notice_s) for notice_s in (fits or NOTICES_S))
     verdict = f"within a notice of {said}" if fits else f"too late for a notice of {said}"
-    return f"A last save on SIGTERM is {place} after {words(last_s)}: {verdict}."
+    return f"A last save on SIGTERM is {place} after {format_duration(last_s)}: {verdict}."
 
 
 def share(part: float) -> str:

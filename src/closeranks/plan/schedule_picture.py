@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from closeranks.facts.actions import Kind
-from closeranks.facts.timeline import Span, Timeline, ideal_bubble, peak_in_flight
+from closeranks.facts.actions import ActionKind
+from closeranks.facts.timeline import ActionSpan, Timeline, ideal_bubble, peak_in_flight
 
 _INK = "#1f2933"
 _QUIET = "#7b8794"
@@ -20,9 +20,9 @@ _GRID = "#c3cbd4"
 _IDLE = "#edf0f3"
 _BAR = "#9aa5b1"
 
-_WORDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
+_WORDS: dict[ActionKind, str] = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
 
-_COLORS: dict[Kind, tuple[str, str]] = {
+_COLORS: dict[ActionKind, tuple[str, str]] = {
     "F": ("#2b6cb0", "#a9cdee"),
     "B": ("#c2601a", "#f7c79b"),
     "I": ("#b83f5e", "#f3b6c4"),
@@ -118,12 +118,12 @@ def _draw_rows(axes: Any, timeline: Timeline, frame: _Frame) -> None:
     axes.set_yticks(range(0, num_ranks, every), [f"rank {rank}" for rank in range(0, num_ranks, every)])
 
 
-def _shade(timeline: Timeline, rank: int, span: Span) -> int:
+def _shade(timeline: Timeline, rank: int, span: ActionSpan) -> int:
     """Which of the two shades: a rank's first stage is dark, its second light."""
     return timeline.schedule.placement[rank].index(span.action.stage) % 2
 
 
-def _number_size(span: Span, num_digits: int, unit: float, height: float) -> float:
+def _number_size(span: ActionSpan, num_digits: int, unit: float, height: float) -> float:
     """How large a number may be in its box; ``unit`` and ``height`` are points per time and per row."""
     return min(9.0, 0.66 * height, 0.8 * unit * (span.end - span.start) / (0.62 * num_digits))
 

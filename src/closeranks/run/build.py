@@ -25,7 +25,7 @@ from closeranks.data.settings import ReadSettings
 from closeranks.data.source import as_loader_source
 from closeranks.elastic.vote import Vote
 from closeranks.facts.layout import Layout
-from closeranks.facts.mesh import tensor_crossing
+from closeranks.facts.mesh import tensor_axis_warning
 from closeranks.optim.optimizer import Optimizer
 from closeranks.optim.scaler import LossScale
 from closeranks.optim.scaling import rate_warning, scaled
@@ -195,7 +195,7 @@ def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterato
         None,
         (
             rate_warning(job.optim, job.train.global_batch, num_steps),
-            tensor_crossing(layout, _hosts_of(world)),
+            tensor_axis_warning(layout, _hosts_of(world)),
             profile_warning(job, num_steps),
             zero_warning(job, layout),
         ),

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 from closeranks.core.errors import ModelError
 from closeranks.core.registry import is_import_path
 from closeranks.facts import digits, pairs
-from closeranks.facts.activations import Passage
-from closeranks.facts.anatomy import Anatomy, anatomy, distinct
-from closeranks.facts.layout import Demands
-from closeranks.facts.llama import llama_anatomy
-from closeranks.facts.spread import Bucket, Item, Terms
+from closeranks.facts.activations import ActivationSettings
+from closeranks.facts.anatomy import ModelStructure, distinct_parameters, model_structure
+from closeranks.facts.layout import LayoutConstraints
+from closeranks.facts.llama import llama_structure
+from closeranks.facts.spread import BucketItem, BucketSize, CostSettings
 from closeranks.plan.layouts import Subject
 from closeranks.run.job import Job, demands, micro_batch_size
 from closeranks.sync.buckets import Member, plan_buckets
@@ -36,7 +36,7 @@ ALIGN_BYTES = 64
 def describe_job(job: Job) -> Subject:
     """The job without its layout, as ``plan`` takes it."""
     found = _described(job)
-    return replace(found, terms=replace(found.terms, num_trained=len(distinct(found.anatomy.units))))
+    return replace(found, terms=replace(found.terms, num_trained=len(distinct_parameters(found.anatomy.units))))
 
 
 def _described(job: Job) -> Subject:
@@ -49,7 +49,7 @@ def _described(job: Job) -> Subject:
     if job.model.name == "llama":
         return _llama(job, cast("LlamaConfig", job.model), needs)
     small = _SMALL[job.model.name]
-    found = anatomy(small.shapes(job.model), units=small.units)
+    found = model_structure(small.shapes(job.model), units=small.units)
     return Subject(found, needs, _terms(job, small.num_metrics, small.num_statistics(job.model)))
 
 
@@ -74,9 +74,9 @@ _SMALL = {
 }
 
 
-def _llama(job: Job, config: LlamaConfig, needs: Demands) -> Subject:
+def _llama(job: Job, config: LlamaConfig, needs: LayoutConstraints) -> Subject:
     shape = config.shape()
-    passage = Passage(
+    passage = ActivationSettings(
         num_tokens=needs.micro_batch * job.data.seq_len,
         precision=job.train.precision,
         recompute=job.train.recompute,
@@ -84,11 +84,11 @@ def _llama(job: Job, config: LlamaConfig, needs: Demands) -> Subject:
         dropout=config.dropout,
         is_compiled=job.train.compile,
     )
-    return Subject(llama_anatomy(shape, job.data.seq_len), needs, _terms(job), shape, passage)
+    return Subject(llama_structure(shape, job.data.seq_len), needs, _terms(job), shape, passage)
 
 
-def _terms(job: Job, num_metrics: int = 0, num_statistics: int = 0) -> Terms:
-    return Terms(
+def _terms(job: Job, num_metrics: int = 0, num_statistics: int = 0) -> CostSettings:
+    return CostSettings(
         precision=job.train.precision,
         optimizer=job.optim.name,
         has_average=job.optim.ema > 0,
@@ -121,7 +121,7 @@ def _num_statistics(module: nn.Module) -> int:
     return sum(buffer.numel() for name, buffer in module.named_buffers() if name.rpartition(".")[2] in kinds)
 
 
-def _anatomy_of(spec: ModelSpec, module: nn.Module) -> Anatomy:
+def _anatomy_of(spec: ModelSpec, module: nn.Module) -> ModelStructure:
     from closeranks.parallel.zero import choose_units, describe
 
     owners: dict[nn.Parameter, str] = {}
@@ -130,7 +130,7 @@ def _anatomy_of(spec: ModelSpec, module: nn.Module) -> Anatomy:
         if (first := owners.setdefault(parameter, name)) != name:
             ties[name] = first
     chain = spec.pipeline_spec
-    return anatomy(
+    return model_structure(
         {name: tuple(parameter.shape) for parameter, name in owners.items()},
         units=chain.units if chain is not None else spec.blocks or choose_units(describe(module), ()),
         costs=chain.costs if chain is not None else (),
@@ -147,12 +147,19 @@ class ReducerBucketPlanner:
         caps = sync.bucket_caps()
         self._caps = {"cap_bytes": caps.bucket_bytes, "first_cap_bytes": caps.first_bucket_bytes}
 
-    def __call__(self, items: Sequence[Item], *, num_shards: int, element_bytes: int) -> Sequence[Bucket]:
-        axes = list(dict.fromkeys(axis for item in items for axis in item.sums))
+    def __call__(self, items: Sequence[BucketItem], *, num_shards: int, element_bytes: int) -> Sequence[BucketSize]:
+        axes = list(dict.fromkeys(axis for item in items for axis in item.reduce_axes))
         members = [
-            Member(item.name, item.numel, "", element_bytes, item.stage, partial_over=tuple(map(axes.index, item.sums)))
+            Member(
+                item.name,
+                item.numel,
+                "",
+                element_bytes,
+                item.stage,
+                partial_over=tuple(map(axes.index, item.reduce_axes)),
+            )
             for item in items
         ]
         cuts = {"num_shards": num_shards, "align_bytes": ALIGN_BYTES} if num_shards else {}
         plan = plan_buckets(members, **self._caps, **cuts)
-        return [Bucket(bucket.numel, tuple(axes[number] for number in bucket.partial_over)) for bucket in plan]
+        return [BucketSize(bucket.numel, tuple(axes[number] for number in bucket.partial_over)) for bucket in plan]

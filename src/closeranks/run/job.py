@@ -17,8 +17,8 @@ from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.data.config import DataConfig
 from closeranks.elastic.config import ElasticConfig
-from closeranks.facts.layout import Demands, Layout, counted, legal_problems
-from closeranks.facts.nearest import advise
+from closeranks.facts.layout import Layout, LayoutConstraints, legal_problems, pluralize
+from closeranks.facts.nearest import nearest_layout_hint
 from closeranks.models.config import ModelConfig
 from closeranks.optim.config import OptimConfig
 from closeranks.parallel.config import LayoutConfig
@@ -178,20 +178,20 @@ def layout_for(job: Job, num_workers: int) -> Layout:
     return replicas.planned_layout(job.sync, layout)
 
 
-def check_workers(job: Job, num_workers: int, needs: Demands | None = None) -> list[Problem]:
+def check_workers(job: Job, num_workers: int, needs: LayoutConstraints | None = None) -> list[Problem]:
     """All problems of running this job on so many workers. ``needs``: the layout constraints of a model that is built;
     None: those that follow from the job."""
     layout = layout_for(job, num_workers)
     problems: list[Problem] = []
     if layout.num_ranks not in (0, num_workers):  # 0: an axis is out of range, which is reported instead
         verb = "was" if num_workers == 1 else "were"
-        what = f"the layout takes {counted(layout.num_ranks, 'worker')}, but {num_workers} {verb} asked for"
+        what = f"the layout takes {pluralize(layout.num_ranks, 'worker')}, but {num_workers} {verb} asked for"
         problems.append(Problem("layout", what, f"Start with -n {layout.num_ranks}, or change the layout."))
     micro = micro_batch_size(job)
     needs = needs or demands(job, micro)
     problems += legal_problems(layout, needs)
     if problems:
-        advice = advise(layout, needs, num_workers)
+        advice = nearest_layout_hint(layout, needs, num_workers)
         problems[-1] = replace(problems[-1], fix=f"{problems[-1].fix} {advice}".rstrip())
     if job.layout.batch_norm == "sync" and -(-job.train.global_batch // micro) % layout.data:
         what = f"synchronised batch norm needs micro-batches that divide evenly among {layout.data} data ranks"
@@ -213,5 +213,5 @@ def micro_batch_size(job: Job) -> int:
     return max(1, usual, 0 if job.data.seq_len else min(_SMALL, whole // _LEAST_MICRO))
 
 
-def demands(job: Job, micro_batch: int) -> Demands:
+def demands(job: Job, micro_batch: int) -> LayoutConstraints:
     return job.model.demands(seq_len=job.data.seq_len, global_batch=job.train.global_batch, micro_batch=micro_batch)

@@ -18,7 +18,7 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ModelSpec, ParameterShard
 from closeranks.data.order import MicroBatch
 from closeranks.elastic.vote import Verdict
-from closeranks.facts.stages import placement
+from closeranks.facts.stages import stage_placement
 from closeranks.parallel.apply import Applied, is_sharded, local_part, whole_tensors
 from closeranks.parallel.batchnorm import BatchStatistics
 from closeranks.parallel.group import Group
@@ -158,7 +158,7 @@ class Model(Component):
         if chain is None or layout.pipeline == 1:
             return 0
         ranges = stage_ranges(chain.costs, layout)
-        return primary_buffer_rank(name, chain.units, ranges, placement(layout.schedule, layout.pipeline))
+        return primary_buffer_rank(name, chain.units, ranges, stage_placement(layout.schedule, layout.pipeline))
 
 
 def make_state_tensor(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from closeranks.agent.limits import FaultLimits
 from closeranks.data.cursor import Cursor, position_after
 from closeranks.elastic.config import ElasticConfig
-from closeranks.facts.layout import Demands, Layout, counted
+from closeranks.facts.layout import Layout, LayoutConstraints, pluralize
 from closeranks.facts.nearest import nearest_first
 from closeranks.run.job import Job, check_workers, demands, layout_for, micro_batch_size
 from closeranks.sync import replicas
@@ -79,7 +79,7 @@ def _fineness(layout: Layout) -> int:
     return layout.tensor * layout.pipeline * shards
 
 
-def _is_sure(layout: Layout, full: Layout, needs: Demands, job: Job) -> bool:
+def _is_sure(layout: Layout, full: Layout, needs: LayoutConstraints, job: Job) -> bool:
     """Whether no check that needs the opened model and data can refuse the layout: a refusal then would end the run.
 
     A model that can be divided into some number of pipeline stages can be divided into fewer; a user's sharding table
@@ -104,7 +104,7 @@ def _words(full: Layout, layout: Layout, job: Job, fitted: Job) -> str:
     said = f"layout {_text(full)} -> {_text(layout)}"
     if layout.pipeline > 1 and layout.schedule != full.schedule:
         said += f" by {layout.schedule}"
-    words = f"{layout.num_ranks} of {counted(full.num_ranks, 'worker')}: {said}; batch, order and learning rate stay"
+    words = f"{layout.num_ranks} of {pluralize(full.num_ranks, 'worker')}: {said}; batch, order and learning rate stay"
     if job.layout.batch_norm == "sync" and layout.data != full.data:
         words += f", but batch norm is synchronised over {layout.data} data ranks instead of {full.data}"
     return "; ".join(filter(None, (words, replicas.resized_words(job.sync, fitted.sync))))

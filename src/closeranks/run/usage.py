@@ -22,7 +22,7 @@ from torch import Tensor
 
 from closeranks.core.events import Event, Warned
 from closeranks.elastic.vote import Ballot, Verdict
-from closeranks.facts.counters import Counters
+from closeranks.facts.counters import PackedCounters
 from closeranks.run.component import Component
 from closeranks.run.saved import SavedState
 
@@ -64,7 +64,7 @@ class UnusedParameters(Component):
         ``num_voters``: ranks whose gradients make one update, of ``num_ranks`` in the run; ``absent``: the parameters
         that this rank had no gradient for, once gradients are complete."""
         self._names, self._held = tuple(names), frozenset(held)
-        self._counters = Counters(self._names, num_ranks)
+        self._counters = PackedCounters(self._names, num_ranks)
         self._is_alone, self._device, self._can_gate = num_voters == 1, device, can_gate
         self._num_steps, self._absent = num_steps, absent
         self._lacking: frozenset[str] = frozenset()
@@ -94,7 +94,7 @@ class UnusedParameters(Component):
         if self._is_alone:
             return SkippedUpdates(self._lacking)
         if self._device.type == "cpu" or not self._can_gate or len(self._lacking) > _MAX_GATES:
-            return SkippedUpdates(self._counters.zero_in(verdict.extra[_NAME][1:].tolist(), self._lacking))
+            return SkippedUpdates(self._counters.zero_names(verdict.extra[_NAME][1:].tolist(), self._lacking))
         return SkippedUpdates(gates=self._gates(verdict.extra[_NAME][1:]))
 
     def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
@@ -104,7 +104,7 @@ class UnusedParameters(Component):
             return
         self._num_taken += 1
         if self._never:
-            self._never = self._counters.zero_in(sums[1:], self._never) if sums[0] else set()
+            self._never = self._counters.zero_names(sums[1:], self._never) if sums[0] else set()
         is_news = self._num_taken == _WARN_AFTER or (
             done.step == self._num_steps and self._num_told != len(self._never)
         )
@@ -131,7 +131,7 @@ class UnusedParameters(Component):
         self._num_taken = num_taken if isinstance(num_taken, int) else 0
 
     def _make_votes(self) -> Tensor:
-        values = [float(bool(self._lacking)), *self._counters.ones(self._held - self._lacking)]
+        values = [float(bool(self._lacking)), *self._counters.encode(self._held - self._lacking)]
         return torch.tensor(values, dtype=torch.float64).to(self._device, non_blocking=True)
 
     def _gates(self, sums: Tensor) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.protocols import LocalParameter
 from closeranks.core.world import World
-from closeranks.facts.collectives import across_bytes
+from closeranks.facts.collectives import inter_host_bytes
 from closeranks.facts.layout import Layout
 from closeranks.facts.rounds import Topology
 from closeranks.parallel.group import Group
@@ -114,7 +114,7 @@ def describe_compression(config: CompressConfig, plan: Plan, what: str = "gradie
 
 def _of_levels(inside: Group, across: Group) -> str:
     topology = Topology(across.size, inside.size)
-    share, flat = across_bytes("hierarchical", 1.0, topology), across_bytes("ring", 1.0, topology)
+    share, flat = inter_host_bytes("hierarchical", 1.0, topology), inter_host_bytes("ring", 1.0, topology)
     return (
         f"gradients are summed inside hosts of {inside.size}, then across {across.size}, then spread inside: "
         f"{share:.2f} times their size crosses between hosts instead of {flat:.2f}"

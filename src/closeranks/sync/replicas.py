@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from closeranks.core.errors import Problem
-from closeranks.facts.layout import Layout, counted, divisors
+from closeranks.facts.layout import Layout, divisors, pluralize
 from closeranks.sync.config import SyncConfig
 
 
@@ -29,7 +29,7 @@ def job_problems(
         what = "replicas that train apart would each have an average of their own weights"
         yield Problem("optim.ema", what, "Set it to 0, or sync.local.every = 0.")
     if steps is not None and local.every > steps:
-        what = f"replicas that meet every {local.every} steps would never do so in a run of {counted(steps, 'step')}"
+        what = f"replicas that meet every {local.every} steps would never do so in a run of {pluralize(steps, 'step')}"
         yield Problem("sync.local.every", what, f"Set it to {steps} or less.")
     if local.every % local.fragments:
         what = f"{local.fragments} fragments cannot meet evenly within {local.every} steps"
@@ -45,7 +45,7 @@ def layout_problems(sync: SyncConfig, layout: Layout) -> Iterator[Problem]:
     most = _most_replicas(layout)
     count = sync.local.replicas if sync.local.is_on and sync.local.replicas else 1
     if most % count:
-        ranks = counted(layout.data, "data rank")
+        ranks = pluralize(layout.data, "data rank")
         over = f", each {layout.shard} of which split one state," if layout.zero else ""
         what = f"{ranks}{over} do not divide into {count} replicas that train apart"
         yield Problem("sync.local.replicas", what, f"Use one of {divisors(most)}.")
@@ -105,7 +105,9 @@ def resized_words(before: SyncConfig, now: SyncConfig) -> str:
     """For people; empty where the number of replicas did not change."""
     count = now.local.replicas
     return (
-        "" if count == before.local.replicas else f"{counted(count, 'replica')} of {before.local.replicas} train apart"
+        ""
+        if count == before.local.replicas
+        else f"{pluralize(count, 'replica')} of {before.local.replicas} train apart"
     )
 
 

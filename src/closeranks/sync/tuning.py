@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.protocols import LocalParameter
-from closeranks.facts.collectives import Link, Network, best_bucket
+from closeranks.facts.collectives import Link, NetworkModel, best_bucket_bytes
 from closeranks.sync.held import DataGroup
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -78,7 +78,7 @@ def tune(data: DataGroup, world: DataGroup, device: torch.device, work: Work) ->
     """A collective of the world, whose data groups all measure at the same time, as in training."""
     link = link_of(measure(data, world, device), data.size)
     total, behind_s = _largest((float(work.gradient_bytes), work.backward_s), world, device)
-    size = best_bucket(total, behind_s, Network.flat(data.size, link))
+    size = best_bucket_bytes(total, behind_s, NetworkModel.flat(data.size, link))
     return Tuned(size / _MIB, link)
 
 
