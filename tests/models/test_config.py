@@ -66,17 +66,17 @@ def test_overrides_change_the_preset_and_nothing_else() -> None:
 
 def test_demands_let_the_layout_be_judged_before_building() -> None:
     batch = {"seq_len": 64, "global_batch": 8, "micro_batch": 1}
-    assert legal_problems(Layout(tensor=8), LlamaConfig(preset="tiny").demands(**batch)) == ()
-    assert legal_problems(Layout(data=8), DigitsConfig().demands(**batch)) == ()
-    assert len(legal_problems(Layout(tensor=2), DigitsConfig().demands(**batch))) == 1
-    assert len(legal_problems(Layout(context=3), LlamaConfig().demands(**batch))) == 1
+    assert legal_problems(Layout(tensor=8), LlamaConfig(preset="tiny").layout_constraints(**batch)) == ()
+    assert legal_problems(Layout(data=8), DigitsConfig().layout_constraints(**batch)) == ()
+    assert len(legal_problems(Layout(tensor=2), DigitsConfig().layout_constraints(**batch))) == 1
+    assert len(legal_problems(Layout(context=3), LlamaConfig().layout_constraints(**batch))) == 1
 
 
 def test_a_users_stages_and_table_open_the_axes() -> None:
     batch = {"seq_len": 0, "global_batch": 8, "micro_batch": 1}
 
     def problems(layout: Layout, **table: Any) -> int:
-        return len(legal_problems(layout, UserModelConfig(name="a:b", **table).demands(**batch)))
+        return len(legal_problems(layout, UserModelConfig(name="a:b", **table).layout_constraints(**batch)))
 
     assert problems(Layout(pipeline=3)) == 1
     assert problems(Layout(pipeline=3), stages=("x", "y")) == 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import Batch
 from closeranks.models.attention import attend
-from closeranks.models.documents import counted, keep_apart, positions
+from closeranks.models.documents import document_attention, document_positions, target_mask
 from closeranks.models.llama import LlamaSpec
 from closeranks.parallel.recompute import recompute
 from closeranks.testing import run_world
@@ -120,14 +120,18 @@ def test_what_a_document_computes_does_not_depend_on_its_neighbours() -> None:
 
 def test_positions_and_targets() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 2, 2, 2, 2, 2], [-1, -1, -1, -1, -1, -1, -1]])
-    assert positions(documents).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6]]
-    assert counted(documents).int().tolist() == [[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]
+    assert document_positions(documents).tolist() == [
+        [0, 1, 2, 0, 1, 0, 1],
+        [0, 0, 0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4, 5, 6],
+    ]
+    assert target_mask(documents).int().tolist() == [[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]
 
 
 def test_rotary_tables_follow_the_documents() -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1, -1]])
     cos, sin = torch.rand(6, 4), torch.rand(6, 4)
-    apart = keep_apart(documents, cos, sin)
+    apart = document_attention(documents, cos, sin)
     assert torch.equal(apart.cos[0], cos[[0, 1, 0, 1, 2, 0]])
     assert torch.equal(apart.sin[0], sin[[0, 1, 0, 1, 2, 0]])
 
@@ -199,7 +203,7 @@ def test_under_autocast_the_bias_has_the_format_of_the_scores(dtype: torch.dtype
     wide = spec.loss(module, batch).total.item()
     with torch.autocast("cpu", dtype=dtype):
         table = torch.ones(LENGTH, 4)
-        assert keep_apart(batch["documents"], table, table).bias.dtype == dtype
+        assert document_attention(batch["documents"], table, table).bias.dtype == dtype
         assert spec.loss(module, batch).total.item() == pytest.approx(wide, rel=0.05)
 
 
@@ -273,7 +277,7 @@ def test_cuda_kernels_keep_documents_apart(dtype: torch.dtype, num_kv_heads: int
         torch.randn(3, n, 128, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (8, *[num_kv_heads] * 2)
     ]
     table = torch.ones(128, 32, device="cuda", dtype=dtype)
-    bias = keep_apart(documents, table, table).bias
+    bias = document_attention(documents, table, table).bias
     mixed = attend(*inputs, "auto", bias)
     mixed.float().square().sum().backward()
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]

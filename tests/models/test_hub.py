@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.facts.llama import PRESETS, LlamaShape, parameter_shapes
 from closeranks.models.config import LlamaConfig
-from closeranks.models.hub import hf_config, llama_table, match, max_len_of
+from closeranks.models.hub import hf_config, llama_config_from_hf, match_names, max_len_of
 
 SHAPE = LlamaShape(64, 2, 4, 2, 96, 300)
 FOUND = parameter_shapes(SHAPE)
@@ -47,7 +47,7 @@ shapes = st.builds(
 @given(shapes, st.integers(1, 10**6))
 def test_a_shape_comes_back_from_its_config(shape: LlamaShape, max_len: int) -> None:
     config = json.loads(json.dumps(hf_config(shape, max_len=max_len, dtype="float32")))
-    table = llama_table(config)
+    table = llama_config_from_hf(config)
     assert max_len_of(config) == max_len
     expected = shape if shape.rope_factor != 1.0 else replace(shape, rope_original_len=8192)
     assert LlamaConfig.model_validate(table).shape() == expected
@@ -55,7 +55,7 @@ def test_a_shape_comes_back_from_its_config(shape: LlamaShape, max_len: int) -> 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_come_back(preset: str) -> None:
-    table = llama_table(hf_config(PRESETS[preset], max_len=8192, dtype="bfloat16"))
+    table = llama_config_from_hf(hf_config(PRESETS[preset], max_len=8192, dtype="bfloat16"))
     assert LlamaConfig.model_validate(table).shape() == PRESETS[preset]
 
 
@@ -91,7 +91,7 @@ def test_a_published_config_of_either_style_names_the_same_shape() -> None:
     stretch = {**earlier["rope_scaling"], "rope_theta": 500000.0}
     later = {key: value for key, value in earlier.items() if not key.startswith("rope")} | {"rope_parameters": stretch}
     for config in (earlier, later):
-        assert LlamaConfig.model_validate(llama_table(config)).shape() == PRESETS["1b"]
+        assert LlamaConfig.model_validate(llama_config_from_hf(config)).shape() == PRESETS["1b"]
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_a_published_config_of_either_style_names_the_same_shape() -> None:
 )
 def test_what_our_llama_cannot_do_is_refused_by_the_key_that_says_it(change: dict[str, Any], said: str) -> None:
     sound = hf_config(SHAPE, max_len=64, dtype="float32")
-    llama_table(sound)
+    llama_config_from_hf(sound)
     with pytest.raises(ModelError, match=said) as refused:
-        llama_table({**sound, **change}, "there/config.json")
+        llama_config_from_hf({**sound, **change}, "there/config.json")
     assert refused.value.what.startswith("there/config.json")
     assert "\n" not in str(refused.value)
 
@@ -134,46 +134,46 @@ def test_what_our_llama_cannot_do_is_refused_by_the_key_that_says_it(change: dic
 
 
 def test_equal_names_match() -> None:
-    assert match(FOUND, FOUND, {}, "w").names == {name: name for name in FOUND}
+    assert match_names(FOUND, FOUND, {}, "w").names == {name: name for name in FOUND}
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "base.model."])
 def test_a_prefix_of_theirs_is_taken_off(prefix: str) -> None:
     found = {f"{prefix}{name}": shape for name, shape in FOUND.items()}
-    assert match(FOUND, found, {}, "w").names == {name: f"{prefix}{name}" for name in FOUND}
+    assert match_names(FOUND, found, {}, "w").names == {name: f"{prefix}{name}" for name in FOUND}
 
 
 def test_a_prefix_is_seen_where_much_is_missing() -> None:
     found = {f"lm.{name}": shape for name, shape in FOUND.items() if ".1." not in name}
     with pytest.raises(CheckpointError, match=r"no 'model\.layers\.1\..* and 8 more"):
-        match(FOUND, found, {}, "w")
+        match_names(FOUND, found, {}, "w")
 
 
 def test_a_base_model_fits_a_tied_one() -> None:
     wanted = {name: shape for name, shape in FOUND.items() if name != "lm_head.weight"}
     found = {name.removeprefix("model."): shape for name, shape in wanted.items()}
-    assert match(wanted, found, TIED, "w").names == {name: name.removeprefix("model.") for name in wanted}
+    assert match_names(wanted, found, TIED, "w").names == {name: name.removeprefix("model.") for name in wanted}
 
 
 def test_a_head_beside_a_base_model_is_found() -> None:
     found = {name.removeprefix("model."): shape for name, shape in FOUND.items()}
-    assert match(FOUND, found, {}, "w").names["lm_head.weight"] == "lm_head.weight"
+    assert match_names(FOUND, found, {}, "w").names["lm_head.weight"] == "lm_head.weight"
 
 
 def test_a_tied_name_that_is_stored_alone_or_twice() -> None:
     wanted = {name: shape for name, shape in FOUND.items() if name != "lm_head.weight"}
-    twice = match(wanted, FOUND, TIED, "w")
-    assert twice.doubles == {"model.embed_tokens.weight": "lm_head.weight"}
+    twice = match_names(wanted, FOUND, TIED, "w")
+    assert twice.duplicates == {"model.embed_tokens.weight": "lm_head.weight"}
     assert twice.names["model.embed_tokens.weight"] == "model.embed_tokens.weight"
     alone = {name: shape for name, shape in FOUND.items() if name != "model.embed_tokens.weight"}
-    other = match(wanted, alone, TIED, "w")
+    other = match_names(wanted, alone, TIED, "w")
     assert other.names["model.embed_tokens.weight"] == "lm_head.weight"
-    assert not other.doubles
+    assert not other.duplicates
 
 
 def test_tables_of_angles_are_no_weights() -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    assert match(FOUND, {**FOUND, name: (8,)}, {}, "w").ignored == (name,)
+    assert match_names(FOUND, {**FOUND, name: (8,)}, {}, "w").ignored == (name,)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_tables_of_angles_are_no_weights() -> None:
 )
 def test_weights_of_another_model_are_refused_by_name(found: dict[str, tuple[int, ...]], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        match(FOUND, found, {}, "w")
+        match_names(FOUND, found, {}, "w")
 
 
 def test_transformers_reads_our_config_as_we_mean_it(tmp_path: Path) -> None:
@@ -211,4 +211,4 @@ def test_transformers_reads_our_config_as_we_mean_it(tmp_path: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    assert llama_table(read.to_dict()) == llama_table(hf_config(shape, max_len=512, dtype="bfloat16"))
+    assert llama_config_from_hf(read.to_dict()) == llama_config_from_hf(hf_config(shape, max_len=512, dtype="bfloat16"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, Loss, PipelineSpec, ShardingRule
 from closeranks.models.config import TensorEntry
-from closeranks.models.stages import expand
+from closeranks.models.stages import expand_patterns
 from closeranks.models.user import UserSpec
 
 STAGES = ("embed", "blocks.*", "head")
@@ -290,8 +290,8 @@ def test_stages_that_do_not_fit_the_module_are_refused(stages: tuple[str, ...], 
 
 def test_patterns_stay_within_a_dot_and_keep_the_modules_order() -> None:
     modules = ["embed", "blocks", *[f"blocks.{n}{part}" for n in range(12) for part in ("", ".up")], "head"]
-    assert expand(["embed", "blocks.*", "head"], modules)[1:-1] == tuple(f"blocks.{n}" for n in range(12))
-    assert expand(["blocks.1", "blocks.1"], modules) == ("blocks.1", "blocks.1"), "a unit may run twice"
+    assert expand_patterns(["embed", "blocks.*", "head"], modules)[1:-1] == tuple(f"blocks.{n}" for n in range(12))
+    assert expand_patterns(["blocks.1", "blocks.1"], modules) == ("blocks.1", "blocks.1"), "a unit may run twice"
 
 
 def test_entries_become_rules_and_crossings() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from closeranks.core.keys import derive_seed
-from closeranks.models.streams import enter_unit, unit_stream
+from closeranks.models.streams import seed_unit, unit_rng
 
 
 def test_a_unit_draws_by_its_number_whatever_ran_before() -> None:
@@ -13,7 +13,7 @@ def test_a_unit_draws_by_its_number_whatever_ran_before() -> None:
         torch.manual_seed(5)
         found = {}
         for number in numbers:
-            with unit_stream(number):
+            with unit_rng(number):
                 found[number] = torch.rand(()).item()
         return found
 
@@ -24,14 +24,14 @@ def test_a_unit_draws_by_its_number_whatever_ran_before() -> None:
 
 def test_the_micro_batchs_seed_is_put_back() -> None:
     torch.manual_seed(5)
-    with unit_stream(3):
+    with unit_rng(3):
         assert torch.initial_seed() == derive_seed(5, "unit", 3)
     assert torch.initial_seed() == 5
 
 
 def test_entering_is_one_way() -> None:
-    enter_unit(5, 1)
+    seed_unit(5, 1)
     first = torch.rand(())
     torch.manual_seed(5)
-    with unit_stream(1):
+    with unit_rng(1):
         assert torch.equal(torch.rand(()), first)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
-from closeranks.models.vocabulary import split_cross_entropy
+from closeranks.models.vocabulary import vocab_parallel_cross_entropy
 from closeranks.parallel.crossings import Axis
 from closeranks.parallel.group import Group
 from closeranks.parallel.tensor import Share, explain, shapes_explained, split
@@ -297,7 +297,7 @@ def loss_alone(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weights = torch.rand(6, generator=generator)
     wide = whole if dtype == torch.float64 else whole.float()
     expected = F.cross_entropy(wide, targets, reduction="none")
-    found = split_cross_entropy(part, targets, axis)
+    found = vocab_parallel_cross_entropy(part, targets, axis)
     for each in (expected, found):
         (each * weights).sum().backward()
     assert whole.grad is not None

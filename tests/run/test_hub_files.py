@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from closeranks.core.environment import set_world
 from closeranks.core.errors import ModelError
 from closeranks.core.world import World
-from closeranks.models.hub import llama_table
+from closeranks.models.hub import llama_config_from_hf
 from closeranks.run.exchange import export_hf, import_hf
 from closeranks.run.hub_files import read_hub_metadata, validate_hub_metadata
 from closeranks.run.job import load_job
@@ -49,7 +49,7 @@ def trained(folder: Path, weights: Path, table: dict[str, Any], **checkpoint: An
 
 @pytest.mark.parametrize("way", ["weights", "import"])
 def test_a_fine_tune_keeps_what_the_publisher_said(source: Path, tmp_path: Path, way: str) -> None:
-    table = llama_table(json.loads((source / "config.json").read_text()))
+    table = llama_config_from_hf(json.loads((source / "config.json").read_text()))
     weights = source
     if way == "import":
         import_hf(str(source), tmp_path / "imported")

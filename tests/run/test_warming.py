@@ -77,7 +77,10 @@ def test_nothing_of_the_users_is_called_and_a_large_model_is_not_built() -> None
         assert "theirs" not in small.model_dump_json()
         assert not small.optim.groups
     (big,) = warming.warmup_jobs(tiny("model.preset=70b", "data.seq_len=8192", "train.global_batch=4096"))
-    assert (big.model.demands(seq_len=1, global_batch=1, micro_batch=1).num_layers, big.train.global_batch) == (2, 8)
+    assert (
+        big.model.layout_constraints(seq_len=1, global_batch=1, micro_batch=1).num_layers,
+        big.train.global_batch,
+    ) == (2, 8)
 
 
 def test_warming_up_leaves_the_process_as_it_was(tmp_path: Path) -> None:

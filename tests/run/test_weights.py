@@ -15,7 +15,7 @@ from torch import Tensor
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
-from closeranks.models.hub import llama_table
+from closeranks.models.hub import llama_config_from_hf
 from closeranks.run.build import BuiltRun
 from closeranks.run.exchange import import_hf
 from closeranks.run.job import Job, load_job
@@ -39,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def job_for(folder: Path, *arguments: Any, **changes: Any) -> Job:
-    return job_of(llama_table(json.loads((folder / "config.json").read_text())), *arguments, **changes)
+    return job_of(llama_config_from_hf(json.loads((folder / "config.json").read_text())), *arguments, **changes)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from closeranks.core.errors import ModelError
 from closeranks.core.protocols import Batch
 
 
-def take(batch: Batch, key: str, model: str) -> Tensor:
+def batch_tensor(batch: Batch, key: str, model: str) -> Tensor:
     """The tensor under ``key`` that the model named ``model`` reads."""
     if key not in batch:
         found = ", ".join(sorted(batch)) or "nothing"

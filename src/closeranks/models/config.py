@@ -80,7 +80,7 @@ class LlamaConfig(ConfigTable):
         said = {f.name: getattr(self, f.name) for f in fields(LlamaShape)}
         return replace(PRESETS[self.preset], **{key: value for key, value in said.items() if value is not None})
 
-    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
+    def layout_constraints(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
         shape = self.shape()
         return LayoutConstraints(
             global_batch=global_batch,
@@ -100,7 +100,7 @@ class _WithoutAxes(ConfigTable):
     reads: ClassVar[str] = ""
     """What its batches must hold; data says the same of itself in ``yields``. Empty: the user knows."""
 
-    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
+    def layout_constraints(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
         return LayoutConstraints(global_batch=global_batch, micro_batch=micro_batch)
 
 
@@ -169,10 +169,10 @@ class TensorEntry(ConfigTable):
         module, _, attribute = self.pattern.rpartition(".")
         return module if attribute == "weight" else ""
 
-    def rule(self) -> ShardingRule:
+    def sharding_rule(self) -> ShardingRule:
         return ShardingRule(self.pattern, self.dim, sequence=self.partial)
 
-    def crossing(self) -> ActivationCollectives | None:
+    def activation_collectives(self) -> ActivationCollectives | None:
         return ActivationCollectives(self._module, on_input="copy", on_output="whole") if self.whole else None
 
 
@@ -209,7 +209,7 @@ class UserModelConfig(_WithoutAxes):
             raise ValueError(f"'{loss}' does not name a function. Write package.module:function.")
         return loss
 
-    def demands(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
+    def layout_constraints(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
         """How many stages a pattern stands for, and what a table's dims must divide, is known when it is built."""
         has_pattern = any(set("*?[") & set(stage) for stage in self.stages)
         return LayoutConstraints(

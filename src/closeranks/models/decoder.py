@@ -19,10 +19,10 @@ from closeranks.core.errors import ModelError
 from closeranks.facts.llama import LlamaShape, rope_frequencies
 from closeranks.models.attention import attend
 from closeranks.models.axis import TensorAxis
-from closeranks.models.documents import Apart, keep_apart
+from closeranks.models.documents import DocumentAttention, document_attention
 from closeranks.models.linear import Linear
-from closeranks.models.streams import enter_unit, unit_stream
-from closeranks.models.vocabulary import split_cross_entropy
+from closeranks.models.streams import seed_unit, unit_rng
+from closeranks.models.vocabulary import vocab_parallel_cross_entropy
 
 
 class RMSNorm(nn.Module):
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
         return (scaled * self.weight).to(hidden.dtype)
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + half) of [batch, positions, heads, head size] by its position's angle.
 
     Computed in the tables' precision and cast back once: bf16 angles cannot tell positions beyond a few hundred apart.
@@ -68,8 +68,8 @@ class Attention(nn.Module):
         split = (*hidden.shape[:2], -1, self.head_dim)
         # Here, not in the decoder: blocks pass on a shard of the sequence; only attention sees its whole length.
         cos, sin = cos[..., : hidden.shape[1], :], sin[..., : hidden.shape[1], :]
-        queries = rotate(self.q_proj(hidden).view(split), cos, sin)
-        keys = rotate(self.k_proj(hidden).view(split), cos, sin)
+        queries = apply_rotary(self.q_proj(hidden).view(split), cos, sin)
+        keys = apply_rotary(self.k_proj(hidden).view(split), cos, sin)
         values = self.v_proj(hidden).view(split)
         mixed = attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), self.attention, bias)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -159,23 +159,23 @@ class Decoder(nn.Module):
             hidden = hidden.bfloat16()
         return hidden
 
-    def apart(self, documents: Tensor | None) -> Apart | None:
+    def document_attention(self, documents: Tensor | None) -> DocumentAttention | None:
         """Rotary tables and attention bias for rows that hold several documents."""
-        return None if documents is None else keep_apart(documents, self.rope_cos, self.rope_sin)
+        return None if documents is None else document_attention(documents, self.rope_cos, self.rope_sin)
 
-    def through(self, layer: int, hidden: Tensor, apart: Apart | None = None) -> Tensor:
+    def run_block(self, layer: int, hidden: Tensor, apart: DocumentAttention | None = None) -> Tensor:
         """Unit ``layer + 1``: one block, with a random stream of its own if it draws random numbers."""
         beside = (self.rope_cos, self.rope_sin) if apart is None else apart
-        with unit_stream(layer + 1) if self._draws else nullcontext():
+        with unit_rng(layer + 1) if self._draws else nullcontext():
             output: Tensor = self.layers[layer](hidden, *beside)
         return output
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        hidden, apart = self.embed(tokens), self.apart(documents)
+        hidden, apart = self.embed(tokens), self.document_attention(documents)
         for layer in range(len(self.layers)):
-            hidden = self.through(layer, hidden, apart)
+            hidden = self.run_block(layer, hidden, apart)
         if self._draws:  # so that a loop which never seeds does not repeat its dropout masks
-            enter_unit(torch.default_generator.initial_seed(), len(self.layers) + 1)
+            seed_unit(torch.default_generator.initial_seed(), len(self.layers) + 1)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -194,7 +194,7 @@ class TokenLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
         flat = logits.flatten(0, 1)
         if self.tensor_axis is not None:
-            each = split_cross_entropy(flat, targets.flatten(), self.tensor_axis)
+            each = vocab_parallel_cross_entropy(flat, targets.flatten(), self.tensor_axis)
             return each.sum() if mask is None else (each * mask.flatten().to(each.dtype)).sum()
         wide = flat if flat.dtype == torch.float64 else flat.float()
         if mask is None:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.facts.digits import DigitsShape, flops_per_sample
-from closeranks.models.batches import take
+from closeranks.models.batches import batch_tensor
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import DigitsConfig
 from closeranks.models.fill import fill_constant, fill_normal
@@ -87,8 +87,8 @@ class DigitsSpec:
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """``image`` [B, 1, 8, 8] and ``label`` [B]; reports the number of correct predictions."""
-        label = take(batch, "label", self.name).long()
-        logits = module(take(batch, "image", self.name))
+        label = batch_tensor(batch, "label", self.name).long()
+        logits = module(batch_tensor(batch, "image", self.name))
         wide = logits if logits.dtype == torch.float64 else logits.float()
         correct = (wide.detach().argmax(dim=-1) == label).sum()
         total = F.cross_entropy(wide, label, reduction="sum")

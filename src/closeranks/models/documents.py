@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Apart(NamedTuple):
+class DocumentAttention(NamedTuple):
     """The inputs of attention that separate the documents of each row; computed once for all blocks."""
 
     cos: Tensor
@@ -24,13 +24,13 @@ class Apart(NamedTuple):
     scores, so that all blocks keep the same tensor for backward. [batch, 1, positions, positions]"""
 
 
-def keep_apart(documents: Tensor, cos: Tensor, sin: Tensor) -> Apart:
+def document_attention(documents: Tensor, cos: Tensor, sin: Tensor) -> DocumentAttention:
     """``cos`` and ``sin`` [longest, half of a head]: the tables by position. No host sync."""
-    places = positions(documents)
-    return Apart(cos[places], sin[places], _bias(documents, _score_dtype(cos)))
+    places = document_positions(documents)
+    return DocumentAttention(cos[places], sin[places], _bias(documents, _score_dtype(cos)))
 
 
-def positions(documents: Tensor) -> Tensor:
+def document_positions(documents: Tensor) -> Tensor:
     """The position of each token within its document."""
     places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     begins = torch.ones_like(documents, dtype=torch.bool)
@@ -38,7 +38,7 @@ def positions(documents: Tensor) -> Tensor:
     return places - torch.where(begins, places, 0).cummax(dim=1).values
 
 
-def counted(documents: Tensor) -> Tensor:
+def target_mask(documents: Tensor) -> Tensor:
     """Which targets continue the document of their input; ``documents`` are those of [batch, positions + 1] tokens."""
     return (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
 

@@ -42,7 +42,7 @@ _FORBIDDEN: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Keys that our Llama does not support where the test of their value is true."""
 
 
-def llama_table(config: Mapping[str, Any], name: str = "config.json") -> dict[str, Any]:
+def llama_config_from_hf(config: Mapping[str, Any], name: str = "config.json") -> dict[str, Any]:
     """The table ``[model]`` of a ``config.json``; ``name`` is what errors call it."""
     _refuse_foreign(config, name)
     shape = shape_of(config, name)
@@ -168,12 +168,12 @@ def hf_config(shape: LlamaShape, *, max_len: int, dtype: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class NameMapping:
     """The mapping between their tensor names and ours."""
 
     names: Mapping[str, str]
     """Ours to theirs."""
-    doubles: Mapping[str, str] = field(default_factory=dict)
+    duplicates: Mapping[str, str] = field(default_factory=dict)
     """Ours to a second tensor of theirs, saved under another name of a tied parameter: it must hold the same values."""
     ignored: tuple[str, ...] = ()
     """Tensors of theirs that follow from the config and are not weights."""
@@ -182,7 +182,7 @@ class Match:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def match(wanted: Shapes, found: Shapes, ties: Mapping[str, str], place: str) -> Match:
+def match_names(wanted: Shapes, found: Shapes, ties: Mapping[str, str], place: str) -> NameMapping:
     """Find every wanted tensor among the found ones; where they do not match, one error describes both sets.
 
     ``ties``: other names of wanted tensors, each with the name under which it is wanted. ``place`` is what errors call
@@ -201,7 +201,7 @@ def match(wanted: Shapes, found: Shapes, ties: Mapping[str, str], place: str) ->
         if tuple(found[theirs]) != tuple(wanted[name]):
             what = f"'{theirs}' has shape {tuple(found[theirs])} in {place} and {tuple(wanted[name])} in the model"
             raise CheckpointError(what, "Give the model the shape of the weights.")
-    return Match(names, doubles, ignored)
+    return NameMapping(names, doubles, ignored)
 
 
 def _renamed(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.facts.llama import LlamaShape, flops_per_token, unit_costs
-from closeranks.models.batches import take
+from closeranks.models.batches import batch_tensor
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import LlamaConfig
 from closeranks.models.decoder import Llama
-from closeranks.models.documents import Apart, counted
+from closeranks.models.documents import DocumentAttention, target_mask
 from closeranks.models.fill import fill_constant, fill_normal
 
 INIT_STD = 0.02
@@ -44,7 +44,7 @@ class LlamaSpec:
         self.compile_units = (*self.blocks, "model.norm", "token_loss")
         self.sharding_rules = SHARDING_RULES
         self.crossings = CROSSINGS
-        self.chain: PipelineSpec | None = LlamaChain(self.shape, seq_len)
+        self.chain: PipelineSpec | None = LlamaPipelineSpec(self.shape, seq_len)
 
     def build(self) -> nn.Module:
         return Llama(
@@ -81,7 +81,7 @@ class LlamaSpec:
         return parted.weighed(total)
 
 
-class LlamaChain:
+class LlamaPipelineSpec:
     """Embedding, blocks, norm and output projection in a row (``core.protocols.Chain``)."""
 
     def __init__(self, shape: LlamaShape, seq_len: int) -> None:
@@ -90,24 +90,26 @@ class LlamaChain:
         self.units = ("model.embed_tokens", *blocks, "model.norm", "lm_head")
         self.costs = unit_costs(shape, seq_len)
 
-    def enter(self, module: nn.Module, batch: Batch) -> Tensor:
+    def first_input(self, module: nn.Module, batch: Batch) -> Tensor:
         return _parted(batch).tokens
 
-    def beside(self, module: nn.Module, batch: Batch) -> Apart | None:
+    def shared_inputs(self, module: nn.Module, batch: Batch) -> DocumentAttention | None:
         assert isinstance(module, Llama)
-        return module.model.apart(_parted(batch).documents)
+        return module.model.document_attention(_parted(batch).documents)
 
-    def call(self, module: nn.Module, number: int, hidden: Tensor, beside: Apart | None = None) -> Tensor:
+    def run_unit(
+        self, module: nn.Module, number: int, hidden: Tensor, beside: DocumentAttention | None = None
+    ) -> Tensor:
         assert isinstance(module, Llama)
         if number == 0:
             with _vocabulary_named(self.shape):
                 return module.model.embed(hidden)
         if number <= self.shape.num_layers:
-            return module.model.through(number - 1, hidden, beside)
+            return module.model.run_block(number - 1, hidden, beside)
         output: Tensor = module.get_submodule(self.units[number])(hidden)
         return output
 
-    def leave(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
+    def loss_from_output(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
         assert isinstance(module, Llama)
         parted = _parted(batch)
         with _vocabulary_named(self.shape):
@@ -131,7 +133,7 @@ class _Parted:
 
 
 def _parted(batch: Batch) -> _Parted:
-    tokens = take(batch, "tokens", "llama").long()
+    tokens = batch_tensor(batch, "tokens", "llama").long()
     documents: Tensor | None = batch.get("documents")
     mask: Tensor | None = batch.get("mask")
     if documents is None:
@@ -139,7 +141,7 @@ def _parted(batch: Batch) -> _Parted:
     if documents.shape != tokens.shape:
         what = f"'documents' of a batch is {list(documents.shape)} and its tokens are {list(tokens.shape)}"
         raise ModelError(what, "Number the document of every token, -1 for padding.")
-    own = counted(documents)
+    own = target_mask(documents)
     return _Parted(tokens[:, :-1], tokens[:, 1:], own if mask is None else mask * own, documents[:, :-1])
 
 

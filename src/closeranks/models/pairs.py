@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.facts.pairs import PairsShape, flops_per_sample
-from closeranks.models.batches import take
+from closeranks.models.batches import batch_tensor
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import PairsConfig
 from closeranks.models.fill import fill_constant, fill_normal
@@ -82,7 +82,7 @@ class PairsSpec:
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """``user``, ``item`` [B, features], ``click`` [B] of 0 and 1, ``rating`` [B]."""
-        user, item, click, rating = (take(batch, key, self.name) for key in ("user", "item", "click", "rating"))
+        user, item, click, rating = (batch_tensor(batch, key, self.name) for key in ("user", "item", "click", "rating"))
         self._check_widths(user, item)
         answers = module(user, item)
         click_logits, ratings = answers if answers.dtype == torch.float64 else answers.float()

@@ -23,18 +23,18 @@ from closeranks.core.errors import ModelError
 from closeranks.core.protocols import Batch, Loss
 from closeranks.core.registry import did_you_mean
 from closeranks.models.losses import kind_of
-from closeranks.models.streams import enter_unit, unit_stream
+from closeranks.models.streams import seed_unit, unit_rng
 
 LossFunction = Callable[[Any, Batch], "Tensor | Loss"]
-Judge = Callable[["partial[Any]", Batch], Loss]
+LossCheck = Callable[["partial[Any]", Batch], Loss]
 """Calls a loss on a batch, checks what it returned, and reports mistakes with the user's line."""
 
 
-class UserChain:
+class UserPipelineSpec:
     """A user's modules as pipeline units (``core.protocols.Chain``). ``units`` and ``costs`` are known once it is
     built."""
 
-    def __init__(self, stages: Sequence[str], loss: LossFunction, loss_name: str, judge: Judge) -> None:
+    def __init__(self, stages: Sequence[str], loss: LossFunction, loss_name: str, judge: LossCheck) -> None:
         self._stages = tuple(stages)
         self._loss, self._loss_name, self._judge = loss, loss_name, judge
         self._is_proven = False
@@ -43,7 +43,7 @@ class UserChain:
 
     def resolve(self, module: nn.Module) -> None:
         """Find the units in the built module; the cost of a unit is its number of parameters."""
-        self.units = expand(self._stages, [name for name, _ in module.named_modules() if name])
+        self.units = expand_patterns(self._stages, [name for name, _ in module.named_modules() if name])
         counts = [sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in self.units]
         self.costs = tuple(float(max(count, 1)) for count in counts)
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -51,33 +51,33 @@ class UserChain:
                 what = f"parameter '{name}' {list(parameter.shape)} is in none of the modules that model.stages names"
                 raise ModelError(what, "Move it into one of them, or name the module that holds it.")
 
-    def enter(self, module: nn.Module, batch: Batch) -> Tensor:
+    def first_input(self, module: nn.Module, batch: Batch) -> Tensor:
         try:
-            self._judge(partial(self._loss, StandIn(module, self._loss_name, _catch, cut=self.units)), batch)
+            self._judge(partial(self._loss, ModuleProxy(module, self._loss_name, _catch, cut=self.units)), batch)
         except _Caught as caught:
             return caught.input
         raise self._never_called()
 
-    def beside(self, module: nn.Module, batch: Batch) -> None:
+    def shared_inputs(self, module: nn.Module, batch: Batch) -> None:
         """None: a user's units read the previous unit's output and nothing else."""
 
-    def call(self, module: nn.Module, number: int, hidden: Tensor, beside: None = None) -> Tensor:
-        with unit_stream(number):
+    def run_unit(self, module: nn.Module, number: int, hidden: Tensor, beside: None = None) -> Tensor:
+        with unit_rng(number):
             output = module.get_submodule(self.units[number])(hidden)
         if not isinstance(output, Tensor):
             what = f"the stage '{self.units[number]}' returned {kind_of(output)}, but stages hand on one tensor"
             raise ModelError(what, "Make each module of model.stages take and return one tensor.")
         return output
 
-    def leave(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
-        stand_in = StandIn(module, self._loss_name, lambda _: self._after_units(output), cut=self.units)
+    def loss_from_output(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
+        stand_in = ModuleProxy(module, self._loss_name, lambda _: self._after_units(output), cut=self.units)
         return self._through(stand_in, batch)
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """First input, all units, then the loss: what a run without a pipeline calls."""
-        return self._through(StandIn(module, self._loss_name, partial(self._in_a_row, module)), batch)
+        return self._through(ModuleProxy(module, self._loss_name, partial(self._in_a_row, module)), batch)
 
-    def _through(self, stand_in: StandIn, batch: Batch) -> Loss:
+    def _through(self, stand_in: ModuleProxy, batch: Batch) -> Loss:
         loss = self._judge(partial(self._loss, stand_in), batch)
         if not stand_in.is_called:
             raise self._never_called()
@@ -94,12 +94,12 @@ class UserChain:
 
     def _units(self, module: nn.Module, hidden: Tensor) -> Tensor:
         for number in range(len(self.units)):
-            hidden = self.call(module, number, hidden)
+            hidden = self.run_unit(module, number, hidden)
         return hidden
 
     def _after_units(self, output: Tensor) -> Tensor:
         """Makes the random numbers that a loss draws after the module the same, whether the units ran here or not."""
-        enter_unit(torch.default_generator.initial_seed(), len(self.units))
+        seed_unit(torch.default_generator.initial_seed(), len(self.units))
         return output
 
     def _prove(self, module: nn.Module, hidden: Tensor) -> None:
@@ -126,7 +126,7 @@ class UserChain:
         return ModelError(what, "Call it once, as module(x), and compute the loss from what it returns.")
 
 
-def expand(stages: Sequence[str], modules: Sequence[str]) -> tuple[str, ...]:
+def expand_patterns(stages: Sequence[str], modules: Sequence[str]) -> tuple[str, ...]:
     """Module names, with patterns replaced by what they match, in the module's order; ``*`` does not match dots."""
     units: list[str] = []
     for stage in stages:
@@ -181,7 +181,7 @@ def _is_held(stage: nn.Module, unit: str) -> bool:
     return part is not None
 
 
-class StandIn:
+class ModuleProxy:
     """The proxy that a loss gets for the module: it handles one call with one tensor and forwards everything else.
 
     ``cut``: the units of the whole model, where ``module`` is a stage. A loss term over the weights that a stage

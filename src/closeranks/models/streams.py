@@ -16,17 +16,17 @@ from closeranks.core.keys import derive_seed
 
 
 @contextmanager
-def unit_stream(number: int) -> Iterator[None]:
+def unit_rng(number: int) -> Iterator[None]:
     """Seed the CPU's and the current device's generators for unit ``number``. Costs some microseconds, no sync."""
     base = torch.default_generator.initial_seed()
-    enter_unit(base, number)
+    seed_unit(base, number)
     try:
         yield
     finally:
         _key(base)
 
 
-def enter_unit(base: int, number: int) -> None:
+def seed_unit(base: int, number: int) -> None:
     """Seed the generators for unit ``number`` of the micro-batch whose seed is ``base``."""
     _key(derive_seed(base, "unit", number))
 

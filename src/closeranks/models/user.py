@@ -24,7 +24,7 @@ from closeranks.models.batches import num_samples
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import TensorEntry, UserModelConfig
 from closeranks.models.losses import as_loss, kind_of
-from closeranks.models.stages import LossFunction, UserChain
+from closeranks.models.stages import LossFunction, UserPipelineSpec
 
 # Programming errors. RuntimeError is left out on purpose: out of memory and broken collectives raise it.
 _SLIPS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
@@ -57,9 +57,9 @@ class UserSpec:
         self.flops_per_item = 0.0
         self.blocks: tuple[str, ...] = ()
         self.compile_units: tuple[str, ...] = ()
-        self.sharding_rules: tuple[ShardingRule, ...] = tuple(entry.rule() for entry in tensor)
+        self.sharding_rules: tuple[ShardingRule, ...] = tuple(entry.sharding_rule() for entry in tensor)
         self.crossings: tuple[ActivationCollectives, ...] = tuple(
-            c for entry in tensor if (c := entry.crossing()) is not None
+            c for entry in tensor if (c := entry.activation_collectives()) is not None
         )
         self._factory = _checked_factory(name, factory)
         self._args = dict(args or {})
@@ -75,7 +75,7 @@ class UserSpec:
         except CloseranksError:
             raise
         except Exception as error:
-            line = blamed_line(error, self._factory)
+            line = error_line(error, self._factory)
             what = f"the factory {self.name} raised {one_line_error(error)} ({line})"
             raise ModelError(what, "Mend it there, or the keys under [model.args].") from error
         if not isinstance(module, nn.Module):
@@ -106,18 +106,18 @@ class UserSpec:
         except CloseranksError:
             raise
         except _SLIPS as error:
-            line = blamed_line(error, compute.func)
+            line = error_line(error, compute.func)
             found = ", ".join(sorted(batch))
             what = f"{self._loss_name} raised {one_line_error(error)} ({line})"
             raise ModelError(what, f"Mend it there; the batch holds {found}.") from error
         place = f"{self._loss_name} ({defined_at(compute.func)})"
         return as_loss(result, num_samples(batch), self.metrics, place)
 
-    def _chain_of(self, stages: Sequence[str]) -> UserChain:
+    def _chain_of(self, stages: Sequence[str]) -> UserPipelineSpec:
         if self._loss is None:
             what = "model.stages needs a loss apart from the module: no pipeline stage holds the whole module to call"
             raise ModelError(what, "Give model.loss (in Python: loss), a function of (module, batch).")
-        return UserChain(stages, self._loss, self._loss_name, self._judged)
+        return UserPipelineSpec(stages, self._loss, self._loss_name, self._judged)
 
     def _loss_of(self, module: nn.Module) -> partial[Any]:
         """The user's function, else the module's own ``loss``, else the module itself."""
@@ -163,7 +163,7 @@ def _checked_factory(name: str, factory: Any) -> Callable[..., Any]:
     return factory  # type: ignore[no-any-return]  # callable() does not narrow Any
 
 
-def blamed_line(error: BaseException, source: Callable[..., Any]) -> str:
+def error_line(error: BaseException, source: Callable[..., Any]) -> str:
     """``file.py:12`` for an error that calling ``source`` raised."""
     frame = user_frame(error)
     return f"{display_path(frame.filename)}:{frame.lineno}" if frame else defined_at(source)

@@ -19,13 +19,13 @@ _ELSEWHERE = -100
 """The local index of a target that another rank holds; ``nll_loss`` ignores it."""
 
 
-def split_cross_entropy(logits: Tensor, targets: Tensor, axis: TensorAxis) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, axis: TensorAxis) -> Tensor:
     """Cross-entropy of each token [N], in float32 at least, from this rank's logits [N, vocabulary / size]."""
     each: Tensor = _SplitCrossEntropy.apply(logits, targets, axis)  # type: ignore[no-untyped-call]
     return each
 
 
-def held_index(ids: Tensor, width: int, axis: TensorAxis) -> Tensor:
+def local_index(ids: Tensor, width: int, axis: TensorAxis) -> Tensor:
     """The index of each id in this rank's shard of ``width`` entries; ``_ELSEWHERE`` if another rank holds it.
 
     An id outside the whole vocabulary is also outside the first or last shard, whose lookup then fails as it would in
@@ -46,7 +46,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         peak = axis.max(wide.amax(dim=-1))
         shifted = wide - peak.unsqueeze(-1)
-        local = held_index(targets, wide.shape[-1], axis)
+        local = local_index(targets, wide.shape[-1], axis)
         target = -F.nll_loss(shifted, local, ignore_index=_ELSEWHERE, reduction="none")
         total, target = axis.sum(torch.stack((shifted.exp().sum(dim=-1), target))).unbind()
         log_total = total.log()

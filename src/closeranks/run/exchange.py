@@ -36,7 +36,7 @@ from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.core.pieces import Piece
 from closeranks.facts.llama import LlamaShape, parameter_shapes
 from closeranks.models.config import LlamaConfig
-from closeranks.models.hub import Match, hf_config, llama_table, match, max_len_of
+from closeranks.models.hub import NameMapping, hf_config, llama_config_from_hf, match_names, max_len_of
 from closeranks.run.hub_files import read_hub_metadata, validate_hub_metadata, write_hub_files
 from closeranks.run.job import Job
 from closeranks.run.saved_tree import validate_tree
@@ -73,7 +73,7 @@ def export_hf(
     """Write the newest sound checkpoint of a place as a folder that transformers loads. Empty ``dtype``: as saved."""
     weights = open_checkpoint_weights(place)
     shape, max_len = _saved_llama(weights, place)
-    found = match(parameter_shapes(shape), weights.names(), {}, weights.path)
+    found = match_names(parameter_shapes(shape), weights.names(), {}, weights.path)
     tensors = plan_export(weights, found.names, getattr(torch, dtype) if dtype else None)
     total = sum(tensor.num_bytes for tensor in tensors)
     config = hf_config(shape, max_len=max_len, dtype=_main_dtype(tensors))
@@ -124,10 +124,10 @@ def import_hf(place: str, out: Path, *, watcher: ProgressListener = NO_PROGRESS)
     """Make a run folder from published weights: a checkpoint of step 0 with the weights, and a job to start from it."""
     config = _published_config(place)
     weights = open_weights(place)
-    table = llama_table(config, f"{_folder_of(place)}/{CONFIG}")
+    table = llama_config_from_hf(config, f"{_folder_of(place)}/{CONFIG}")
     shape = LlamaConfig.model_validate(table).shape()
     ties = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
-    found = match(parameter_shapes(shape), weights.names(), ties, weights.path)
+    found = match_names(parameter_shapes(shape), weights.names(), ties, weights.path)
     _check_doubles(weights, found)
     tensors = plan_export(weights, found.names)
     total = sum(tensor.num_bytes for tensor in tensors)
@@ -156,9 +156,9 @@ def _published_config(place: str) -> dict[str, Any]:
     return read_json(_folder_of(place) / CONFIG)
 
 
-def _check_doubles(weights: Weights, found: Match) -> None:
+def _check_doubles(weights: Weights, found: NameMapping) -> None:
     """An output projection that is stored beside the embedding it is tied to must be that embedding."""
-    for name, double in found.doubles.items():
+    for name, double in found.duplicates.items():
         first = found.names[name]
         for band in row_bands(Piece.whole(first, tuple(weights.names()[first])), weights.dtype(first).itemsize):
             if not torch.equal(weights.read(first, band.piece), weights.read(double, band.piece)):

@@ -214,4 +214,6 @@ def micro_batch_size(job: Job) -> int:
 
 
 def demands(job: Job, micro_batch: int) -> LayoutConstraints:
-    return job.model.demands(seq_len=job.data.seq_len, global_batch=job.train.global_batch, micro_batch=micro_batch)
+    return job.model.layout_constraints(
+        seq_len=job.data.seq_len, global_batch=job.train.global_batch, micro_batch=micro_batch
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from closeranks.checkpoint.weights.protocol import Weights, row_bands
 from closeranks.core.errors import CheckpointError
-from closeranks.models.hub import Match, match
+from closeranks.models.hub import NameMapping, match_names
 from closeranks.parallel.group import Group
 from closeranks.run.model import Model, ModelTensor
 
@@ -24,15 +24,15 @@ def load_weights(model: Model, stages: Group, weights: Weights) -> tuple[str, ..
     """Collective. Load each rank's part of the weights into the model. Returns notes for people.
 
     ``stages``: the group of the pipeline's ranks."""
-    found = match(model.applied.shapes, weights.names(), _ties(model, stages), weights.path)
+    found = match_names(model.applied.shapes, weights.names(), _ties(model, stages), weights.path)
     own = list(model.local_tensors())
     for one in own:
         _check_format(one, weights, found)
     with torch.no_grad():
         for one in own:
             _fill(one, weights, found.names[one.piece.name])
-            if one.piece.name in found.doubles:
-                _compare(one, weights, found.doubles[one.piece.name])
+            if one.piece.name in found.duplicates:
+                _compare(one, weights, found.duplicates[one.piece.name])
     return weights.notes
 
 
@@ -44,7 +44,7 @@ def _ties(model: Model, stages: Group) -> dict[str, str]:
     return {alias: name for one in told for alias, name in one.items()}
 
 
-def _check_format(one: ModelTensor, weights: Weights, found: Match) -> None:
+def _check_format(one: ModelTensor, weights: Weights, found: NameMapping) -> None:
     name = found.names[one.piece.name]
     stored, held = weights.dtype(name), one.tensor.dtype
     is_alike = stored.is_floating_point == held.is_floating_point and stored.is_complex == held.is_complex

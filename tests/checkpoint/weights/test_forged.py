@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from closeranks.checkpoint.weights.safetensors_file import SafetensorsFile
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.facts.llama import LlamaShape
-from closeranks.models.hub import hf_config, llama_table
+from closeranks.models.hub import hf_config, llama_config_from_hf
 from tests.checkpoint.forging import to_text, variants
 
 SEED = int(os.environ.get("SEED", "0"))
@@ -34,7 +34,7 @@ def test_every_forged_header_is_refused_or_read(tmp_path: Path) -> None:
 
 def test_every_forged_config_is_refused_or_read() -> None:
     config = hf_config(LlamaShape(64, 2, 4, 2, 96, 300), max_len=128, dtype="float32")
-    assert llama_table(config)["name"] == "llama"
+    assert llama_config_from_hf(config)["name"] == "llama"
     for _, forged in variants(config, SEED):
         with suppress(ModelError):
-            llama_table(json.loads(to_text(forged)))
+            llama_config_from_hf(json.loads(to_text(forged)))
