@@ -85,5 +85,5 @@ MISDEEDS: dict[str, Callable[[Misdeeds], None]] = {
 
 def _forget(session: Session) -> None:
     """Go on with the weights alone, as who saves only them must."""
-    for _, _, tensor in session.engine.components.get(OptimizerStep).optimizer.memory():
+    for _, _, tensor in session.engine.components.get(OptimizerStep).optimizer.state_tensors():
         tensor.zero_()

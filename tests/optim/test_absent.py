@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeranks.optim.optimizer import Optimizer, freeze, whole_leaves
+from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
 from tests.optim import test_layerwise, test_optimizer
 from tests.optim.test_optimizer import ONE, ZERO, build, config, everything, fill, model, plain, restore
 
@@ -83,7 +83,7 @@ def test_a_flag_on_the_device_does_the_same_bit_for_bit(keys: dict[str, Any], fr
 
 def build_frozen(module: nn.Module, settings: Any, frozen_from: int | None) -> Optimizer:
     assignment = freeze(module, settings)
-    return Optimizer(whole_leaves(module), assignment, settings, num_steps=9, frozen_from=frozen_from)
+    return Optimizer(whole_parameters(module), assignment, settings, num_steps=9, frozen_from=frozen_from)
 
 
 @pytest.mark.parametrize("keys", [{"name": "adamw"}, {"name": "lamb"}, {"name": "lars"}, {"name": "sgd"}])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from closeranks.optim.ema import WeightAverage, decay_at
-from closeranks.optim.optimizer import whole_leaves
+from closeranks.optim.optimizer import whole_parameters
 
 TAKEN, SKIPPED = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
 
@@ -20,7 +20,7 @@ def test_the_decay_grows_from_a_short_memory_to_the_one_that_is_set() -> None:
 
 def test_it_is_what_the_formula_says_and_skipped_steps_change_no_bit() -> None:
     module = nn.Linear(3, 2, dtype=torch.float64)
-    average = WeightAverage(whole_leaves(module), 0.6)
+    average = WeightAverage(whole_parameters(module), 0.6)
     expected = module.weight.detach().clone()
     for step, taken in enumerate((TAKEN, TAKEN, SKIPPED, TAKEN), start=1):
         with torch.no_grad():
@@ -38,13 +38,13 @@ def test_it_is_what_the_formula_says_and_skipped_steps_change_no_bit() -> None:
 
 def test_swapping_twice_leaves_every_bit_as_it_was() -> None:
     module = nn.Linear(3, 2)
-    average = WeightAverage(whole_leaves(module), 0.5)
+    average = WeightAverage(whole_parameters(module), 0.5)
     with torch.no_grad():
         module.weight.mul_(3.0)
     weights, averaged = module.weight.detach().clone(), average.tensors[0].clone()
-    average.exchange()
+    average.swap()
     assert torch.equal(module.weight, averaged)
     assert torch.equal(average.tensors[0], weights)
-    average.exchange()
+    average.swap()
     assert torch.equal(module.weight, weights)
     assert torch.equal(average.tensors[0], averaged)

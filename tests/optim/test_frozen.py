@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.optim.config import OptimConfig, ScheduleConfig
-from closeranks.optim.optimizer import Optimizer, freeze, whole_leaves
+from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
 
 CONFIG = OptimConfig(lr=0.02, weight_decay=0.1, schedule=ScheduleConfig(name="constant", warmup=0))
 FROZEN_FROM = 3
@@ -20,7 +20,7 @@ def trained(dtype: torch.dtype, num_steps: int, skipped: int = -1) -> tuple[nn.M
     torch.manual_seed(0)
     module = nn.Linear(5, 3).to(dtype)
     chosen = freeze(module, CONFIG)
-    optimizer = Optimizer(whole_leaves(module), chosen, CONFIG, num_steps=10, frozen_from=FROZEN_FROM)
+    optimizer = Optimizer(whole_parameters(module), chosen, CONFIG, num_steps=10, frozen_from=FROZEN_FROM)
     for step in range(num_steps):
         for parameter in module.parameters():
             parameter.grad = gradient(step, parameter) * (torch.nan if step == skipped else 1.0)
@@ -71,7 +71,7 @@ def test_float32_folds_the_factor_into_the_same() -> None:
 
 def test_second_moments_and_the_counter_stand_still() -> None:
     then, now = (trained(torch.float64, steps)[1] for steps in (FROZEN_FROM, 8))
-    for (_, key, before), (_, _, after) in zip(then.memory(), now.memory(), strict=True):
+    for (_, key, before), (_, _, after) in zip(then.state_tensors(), now.state_tensors(), strict=True):
         assert torch.equal(before, after) == (key != "exp_avg"), key
 
 
@@ -80,7 +80,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     after, second = trained(torch.float32, 6, skipped=5)
     for one, other in zip(before.parameters(), after.parameters(), strict=True):
         assert torch.equal(one, other)
-    for (_, key, one), (_, _, other) in zip(first.memory(), second.memory(), strict=True):
+    for (_, key, one), (_, _, other) in zip(first.state_tensors(), second.state_tensors(), strict=True):
         assert torch.equal(one, other), key
 
 
@@ -89,7 +89,7 @@ def one_weight(gradients: list[float], skipped: set[int]) -> float:
     module = nn.Linear(1, 1, bias=False).double()
     nn.init.ones_(module.weight)
     config = CONFIG.model_copy(update={"weight_decay": 0.0})
-    optimizer = Optimizer(whole_leaves(module), freeze(module, config), config, num_steps=10, frozen_from=2)
+    optimizer = Optimizer(whole_parameters(module), freeze(module, config), config, num_steps=10, frozen_from=2)
     for step, value in enumerate(gradients):
         module.weight.grad = torch.full((1, 1), value, dtype=torch.float64)
         ok = torch.tensor(0.0 if step in skipped else 1.0)
@@ -102,7 +102,7 @@ def test_a_quiet_weight_is_not_thrown_about_by_its_neighbours_signs() -> None:
     module = nn.Linear(64, 1, bias=False)
     nn.init.zeros_(module.weight)
     config = CONFIG.model_copy(update={"weight_decay": 0.0})
-    optimizer = Optimizer(whole_leaves(module), freeze(module, config), config, num_steps=10, frozen_from=2)
+    optimizer = Optimizer(whole_parameters(module), freeze(module, config), config, num_steps=10, frozen_from=2)
     sizes = torch.ones(1, 64)
     sizes[0, 0], sizes[0, 1] = 1e-6, 0.0
     for step in range(4):

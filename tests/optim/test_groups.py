@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import ConfigError
 from closeranks.optim.config import GroupConfig, OptimConfig
-from closeranks.optim.groups import Assignment, ParameterFacts, ParameterGroup, assign
+from closeranks.optim.groups import GroupAssignment, ParameterFacts, ParameterGroup, assign
 
 MODEL = (
     ParameterFacts("embed.weight", (100, 8), aliases=("head.weight",)),
@@ -19,12 +19,12 @@ MODEL = (
 )
 
 
-def assigned(*groups: dict[str, Any], **keys: Any) -> Assignment:
+def assigned(*groups: dict[str, Any], **keys: Any) -> GroupAssignment:
     return assign(MODEL, OptimConfig(groups=tuple(GroupConfig(**group) for group in groups), **keys))
 
 
 def test_without_patterns_matrices_decay_and_the_rest_does_not() -> None:
-    assert assigned(weight_decay=0.3) == Assignment(
+    assert assigned(weight_decay=0.3) == GroupAssignment(
         groups=(
             ParameterGroup(("embed.weight", "layers.0.proj.weight", "layers.1.proj.weight"), 1.0, 0.3),
             ParameterGroup(("layers.0.proj.bias", "layers.0.norm.weight"), 1.0, 0.0),

@@ -13,7 +13,7 @@ from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ParameterShard
 from closeranks.optim.config import GroupConfig, OptimConfig
 from closeranks.optim.norms import norms_squared
-from closeranks.optim.optimizer import Optimizer, freeze, whole_leaves
+from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
 from tests.optim.test_optimizer import (
     ONE,
     Model,
@@ -210,7 +210,7 @@ def test_a_rank_may_hold_nothing_and_still_meets_the_others() -> None:
     wanted, table = config(name="lamb"), Table(2)
     module = model()
     assignment = freeze(module, wanted)
-    leaves = whole_leaves(module)
+    leaves = whole_parameters(module)
     optimizers = [Optimizer(own, assignment, wanted, num_steps=1, total=table.total) for own in (leaves, ())]
     stepped(optimizers, [fill(module, 0), []], 0)
     alone = model()
@@ -257,7 +257,7 @@ def test_types_may_be_mixed() -> None:
     module.mid.double()
     before = [p.detach().clone() for p in module.parameters()]
     optimizer = Optimizer(
-        whole_leaves(module), freeze(module, OptimConfig()), OptimConfig(name="lamb", lr=0.1), num_steps=3
+        whole_parameters(module), freeze(module, OptimConfig()), OptimConfig(name="lamb", lr=0.1), num_steps=3
     )
     optimizer.step(2, fill(module, 0), ONE, ONE)
     assert all(not torch.equal(one, p) for one, p in zip(before, module.parameters(), strict=True))

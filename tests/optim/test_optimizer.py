@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from closeranks.core.errors import ConfigError, ModelError
 from closeranks.core.protocols import ParameterShard
 from closeranks.optim.config import GroupConfig, OptimConfig, ScheduleConfig
-from closeranks.optim.optimizer import Optimizer, freeze, parameter_facts, whole_leaves
+from closeranks.optim.optimizer import Optimizer, freeze, parameter_facts, whole_parameters
 
 ONE = torch.tensor(1.0)
 ZERO = torch.tensor(0.0)
@@ -52,7 +52,7 @@ def config(**keys: Any) -> OptimConfig:
 
 
 def build(module: nn.Module, config: OptimConfig, *, num_steps: int) -> Optimizer:
-    return Optimizer(whole_leaves(module), freeze(module, config), config, num_steps=num_steps)
+    return Optimizer(whole_parameters(module), freeze(module, config), config, num_steps=num_steps)
 
 
 def bits(value: Any) -> Any:
@@ -69,7 +69,7 @@ def everything(module: nn.Module, optimizer: Optimizer) -> Any:
 def state_of(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     """What it remembers, by the names of whole parameters."""
     found: dict[str, dict[str, Tensor]] = {}
-    for leaf, key, tensor in optimizer.memory():
+    for leaf, key, tensor in optimizer.state_tensors():
         found.setdefault(leaf.piece.name, {})[key] = tensor
     return found
 
@@ -77,7 +77,7 @@ def state_of(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
 def restore(optimizer: Optimizer, other: Optimizer) -> None:
     """As a run does it: what is remembered is filled in place, then the optimizer is told."""
     state = state_of(other)
-    for leaf, key, tensor in optimizer.memory():
+    for leaf, key, tensor in optimizer.state_tensors():
         tensor.copy_(state[leaf.piece.name][key])
     optimizer.restored()
 
@@ -302,7 +302,7 @@ def test_a_parameter_without_gradient_stays() -> None:
 def cut(module: Model, rank: int) -> tuple[ParameterShard, ...]:
     """A rank's half of every parameter: rows of the embedding, a range of elements of all others."""
     leaves = []
-    for leaf in whole_leaves(module):
+    for leaf in whole_parameters(module):
         by_rows = leaf.piece.name == "embed.weight"
         tensor = leaf.tensor.detach() if by_rows else leaf.tensor.detach().view(-1)
         half = len(tensor) // 2
@@ -338,7 +338,7 @@ def test_memory_is_told_leaf_by_leaf() -> None:
     module = model()
     leaves = cut(module, 1)
     optimizer = Optimizer(leaves, freeze(module, config()), config(), num_steps=1)
-    told = [(leaf.piece.name, key, tuple(tensor.shape)) for leaf, key, tensor in optimizer.memory()]
+    told = [(leaf.piece.name, key, tuple(tensor.shape)) for leaf, key, tensor in optimizer.state_tensors()]
     assert told[:4] == [
         ("embed.weight", "step", ()),
         ("embed.weight", "exp_avg", (6, 6)),
@@ -352,7 +352,7 @@ def test_memory_is_told_leaf_by_leaf() -> None:
 def test_a_rank_may_hold_nothing(name: Any) -> None:
     optimizer = Optimizer((), freeze(model(), config()), config(name=name), num_steps=1)
     optimizer.step(0, [], ONE, ONE)
-    assert list(optimizer.memory()) == []
+    assert list(optimizer.state_tensors()) == []
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ class _Weighing(Hook):
 
     def on_start(self, session: Session) -> None:
         optimizer = session.engine.components.get(OptimizerStep).optimizer
-        memory = (tensor for _, _, tensor in optimizer.memory())
+        memory = (tensor for _, _, tensor in optimizer.state_tensors())
         self._live.__enter__()
         self._live.watch(map(local_of, (*session.model.parameters(), *session.model.buffers())))
         self._live.watch([*memory, *session.engine.reducer.gradients()])

@@ -70,7 +70,7 @@ def measure(folder: Path, job: Job) -> Measured:
         weights = sum(one.tensor.numel() * one.tensor.element_size() for one in session.engine.model.local_tensors())
         memory = sum(
             tensor.numel() * tensor.element_size()
-            for _, _, tensor in session.engine.components.get(OptimizerStep).optimizer.memory()
+            for _, _, tensor in session.engine.components.get(OptimizerStep).optimizer.state_tensors()
         )
     return Measured(weights, memory, within_step)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Reducer
 from closeranks.optim.config import OptimConfig, ScheduleConfig
-from closeranks.optim.optimizer import Optimizer, freeze, whole_leaves
+from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
 from closeranks.parallel.group import Group
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.zero import shard_fully
@@ -189,7 +189,7 @@ class Reference:
 
 def reference(steps: Sequence[Sequence[int]]) -> Reference:
     module = build()
-    optimizer = Optimizer(whole_leaves(module), freeze(module, CONFIG), CONFIG, num_steps=10)
+    optimizer = Optimizer(whole_parameters(module), freeze(module, CONFIG), CONFIG, num_steps=10)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     first: dict[str, Tensor] = {}
     for step, numbers in enumerate(steps):

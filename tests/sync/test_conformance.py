@@ -98,9 +98,12 @@ def observe(strategy: Strategy, num_replicas: int) -> Told:
     backward(reducer, module, assignment(9, dist.get_rank(), equal=True))
     for gradient in reducer.gradients():
         gradient.fill_(torch.nan)
-    remembered = [tensor.clone() for _, _, tensor in optimizer.memory()]
+    remembered = [tensor.clone() for _, _, tensor in optimizer.state_tensors()]
     update(reducer, optimizer, 9, ok=ZERO)
-    again = [*(tensor for _, tensor in pieces(reducer, "weights")), *(tensor for _, _, tensor in optimizer.memory())]
+    again = [
+        *(tensor for _, tensor in pieces(reducer, "weights")),
+        *(tensor for _, _, tensor in optimizer.state_tensors()),
+    ]
     return Told(
         gradients=gradients,
         weights=weights,
@@ -110,7 +113,7 @@ def observe(strategy: Strategy, num_replicas: int) -> Told:
         is_released=all(p.grad is None for p in module.parameters()) and not pieces(reducer, "gradients"),
         needs_equal_counts=reducer.needs_equal_counts,
         gradient_bytes=gradient_bytes,
-        memory_bytes=held_bytes(tensor for _, _, tensor in optimizer.memory() if tensor.ndim),
+        memory_bytes=held_bytes(tensor for _, _, tensor in optimizer.state_tensors() if tensor.ndim),
         sent=sent,
     )
 

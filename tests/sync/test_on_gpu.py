@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from closeranks.optim.norms import norm_squared
-from closeranks.optim.optimizer import Optimizer, freeze, whole_leaves
+from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
 from closeranks.parallel.group import Group
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.zero import _NarrowGather, shard_fully
@@ -58,7 +58,7 @@ def test_as_plain_autograd_and_without_a_host_sync(zero: int, hold: str, name: s
     chosen = freeze(module, CONFIG)
     reducer = reducer_of(zero, hold, module, mesh, precision)
     ours = Optimizer(reducer.leaves(), chosen, CONFIG, num_steps=9)
-    theirs = Optimizer(whole_leaves(plain), freeze(plain, CONFIG), CONFIG, num_steps=9)
+    theirs = Optimizer(whole_parameters(plain), freeze(plain, CONFIG), CONFIG, num_steps=9)
     batches = [torch.randn(5, 64, device=device) for _ in range(3)]
     factor, taken = torch.tensor(0.1, device=device), torch.tensor(1.0, device=device)
     for step in range(3):

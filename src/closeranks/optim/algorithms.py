@@ -22,7 +22,7 @@ from closeranks.optim.frozen import FreezableAdamW
 Total = Callable[[Tensor], Tensor]
 """Sums a small tensor over all ranks of the run, without a host sync; every rank gets the same bits."""
 
-Introduce = Callable[[Sequence[ParameterShard], Sequence[str], Total | None], None]
+Bind = Callable[[Sequence[ParameterShard], Sequence[str], Total | None], None]
 """Called once, before the first step, with the parameter shards, all trained parameters of the model, and the sum over
 ranks (None where each rank holds its parameters whole)."""
 
@@ -32,10 +32,10 @@ class Algorithm:
     """torch's optimizer, and its initial state (zeros) for one parameter."""
 
     optimizer: torch.optim.Optimizer
-    memory: Callable[[Tensor], dict[str, Tensor]]
-    introduce: Introduce | None = None
+    init_state: Callable[[Tensor], dict[str, Tensor]]
+    bind: Bind | None = None
     """Set for a rule that needs whole parameters (their norms), even where this rank holds shards."""
-    restored: Callable[[], None] | None = None
+    on_restored: Callable[[], None] | None = None
     """Called when its state was loaded from a checkpoint or snapshot."""
 
 

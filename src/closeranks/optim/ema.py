@@ -42,7 +42,7 @@ class WeightAverage:
             average.copy_(leaf.tensor)
 
     @torch.no_grad()
-    def exchange(self) -> None:
+    def swap(self) -> None:
         """Swap weights and average; swapping twice restores every bit."""
         for leaf, average in zip(self._leaves, self.tensors, strict=True):
             weights = leaf.tensor.clone()

@@ -45,12 +45,12 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class GroupAssignment:
     groups: tuple[ParameterGroup, ...]
     frozen: tuple[str, ...]
 
 
-def assign(parameters: Sequence[ParameterFacts], config: OptimConfig) -> Assignment:
+def assign(parameters: Sequence[ParameterFacts], config: OptimConfig) -> GroupAssignment:
     """Group the parameters. The first matching pattern decides; few groups mean few kernel launches."""
     taken = [_first_match(facts, config.groups) for facts in parameters]
     problems = _ineffective(parameters, config.groups, taken)
@@ -65,7 +65,7 @@ def assign(parameters: Sequence[ParameterFacts], config: OptimConfig) -> Assignm
         else:
             members.setdefault(_treatment(facts, group, config), []).append(facts.name)
     groups = (ParameterGroup(tuple(names), scale, decay) for (scale, decay), names in members.items())
-    return Assignment(tuple(groups), tuple(frozen))
+    return GroupAssignment(tuple(groups), tuple(frozen))
 
 
 def _treatment(facts: ParameterFacts, group: GroupConfig | None, config: OptimConfig) -> tuple[float, float]:

@@ -74,7 +74,7 @@ class Layerwise(torch.optim.Optimizer):
         super().__init__(groups, {"lr": config.lr})
         self.config = config
 
-    def introduce(self, leaves: Sequence[ParameterShard], names: Sequence[str], total: Total | None) -> None:
+    def bind(self, leaves: Sequence[ParameterShard], names: Sequence[str], total: Total | None) -> None:
         """``names``: all trained parameters of the model, in one order on every rank; ``total`` sums over all ranks."""
         self._num_slots = len(names)
         self._absent: set[int] = set()
@@ -245,7 +245,7 @@ def _zeros(parameter: Tensor) -> Tensor:
 @ALGORITHMS.register("lars")
 def _lars(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
     optimizer = Lars(groups, config)
-    return Algorithm(optimizer, lambda parameter: {"momentum_buffer": _zeros(parameter)}, optimizer.introduce)
+    return Algorithm(optimizer, lambda parameter: {"momentum_buffer": _zeros(parameter)}, optimizer.bind)
 
 
 @ALGORITHMS.register("lamb")
@@ -255,4 +255,4 @@ def _lamb(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
         return {"step": counter, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
 
     optimizer = Lamb(groups, config)
-    return Algorithm(optimizer, memory, optimizer.introduce, optimizer.restored)
+    return Algorithm(optimizer, memory, optimizer.bind, optimizer.restored)

@@ -20,7 +20,7 @@ DECAY = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class NoiseMeasurement:
     """Squared gradient norms of two batch sizes at the same weights; the smaller one may be a mean over several."""
 
     small_batch: int
@@ -40,17 +40,17 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Averages:
+class NoiseScaleAverages:
     """Both estimates, averaged over measurements; both start at zero, a bias that cancels in their ratio."""
 
     signal: float = 0.0
     spread: float = 0.0
 
-    def add(self, measured: Measured) -> Averages:
+    def add(self, measured: NoiseMeasurement) -> NoiseScaleAverages:
         """A measurement that is not finite is ignored."""
         if not math.isfinite(measured.small) or not math.isfinite(measured.big):
             return self
-        return Averages(
+        return NoiseScaleAverages(
             DECAY * self.signal + (1 - DECAY) * measured.signal,
             DECAY * self.spread + (1 - DECAY) * measured.spread,
         )
@@ -64,7 +64,7 @@ class Averages:
         return asdict(self)
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Averages:
+    def of_state(cls, state: Mapping[str, Any]) -> NoiseScaleAverages:
         if set(state) != {"signal", "spread"}:
             raise CheckpointError(f"the noise scale's state has the keys {sorted(state)}", "Save it with this version.")
         return cls(float(state["signal"]), float(state["spread"]))

@@ -20,7 +20,7 @@ from closeranks.core.protocols import ParameterShard
 from closeranks.optim import layerwise  # noqa: F401  registers lars and lamb
 from closeranks.optim.algorithms import ALGORITHMS, Total
 from closeranks.optim.config import OptimConfig
-from closeranks.optim.groups import Assignment, ParameterFacts, assign
+from closeranks.optim.groups import GroupAssignment, ParameterFacts, assign
 from closeranks.optim.schedule import lr_factor
 
 
@@ -32,7 +32,7 @@ def parameter_facts(module: nn.Module) -> tuple[ParameterFacts, ...]:
     return tuple(ParameterFacts(first, tuple(p.shape), tuple(more)) for p, (first, *more) in names.items())
 
 
-def freeze(module: nn.Module, config: OptimConfig) -> Assignment:
+def freeze(module: nn.Module, config: OptimConfig) -> GroupAssignment:
     """Decide how each parameter of a whole model is treated, and turn off the gradients of frozen ones.
 
     Call before anything is sharded or relies on ``requires_grad``: patterns and decay are about whole parameters.
@@ -46,7 +46,7 @@ def freeze(module: nn.Module, config: OptimConfig) -> Assignment:
     return assignment
 
 
-def whole_leaves(module: nn.Module) -> tuple[ParameterShard, ...]:
+def whole_parameters(module: nn.Module) -> tuple[ParameterShard, ...]:
     """The trainable parameters of a module that one rank holds whole, as parameter shards."""
     named = module.named_parameters()
     return tuple(ParameterShard(p, Piece.whole(name, tuple(p.shape))) for name, p in named if p.requires_grad)
@@ -62,7 +62,7 @@ class Optimizer:
     def __init__(
         self,
         leaves: Sequence[ParameterShard],
-        assignment: Assignment,
+        assignment: GroupAssignment,
         config: OptimConfig,
         *,
         num_steps: int,
@@ -79,12 +79,12 @@ class Optimizer:
         algorithm = ALGORITHMS[config.name](_param_groups(leaves, assignment), config)
         self._optimizer: Any = algorithm.optimizer
         for leaf in leaves:
-            self._optimizer.state[leaf.tensor] = algorithm.memory(leaf.tensor)
-        if algorithm.introduce is not None:
-            algorithm.introduce(leaves, [name for group in assignment.groups for name in group.names], total)
-        self.restored = algorithm.restored or (lambda: None)
+            self._optimizer.state[leaf.tensor] = algorithm.init_state(leaf.tensor)
+        if algorithm.bind is not None:
+            algorithm.bind(leaves, [name for group in assignment.groups for name in group.names], total)
+        self.restored = algorithm.on_restored or (lambda: None)
         """To be called after the tensors from ``memory`` were overwritten (a restored state)."""
-        self.can_gate = algorithm.introduce is None
+        self.can_gate = algorithm.bind is None
         """Whether shards can be updated one by one: not where all ranks sum norms in the middle of an update."""
         # The kernels take their gradient scale in float32, too imprecise for float64 parameters.
         self._folds = all(leaf.tensor.dtype != torch.float64 for leaf in leaves)
@@ -147,7 +147,7 @@ class Optimizer:
             for group, tensors in zip(groups, whole, strict=True):
                 group["params"] = tensors
 
-    def memory(self) -> Iterator[tuple[ParameterShard, str, Tensor]]:
+    def state_tensors(self) -> Iterator[tuple[ParameterShard, str, Tensor]]:
         """All state tensors, each with its parameter shard and its key.
 
         A tensor has the shape of its shard, or is a 0-dim counter, which is the same for all shards of a parameter.
@@ -163,7 +163,7 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
 
 
-def _param_groups(leaves: Sequence[ParameterShard], assignment: Assignment) -> list[dict[str, Any]]:
+def _param_groups(leaves: Sequence[ParameterShard], assignment: GroupAssignment) -> list[dict[str, Any]]:
     """One for each group of the assignment, in its order; empty ones stay, since torch wants at least one."""
     number = {name: index for index, group in enumerate(assignment.groups) for name in group.names}
     groups: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from closeranks.optim.config import OptimConfig
 from closeranks.optim.schedule import num_warmup_steps
 
 
-def rate_factor(config: OptimConfig, batch: int) -> float:
+def lr_scaling_factor(config: OptimConfig, batch: int) -> float:
     """The factor on ``lr`` for steps of ``batch`` samples."""
     if config.scaling == "none" or config.base_batch is None:
         return 1.0
@@ -21,25 +21,25 @@ def rate_factor(config: OptimConfig, batch: int) -> float:
     return ratio if config.scaling == "linear" else sqrt(ratio)
 
 
-def scaled(config: OptimConfig, batch: int) -> OptimConfig:
+def with_scaled_lr(config: OptimConfig, batch: int) -> OptimConfig:
     """The same settings with the scaled learning rate."""
-    return config.model_copy(update={"lr": config.lr * rate_factor(config, batch)})
+    return config.model_copy(update={"lr": config.lr * lr_scaling_factor(config, batch)})
 
 
-def rate_words(config: OptimConfig, batch: int, num_steps: int) -> str:
+def describe_lr_scaling(config: OptimConfig, batch: int, num_steps: int) -> str:
     """The rule and its result, in one line; empty where nothing is scaled."""
     if config.scaling == "none":
         return ""
-    factor = rate_factor(config, batch)
+    factor = lr_scaling_factor(config, batch)
     warmup = num_warmup_steps(config.schedule, num_steps)
     begin = f"reached after {warmup} steps of warm-up" if warmup else "from the first step"
     sizes = f"{config.scaling} in {batch} samples a step, tuned for {config.base_batch}"
     return f"learning rate {config.lr * factor:.4g} = {config.lr:.4g} x {factor:.4g} ({sizes}), {begin}"
 
 
-def rate_warning(config: OptimConfig, batch: int, num_steps: int) -> str:
+def lr_scaling_warning(config: OptimConfig, batch: int, num_steps: int) -> str:
     """Why a raised rate needs a warmup; empty where it does not."""
-    factor = rate_factor(config, batch)
+    factor = lr_scaling_factor(config, batch)
     if factor < 2 or num_warmup_steps(config.schedule, num_steps):
         return ""
     rate = f"the learning rate is {factor:.4g} times the one tuned for, from the first step"

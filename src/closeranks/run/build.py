@@ -28,7 +28,7 @@ from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import tensor_axis_warning
 from closeranks.optim.optimizer import Optimizer
 from closeranks.optim.scaler import LossScale
-from closeranks.optim.scaling import rate_warning, scaled
+from closeranks.optim.scaling import lr_scaling_warning, with_scaled_lr
 from closeranks.parallel.apply import Applied, apply
 from closeranks.parallel.group import Group, OpenedGroup, open_group
 from closeranks.parallel.mesh import Groups, open_groups
@@ -194,7 +194,7 @@ def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterato
     yield from filter(
         None,
         (
-            rate_warning(job.optim, job.train.global_batch, num_steps),
+            lr_scaling_warning(job.optim, job.train.global_batch, num_steps),
             tensor_axis_warning(layout, _hosts_of(world)),
             profile_warning(job, num_steps),
             zero_warning(job, layout),
@@ -225,7 +225,7 @@ def make_optimizer(
     return Optimizer(
         reducer.parameter_shards(),
         frozen.assignment,
-        scaled(job.optim, job.train.global_batch),
+        with_scaled_lr(job.optim, job.train.global_batch),
         num_steps=num_steps,
         frozen_from=freeze_step(job, layout, num_steps),
         total=groups.home.world.sum if layout.zero or layout.tensor > 1 else None,

@@ -14,7 +14,7 @@ from closeranks.core.protocols import Reducer
 from closeranks.facts.layout import Layout
 from closeranks.facts.spread import resolve_hold as facts_hold_of
 from closeranks.optim.config import OptimConfig
-from closeranks.optim.groups import Assignment
+from closeranks.optim.groups import GroupAssignment
 from closeranks.optim.optimizer import freeze
 from closeranks.parallel.apply import Applied, Wishes
 from closeranks.parallel.mesh import Groups
@@ -30,7 +30,7 @@ from closeranks.sync.ways import WayMaker
 class ParameterGrouping:
     """Assigns the parameters of the whole model to optimizer groups, and freezes those that are not trained."""
 
-    assignment: Assignment
+    assignment: GroupAssignment
 
     def __init__(self, config: OptimConfig) -> None:
         self._config = config

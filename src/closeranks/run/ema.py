@@ -22,11 +22,11 @@ class Ema(Component):
         self._average.update(index + 1, verdict.taken)
 
     def before_evaluation(self) -> None:
-        self._average.exchange()
+        self._average.swap()
         self._reducer.gather_parameters()
 
     def after_evaluation(self) -> None:
-        self._average.exchange()
+        self._average.swap()
         self._reducer.gather_parameters()
 
     def tensors(self) -> Iterator[StateTensor]:

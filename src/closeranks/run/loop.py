@@ -88,6 +88,6 @@ def out_of_memory_error(session: Session, error: BaseException) -> SetupError:
 
     engine = session.engine
     is_mixed = engine.model.precision.compute.itemsize == 2
-    remembered = [tensor for _, _, tensor in engine.components.get(OptimizerStep).optimizer.memory()]
+    remembered = [tensor for _, _, tensor in engine.components.get(OptimizerStep).optimizer.state_tensors()]
     text = explain_out_of_memory(session.model, remembered, session.context.device, error, is_mixed=is_mixed)
     return SetupError(f"rank {session.world.rank} failed at step {session.num_done + 1}: {text}")

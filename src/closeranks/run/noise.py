@@ -21,7 +21,7 @@ from closeranks.core.events import Event, NoiseSeen
 from closeranks.core.protocols import ReduceGroup
 from closeranks.data.schedule import BatchSchedule, MicroBatch
 from closeranks.elastic.vote import Verdict
-from closeranks.optim.noise import Averages, Measured
+from closeranks.optim.noise import NoiseMeasurement, NoiseScaleAverages
 from closeranks.optim.norms import norm_squared
 from closeranks.run.component import Component
 from closeranks.run.saved import SavedState
@@ -67,7 +67,7 @@ class GradientNoiseScale(Component):
         device: torch.device,
     ) -> None:
         self._every, self._schedule, self._group, self._device = every, schedule, group, device
-        self._averages = Averages()
+        self._averages = NoiseScaleAverages()
         self._squares: dict[Tensor, Tensor] | None = None
         """By parameter, while the first backward of a measured step runs."""
         self._awaits_first = False
@@ -112,7 +112,7 @@ class GradientNoiseScale(Component):
         is_whole = self._schedule.position(done.step) - self._schedule.position(done.step - 1) == batch
         if not number or not is_whole:  # a short last step is no measure of the run's batch
             return
-        self._averages = self._averages.add(Measured(small, batch, total / number, done.grad_norm**2))
+        self._averages = self._averages.add(NoiseMeasurement(small, batch, total / number, done.grad_norm**2))
         emit(NoiseSeen(done.step, self._averages.scale, batch))
 
     def tree(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class GradientNoiseScale(Component):
     def restore(self, saved: SavedState) -> None:
         """If the saved run did not measure, start with empty averages."""
         if self._every and (state := saved.tree.get("noise")):
-            self._averages = Averages.of_state(state)
+            self._averages = NoiseScaleAverages.of_state(state)
 
     def _is_due(self, index: int) -> bool:
         return self._every > 0 and (index + 1) % self._every == 0

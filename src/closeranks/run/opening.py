@@ -25,7 +25,7 @@ from closeranks.core.interfaces import interface_of
 from closeranks.core.streams import ignore_broken_pipes
 from closeranks.core.world import World
 from closeranks.facts.devices import datasheet_flops
-from closeranks.optim.scaling import rate_words
+from closeranks.optim.scaling import describe_lr_scaling
 from closeranks.run.engine import Engine
 from closeranks.run.job import Job
 from closeranks.run.overseer import current_link
@@ -91,7 +91,7 @@ def started_event(engine: Engine, known: Mapping[str, Any], first_step: int, fol
         datasheet_flops=datasheet_flops(name, model.precision.name),
         versions={"closeranks": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         folder=str(folder),
-        rate=rate_words(context.job.optim, context.job.train.global_batch, context.schedule.num_steps),
+        rate=describe_lr_scaling(context.job.optim, context.job.train.global_batch, context.schedule.num_steps),
         global_batch=context.schedule.global_batch,
         micro_batch=context.schedule.micro_batch,
         **said,

@@ -43,7 +43,7 @@ class OptimizerStep(Component):
 
     def tensors(self) -> Iterator[StateTensor]:
         """Named ``parameter/exp_avg``; the same on all ranks that synchronise gradients in every step."""
-        for leaf, key, tensor in self.optimizer.memory():
+        for leaf, key, tensor in self.optimizer.state_tensors():
             yield self._model.shard_state(OPTIMIZER, leaf, f"{leaf.piece.name}/{key}", tensor, per_replica=True)
 
     def check(self, saved: SavedState) -> None:
