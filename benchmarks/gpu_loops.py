@@ -16,7 +16,7 @@ from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
 from closeranks.models.linear import Linear
 from closeranks.optim.schedule import lr_factor
-from closeranks.parallel.materialise import materialise
+from closeranks.parallel.materialise import materialize
 from closeranks.run.context import batch_schedule
 from closeranks.run.job import Job
 from closeranks.run.overseer import StandaloneClient, configure_worker
@@ -63,7 +63,7 @@ class Plain:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job, self._device = job, device
         spec = spec_for(job.model, seq_len=job.data.seq_len)
-        self._model = materialise(spec, seed=job.run.seed, device=device, dtype=torch.float32, broadcast=_same)
+        self._model = materialize(spec, seed=job.run.seed, device=device, dtype=torch.float32, broadcast=_same)
         for layer in self._model.modules():
             if type(layer) is Linear:
                 layer.__class__ = nn.Linear  # what a loop written by hand has: autocast's own product

@@ -23,7 +23,7 @@ from closeranks.data.order import BatchSchedule
 from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
 from closeranks.optim.schedule import lr_factor
-from closeranks.parallel.materialise import materialise
+from closeranks.parallel.materialise import materialize
 from closeranks.run.job import Job, load_job
 
 CLIP = 1.0
@@ -73,7 +73,7 @@ class Workload:
     def model(self) -> nn.Module:
         spec = spec_for(self.job.model, seq_len=self.seq_len)
         device = torch.device("cpu")
-        return materialise(spec, seed=self.seed, device=device, dtype=torch.float32, broadcast=lambda tensor: tensor)
+        return materialize(spec, seed=self.seed, device=device, dtype=torch.float32, broadcast=lambda tensor: tensor)
 
     def rate(self, step: int) -> float:
         """Warm-up, then a cosine: what every contender multiplies its learning rate with."""

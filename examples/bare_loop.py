@@ -16,20 +16,20 @@ from closeranks.models.config import LlamaConfig
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
-from closeranks.parallel.group import Group
-from closeranks.parallel.materialise import materialise
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.materialise import materialize
 from closeranks.sync.allreduce import AllReduce
 from closeranks.sync.held import hold_whole
 
 SEED, STEPS = 0, 30
-device, group = torch.device("cpu"), Group(rank=0, size=1)
+device, group = torch.device("cpu"), RankGroup(rank=0, size=1)
 
 source = open_source(TextConfig(seq_len=64), "train", SEED)
 schedule = BatchSchedule.for_steps(len(source), global_batch=16, micro_batch=8, steps=STEPS)
 loader = Loader(source, FullOrder(len(source), SEED), schedule, device=device)
 
 spec = spec_for(LlamaConfig(preset="tiny", num_layers=2), seq_len=64)
-module = materialise(spec, seed=SEED, device=device, dtype=torch.float32, broadcast=group.broadcast)
+module = materialize(spec, seed=SEED, device=device, dtype=torch.float32, broadcast=group.broadcast)
 config = OptimConfig(lr=3e-3)
 treatment = freeze(module, config)  # which parameters decay, and which are not trained
 reducer = AllReduce(hold_whole(module), group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 18)

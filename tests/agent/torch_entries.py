@@ -18,7 +18,7 @@ from closeranks.agent.link import WorkerLink
 from closeranks.agent.progress import WorkerPhase
 from closeranks.agent.store import store_address
 from closeranks.elastic.vote import Ballot, Vote
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 
 
 def form_group(link: WorkerLink) -> int:
@@ -51,7 +51,7 @@ def vote(payload: dict[str, Any], link: WorkerLink) -> None:
     form_group(link)
     folder = Path(payload["folder"])
     world, scale, number = link.world, torch.ones(()), torch.ones((), dtype=torch.float64)
-    station, verdicts = Vote(Group(world.rank, world.size), (), clip=0.0), []
+    station, verdicts = Vote(RankGroup(world.rank, world.size), (), clip=0.0), []
     link.send_event({"event": "ready"})
     for step in itertools.count(1):
         link.progress(step, WorkerPhase.VOTE)

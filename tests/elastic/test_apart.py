@@ -14,8 +14,8 @@ from closeranks.core.requests import DRAIN
 from closeranks.elastic.apart import LocalSgdVote
 from closeranks.elastic.vote import Ballot
 from closeranks.facts.layout import Layout
-from closeranks.parallel.group import Group
-from closeranks.parallel.mesh import open_groups
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.mesh import open_mesh_groups
 from closeranks.testing import run_world
 
 pytestmark = pytest.mark.world
@@ -29,9 +29,9 @@ def two_rounds() -> list[dict[str, Any]]:
     """Four ranks in two replicas, a round of two steps and one of one. In the first step replica 1 overflows; in the
     second rank 3 wants to drain."""
     rank = dist.get_rank()
-    groups = open_groups(Group(rank, 4), Layout(data=4), torch.device("cpu"), 30.0, num_homes=2)
-    home = groups.home
-    assert (home.number, home.world.size, home.across.size) == (rank // 2, 2, 2)
+    groups = open_mesh_groups(RankGroup(rank, 4), Layout(data=4), torch.device("cpu"), 30.0, num_homes=2)
+    home = groups.replica_group
+    assert (home.number, home.world.size, home.across_groups.size) == (rank // 2, 2, 2)
     vote = LocalSgdVote(home.world, groups.world, ("hits",), clip=0.0, num_homes=2, speaks=home.world.rank == 0)
     told: list[dict[str, Any]] = []
     verdicts = []
@@ -70,8 +70,8 @@ def test_a_round_is_read_when_it_is_closed() -> None:
 def with_idle_replica() -> list[Any]:
     """Two replicas of one rank: the second has nothing to learn from in the first step, both in the second."""
     rank = dist.get_rank()
-    groups = open_groups(Group(rank, 2), Layout(data=2), torch.device("cpu"), 30.0, num_homes=2)
-    home = groups.home
+    groups = open_mesh_groups(RankGroup(rank, 2), Layout(data=2), torch.device("cpu"), 30.0, num_homes=2)
+    home = groups.replica_group
     vote = LocalSgdVote(home.world, groups.world, (), clip=0.0, num_homes=2, speaks=True)
     nothing = (number(0.0), number(0.0), number(0.0))
     something = (number(3.0), number(2.0), number(16.0))

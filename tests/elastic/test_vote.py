@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.requests import DRAIN, REGROUP, REQUESTS, SAVE
 from closeranks.elastic.vote import Ballot, StepOutcome, Vote, settle, settle_on_device
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.testing import run_world
 
 
@@ -19,7 +19,7 @@ def number(value: float) -> torch.Tensor:
 
 
 def cast(loss: float, weight: float, norm_squared: float, *, clip: float = 1.0, scale: float = 1.0) -> StepOutcome:
-    vote = Vote(Group(0, 1), ("hits",), clip=clip)
+    vote = Vote(RankGroup(0, 1), ("hits",), clip=clip)
     ballot = Ballot(number(loss), number(weight), number(norm_squared), {"hits": number(3.0)})
     return vote.cast(ballot, torch.tensor(scale)).read()
 
@@ -69,7 +69,7 @@ def test_a_step_without_samples_is_not_taken() -> None:
 
 def one_rank_is_bad() -> tuple[StepOutcome, float]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    vote = Vote(Group(rank, size), (), clip=0.0)
+    vote = Vote(RankGroup(rank, size), (), clip=0.0)
     loss = math.nan if rank == 1 else 2.0
     verdict = vote.cast(
         Ballot(number(loss), number(1.0), number(9.0), {}, frozenset({DRAIN} if rank == 2 else ())), torch.tensor(1.0)
@@ -87,7 +87,7 @@ def test_all_ranks_skip_together_and_hear_of_the_drain() -> None:
 
 def each_rank_asks_for_something() -> StepOutcome:
     rank, size = dist.get_rank(), dist.get_world_size()
-    vote = Vote(Group(rank, size), ("hits",), clip=0.0)
+    vote = Vote(RankGroup(rank, size), ("hits",), clip=0.0)
     metrics = {"hits": number(5.0)}
     asked = (frozenset(), frozenset({REGROUP}), frozenset({SAVE, REGROUP}))[rank]
     return vote.cast(Ballot(number(2.0), number(1.0), number(9.0), metrics, asked), torch.tensor(1.0)).read()
@@ -105,7 +105,7 @@ def test_all_ranks_hear_that_one_wants_to_regroup() -> None:
 @pytest.mark.parametrize("kind", ["drain", "save", "stop", "regroup"])
 def test_each_request_has_a_place_of_its_own(kind: str) -> None:
     """None is read as another or as a sample that was left out, and the metrics come after them."""
-    vote = Vote(Group(0, 1), ("hits",), clip=0.0)
+    vote = Vote(RankGroup(0, 1), ("hits",), clip=0.0)
     ballot = Ballot(
         number(2.0), number(1.0), number(9.0), {"hits": number(5.0)}, frozenset({REQUESTS[kind]}), num_bad=7
     )
@@ -116,7 +116,7 @@ def test_each_request_has_a_place_of_its_own(kind: str) -> None:
 
 def all_ranks_are_good() -> StepOutcome:
     rank, size = dist.get_rank(), dist.get_world_size()
-    vote = Vote(Group(rank, size), (), clip=0.0)
+    vote = Vote(RankGroup(rank, size), (), clip=0.0)
     return vote.cast(Ballot(number(rank + 1.0), number(2.0), number(12.0), {}), torch.tensor(1.0)).read()
 
 

@@ -11,9 +11,9 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.parallel.exchange import Exchange, Letter
+from closeranks.parallel.exchange import MessageKey, P2PChannel
 
-_FIRST_TAG = Letter("forward", 0, 0).tag
+_FIRST_TAG = MessageKey("forward", 0, 0).tag
 
 
 @dataclass
@@ -42,12 +42,12 @@ class Messages:
 @contextmanager
 def counted() -> Iterator[Messages]:
     """Of all exchanges of this process, until it is left."""
-    found, start = Messages(), Exchange._start
+    found, start = Messages(), P2PChannel._start
 
-    def starting(self: Exchange, act: object, tensor: Tensor, peer: int, tag: int) -> Any:
+    def starting(self: P2PChannel, act: object, tensor: Tensor, peer: int, tag: int) -> Any:
         if act is dist.isend:
             found.count(tensor, tag)
         return start(self, act, tensor, peer, tag)
 
-    with mock.patch.object(Exchange, "_start", starting):
+    with mock.patch.object(P2PChannel, "_start", starting):
         yield found

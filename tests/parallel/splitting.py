@@ -13,8 +13,8 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ActivationCollectives, ModelSpec, ShardingRule
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
-from closeranks.parallel.group import Group
-from closeranks.parallel.tensor import Share, split
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.tensor import TensorShard, shard_module
 
 SHAPE = {
     "dim": 32,
@@ -27,8 +27,8 @@ SHAPE = {
 }
 
 
-def world() -> Group:
-    return Group(dist.get_rank(), dist.get_world_size())
+def world() -> RankGroup:
+    return RankGroup(dist.get_rank(), dist.get_world_size())
 
 
 def llama_spec(seq_len: int = 8, **overrides: object) -> ModelSpec:
@@ -60,11 +60,13 @@ def part_of(whole: Tensor, piece: Piece) -> Tensor:
 
 def split_here(
     module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[ActivationCollectives] = ()
-) -> dict[str, Share]:
-    return split(module, rules, crossings, world())
+) -> dict[str, TensorShard]:
+    return shard_module(module, rules, crossings, world())
 
 
-def compare_gradients(whole: nn.Module, part: nn.Module, shares: Mapping[str, Share], tolerance: float = 1e-11) -> None:
+def compare_gradients(
+    whole: nn.Module, part: nn.Module, shares: Mapping[str, TensorShard], tolerance: float = 1e-11
+) -> None:
     """Every gradient of ``part``, summed over ranks where it is partial, against its piece of the whole's."""
     expected = dict(whole.named_parameters())
     assert [name for name, _ in part.named_parameters()] == list(shares) == list(expected)

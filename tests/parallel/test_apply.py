@@ -12,23 +12,23 @@ from closeranks.facts.layout import Layout
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig
 from closeranks.parallel import apply as module_under_test
-from closeranks.parallel.apply import Applied, Wishes, apply
-from closeranks.parallel.group import Group
-from closeranks.parallel.mesh import open_groups
+from closeranks.parallel.apply import DistributedModel, ParallelSettings, parallelize
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.mesh import open_mesh_groups
 from closeranks.parallel.precision import Precision
 
 LLAMA = spec_for(LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64), seq_len=16)
 DIGITS = spec_for(DigitsConfig(), seq_len=0)
 
 
-ONE = Group(0, 1)
+ONE = RankGroup(0, 1)
 
 
 def applied(
-    spec: Any, *, group: Group = ONE, batch_norm: str = "micro", compiled: bool = False, recompute: str = "none"
-) -> Applied:
+    spec: Any, *, group: RankGroup = ONE, batch_norm: str = "micro", compiled: bool = False, recompute: str = "none"
+) -> DistributedModel:
     layout, device = Layout(data=group.size), torch.device("cpu")
-    wishes = Wishes(
+    wishes = ParallelSettings(
         layout=layout,
         hold="shards",
         batch_norm=batch_norm,
@@ -41,7 +41,7 @@ def applied(
         recompute=recompute,
         recompute_keep=(),
     )
-    return apply(spec, wishes, open_groups(group, layout, device, 60.0), device, prepare=lambda module: None)
+    return parallelize(spec, wishes, open_mesh_groups(group, layout, device, 60.0), device, prepare=lambda module: None)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_built_cut_replaced_wrapped_compiled_then_filled(calls: list[str]) -> No
     DIGITS.compile_units = ("stem", "body")
     try:
         # A group of two as far as this process knows: nothing travels, as a spec on meta needs no broadcast.
-        result = applied(DIGITS, group=Group(0, 2), batch_norm="sync", compiled=True)
+        result = applied(DIGITS, group=RankGroup(0, 2), batch_norm="sync", compiled=True)
     finally:
         DIGITS.compile_units = ()
     assert calls[:3] == ["build", "split", "synchronise"]
@@ -106,15 +106,15 @@ def test_one_rank_has_nobody_to_synchronise_with(calls: list[str]) -> None:
     assert "synchronise" not in calls
 
 
-def weights(result: Applied) -> dict[str, Tensor]:
+def weights(result: DistributedModel) -> dict[str, Tensor]:
     return dict(result.module.state_dict())
 
 
 def test_names_and_values_do_not_depend_on_what_was_applied(calls: list[str]) -> None:
     plain = weights(applied(DIGITS))
     for other in (
-        applied(DIGITS, group=Group(1, 2), batch_norm="sync"),
-        applied(DIGITS, group=Group(0, 4)),
+        applied(DIGITS, group=RankGroup(1, 2), batch_norm="sync"),
+        applied(DIGITS, group=RankGroup(0, 4)),
         applied(DIGITS, compiled=True),
     ):
         assert list(weights(other)) == list(plain)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from closeranks.parallel.batchnorm import SMALL_MICRO_BATCH, BatchStatistics, advice
-from closeranks.parallel.group import Group
+from closeranks.parallel.batchnorm import SMALL_MICRO_BATCH, BatchStatistics, batch_norm_hint
+from closeranks.parallel.group import RankGroup
 from closeranks.testing import run_world
 
-ONE = Group(0, 1)
+ONE = RankGroup(0, 1)
 TAKEN, SKIPPED = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
 WIDTH = 3
 
@@ -141,7 +141,7 @@ def over_ranks() -> dict[str, tuple[list[float], list[float]]]:
         batches = iter(flat(shares))
         mine = [[next(batches) for _ in share] for share in shares][rank]
         module = norm()
-        step(module, BatchStatistics(module, Group(rank, size)), mine, SKIPPED if name == "skipped" else TAKEN)
+        step(module, BatchStatistics(module, RankGroup(rank, size)), mine, SKIPPED if name == "skipped" else TAKEN)
         statistics[name] = (module.running_mean.tolist(), module.running_var.tolist())
     return statistics
 
@@ -161,7 +161,7 @@ def norms() -> nn.Module:
 
 
 def test_advice_for_small_micro_batches_names_both_ways_out() -> None:
-    text = advice(norms(), "micro", 4, 2)
+    text = batch_norm_hint(norms(), "micro", 4, 2)
     assert "micro-batches of 4 samples" in text
     assert f"train.micro_batch to {SMALL_MICRO_BATCH}" in text
     assert 'layout.batch_norm = "sync"' in text
@@ -169,12 +169,12 @@ def test_advice_for_small_micro_batches_names_both_ways_out() -> None:
 
 
 def test_advice_for_one_worker_does_not_send_it_to_others() -> None:
-    text = advice(norms(), "micro", 4, 1)
+    text = batch_norm_hint(norms(), "micro", 4, 1)
     assert "train.micro_batch" in text
     assert "sync" not in text
 
 
 def test_no_advice_where_there_is_nothing_to_say() -> None:
-    assert advice(norms(), "micro", SMALL_MICRO_BATCH, 2) == ""
-    assert advice(norms(), "sync", 4, 2) == ""
-    assert advice(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "micro", 1, 2) == ""
+    assert batch_norm_hint(norms(), "micro", SMALL_MICRO_BATCH, 2) == ""
+    assert batch_norm_hint(norms(), "sync", 4, 2) == ""
+    assert batch_norm_hint(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "micro", 1, 2) == ""

@@ -14,25 +14,25 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from closeranks.core.errors import ModelError
 from closeranks.parallel import crossings
-from closeranks.parallel.crossings import CROSSINGS, Axis
-from closeranks.parallel.group import Group
+from closeranks.parallel.crossings import ACTIVATION_COLLECTIVES, TensorAxisGroup
+from closeranks.parallel.group import RankGroup
 from closeranks.testing import run_world
 
 SHAPE = (2, 6, 4)  # [batch, positions, features], positions divisible by 2 and 3
-Cross = Callable[[Tensor, Axis], Tensor]
+Cross = Callable[[Tensor, TensorAxisGroup], Tensor]
 
 
 def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def here() -> Axis:
-    return Axis.of(Group(dist.get_rank(), dist.get_world_size()))
+def here() -> TensorAxisGroup:
+    return TensorAxisGroup.of(RankGroup(dist.get_rank(), dist.get_world_size()))
 
 
 def arrivals(name: str, dtype: torch.dtype) -> Tensor:
     axis = here()
-    crossed = CROSSINGS[name](drawn(SHAPE, 0 if name == "copy" else axis.rank, dtype), axis)
+    crossed = ACTIVATION_COLLECTIVES[name](drawn(SHAPE, 0 if name == "copy" else axis.rank, dtype), axis)
     assert crossed.is_contiguous()
     assert crossed.dtype == dtype
     return crossed
@@ -40,7 +40,7 @@ def arrivals(name: str, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.world
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", CROSSINGS)
+@pytest.mark.parametrize("name", ACTIVATION_COLLECTIVES)
 def test_what_arrives_is_what_the_name_says(name: str, dtype: torch.dtype) -> None:
     shares = [drawn(SHAPE, rank, dtype) for rank in range(2)]
     total = shares[0] + shares[1]
@@ -63,7 +63,7 @@ def products(name: str) -> tuple[float, float]:
     """<w, A x> and <A' w, x> of this rank's tensors, with A the crossing and A' its backward."""
     axis = here()
     x = drawn(SHAPE, 0 if name in SAME_IN else axis.rank).requires_grad_()
-    y = CROSSINGS[name](x, axis)
+    y = ACTIVATION_COLLECTIVES[name](x, axis)
     w = drawn(tuple(y.shape), 10 if name in SAME_OUT else 10 + axis.rank)
     (gradient,) = torch.autograd.grad(y, x, w)
     return (w * y).sum().item(), (gradient * x).sum().item()
@@ -71,7 +71,7 @@ def products(name: str) -> tuple[float, float]:
 
 @pytest.mark.world
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", CROSSINGS)
+@pytest.mark.parametrize("name", ACTIVATION_COLLECTIVES)
 def test_backward_is_the_transpose_over_all_ranks(name: str, size: int) -> None:
     found = run_world(products, size, name)
     forward, backward = ([pair[way] for pair in found] for way in (0, 1))
@@ -87,8 +87,8 @@ def test_backward_is_the_transpose_over_all_ranks(name: str, size: int) -> None:
 
 def along(dim: int) -> tuple[Tensor, Tensor]:
     axis = here()
-    gathered = crossings.gather(drawn(SHAPE, axis.rank), axis, dim)
-    return gathered, crossings.scatter(gathered, axis, dim)
+    gathered = crossings.all_gather(drawn(SHAPE, axis.rank), axis, dim)
+    return gathered, crossings.reduce_scatter(gathered, axis, dim)
 
 
 @pytest.mark.world
@@ -104,7 +104,7 @@ def counted(name: str) -> tuple[dict[str, int], dict[str, int]]:
     axis = here()
     x = drawn(SHAPE, 0).requires_grad_()
     with CommDebugMode() as forward:
-        y = CROSSINGS[name](x, axis)
+        y = ACTIVATION_COLLECTIVES[name](x, axis)
     with CommDebugMode() as backward:
         y.sum().backward()
     counts: Any = [
@@ -129,7 +129,7 @@ def test_each_way_is_one_collective_or_none() -> None:
 
 def refused() -> str:
     with pytest.raises(ModelError) as caught:
-        crossings.scatter(torch.zeros(1, 5, 2), here())
+        crossings.reduce_scatter(torch.zeros(1, 5, 2), here())
     return str(caught.value)
 
 
@@ -153,8 +153,8 @@ def test_an_axis_can_be_copied_and_reduces_out_of_place() -> None:
 def subgroups() -> list[float]:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    axis = Axis.of(Group(rank // 2, 2, groups[rank % 2]))
-    return crossings.gather(torch.full((1, 1, 1), float(rank)), axis).flatten().tolist()
+    axis = TensorAxisGroup.of(RankGroup(rank // 2, 2, groups[rank % 2]))
+    return crossings.all_gather(torch.full((1, 1, 1), float(rank)), axis).flatten().tolist()
 
 
 @pytest.mark.world

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeranks.parallel.deferred import Unfaithful, record
+from closeranks.parallel.deferred import NotRecordable, record
 from closeranks.parallel.ties import named_tensors
 
 from .live_bytes import LiveBytes
@@ -65,13 +65,13 @@ def test_plain_attributes_get_their_values() -> None:
 
 @pytest.mark.parametrize("name", UNFAITHFUL)
 def test_what_cannot_be_recorded_is_refused(name: str) -> None:
-    with pytest.raises(Unfaithful):
+    with pytest.raises(NotRecordable):
         record(UNFAITHFUL[name], SEED)
 
 
 def test_a_module_that_was_handed_over_is_left_alone() -> None:
     before = HANDED_OVER.weight
-    with pytest.raises(Unfaithful, match="was there before"):
+    with pytest.raises(NotRecordable, match="was there before"):
         record(lambda: HANDED_OVER, SEED)
     assert HANDED_OVER.weight is before
     assert not before.is_meta
@@ -85,7 +85,7 @@ def test_a_loaded_checkpoint_is_refused(tmp_path) -> None:  # type: ignore[no-un
         module.load_state_dict(torch.load(tmp_path / "weights.pt"))
         return module
 
-    with pytest.raises(Unfaithful):
+    with pytest.raises(NotRecordable):
         record(factory, SEED)
 
 
@@ -96,7 +96,7 @@ def test_a_refused_factory_finds_the_outer_randomness_as_it_was() -> None:
         drawn.append(np.random.random() + random.random())
         return nn.Linear(2, 2, bias=bool(torch.ones(2).numpy()[0]))
 
-    with pytest.raises(Unfaithful):
+    with pytest.raises(NotRecordable):
         record(factory, SEED)
     factory()
     assert drawn[0] == drawn[1]

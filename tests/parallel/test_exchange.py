@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.exchange import _DTYPES, _HEADER, MOST_UNDERWAY, Exchange, Form, Letter
-from closeranks.parallel.group import Group
+from closeranks.parallel.exchange import _DTYPES, _HEADER, MAX_SENDS_IN_FLIGHT, HiddenStateMeta, MessageKey, P2PChannel
+from closeranks.parallel.group import RankGroup
 from closeranks.testing import run_world
 from tests.parallel.messages import Messages, Traffic, counted
 
@@ -20,27 +20,27 @@ CPU = torch.device("cpu")
 
 @given(st.lists(st.integers(0, 2**40), max_size=8).map(tuple), st.sampled_from(_DTYPES), st.booleans())
 def test_a_header_says_it_all(shape: tuple[int, ...], dtype: torch.dtype, wants_gradient: bool) -> None:
-    form = Form(shape, dtype, wants_gradient)
+    form = HiddenStateMeta(shape, dtype, wants_gradient)
     assert len(form.encode()) == _HEADER
-    assert Form.decode(form.encode()) == form
+    assert HiddenStateMeta.decode(form.encode()) == form
 
 
 def test_what_cannot_travel_is_refused() -> None:
     with pytest.raises(ModelError, match="complex64 tensor of shape \\[3\\], which cannot travel"):
-        Form((3,), torch.complex64, True).encode()
+        HiddenStateMeta((3,), torch.complex64, True).encode()
     with pytest.raises(ModelError, match="at most 8 dims"):
-        Form((1,) * 9, torch.float32, True).encode()
+        HiddenStateMeta((1,) * 9, torch.float32, True).encode()
 
 
 @given(st.sets(st.tuples(st.sampled_from(["forward", "backward"]), st.integers(0, 4095), st.integers(0, 9999))))
 def test_no_two_messages_share_a_tag(letters: set[tuple[str, int, int]]) -> None:
-    tags = {Letter(way, boundary, micro).tag for way, boundary, micro in letters}  # type: ignore[arg-type]
+    tags = {MessageKey(way, boundary, micro).tag for way, boundary, micro in letters}  # type: ignore[arg-type]
     assert len(tags) == len(letters)
     assert all(4096 <= tag < 2**31 for tag in tags)
 
 
-def opened() -> Exchange:
-    exchange = Exchange(Group(dist.get_rank(), dist.get_world_size()), CPU)
+def opened() -> P2PChannel:
+    exchange = P2PChannel(RankGroup(dist.get_rank(), dist.get_world_size()), CPU)
     exchange.open()
     return exchange
 
@@ -59,24 +59,24 @@ def counted_there_and_back() -> tuple[list[Tensor], Messages, list[bool]]:
 
 def there_and_back() -> tuple[list[Tensor], list[Tensor]]:
     exchange, others = opened(), outputs()
-    forward = [Letter("forward", 0, micro) for micro in range(3)]
-    backward = [Letter("backward", 0, micro) for micro in range(3)]
+    forward = [MessageKey("forward", 0, micro) for micro in range(3)]
+    backward = [MessageKey("backward", 0, micro) for micro in range(3)]
     leaves: list[Tensor] = []
     if exchange.group.rank == 0:
         for letter, output in zip(forward, others, strict=True):
-            exchange.announce(0, tuple(output.shape), Form.of(output), 1)
+            exchange.send_meta(0, tuple(output.shape), HiddenStateMeta.of(output), 1)
             exchange.send(letter, output, 1)
         for letter, output in zip(backward, others, strict=True):
-            exchange.post(letter, Form(tuple(output.shape), output.dtype, False), 1)
-        received = [exchange.take(letter) for letter in reversed(backward)][::-1]
+            exchange.post_receive(letter, HiddenStateMeta(tuple(output.shape), output.dtype, False), 1)
+        received = [exchange.wait_receive(letter) for letter in reversed(backward)][::-1]
     else:
         for letter, output in zip(forward, others, strict=True):
-            exchange.post(letter, exchange.form(0, tuple(output.shape), 0), 0)
-        leaves = [exchange.take(letter) for letter in reversed(forward)][::-1]
+            exchange.post_receive(letter, exchange.receive_meta(0, tuple(output.shape), 0), 0)
+        leaves = [exchange.wait_receive(letter) for letter in reversed(forward)][::-1]
         for letter, leaf in zip(reversed(backward), reversed(leaves), strict=True):  # tags tell them apart
             exchange.send(letter, leaf.expand(leaf.shape) + 1, 0)
         received = [leaf.detach() for leaf in leaves]
-    exchange.finish()
+    exchange.wait_all()
     return received, leaves
 
 
@@ -93,36 +93,36 @@ def test_hidden_states_go_there_and_gradients_back() -> None:
 
 def many_then_read() -> int:
     exchange = opened()
-    num_messages = 3 * MOST_UNDERWAY
-    form = Form((5,), torch.float32, False)
+    num_messages = 3 * MAX_SENDS_IN_FLIGHT
+    form = HiddenStateMeta((5,), torch.float32, False)
     most = 0
     for micro in range(num_messages):
         if exchange.group.rank == 0:
-            exchange.send(Letter("forward", 0, micro), torch.full((5,), float(micro)), 1)
+            exchange.send(MessageKey("forward", 0, micro), torch.full((5,), float(micro)), 1)
             most = max(most, len(exchange._underway))
         else:
-            exchange.post(Letter("forward", 0, micro), form, 0)
-            assert exchange.take(Letter("forward", 0, micro)).eq(micro).all()
-    exchange.finish()
+            exchange.post_receive(MessageKey("forward", 0, micro), form, 0)
+            assert exchange.wait_receive(MessageKey("forward", 0, micro)).eq(micro).all()
+    exchange.wait_all()
     assert len(exchange._underway) == 0
     return most
 
 
 @pytest.mark.world
 def test_only_so_many_sends_are_under_way() -> None:
-    assert run_world(many_then_read, 2) == [MOST_UNDERWAY, 0]
+    assert run_world(many_then_read, 2) == [MAX_SENDS_IN_FLIGHT, 0]
 
 
 def change_of_form() -> str:
     exchange = opened()
     if exchange.group.rank == 1:
-        exchange.form(0, "kind", 0)
+        exchange.receive_meta(0, "kind", 0)
         return ""
-    exchange.announce(0, "kind", Form((2,), torch.float32, True), 1)
-    exchange.announce(0, "kind", Form((2,), torch.float32, True), 1)
+    exchange.send_meta(0, "kind", HiddenStateMeta((2,), torch.float32, True), 1)
+    exchange.send_meta(0, "kind", HiddenStateMeta((2,), torch.float32, True), 1)
     with pytest.raises(ModelError) as refused:
-        exchange.announce(0, "kind", Form((3,), torch.float32, True), 1)
-    exchange.finish()
+        exchange.send_meta(0, "kind", HiddenStateMeta((3,), torch.float32, True), 1)
+    exchange.wait_all()
     return str(refused.value)
 
 

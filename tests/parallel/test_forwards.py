@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from closeranks.facts.layout import SCHEDULES
 from closeranks.facts.programs import PipelineInstruction
 from closeranks.facts.stages import stage_placement
-from closeranks.parallel.forwards import forward_program
+from closeranks.parallel.forwards import forward_only_program
 
 
 def run_blocking(rows: tuple[tuple[PipelineInstruction, ...], ...]) -> tuple[set[tuple[int, int]], bool]:
@@ -34,7 +34,7 @@ def run_blocking(rows: tuple[tuple[PipelineInstruction, ...], ...]) -> tuple[set
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 9))
 def test_every_micro_batch_passes_every_stage_and_nothing_locks_up(name: str, num_ranks: int, num_micro: int) -> None:
     places = stage_placement(name, num_ranks)
-    done, ended = run_blocking(forward_program(places, num_micro))
+    done, ended = run_blocking(forward_only_program(places, num_micro))
     assert ended
     stages = [stage for own in places for stage in own]
     assert done == {(stage, micro) for stage in stages for micro in range(num_micro)}
@@ -43,7 +43,7 @@ def test_every_micro_batch_passes_every_stage_and_nothing_locks_up(name: str, nu
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 6), st.integers(1, 9))
 def test_what_is_received_is_read_before_the_next_but_one(name: str, num_ranks: int, num_micro: int) -> None:
     """A rank never piles up what it was sent: at most one hidden state a stage waits."""
-    for row in forward_program(stage_placement(name, num_ranks), num_micro):
+    for row in forward_only_program(stage_placement(name, num_ranks), num_micro):
         waiting: dict[int, int] = {}
         for at in row:
             change = {"RECV_F": 1, "F": -1 if at.stage in waiting else 0}.get(at.kind, 0)

@@ -18,8 +18,8 @@ from closeranks.core.protocols import ModelSpec
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig, ModelConfig, PairsConfig
 from closeranks.models.user import UserSpec
-from closeranks.parallel.group import Group
-from closeranks.parallel.materialise import Built, Target, build, empty, fill, materialise
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.materialise import BuiltModule, InitTarget, build_module, init_targets, materialize, to_empty
 from closeranks.parallel.ties import named_tensors
 from closeranks.testing import run_world
 
@@ -37,7 +37,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 def made(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     spec = spec_for(config, seq_len=16)
-    return materialise(spec, seed=seed, device=CPU, dtype=dtype, broadcast=alone)
+    return materialize(spec, seed=seed, device=CPU, dtype=dtype, broadcast=alone)
 
 
 class Towers:
@@ -62,7 +62,7 @@ class Towers:
 
 
 def filled(spec: Towers, seed: int = 0) -> dict[str, Tensor]:
-    return materialise(spec, seed=seed, device=CPU, dtype=torch.float32, broadcast=alone).state_dict()  # type: ignore[arg-type]
+    return materialize(spec, seed=seed, device=CPU, dtype=torch.float32, broadcast=alone).state_dict()  # type: ignore[arg-type]
 
 
 def test_weights_follow_from_seed_and_name_alone() -> None:
@@ -113,7 +113,7 @@ def test_float64_starts_from_the_same_numbers_as_float32() -> None:
 def test_a_users_factory_draws_by_the_seed() -> None:
     spec = UserSpec("own:net", lambda: nn.Linear(4, 2))
     one, two, other = (
-        materialise(spec, seed=seed, device=CPU, dtype=torch.float32, broadcast=alone).get_parameter("weight")
+        materialize(spec, seed=seed, device=CPU, dtype=torch.float32, broadcast=alone).get_parameter("weight")
         for seed in (0, 0, 1)
     )
     assert torch.equal(one, two)
@@ -137,9 +137,9 @@ class Drawn(nn.Module):
 def drawn_apart(own: Callable[[], nn.Module]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     torch.manual_seed(0)
     before = {name: tensor.float().numpy().copy() for name, tensor in own().state_dict().items()}
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     spec = UserSpec("own:Drawn", own)
-    module = materialise(spec, seed=0, device=CPU, dtype=torch.float32, broadcast=group.broadcast)
+    module = materialize(spec, seed=0, device=CPU, dtype=torch.float32, broadcast=group.broadcast)
     return before, {name: tensor.float().numpy().copy() for name, tensor in module.state_dict().items()}
 
 
@@ -154,8 +154,8 @@ def test_ranks_that_drew_apart_all_start_from_rank_0s_weights() -> None:
             np.testing.assert_array_equal(after[name], values, err_msg=name)
 
 
-def built(spec: ModelSpec, *, sharded: bool = True, dtype: torch.dtype = torch.float32) -> Built:
-    return build(spec, seed=0, device=CPU, dtype=dtype, group=Group(0, 1), sharded=sharded)
+def built(spec: ModelSpec, *, sharded: bool = True, dtype: torch.dtype = torch.float32) -> BuiltModule:
+    return build_module(spec, seed=0, device=CPU, dtype=dtype, group=RankGroup(0, 1), sharded=sharded)
 
 
 def in_shares(spec: ModelSpec, dim: int, rank: int, size: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -169,8 +169,8 @@ def in_shares(spec: ModelSpec, dim: int, rank: int, size: int, dtype: torch.dtyp
         owner, _, attribute = name.rpartition(".")
         share = nn.Parameter(torch.empty(piece.size, dtype=parameter.dtype, device="meta"))
         module.get_submodule(owner).register_parameter(attribute, share)
-    empty(module, CPU)
-    fill([Target(module.get_parameter(name), piece) for name, piece in pieces.items()], source.source, CPU)
+    to_empty(module, CPU)
+    init_targets([InitTarget(module.get_parameter(name), piece) for name, piece in pieces.items()], source.source, CPU)
     source.source.fill_buffers(module)
     return dict(named_tensors(module))
 
@@ -189,7 +189,7 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pieces_are_pieces_of_the_whole(name: str, dtype: torch.dtype) -> None:
-    whole = materialise(SPECS[name], seed=0, device=CPU, dtype=dtype, broadcast=alone)
+    whole = materialize(SPECS[name], seed=0, device=CPU, dtype=dtype, broadcast=alone)
     for dim in (0, 1):
         shares = [in_shares(SPECS[name], dim, rank, 2, dtype) for rank in range(2)]
         for key, parameter in whole.named_parameters():
@@ -216,7 +216,7 @@ def test_any_piece_can_be_cut_out(data: st.DataObject) -> None:
 
 
 def test_a_users_module_that_nobody_shards_is_built_as_ever() -> None:
-    plain = materialise(user(Pretrained), seed=0, device=CPU, dtype=torch.float32, broadcast=alone)
+    plain = materialize(user(Pretrained), seed=0, device=CPU, dtype=torch.float32, broadcast=alone)
     whole = built(user(Pretrained), sharded=False)
     assert not whole.is_meta
     assert not whole.warning
@@ -288,7 +288,7 @@ def test_ties_of_buffers_and_parameters_stay() -> None:
     module = nn.ModuleList([nn.Linear(3, 3, device="meta"), nn.Linear(3, 3, device="meta"), nn.BatchNorm1d(3)])
     module[1].weight = module[0].weight
     module[2].register_buffer("again", module[2].running_mean)
-    empty(module, CPU)
+    to_empty(module, CPU)
     assert module[1].weight is module[0].weight
     assert module[2].again is module[2].running_mean
     assert not module[1].weight.is_meta
@@ -296,8 +296,8 @@ def test_ties_of_buffers_and_parameters_stay() -> None:
 
 def shard(tied: bool) -> list[Any]:
     spec = spec_for(TIED.model_copy(update={"tied": tied}), seq_len=16)
-    group = Group(dist.get_rank(), dist.get_world_size())
-    source = build(spec, seed=0, device=CPU, dtype=torch.float32, group=group, sharded=True)
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
+    source = build_module(spec, seed=0, device=CPU, dtype=torch.float32, group=group, sharded=True)
     module = source.module
     pieces = {
         name: Piece.whole(name, tuple(p.shape)).shard(0, group.rank, group.size)
@@ -307,9 +307,9 @@ def shard(tied: bool) -> list[Any]:
     for name in spec.blocks:
         fully_shard(module.get_submodule(name), mesh=mesh)
     fully_shard(module, mesh=mesh)
-    empty(module, CPU)
-    targets = [Target(p.to_local(), pieces[name]) for name, p in module.named_parameters()]  # type: ignore[attr-defined]
-    fill(targets, source.source, CPU)
+    to_empty(module, CPU)
+    targets = [InitTarget(p.to_local(), pieces[name]) for name, p in module.named_parameters()]  # type: ignore[attr-defined]
+    init_targets(targets, source.source, CPU)
     source.source.fill_buffers(module)
     is_tied = module.get_parameter("lm_head.weight") is module.get_parameter("model.embed_tokens.weight")
     tokens = torch.arange(17)[None]
@@ -335,11 +335,11 @@ def test_under_fsdp_the_shards_are_filled_and_ties_stay(tied: bool) -> None:
 
 
 def agree(own: Callable[[], nn.Module]) -> tuple[str, dict[str, np.ndarray]]:
-    group = Group(dist.get_rank(), dist.get_world_size())
-    source = build(user(own), seed=0, device=CPU, dtype=torch.float32, group=group, sharded=True)
-    empty(source.module, CPU)
-    targets = [Target(p, Piece.whole(name, tuple(p.shape))) for name, p in source.module.named_parameters()]
-    fill(targets, source.source, CPU)
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
+    source = build_module(user(own), seed=0, device=CPU, dtype=torch.float32, group=group, sharded=True)
+    to_empty(source.module, CPU)
+    targets = [InitTarget(p, Piece.whole(name, tuple(p.shape))) for name, p in source.module.named_parameters()]
+    init_targets(targets, source.source, CPU)
     source.source.fill_buffers(source.module)
     return source.warning, {name: t.detach().float().numpy() for name, t in named_tensors(source.module)}
 

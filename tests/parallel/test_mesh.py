@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import AXES
-from closeranks.parallel.group import Group
-from closeranks.parallel.mesh import Groups, open_groups
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.mesh import MeshGroups, open_mesh_groups
 from closeranks.testing import run_world
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 17.0
 
 
-def opened(text: str) -> Groups:
-    return open_groups(Group(dist.get_rank(), dist.get_world_size()), Layout.parse(text), CPU, TIMEOUT_S)
+def opened(text: str) -> MeshGroups:
+    return open_mesh_groups(RankGroup(dist.get_rank(), dist.get_world_size()), Layout.parse(text), CPU, TIMEOUT_S)
 
 
 def num_standing() -> int:
@@ -84,9 +84,9 @@ def test_closing_gives_back_every_group_but_the_worlds() -> None:
 
 
 def homes(text: str, num_homes: int) -> dict[str, list[int]]:
-    group = Group(dist.get_rank(), dist.get_world_size())
-    groups = open_groups(group, Layout.parse(text), CPU, TIMEOUT_S, num_homes)
-    home = groups.home
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
+    groups = open_mesh_groups(group, Layout.parse(text), CPU, TIMEOUT_S, num_homes)
+    home = groups.replica_group
     found = {
         name: dist.get_process_group_ranks(one.process_group) if one.size > 1 else [group.rank]
         for name in ("world", "data", "replica", "across")

@@ -20,9 +20,9 @@ from closeranks.facts.programs import PipelineInstruction, program_for
 from closeranks.facts.schedules import schedule_for
 from closeranks.facts.stages import V_SHAPED, stage_placement
 from closeranks.facts.timeline import peak_in_flight
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.parallel.pipeline import Pipeline, last_gradients, open_pipeline
-from closeranks.parallel.stages import cut_stages, stage_ranges
+from closeranks.parallel.stages import split_into_stages, stage_ranges
 from closeranks.testing import WorldError, run_world
 from tests.parallel.messages import Traffic, counted
 from tests.parallel.toy import DEPTH, DIM, LENGTH, Toy, ToyChain, ToyWork, batches, gradients, run_alone, toy
@@ -59,8 +59,8 @@ def built(
     # Not a layout's ranges, so that one rank may have several stages too.
     num_stages = size * SCHEDULES[schedule]
     ranges = stage_ranges(chain.costs, Layout(pipeline=num_stages))
-    cut = cut_stages(whole, chain, ranges, mine)
-    pipeline = Pipeline(partial(program_for, schedule, size), cut.stages, Group(rank, size), CPU, splits=splits)
+    cut = split_into_stages(whole, chain, ranges, mine)
+    pipeline = Pipeline(partial(program_for, schedule, size), cut.stages, RankGroup(rank, size), CPU, splits=splits)
     return pipeline, chain
 
 
@@ -221,9 +221,9 @@ def test_one_rank_with_all_stages_on_a_gpu(schedule: str) -> None:
     whole, parted = toy().eval().to(device), toy().eval().to(device)
     losses = run_alone(whole, chain, given)
     ranges = stage_ranges(chain.costs, Layout(pipeline=SCHEDULES[schedule]))
-    stages = cut_stages(parted, chain, ranges, range(len(ranges))).stages
+    stages = split_into_stages(parted, chain, ranges, range(len(ranges))).stages
     work = ToyWork(chain, given)
-    Pipeline(partial(program_for, schedule, 1), stages, Group(0, 1), device).run(work)
+    Pipeline(partial(program_for, schedule, 1), stages, RankGroup(0, 1), device).run(work)
     assert work.losses == pytest.approx(losses, abs=1e-10)
     found = {name: gradient for stage in stages.values() for name, gradient in gradients(stage).items()}
     for name, gradient in gradients(whole).items():
@@ -426,14 +426,14 @@ def test_a_form_is_told_once() -> None:
 
 
 def test_without_a_pipeline_there_is_none() -> None:
-    assert open_pipeline(Layout(data=4), {}, Group(0, 1), CPU) is None
+    assert open_pipeline(Layout(data=4), {}, RankGroup(0, 1), CPU) is None
 
 
 def open_by_layout() -> dict[int, int]:
     layout, chain = Layout(pipeline=2, schedule="zbv"), ToyChain()
     rank = dist.get_rank()
-    cut = cut_stages(toy(), chain, stage_ranges(chain.costs, layout), stage_placement("zbv", 2)[rank])
-    pipeline = open_pipeline(layout, cut.stages, Group(rank, 2), CPU)
+    cut = split_into_stages(toy(), chain, stage_ranges(chain.costs, layout), stage_placement("zbv", 2)[rank])
+    pipeline = open_pipeline(layout, cut.stages, RankGroup(rank, 2), CPU)
     assert pipeline is not None
     pipeline.run(ToyWork(chain, batches(4)))
     return dict(pipeline.peak_in_flight)

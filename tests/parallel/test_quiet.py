@@ -17,10 +17,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from closeranks.facts.layout import Layout
 from closeranks.facts.programs import program_for
 from closeranks.facts.stages import stage_placement
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.parallel.pipeline import Pipeline
-from closeranks.parallel.quiet import quietly, settle
-from closeranks.parallel.stages import cut_stages, stage_ranges
+from closeranks.parallel.quiet import finish_fsdp_backward, suspend_fsdp_hooks
+from closeranks.parallel.stages import split_into_stages, stage_ranges
 from closeranks.testing import run_world
 from tests.parallel.toy import ToyChain, ToyWork, batches, gradients, run_alone, toy
 
@@ -56,10 +56,10 @@ def train(schedule: str, num_micro: int, hold: str, mesh: DeviceMesh) -> dict[st
     chain, process_group = ToyChain(), mesh.get_group("pipeline")
     rank, data_rank = dist.get_rank(process_group), mesh.get_local_rank("shard")
     ranges = stage_ranges(chain.costs, Layout(pipeline=2, schedule=schedule))
-    stages = cut_stages(toy(), chain, ranges, stage_placement(schedule, 2)[rank]).stages
+    stages = split_into_stages(toy(), chain, ranges, stage_placement(schedule, 2)[rank]).stages
     for stage in stages.values():
         shard(stage, chain, mesh["shard"], hold)
-    pipeline = Pipeline(partial(program_for, schedule, 2), stages, Group(rank, 2, process_group), CPU)
+    pipeline = Pipeline(partial(program_for, schedule, 2), stages, RankGroup(rank, 2, process_group), CPU)
     for step in range(2):
         work = ShardedWork(chain, batches(num_micro, seed=10 * step + data_rank))
         work.sharded, work.hold = tuple(stages.values()), hold  # type: ignore[assignment]
@@ -135,12 +135,12 @@ def reduce_by_hand() -> tuple[bool, bool, Tensor]:
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
     loss = layer(torch.full((1, 4), float(dist.get_rank() + 1), dtype=torch.float64)).sum()
-    with quietly(layer):
+    with suspend_fsdp_hooks(layer):
         loss.backward()
         was_quiet = not layer._get_fsdp_state()._state_ctx.is_last_backward
     is_back = layer._get_fsdp_state()._state_ctx.is_last_backward
     assert type(layer.weight).__name__ != "DTensor"
-    settle(layer)
+    finish_fsdp_backward(layer)
     return was_quiet, is_back, layer.weight.grad.full_tensor()
 
 
@@ -154,7 +154,7 @@ def test_what_was_held_back_is_made_up_for() -> None:
 
 def test_a_plain_module_needs_nothing() -> None:
     module = nn.Linear(2, 2)
-    with quietly(module):
+    with suspend_fsdp_hooks(module):
         module(torch.ones(1, 2)).sum().backward()
-    settle(module)
+    finish_fsdp_backward(module)
     assert module.weight.grad is not None

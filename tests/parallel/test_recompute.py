@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from closeranks.core.errors import ModelError
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
-from closeranks.parallel.batchnorm import BatchStatistics, synchronise
-from closeranks.parallel.group import Group
-from closeranks.parallel.materialise import materialise
+from closeranks.parallel.batchnorm import BatchStatistics, convert_sync_batch_norm
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.materialise import materialize
 from closeranks.parallel.recompute import FAMILIES, KEEP, recompute
 from closeranks.testing import run_world
 
@@ -41,7 +41,7 @@ WAYS: list[tuple[str, tuple[str, ...]]] = [
 
 
 def llama(mode: str, keep: tuple[str, ...] = KEEP, dtype: torch.dtype = torch.float64) -> nn.Module:
-    module = materialise(SPEC, seed=0, device=CPU, dtype=dtype, broadcast=lambda tensor: tensor)
+    module = materialize(SPEC, seed=0, device=CPU, dtype=dtype, broadcast=lambda tensor: tensor)
     recompute(module, SPEC.blocks, mode, keep)
     return module
 
@@ -170,7 +170,7 @@ def test_batch_statistics_are_taken_once(mode: str) -> None:
     plain, module = net(), net()
     recompute(module, ["0", "1"], mode)
     for one in (plain, module):
-        statistics = BatchStatistics(one, Group(0, 1))
+        statistics = BatchStatistics(one, RankGroup(0, 1))
         for _ in range(2):
             statistics.begin()
             totals = []
@@ -321,7 +321,7 @@ def test_under_fsdp(mode: str) -> None:
 
 def synchronised(mode: str) -> dict[str, Any]:
     module = net()
-    synchronise(module, None)
+    convert_sync_batch_norm(module, None)
     recompute(module, ["0", "1"], mode)
     torch.manual_seed(dist.get_rank())
     module(torch.randn(4, 3, 5, 5).double()).square().sum().backward()
@@ -357,7 +357,7 @@ def test_compiled_afterwards(mode: str) -> None:
     spec = spec_for(SPEC.config.model_copy(update={"dropout": 0.0}), seq_len=LENGTH)  # type: ignore[attr-defined]
     found, held = [], []
     for way in ("none", mode):
-        module = materialise(spec, seed=0, device=CPU, dtype=torch.float64, broadcast=lambda tensor: tensor)
+        module = materialize(spec, seed=0, device=CPU, dtype=torch.float64, broadcast=lambda tensor: tensor)
         recompute(module, spec.blocks, way)
         for name in spec.blocks:
             module.get_submodule(name).compile()

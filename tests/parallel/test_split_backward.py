@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from closeranks.parallel.split_backward import backward_input, backward_weight, plan_halves
+from closeranks.parallel.split_backward import backward_input, backward_weight, plan_split
 from tests.parallel.toy import DIM, Block
 
 Model = Callable[[Tensor], Tensor]
@@ -40,7 +40,7 @@ def compare(model: Model, weights: list[nn.Parameter], *, expect_now: int = 0) -
         weight.grad = None
     for turn in range(2):
         output = get_gradient_edge(model(halves).sum())
-        plan = plan_halves(output, halves)
+        plan = plan_split(output, halves)
         rest = backward_input(output, None, halves, plan)
         assert sum(weight.grad is not None for weight in weights) == (expect_now if turn == 0 else len(weights))
         backward_weight(rest)
@@ -157,7 +157,7 @@ def test_hooks_on_parameters_fire_once_each_and_in_the_second_half() -> None:
         weight.register_post_accumulate_grad_hook(fired.append)
     x = entrance()
     output = get_gradient_edge(block(x).sum())
-    rest = backward_input(output, None, x, plan_halves(output, x))
+    rest = backward_input(output, None, x, plan_split(output, x))
     assert fired == []
     backward_weight(rest)
     assert len(fired) == len({id(weight) for weight in fired}) == 5
@@ -179,7 +179,7 @@ def test_without_an_entrance_the_second_half_is_all() -> None:
     for x in (None, entrance()):  # nobody waits, or what waits is not read
         weight.grad = None
         output = get_gradient_edge((weight * 2).sum())
-        rest = backward_input(output, None, x, plan_halves(output, x))
+        rest = backward_input(output, None, x, plan_split(output, x))
         assert weight.grad is None
         assert x is None or x.grad is None
         backward_weight(rest)
@@ -189,7 +189,7 @@ def test_without_an_entrance_the_second_half_is_all() -> None:
 def test_an_entrance_that_is_the_output_needs_nothing_more() -> None:
     x = entrance()
     output = get_gradient_edge(x)
-    backward_weight(backward_input(output, torch.ones_like(x), x, plan_halves(output, x)))
+    backward_weight(backward_input(output, torch.ones_like(x), x, plan_split(output, x)))
     assert torch.equal(x.grad, torch.ones_like(x))  # type: ignore[arg-type]
 
 
@@ -215,7 +215,7 @@ def test_activations_go_with_the_second_half() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
             output = get_gradient_edge(block(x).sum())
         num_saved = len(saved)
-        rest = backward_input(output, None, x, plan_halves(output, x))
+        rest = backward_input(output, None, x, plan_split(output, x))
         del output
         assert 0 < len(saved) <= num_saved
         backward_weight(rest)

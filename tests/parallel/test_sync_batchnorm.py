@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from closeranks.parallel.batchnorm import SyncBatchNorm, synchronise
+from closeranks.parallel.batchnorm import SyncBatchNorm, convert_sync_batch_norm
 from closeranks.testing import run_world
 from tests.run.trajectories import Trajectory, alone, largest_difference, relative, trajectory
 
@@ -70,7 +70,7 @@ def passed(module: nn.Sequential, x: Tensor, weights: Tensor, num_passes: int) -
 def on_ranks(shape: tuple[int, ...], options: dict[str, Any], offset: float, dtype: torch.dtype) -> Seen:
     rank = dist.get_rank()
     module = norm(shape, dtype, options)
-    synchronise(module, None)
+    convert_sync_batch_norm(module, None)
     assert isinstance(module[0], SyncBatchNorm)
     x, weights = (tensor.split(SIZES)[rank] for tensor in inputs(shape, offset, dtype))
     return passed(module, x, weights, 2)
@@ -134,7 +134,7 @@ def test_a_large_mean_does_not_cancel_the_variance(ranks: list[Everything]) -> N
 
 def in_half(dtype: torch.dtype) -> tuple[torch.dtype, bool]:
     module = norm((), torch.float32, {})
-    synchronise(module, None)
+    convert_sync_batch_norm(module, None)
     output = module(torch.randn(4, WIDTH, dtype=dtype) * 50 + 200)
     return output.dtype, bool(output.isfinite().all())
 
@@ -156,7 +156,7 @@ def test_names_parameters_and_buffers_are_the_same_after_as_before() -> None:
     before = dict([*module.named_parameters(), *module.named_buffers()])
     keys = list(module.state_dict())
     module[0][1].eval()
-    synchronise(module, None)
+    convert_sync_batch_norm(module, None)
     after = dict([*module.named_parameters(), *module.named_buffers()])
     assert list(module.state_dict()) == keys
     assert after.keys() == before.keys()
@@ -170,13 +170,13 @@ def test_evaluation_asks_no_other_rank() -> None:
     module = model()
     image = torch.randn(2, 1, 3, 3)
     expected = module.eval()[0](image)
-    synchronise(module, None)
+    convert_sync_batch_norm(module, None)
     assert torch.equal(module.eval()[0](image), expected)
 
 
 def test_a_batch_without_a_channel_dim_is_refused() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3))
-    synchronise(module, None)
+    convert_sync_batch_norm(module, None)
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         module(torch.ones(3))
 

@@ -15,9 +15,9 @@ from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.models.vocabulary import vocab_parallel_cross_entropy
-from closeranks.parallel.crossings import Axis
-from closeranks.parallel.group import Group
-from closeranks.parallel.tensor import Share, explain, shapes_explained, split
+from closeranks.parallel.crossings import TensorAxisGroup
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.tensor import TensorShard, explain_sharding_error, explain_sharding_errors, shard_module
 from closeranks.testing import run_world
 
 from .splitting import compare_gradients, filled, llama_spec, part_of, split_here, tokens, world
@@ -80,7 +80,7 @@ def test_logits_stay_split_by_vocabulary() -> None:
     run_world(llama_in_evaluation, 2)
 
 
-def pieces_of_a_meta_llama() -> tuple[dict[str, Share], dict[str, tuple[int, ...]]]:
+def pieces_of_a_meta_llama() -> tuple[dict[str, TensorShard], dict[str, tuple[int, ...]]]:
     spec = llama_spec(tied=True)
     with torch.device("meta"):
         module = spec.build()
@@ -99,8 +99,8 @@ def test_a_module_without_memory_is_cut_the_same_way() -> None:
     for rank, (shares, shapes) in enumerate(run_world(pieces_of_a_meta_llama, 2)):
         assert shapes == {name: share.piece.size for name, share in shares.items()}
         query, norm = shares["model.layers.1.self_attn.q_proj.weight"], shares["model.norm.weight"]
-        assert query == Share(Piece("model.layers.1.self_attn.q_proj.weight", (32, 32), (16 * rank, 0), (16, 32)))
-        assert norm == Share(Piece.whole("model.norm.weight", (32,)), is_spoken=rank == 0, is_partial=True)
+        assert query == TensorShard(Piece("model.layers.1.self_attn.q_proj.weight", (32, 32), (16 * rank, 0), (16, 32)))
+        assert norm == TensorShard(Piece.whole("model.norm.weight", (32,)), is_primary=rank == 0, is_partial=True)
         assert "lm_head.weight" not in shares
 
 
@@ -108,9 +108,9 @@ def test_a_group_of_one_changes_nothing() -> None:
     spec = llama_spec()
     module = filled(spec)
     before = dict(module.named_parameters())
-    shares = split(module, spec.sharding_rules, spec.activation_collectives, Group(0, 1))
+    shares = shard_module(module, spec.sharding_rules, spec.activation_collectives, RankGroup(0, 1))
     assert {name: id(p) for name, p in module.named_parameters()} == {name: id(p) for name, p in before.items()}
-    assert all(share == Share(Piece.whole(name, tuple(before[name].shape))) for name, share in shares.items())
+    assert all(share == TensorShard(Piece.whole(name, tuple(before[name].shape))) for name, share in shares.items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     assert module.token_loss.tensor_axis is None
 
@@ -286,7 +286,7 @@ def test_an_id_outside_the_vocabulary_fails_on_the_rank_at_that_end(token: int, 
 
 
 def loss_alone(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    axis = Axis.of(world())
+    axis = TensorAxisGroup.of(world())
     generator = torch.Generator().manual_seed(2)
     logits = (50 * torch.randn(6, 12, generator=generator)).to(dtype)  # far apart: a sum without the peak overflows
     targets = torch.randint(12, (6,), generator=generator)
@@ -329,7 +329,7 @@ class Bare(nn.Module):
 def misfit() -> str:
     module = Bare()
     shares = split_here(module, (ShardingRule("up.weight", 0), ShardingRule("down.weight", 1)))
-    with pytest.raises(ModelError) as caught, shapes_explained(share.piece for share in shares.values()):
+    with pytest.raises(ModelError) as caught, explain_sharding_errors(share.piece for share in shares.values()):
         module(torch.zeros(3, 6))
     return str(caught.value)
 
@@ -343,11 +343,13 @@ def test_a_shape_that_forgets_the_split_is_told_with_its_entry() -> None:
 
 def test_errors_that_are_no_misfit_pass_untouched() -> None:
     pieces = [Piece("w", (8, 4), (0, 0), (4, 4))]
-    assert explain(RuntimeError("connection reset by peer 8"), pieces) is None
-    assert explain(RuntimeError("shape '[2, 3]' is invalid for input of size 7"), pieces) is None
-    assert explain(RuntimeError("shape '[3, 2, 2]' is invalid for input of size 7"), pieces) is None
-    assert explain(RuntimeError("shape '[3, 2, 2, 2]' is invalid for input of size 12"), pieces) is not None
-    with pytest.raises(RuntimeError, match="reset"), shapes_explained(pieces):
+    assert explain_sharding_error(RuntimeError("connection reset by peer 8"), pieces) is None
+    assert explain_sharding_error(RuntimeError("shape '[2, 3]' is invalid for input of size 7"), pieces) is None
+    assert explain_sharding_error(RuntimeError("shape '[3, 2, 2]' is invalid for input of size 7"), pieces) is None
+    assert (
+        explain_sharding_error(RuntimeError("shape '[3, 2, 2, 2]' is invalid for input of size 12"), pieces) is not None
+    )
+    with pytest.raises(RuntimeError, match="reset"), explain_sharding_errors(pieces):
         raise RuntimeError("connection reset by peer 8")
 
 

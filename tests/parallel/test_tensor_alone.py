@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from closeranks.models.decoder import Block, TokenLoss
-from closeranks.parallel.crossings import CROSSINGS, Axis
-from closeranks.parallel.group import Group
+from closeranks.parallel.crossings import ACTIVATION_COLLECTIVES, TensorAxisGroup
+from closeranks.parallel.group import RankGroup
 
 from .splitting import llama_spec
 
@@ -35,7 +35,7 @@ def test_shares_of_a_sequence_drop_what_the_whole_drops(device: str, dtype: torc
     dropped = []
     for rank in range(4):
         part = block()
-        part.tensor_axis = Axis(rank, 4, "nobody")
+        part.tensor_axis = TensorAxisGroup(rank, 4, "nobody")
         torch.manual_seed(6)
         dropped.append(part._dropped(change[:, 2 * rank : 2 * rank + 2]))
     found = torch.cat(dropped, dim=1)
@@ -45,18 +45,18 @@ def test_shares_of_a_sequence_drop_what_the_whole_drops(device: str, dtype: torc
 
 
 @pytest.fixture
-def nccl() -> Iterator[Axis]:
+def nccl() -> Iterator[TensorAxisGroup]:
     """A group of one: NCCL's calls and streams, without anyone to talk to."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
-        yield Axis.of(Group(0, 1))
+        yield TensorAxisGroup.of(RankGroup(0, 1))
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.gpu
-def test_crossings_of_a_group_of_one_change_nothing(nccl: Axis) -> None:
-    for name, cross in CROSSINGS.items():
+def test_crossings_of_a_group_of_one_change_nothing(nccl: TensorAxisGroup) -> None:
+    for name, cross in ACTIVATION_COLLECTIVES.items():
         x = torch.randn(2, 4, 6, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         y = cross(x, nccl)
         y.backward(2 * torch.ones_like(y))
@@ -68,7 +68,7 @@ def test_crossings_of_a_group_of_one_change_nothing(nccl: Axis) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler loads parts of torch that are old
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_loss_of_a_split_vocabulary_on_an_accelerator(nccl: Axis, compiled: bool) -> None:
+def test_the_loss_of_a_split_vocabulary_on_an_accelerator(nccl: TensorAxisGroup, compiled: bool) -> None:
     torch.manual_seed(0)
     logits = (10 * torch.randn(2, 64, 1000, device="cuda")).bfloat16()
     targets = torch.randint(1000, (2, 64), device="cuda")

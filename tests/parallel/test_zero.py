@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.parallel.precision import Precision
-from closeranks.parallel.zero import ModuleFacts, choose_units, describe, shard_fully
+from closeranks.parallel.zero import ModuleFacts, choose_fsdp_units, describe_modules, shard_fully
 from closeranks.sync.fsdp import FullyShardedReducer
 from closeranks.sync.held import hold_whole
 from closeranks.testing import run_world
@@ -53,28 +53,34 @@ BLOCKS = tuple(f"blocks.{number}" for number in range(3))
 
 
 def test_named_blocks_are_the_units() -> None:
-    assert choose_units(describe(Stack()), BLOCKS) == BLOCKS
+    assert choose_fsdp_units(describe_modules(Stack()), BLOCKS) == BLOCKS
 
 
 def test_without_names_repeated_modules_and_large_ones_are_chosen() -> None:
-    assert choose_units(describe(Stack(depth=6)), ()) == ("embed", *(f"blocks.{n}" for n in range(6)), "head")
-    assert choose_units(describe(nn.Sequential(*(Block(8) for _ in range(4)))), ()) == ("0", "1", "2", "3")
+    assert choose_fsdp_units(describe_modules(Stack(depth=6)), ()) == (
+        "embed",
+        *(f"blocks.{n}" for n in range(6)),
+        "head",
+    )
+    assert choose_fsdp_units(describe_modules(nn.Sequential(*(Block(8) for _ in range(4)))), ()) == ("0", "1", "2", "3")
 
 
 def test_a_large_module_is_opened_a_small_one_left_to_the_root() -> None:
     stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(*(Block(12) for _ in range(6))), nn.Linear(40, 40))
-    assert choose_units(describe(stages), ()) == (*(f"1.{number}" for number in range(6)), "2")
+    assert choose_fsdp_units(describe_modules(stages), ()) == (*(f"1.{number}" for number in range(6)), "2")
 
 
 def test_tied_modules_stay_together_in_the_root() -> None:
-    assert choose_units(describe(Stack(depth=6, tied=True)), ()) == tuple(f"blocks.{number}" for number in range(6))
-    assert choose_units(describe(Stack(tied=True)), (*BLOCKS, "head")) == BLOCKS
+    assert choose_fsdp_units(describe_modules(Stack(depth=6, tied=True)), ()) == tuple(
+        f"blocks.{number}" for number in range(6)
+    )
+    assert choose_fsdp_units(describe_modules(Stack(tied=True)), (*BLOCKS, "head")) == BLOCKS
 
 
 def test_what_torch_computes_with_weights_of_children_is_not_opened() -> None:
     """Attention multiplies with its projection's weight without calling the projection."""
     model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.Linear(2, 2))
-    assert choose_units(describe(model), ()) == ("0",)
+    assert choose_fsdp_units(describe_modules(model), ()) == ("0",)
 
 
 @st.composite
@@ -104,7 +110,7 @@ def test_units_part_the_model(modules: list[ModuleFacts], data: st.DataObject) -
     names = [facts.name for facts in modules if facts.name]
     leaves = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     blocks = data.draw(st.lists(st.sampled_from(leaves), unique=True)) if data.draw(st.booleans()) else []
-    units = choose_units(modules, blocks)
+    units = choose_fsdp_units(modules, blocks)
     owners = {facts.name: {parameter for parameter, _ in facts.own} for facts in modules}
     for unit in units:
         assert next(facts for facts in modules if facts.name == unit).runs
@@ -126,8 +132,8 @@ def gathered(precision: str, prefetch: int, overlap: bool) -> tuple[list[tuple[s
     module, choice = Stack(), Precision(precision)
     mesh = mesh_of_all()
     shard_fully(module, BLOCKS, mesh, precision=choice, hold="shards", prefetch=prefetch, overlap=overlap)
-    group = Group(dist.get_rank(), dist.get_world_size(), mesh.get_group())
-    reducer = FullyShardedReducer(hold_whole(module), [module], group, Group(0, 1), hold="shards")
+    group = RankGroup(dist.get_rank(), dist.get_world_size(), mesh.get_group())
+    reducer = FullyShardedReducer(hold_whole(module), [module], group, RankGroup(0, 1), hold="shards")
     tokens = torch.arange(8).view(2, 4)
     with traffic() as sent:
         with choice.context(torch.device("cpu")):
@@ -178,11 +184,11 @@ def from_meta() -> bool:
         module = Stack().double()
     shard_fully(module, BLOCKS, mesh, precision=Precision("float64"), hold="shards", prefetch=1)
     module.to_empty(device="cpu")
-    group = Group(dist.get_rank(), dist.get_world_size(), mesh.get_group())
+    group = RankGroup(dist.get_rank(), dist.get_world_size(), mesh.get_group())
     torch.manual_seed(0)
     whole = Stack().double()
     values = dict(whole.named_parameters())
-    reducer = FullyShardedReducer(hold_whole(module), [module], group, Group(0, 1), hold="shards")
+    reducer = FullyShardedReducer(hold_whole(module), [module], group, RankGroup(0, 1), hold="shards")
     for leaf in reducer.leaves():
         start, size = leaf.piece.start[0], leaf.piece.size[0]
         leaf.tensor.copy_(values[leaf.piece.name].detach()[start : start + size])
@@ -210,8 +216,8 @@ def odd_parameters() -> list[Any]:
     module = module.to(memory_format=torch.channels_last)
     module.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
     units = shard_fully(module, (), mesh, precision=Precision("float32"), hold="step", prefetch=0)
-    group = Group(dist.get_rank(), dist.get_world_size(), mesh.get_group())
-    reducer = FullyShardedReducer(hold_whole(module), [module], group, Group(0, 1), hold="step")
+    group = RankGroup(dist.get_rank(), dist.get_world_size(), mesh.get_group())
+    reducer = FullyShardedReducer(hold_whole(module), [module], group, RankGroup(0, 1), hold="step")
     reducer.begin_backward(is_last=True)
     (module(torch.ones(1, 2, 4, 4)).sum() * module.scale * 0.0 + module.scale).backward()
     reducer.finish()

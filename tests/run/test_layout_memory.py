@@ -17,9 +17,9 @@ from closeranks.facts.schedules import schedule_for
 from closeranks.facts.timeline import peak_in_flight
 from closeranks.models.build import spec_for
 from closeranks.optim.optimizer import freeze
-from closeranks.parallel.apply import apply, local_part
-from closeranks.parallel.group import Group
-from closeranks.parallel.mesh import open_groups
+from closeranks.parallel.apply import local_part, parallelize
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.mesh import open_mesh_groups
 from closeranks.plan.layouts import cost_of
 from closeranks.run.describe import describe_job
 from closeranks.run.distribute import parallel_settings
@@ -128,9 +128,11 @@ def build(text: str) -> Built:
     torch.set_num_threads(1)
     job, layout, device = job_of(text), Layout.parse(text), torch.device("cpu")
     spec = spec_for(job.model, seq_len=job.data.seq_len)
-    groups = open_groups(Group(dist.get_rank(), dist.get_world_size()), layout, device, timeout_s=60.0)
+    groups = open_mesh_groups(RankGroup(dist.get_rank(), dist.get_world_size()), layout, device, timeout_s=60.0)
     with LiveBytes() as live:
-        applied = apply(spec, parallel_settings(job, layout), groups, device, lambda module: freeze(module, job.optim))
+        applied = parallelize(
+            spec, parallel_settings(job, layout), groups, device, lambda module: freeze(module, job.optim)
+        )
         sizes = {name: torch.Size(shape).numel() * 4 for name, shape in applied.shapes.items()}
         own = sum(local_part(held, groups.shard)[0].numel() * 4 for held in applied.held)
         return Built(live.peak, own, max(sizes.values()), sum(sizes.values()))

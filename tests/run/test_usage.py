@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from closeranks.core.events import Event, StepDone, Warned
 from closeranks.elastic.vote import Ballot, Verdict, Vote
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.run.component import Component
 from closeranks.run.ledger import StepResult
 from closeranks.run.usage import SkippedUpdates, UnusedParameters, unused_warning
@@ -28,7 +28,7 @@ def usage(names: str, held: str, *, voters: int = 2, can_gate: bool = True, num_
 
 def verdict(sums: torch.Tensor) -> Verdict:
     zero = torch.zeros((), dtype=torch.float64)
-    vote = Vote(Group(0, 1), (), clip=0.0)
+    vote = Vote(RankGroup(0, 1), (), clip=0.0)
     return vote.cast(Ballot(zero, zero + 1, zero, {}, extra={"usage": sums}), torch.ones(()))
 
 

@@ -20,7 +20,7 @@ from closeranks.data.source import as_loader_source
 from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import Layout
 from closeranks.models.build import spec_for
-from closeranks.parallel.materialise import materialise
+from closeranks.parallel.materialise import materialize
 from closeranks.run.context import batch_schedule
 from closeranks.run.job import Job, load_job
 from closeranks.run.loop import run_session
@@ -87,7 +87,7 @@ def by_hand(job: Job, num_replicas: int, num_ranks: int) -> tuple[list[float], d
     local, optim = job.sync.local, job.optim
     replicas = []
     for _ in range(num_replicas):
-        module = materialise(
+        module = materialize(
             spec, seed=job.run.seed, device=torch.device("cpu"), dtype=torch.float64, broadcast=lambda tensor: tensor
         )
         rule = torch.optim.AdamW(

@@ -17,7 +17,7 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Reducer
 from closeranks.optim.config import OptimConfig, ScheduleConfig
 from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.zero import shard_fully
 from closeranks.sync.allreduce import AllReduce
@@ -91,23 +91,23 @@ def loss(module: nn.Module, number: int) -> Tensor:
     return module(tokens, number % 2 == 1)
 
 
-def groups(num_replicas: int) -> tuple[Group, Group, Any]:
+def groups(num_replicas: int) -> tuple[RankGroup, RankGroup, Any]:
     """Shard group, replica group and mesh of this world."""
     size = dist.get_world_size() // num_replicas
     mesh = init_device_mesh("cpu", (num_replicas, size), mesh_dim_names=("replica", "shard"))
     own = [mesh.get_group(axis) for axis in ("shard", "replica")]
-    shard, replica = (Group(dist.get_rank(group), dist.get_world_size(group), group) for group in own)
+    shard, replica = (RankGroup(dist.get_rank(group), dist.get_world_size(group), group) for group in own)
     return shard, replica, mesh if num_replicas > 1 else mesh["shard"]
 
 
 def make(
     strategy: Strategy,
     module: nn.Module,
-    shard: Group,
-    replica: Group,
+    shard: RankGroup,
+    replica: RankGroup,
     mesh: Any,
     partial: dict[str, Any] | None = None,
-    ways: Callable[[Group], WayMaker] | None = None,
+    ways: Callable[[RankGroup], WayMaker] | None = None,
 ) -> Reducer:
     """``partial``: further groups of some parameters, by name; ``ways``: how buckets are summed, of the group that is
     asked for it."""
@@ -123,7 +123,9 @@ def make(
         return FullyShardedReducer(held, [module], shard, replica, hold=strategy.hold, ways=made)
     if strategy.zero == 0:
         size = shard.size * replica.size
-        data = Group(replica.rank * shard.size + shard.rank, size, shard.process_group if replica.size == 1 else None)
+        data = RankGroup(
+            replica.rank * shard.size + shard.rank, size, shard.process_group if replica.size == 1 else None
+        )
         made = ways(data) if ways is not None else None
         return AllReduce(held, data, overlap=strategy.overlap, ways=made, **caps)
     caps["ways"] = ways(replica if replica.size > 1 else shard) if ways is not None else None

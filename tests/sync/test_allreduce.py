@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.sync.allreduce import AllReduce
 from closeranks.sync.held import hold_whole
 from closeranks.testing import run_world
@@ -33,7 +33,7 @@ def reference(batches: list[int]) -> list[torch.Tensor]:
 
 
 def reduced(assignment: list[list[int]], cap_bytes: int) -> list[torch.Tensor]:
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     module = build()
     reducer = AllReduce(hold_whole(module), group, bucket_bytes=cap_bytes, first_bucket_bytes=cap_bytes)
     mine = assignment[group.rank]
@@ -63,7 +63,7 @@ def test_sums_over_ranks_with_accumulation_and_idle_ranks(assignment: list[list[
 
 def unused_branch() -> list[list[float]]:
     """Only rank 1 uses the second layer; a third is used by nobody."""
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     layers = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)]).double()
     with torch.no_grad():
         for p in layers.parameters():
@@ -92,7 +92,7 @@ def collectives_per_step(num_micro_batches: int) -> tuple[int, int]:
 
     dist.all_reduce = counting
     module = build()
-    reducer = AllReduce(hold_whole(module), Group(dist.get_rank(), 2), bucket_bytes=300, first_bucket_bytes=300)
+    reducer = AllReduce(hold_whole(module), RankGroup(dist.get_rank(), 2), bucket_bytes=300, first_bucket_bytes=300)
     for number in range(num_micro_batches):
         reducer.begin_backward(is_last=number == num_micro_batches - 1)
         module(batch(number)).square().sum().backward()
@@ -115,7 +115,7 @@ def sent_without_overlap() -> tuple[int, int]:
     sent: list[object] = []
     original = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (sent.append(args[0]), original(*args, **kwargs))[1]
-    module, group = build(), Group(dist.get_rank(), 2)
+    module, group = build(), RankGroup(dist.get_rank(), 2)
     reducer = AllReduce(hold_whole(module), group, bucket_bytes=300, first_bucket_bytes=300, overlap=False)
     reducer.begin_backward(is_last=True)
     module(batch(0)).square().sum().backward()
@@ -134,7 +134,7 @@ def test_without_overlap_everything_leaves_at_the_end() -> None:
 
 def test_one_rank_leaves_gradients_where_autograd_put_them() -> None:
     module = build()
-    reducer = AllReduce(hold_whole(module), Group(0, 1), bucket_bytes=1, first_bucket_bytes=1)
+    reducer = AllReduce(hold_whole(module), RankGroup(0, 1), bucket_bytes=1, first_bucket_bytes=1)
     reducer.begin_backward(is_last=True)
     module(batch(0)).square().sum().backward()
     places = [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
@@ -145,7 +145,7 @@ def test_one_rank_leaves_gradients_where_autograd_put_them() -> None:
 
 def odd_layouts() -> bool:
     """A transposed and a channels-last parameter: the gradient must lie in memory as the parameter does."""
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     module = nn.Module()
     module.a = nn.Parameter(torch.zeros(3, 5).t())
     module.b = nn.Parameter(torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
@@ -169,7 +169,7 @@ def twice_in_one_backward() -> str:
     from torch.utils.checkpoint import checkpoint
 
     layer = nn.Linear(4, 4)
-    reducer = AllReduce(hold_whole(layer), Group(dist.get_rank(), 2), bucket_bytes=1, first_bucket_bytes=1)
+    reducer = AllReduce(hold_whole(layer), RankGroup(dist.get_rank(), 2), bucket_bytes=1, first_bucket_bytes=1)
     reducer.begin_backward(is_last=True)
     x = torch.ones(2, 4, requires_grad=True)
     try:

@@ -15,7 +15,7 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.sync.allreduce import AllReduce
 from closeranks.sync.held import hold_whole
 from closeranks.sync.shards import ALIGN_BYTES, NUM_UNDER_WAY, ShardedReducer
@@ -266,12 +266,12 @@ def partial_sums(strategies: list[Strategy]) -> list[dict[str, Pieces]]:
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
     data = mesh.get_group("shard")
-    shard = Group(dist.get_rank(data), 2, data)
+    shard = RankGroup(dist.get_rank(data), 2, data)
     found = []
     for strategy in strategies:
         module = build()
         over = dict.fromkeys(PARTIAL, (mesh.get_group("tensor"),))
-        reducer = make(strategy, module, shard, Group(0, 1), mesh["shard"], over)
+        reducer = make(strategy, module, shard, RankGroup(0, 1), mesh["shard"], over)
         backward(reducer, module, assignment(0, dist.get_rank(), equal=True))
         found.append(pieces(reducer, "gradients"))
     return found
@@ -293,7 +293,7 @@ def test_some_gradients_are_summed_over_further_groups() -> None:
 
 def two_stages(kind: str) -> dict[str, Any]:
     """Two stages of one rank: a shared matrix, and one of its own each; three micro-batches in an interleaved order."""
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(0)
     shared, one, other = (nn.Parameter(torch.randn(5, 5, dtype=torch.float64)) for _ in range(3))
     stages = {"shared": SEVERAL_STAGES, "one": 0, "other": 1}
@@ -304,7 +304,7 @@ def two_stages(kind: str) -> dict[str, Any]:
     if zero == 0:
         reducer: Any = AllReduce(held, group, **caps)
     else:
-        reducer = ShardedReducer(held, group, Group(0, 1), zero=zero, hold=kind[1:], **caps)
+        reducer = ShardedReducer(held, group, RankGroup(0, 1), zero=zero, hold=kind[1:], **caps)
     for stage, micro in ((1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (0, 2)):
         x = torch.full((2, 5), 1.0 + micro + 10 * group.rank, dtype=torch.float64)
         reducer.begin_backward(stage, is_last=micro == 2)
@@ -331,10 +331,10 @@ def test_stages_of_one_rank_may_share_a_parameter(kind: str) -> None:
 
 def held_between_micro_batches() -> list[tuple[int, int]]:
     """After each backward: bytes of gradients at the parameters, and of all buckets that have not arrived."""
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
     reducer = ShardedReducer(
-        hold_whole(module), group, Group(0, 1), zero=2, hold="shards", bucket_bytes=1024, first_bucket_bytes=1024
+        hold_whole(module), group, RankGroup(0, 1), zero=2, hold="shards", bucket_bytes=1024, first_bucket_bytes=1024
     )
     seen = []
     for number in range(3):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.zero import _NarrowGather, shard_fully
 from closeranks.sync.fsdp import FullyShardedReducer
@@ -24,7 +24,7 @@ from tests.sync.strategies import CONFIG
 
 pytestmark = pytest.mark.gpu
 
-ALONE = Group(0, 1)
+ALONE = RankGroup(0, 1)
 BLOCKS = ("0", "2")
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.sync.held import hold_whole
 from closeranks.sync.shards import ALIGN_BYTES, ShardedReducer
 from closeranks.testing import run_world
@@ -29,9 +29,9 @@ def odd_orders() -> nn.Module:
 
 
 def shares(zero: int, hold: str) -> tuple[Pieces, Pieces, list[bool]]:
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     module, before = odd_orders(), odd_orders()
-    reducer = ShardedReducer(hold_whole(module), group, Group(0, 1), zero=zero, hold=hold, **CAPS)
+    reducer = ShardedReducer(hold_whole(module), group, RankGroup(0, 1), zero=zero, hold=hold, **CAPS)
     kept = [
         torch.equal(p, q) and p.stride() == q.stride() and p.data_ptr() % ALIGN_BYTES == q.data_ptr() % ALIGN_BYTES
         for p, q in zip(module.parameters(), before.parameters(), strict=True)
@@ -68,7 +68,7 @@ def test_memory_order_is_kept_and_pieces_say_where_elements_belong(size: int, ze
 def test_a_group_of_one_communicates_with_nobody() -> None:
     """No process group exists here: any collective would raise."""
     module = nn.Linear(3, 2)
-    alone = Group(0, 1)
+    alone = RankGroup(0, 1)
     reducer = ShardedReducer(hold_whole(module), alone, alone, zero=2, hold="shards", **CAPS)
     for number in range(2):
         reducer.begin_backward(is_last=number == 1)
@@ -84,7 +84,7 @@ def test_a_group_of_one_communicates_with_nobody() -> None:
 
 @pytest.mark.parametrize("hold", ["step", "shards"])
 def test_a_second_gradient_in_one_backward_is_refused(hold: str) -> None:
-    layer, alone = nn.Linear(4, 4), Group(0, 1)
+    layer, alone = nn.Linear(4, 4), RankGroup(0, 1)
     reducer = ShardedReducer(hold_whole(layer), alone, alone, zero=2, hold=hold, **CAPS)
     reducer.begin_backward(is_last=True)
     layer(torch.ones(1, 4)).sum().backward()
@@ -93,7 +93,7 @@ def test_a_second_gradient_in_one_backward_is_refused(hold: str) -> None:
 
 
 def test_frozen_parameters_stay_where_they_are() -> None:
-    module, alone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Group(0, 1)
+    module, alone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), RankGroup(0, 1)
     module[0].requires_grad_(False)
     before = [p.data_ptr() for p in module.parameters()]
     reducer = ShardedReducer(hold_whole(module), alone, alone, zero=1, hold="step", **CAPS)

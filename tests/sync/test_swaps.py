@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.sync import swaps
 from closeranks.testing import run_world
 
@@ -26,7 +26,7 @@ def exchange(piece_bytes: int) -> bool:
     members = [2, 0, 1]
     made = dist.new_group(members)
     rank = dist.get_group_rank(made, dist.get_rank())
-    group = Group(rank, SIZE, made)
+    group = RankGroup(rank, SIZE, made)
     others = [peer for peer in range(SIZE) if peer != rank]
     arriving = torch.zeros(SIZE - 1, LENGTH, dtype=torch.uint8)
     outgoing = torch.stack([message(rank, peer) for peer in others])

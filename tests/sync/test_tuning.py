@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import ConfigError
 from closeranks.facts.collectives import Link, NetworkModel, best_bucket_bytes, collective_cost
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.run.job import load_job
 from closeranks.sync.config import SyncConfig
 from closeranks.sync.tuning import (
@@ -136,11 +136,11 @@ def test_any_other_word_or_size_is_refused_in_one_sentence(said: str) -> None:
 def tuned(num_data: int) -> Tuned:
     """In data groups of so many ranks, of which each has other work."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    world = Group(rank, size)
+    world = RankGroup(rank, size)
     data = world
     for first in range(0, size, num_data) if num_data < size else ():
         group = dist.new_group(list(range(first, first + num_data)))
-        data = Group(rank - first, num_data, group) if first <= rank < first + num_data else data
+        data = RankGroup(rank - first, num_data, group) if first <= rank < first + num_data else data
     torch.manual_seed(5)
     before = torch.get_rng_state()
     found = tune(data, world, torch.device("cpu"), Work((rank + 1) * 20 * MIB, 0.05 * rank))

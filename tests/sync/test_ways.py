@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.optim.norms import norm_squared
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.sync.compress.build import CODECS, compressed_ways
 from closeranks.sync.compress.compressed import Plan
 from closeranks.sync.config import CompressConfig
@@ -51,7 +51,7 @@ def config(name: str, **more: object) -> CompressConfig:
     return CompressConfig.model_validate({"name": name, "ratio": 0.1, "rank": 1, **more})
 
 
-def ways_of(name: str, group: Group, *, scatters: bool, plan: Plan) -> WayMaker:
+def ways_of(name: str, group: RankGroup, *, scatters: bool, plan: Plan) -> WayMaker:
     return compressed_ways(config(name), group, plan, scatters=scatters)
 
 
@@ -219,7 +219,7 @@ def test_losses_are_measured_where_they_are_asked_for(strategy: Strategy, name: 
 
 def large(name: str, num_steps: int) -> tuple[float, float, float]:
     """Norms after many steps of gradients of size one: of what this rank owes, of the bound, and of the first step."""
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     numel = 8192
     load = Load((), numel, torch.float64, torch.device("cpu"))
     load.__dict__["gaps"] = None  # nobody's, but not to be cleared
@@ -253,8 +253,8 @@ def two_levels(names: list[str]) -> dict[str, Pieces]:
     rank = dist.get_rank()
     insides = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     acrosses = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    inside = Group(rank % 2, 2, insides[rank // 2])
-    across = Group(rank // 2, 2, acrosses[rank % 2])
+    inside = RankGroup(rank % 2, 2, insides[rank // 2])
+    across = RankGroup(rank // 2, 2, acrosses[rank % 2])
     found = {}
     for name in names:
         module = build()
@@ -296,7 +296,7 @@ def test_few_bytes_travel(name: str, least: float) -> None:
 
 
 def sent_bytes(name: str) -> int:
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     flat = torch.randn(1 << 16)
     from closeranks.sync.places import Place
 
@@ -315,7 +315,7 @@ def test_remembered_tensors_are_views_of_what_counts() -> None:
 
 
 def views() -> bool:
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     from closeranks.sync.places import Place
 
     places = (Place(Piece.whole("a", (3, 2)), 0, 0, 6), Place(Piece.whole("b", (5,)), 6, 0, 5))
@@ -333,7 +333,7 @@ def after_zeros() -> list[Tensor]:
     """What arrives of a matrix whose first gradient is zero everywhere, step by step."""
     from closeranks.sync.places import Place
 
-    group = Group(dist.get_rank(), dist.get_world_size())
+    group = RankGroup(dist.get_rank(), dist.get_world_size())
     load = Load((Place(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
     way = compressed_ways(config("powersgd"), group, Plan())(load)
     arrived = []

@@ -33,20 +33,20 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter, ModelSpec
 from closeranks.facts.layout import Layout
 from closeranks.facts.stages import stage_placement
-from closeranks.parallel.batchnorm import BatchStatistics, advice, synchronise
-from closeranks.parallel.group import Group
-from closeranks.parallel.materialise import Built, Target, build, empty, fill
-from closeranks.parallel.mesh import Groups
+from closeranks.parallel.batchnorm import BatchStatistics, batch_norm_hint, convert_sync_batch_norm
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.materialise import BuiltModule, InitTarget, build_module, init_targets, to_empty
+from closeranks.parallel.mesh import MeshGroups
 from closeranks.parallel.pipeline import Pipeline, open_pipeline
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.recompute import recompute, recompute_compiled
-from closeranks.parallel.stages import Cut, Tie, cut_stages, stage_ranges
-from closeranks.parallel.tensor import Share, split
+from closeranks.parallel.stages import RankStages, TiedParameter, split_into_stages, stage_ranges
+from closeranks.parallel.tensor import TensorShard, shard_module
 from closeranks.parallel.zero import shard_fully
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ParallelSettings:
     """The job's settings for distributing its model."""
 
     layout: Layout
@@ -66,7 +66,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class DistributedModel:
     """This rank's part of the distributed model, and warnings for the user."""
 
     stages: Mapping[int, nn.Module]
@@ -89,33 +89,37 @@ class Applied:
         return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
-def apply(
-    spec: ModelSpec, wishes: Wishes, groups: Groups, device: torch.device, prepare: Callable[[nn.Module], object]
-) -> Applied:
+def parallelize(
+    spec: ModelSpec,
+    wishes: ParallelSettings,
+    groups: MeshGroups,
+    device: torch.device,
+    prepare: Callable[[nn.Module], object],
+) -> DistributedModel:
     is_cut = wishes.layout.zero == 3 or groups.tensor.size > 1 or groups.pipeline.size > 1
     dtype = wishes.precision.weights
-    built = build(spec, seed=wishes.seed, device=device, dtype=dtype, group=groups.world, sharded=is_cut)
+    built = build_module(spec, seed=wishes.seed, device=device, dtype=dtype, group=groups.world, sharded=is_cut)
     whole = built.module
     prepare(whole)
     names = _Names.of(whole)
-    shares = split(whole, spec.sharding_rules, spec.activation_collectives, groups.tensor)
+    shares = shard_module(whole, spec.sharding_rules, spec.activation_collectives, groups.tensor)
     cut = _cut(spec, whole, wishes.layout, groups)
     wrapped: set[nn.Module] = set()
     for module in cut.stages.values():
         _transform(spec, module, wishes, groups, wrapped)
     stages = nn.ModuleList(cut.stages.values())  # one module, so that a tensor which two stages share stays shared
     if built.is_meta:
-        empty(stages, device)
+        to_empty(stages, device)
     held = tuple(_held(cut, names, shares, _tie_groups(cut.ties, wishes.layout, groups), groups))
     if built.is_meta:
         _fill(built, stages, held, groups, device)
-    hint = advice(stages, wishes.batch_norm, wishes.micro_batch, groups.data.size)
-    return Applied(
+    hint = batch_norm_hint(stages, wishes.batch_norm, wishes.micro_batch, groups.data.size)
+    return DistributedModel(
         stages=cut.stages,
         # A backward split into two halves would recompute a block twice.
         pipeline=open_pipeline(wishes.layout, cut.stages, groups.pipeline, device, splits=wishes.recompute == "none"),
         held=held,
-        statistics=tuple(BatchStatistics(module, groups.home.data) for module in cut.stages.values()),
+        statistics=tuple(BatchStatistics(module, groups.replica_group.data) for module in cut.stages.values()),
         shapes=names.shapes,
         trainable=names.trainable,
         num_params=names.num_params,
@@ -160,9 +164,9 @@ def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, tensor) for name, tensor in module.state_dict().items() if name in buffers)
 
 
-def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: Groups) -> Cut:
+def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: MeshGroups) -> RankStages:
     if layout.pipeline == 1:
-        return Cut({0: whole}, ())
+        return RankStages({0: whole}, ())
     if spec.pipeline_spec is None:
         what = f"the model '{spec.name}' is not a chain of units, so it cannot be cut into {layout.num_stages} stages"
         raise ModelError(what, "Name its modules in order in model.stages, or use pipeline=1.")
@@ -171,7 +175,7 @@ def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: Groups) -> C
         raise ModelError(what, "Use a smaller pipeline, or name more modules in model.stages.")
     ranges = stage_ranges(spec.pipeline_spec.costs, layout)
     places = stage_placement(layout.schedule, layout.pipeline)
-    cut = cut_stages(whole, spec.pipeline_spec, ranges, places[groups.pipeline.rank])
+    cut = split_into_stages(whole, spec.pipeline_spec, ranges, places[groups.pipeline.rank])
     if layout.zero == 3:
         _refuse_shared(whole, spec.pipeline_spec.units, ranges, places)
     return cut
@@ -199,13 +203,15 @@ def _refuse_shared(
                     )
 
 
-def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Groups, wrapped: set[nn.Module]) -> None:
+def _transform(
+    spec: ModelSpec, module: nn.Module, wishes: ParallelSettings, groups: MeshGroups, wrapped: set[nn.Module]
+) -> None:
     """``wrapped``: modules that an earlier stage of this rank shares and has already wrapped."""
     blocks = tuple(_unwrapped(module, spec.blocks, wrapped))
     units = tuple(_unwrapped(module, spec.compile_units, wrapped))
     wrapped.update(module.modules())
-    if wishes.batch_norm == "sync" and groups.home.data.size > 1:
-        synchronise(module, groups.home.data.process_group)
+    if wishes.batch_norm == "sync" and groups.replica_group.data.size > 1:
+        convert_sync_batch_norm(module, groups.replica_group.data.process_group)
     is_around = wishes.compiled and wishes.recompute == "full"
     if not is_around:
         recompute(module, blocks, wishes.recompute, wishes.recompute_keep)
@@ -226,7 +232,7 @@ def _transform(spec: ModelSpec, module: nn.Module, wishes: Wishes, groups: Group
         )
 
 
-def _idle_recompute(spec: ModelSpec, wishes: Wishes) -> str:
+def _idle_recompute(spec: ModelSpec, wishes: ParallelSettings) -> str:
     if wishes.recompute == "none" or spec.blocks:
         return ""
     what = f'train.recompute = "{wishes.recompute}" does nothing: {spec.name} has no list or sequence of blocks'
@@ -239,7 +245,7 @@ def _unwrapped(module: nn.Module, names: Iterable[str], wrapped: Collection[nn.M
     return (name for name in names if name in here)
 
 
-def _tie_groups(ties: Iterable[Tie], layout: Layout, groups: Groups) -> dict[str, dist.ProcessGroup]:
+def _tie_groups(ties: Iterable[TiedParameter], layout: Layout, groups: MeshGroups) -> dict[str, dist.ProcessGroup]:
     """For each tied parameter of this rank, the group of ranks that hold a copy; none where all copies are here."""
     where = {stage: rank for rank, own in enumerate(stage_placement(layout.schedule, layout.pipeline)) for stage in own}
     found: dict[str, dist.ProcessGroup] = {}
@@ -252,7 +258,11 @@ def _tie_groups(ties: Iterable[Tie], layout: Layout, groups: Groups) -> dict[str
 
 
 def _held(
-    cut: Cut, names: _Names, shares: Mapping[str, Share], ties: Mapping[str, dist.ProcessGroup], groups: Groups
+    cut: RankStages,
+    names: _Names,
+    shares: Mapping[str, TensorShard],
+    ties: Mapping[str, dist.ProcessGroup],
+    groups: MeshGroups,
 ) -> Iterator[LocalParameter]:
     """Each parameter object of this rank once, under its first name in the whole model."""
     owners: dict[nn.Parameter, list[tuple[int, str]]] = {}
@@ -269,7 +279,7 @@ def _held(
             parameter,
             piece=share.piece if share is not None else Piece.whole(first, names.shapes[first]),
             aliases=names.aliases(first),
-            is_primary=(share is None or share.is_spoken)
+            is_primary=(share is None or share.is_primary)
             and speakers.get(first, own_stages[number]) == own_stages[number],
             stage=number if not more else SEVERAL_STAGES,
             partial_over=tuple(group for group in over if group is not None),
@@ -277,9 +287,9 @@ def _held(
 
 
 def _fill(
-    built: Built, stages: nn.ModuleList, held: Iterable[LocalParameter], groups: Groups, device: torch.device
+    built: BuiltModule, stages: nn.ModuleList, held: Iterable[LocalParameter], groups: MeshGroups, device: torch.device
 ) -> None:
-    fill((Target(*local_part(one, groups.shard)) for one in held), built.source, device)
+    init_targets((InitTarget(*local_part(one, groups.shard)) for one in held), built.source, device)
     for stage in stages:
         built.source.fill_buffers(stage)
 
@@ -289,7 +299,7 @@ def is_sharded(held: LocalParameter) -> bool:
     return isinstance(held.parameter, DTensor)
 
 
-def local_part(held: LocalParameter, shard: Group) -> tuple[Tensor, Piece]:
+def local_part(held: LocalParameter, shard: RankGroup) -> tuple[Tensor, Piece]:
     """The part of a parameter in this rank's memory: the held tensor, or this rank's rows of it under FSDP2."""
     if not isinstance(held.parameter, DTensor):
         return held.parameter.detach(), held.piece

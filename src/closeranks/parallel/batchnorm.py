@@ -171,16 +171,16 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-def synchronise(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+def convert_sync_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Replace every batch norm by one that spans the data ranks; parameters, buffers and names stay."""
     for name, child in list(module.named_children()):
         if isinstance(child, _BatchNorm):
             setattr(module, name, SyncBatchNorm(child, group))
         else:
-            synchronise(child, group)
+            convert_sync_batch_norm(child, group)
 
 
-def advice(module: nn.Module, mode: str, micro_batch: int, num_ranks: int) -> str:
+def batch_norm_hint(module: nn.Module, mode: str, micro_batch: int, num_ranks: int) -> str:
     """A hint for the user about batch norm in this job; empty when there is none."""
     if not any(isinstance(m, _BatchNorm) for m in module.modules()):
         return ""

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 
 SEQUENCE = 1
 """The dim of activations [batch, positions, features] that ``gather`` concatenates and ``scatter`` splits."""
 
 
 @dataclass(frozen=True)
-class Axis:
+class TensorAxisGroup:
     """A tensor-parallel group as plain values: compiled code cannot hold a process group, and modules that hold this
     can be deep-copied."""
 
@@ -36,7 +36,7 @@ class Axis:
     """The name under which torch finds the process group."""
 
     @classmethod
-    def of(cls, group: Group) -> Axis:
+    def of(cls, group: RankGroup) -> TensorAxisGroup:
         process_group = group.process_group or dist.group.WORLD
         assert process_group is not None
         return cls(group.rank, group.size, process_group.group_name)
@@ -48,22 +48,22 @@ class Axis:
         return _all_reduce(tensor, "max", self.name)
 
 
-def copy(tensor: Tensor, axis: Axis) -> Tensor:
+def copy(tensor: Tensor, axis: TensorAxisGroup) -> Tensor:
     """Identity in forward, for a tensor that every rank reads whole; the gradient is all-reduced."""
     return _crossed(_Copy, tensor, axis.name)
 
 
-def sum(tensor: Tensor, axis: Axis) -> Tensor:
+def all_reduce(tensor: Tensor, axis: TensorAxisGroup) -> Tensor:
     """All-reduce partial sums: every rank gets the total. Identity in backward."""
     return _crossed(_Sum, tensor, axis.name)
 
 
-def gather(tensor: Tensor, axis: Axis, dim: int = SEQUENCE) -> Tensor:
+def all_gather(tensor: Tensor, axis: TensorAxisGroup, dim: int = SEQUENCE) -> Tensor:
     """All-gather shards of a sequence on every rank; the gradient is reduce-scattered."""
     return _crossed(_Gather, tensor, dim, axis.size, axis.name)
 
 
-def scatter(tensor: Tensor, axis: Axis, dim: int = SEQUENCE) -> Tensor:
+def reduce_scatter(tensor: Tensor, axis: TensorAxisGroup, dim: int = SEQUENCE) -> Tensor:
     """Reduce-scatter partial sums: each rank gets its shard of the total along the sequence."""
     if tensor.shape[dim] % axis.size:
         what = f"{tensor.shape[dim]} positions of a sample do not split over {axis.size} tensor ranks"
@@ -71,17 +71,17 @@ def scatter(tensor: Tensor, axis: Axis, dim: int = SEQUENCE) -> Tensor:
     return _crossed(_Scatter, tensor, dim, axis.size, axis.name)
 
 
-def whole(tensor: Tensor, axis: Axis) -> Tensor:
+def all_gather_last_dim(tensor: Tensor, axis: TensorAxisGroup) -> Tensor:
     """All-gather shards of the last dim, for a tensor from which all ranks then compute the same values."""
     return _crossed(_Whole, tensor, axis.rank, axis.size, axis.name)
 
 
-CROSSINGS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
+ACTIVATION_COLLECTIVES: dict[str, Callable[[Tensor, TensorAxisGroup], Tensor]] = {
     "copy": copy,
-    "sum": sum,
-    "gather": gather,
-    "scatter": scatter,
-    "whole": whole,
+    "sum": all_reduce,
+    "gather": all_gather,
+    "scatter": reduce_scatter,
+    "whole": all_gather_last_dim,
 }
 """By the names that ``core.protocols.Crossing`` uses."""
 

@@ -17,18 +17,18 @@ from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.core.registry import did_you_mean
 
-Kind = Literal["linear", "embedding", "own", "fixed"]
+OwnerKind = Literal["linear", "embedding", "own", "fixed"]
 """The kind of module that owns a parameter: a Linear, an Embedding, a class of the model's own that accepts any shard,
 or a torch module that needs the whole parameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ParameterEntry:
     """A parameter under one of its names: the input of a plan."""
 
     name: str
     shape: tuple[int, ...]
-    kind: Kind
+    kind: OwnerKind
     label: str = ""
     """The module's class, for messages."""
     is_plain: bool = True
@@ -50,7 +50,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParameterSharding:
     """``dim`` None: every rank has the whole. ``is_partial``: the true gradient is the sum of all ranks' gradients."""
 
     dim: int | None = None
@@ -58,20 +58,20 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShardingPlan:
     """``cuts`` by every name of a parameter, ``crossings`` by the name of a module."""
 
-    cuts: Mapping[str, Cut]
-    crossings: Mapping[str, ActivationCollectives]
+    shardings: Mapping[str, ParameterSharding]
+    activation_collectives: Mapping[str, ActivationCollectives]
 
 
-def plan(
-    listed: Sequence[Listed],
+def plan_sharding(
+    listed: Sequence[ParameterEntry],
     modules: Sequence[str],
     rules: Sequence[ShardingRule],
     crossings: Sequence[ActivationCollectives],
     size: int,
-) -> Plan:
+) -> ShardingPlan:
     """``listed`` and ``modules`` in the order of the model; ``size`` is the number of tensor ranks."""
     _check_used([rule.pattern for rule in rules], [one.name for one in listed])
     _check_used([crossing.pattern for crossing in crossings], modules)
@@ -84,24 +84,24 @@ def plan(
     said = {name: crossing for name in modules if (crossing := _first(name, crossings)) is not None}
     _check_met(listed, cuts, said)
     everywhere = said | _derived(listed, cuts, said)
-    return Plan(_with_partial_biases(listed, cuts, everywhere), everywhere)
+    return ShardingPlan(_with_partial_biases(listed, cuts, everywhere), everywhere)
 
 
-def _cut_of(one: Listed, rules: Sequence[ShardingRule]) -> Cut:
+def _cut_of(one: ParameterEntry, rules: Sequence[ShardingRule]) -> ParameterSharding:
     rule = next((rule for rule in rules if fnmatchcase(one.name, rule.pattern)), None)
-    return Cut() if rule is None else Cut(rule.dim, rule.dim is None and rule.sequence)
+    return ParameterSharding() if rule is None else ParameterSharding(rule.dim, rule.dim is None and rule.sequence)
 
 
 def _first(name: str, crossings: Sequence[ActivationCollectives]) -> ActivationCollectives | None:
     return next((crossing for crossing in crossings if fnmatchcase(name, crossing.pattern)), None)
 
 
-def _follow(one: Listed, cuts: Mapping[str, Cut]) -> Cut:
+def _follow(one: ParameterEntry, cuts: Mapping[str, ParameterSharding]) -> ParameterSharding:
     """A bias is sharded with the outputs of its Linear, whether a rule names it or not."""
     own, weight = cuts[one.name], cuts.get(f"{one.owner}.weight" if one.owner else "weight")
     if one.kind != "linear" or one.is_weight or weight is None:
         return own
-    due = Cut(0) if weight.dim == 0 else Cut(is_partial=own.is_partial)
+    due = ParameterSharding(0) if weight.dim == 0 else ParameterSharding(is_partial=own.is_partial)
     if own.dim is not None and own.dim != due.dim:
         what = f"the bias {one} is to be split along dim {own.dim}, but its weight is not split so"
         raise ModelError(what, "Leave the bias out of the tensor entries: it follows its weight.")
@@ -124,7 +124,7 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
     return did_you_mean(pattern, {re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names if name})
 
 
-def _check_cut(one: Listed, cut: Cut, size: int) -> None:
+def _check_cut(one: ParameterEntry, cut: ParameterSharding, size: int) -> None:
     if cut.dim is None:
         return
     if not 0 <= cut.dim < len(one.shape):
@@ -144,7 +144,7 @@ def _check_cut(one: Listed, cut: Cut, size: int) -> None:
         raise ModelError(what, "Split it along the other dim, or use the plain torch class.")
 
 
-def _check_ties(listed: Sequence[Listed], cuts: Mapping[str, Cut]) -> None:
+def _check_ties(listed: Sequence[ParameterEntry], cuts: Mapping[str, ParameterSharding]) -> None:
     for one in listed:
         if one.tied_to and cuts[one.name].dim != cuts[one.tied_to].dim:
             said = [f"'{name}' {_in_words(cuts[name])}" for name in (one.tied_to, one.name)]
@@ -152,12 +152,12 @@ def _check_ties(listed: Sequence[Listed], cuts: Mapping[str, Cut]) -> None:
             raise ModelError(what, "Its names are tied: give each a tensor entry with the same dim.")
 
 
-def _in_words(cut: Cut) -> str:
+def _in_words(cut: ParameterSharding) -> str:
     return "not at all" if cut.dim is None else f"along dim {cut.dim}"
 
 
 def _derived(
-    listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, ActivationCollectives]
+    listed: Sequence[ParameterEntry], cuts: Mapping[str, ParameterSharding], said: Mapping[str, ActivationCollectives]
 ) -> dict[str, ActivationCollectives]:
     """Activation collectives for sharded modules where neither they nor a module around them specify any."""
     found: dict[str, ActivationCollectives] = {}
@@ -174,7 +174,7 @@ def _derived(
     return {name: crossing for name, crossing in found.items() if crossing.on_input or crossing.on_output}
 
 
-def _needed(one: Listed, dim: int) -> ActivationCollectives:
+def _needed(one: ParameterEntry, dim: int) -> ActivationCollectives:
     if one.kind == "linear":
         return (
             ActivationCollectives(one.owner, on_input="copy")
@@ -194,7 +194,9 @@ def _around(module: str, said: Mapping[str, ActivationCollectives]) -> str | Non
     return module
 
 
-def _check_met(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[str, ActivationCollectives]) -> None:
+def _check_met(
+    listed: Sequence[ParameterEntry], cuts: Mapping[str, ParameterSharding], said: Mapping[str, ActivationCollectives]
+) -> None:
     """Sharded outputs must be read by sharded inputs, in a sibling module or later in the model."""
     splits_outputs = {("linear", 0), ("embedding", 1)}
     weights = [one for one in listed if one.is_weight]
@@ -211,12 +213,14 @@ def _check_met(listed: Sequence[Listed], cuts: Mapping[str, Cut], said: Mapping[
 
 
 def _with_partial_biases(
-    listed: Sequence[Listed], cuts: Mapping[str, Cut], crossings: Mapping[str, ActivationCollectives]
-) -> dict[str, Cut]:
+    listed: Sequence[ParameterEntry],
+    cuts: Mapping[str, ParameterSharding],
+    crossings: Mapping[str, ActivationCollectives],
+) -> dict[str, ParameterSharding]:
     """A bias that is added to this rank's shard of a sequence has a partial gradient."""
     found = dict(cuts)
     for one in listed:
         crossing = crossings.get(one.owner)
         if one.kind == "linear" and not one.is_weight and crossing is not None and crossing.on_output == "scatter":
-            found[one.name] = Cut(cuts[one.name].dim, is_partial=cuts[one.name].dim is None)
+            found[one.name] = ParameterSharding(cuts[one.name].dim, is_partial=cuts[one.name].dim is None)
     return found

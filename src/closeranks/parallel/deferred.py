@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from closeranks.core.blame import one_line_error
-from closeranks.parallel.replay import Draw, Instruction, Program, Replay, View
+from closeranks.parallel.replay import OpReplay, OpTrace, RecordedOp, RngDraw, StorageView
 from closeranks.parallel.ties import named_tensors, shared_storage, to_meta
 
 _aten = torch.ops.aten
@@ -45,7 +45,7 @@ _OVERWRITING |= {"fill_", "zero_", "copy_"}
 """In-place operations that do not read the previous value of their target."""
 
 
-class Unfaithful(Exception):
+class NotRecordable(Exception):
     """Says why a factory could not be recorded: a signal to the caller, never an error of the run."""
 
 
@@ -54,9 +54,9 @@ class Recording:
     """A factory's module without data, and the recording that computes each of its parameters and buffers."""
 
     module: nn.Module
-    program: Program
-    views: dict[str, View]
-    replay: Replay
+    program: OpTrace
+    views: dict[str, StorageView]
+    replay: OpReplay
 
     def value(self, name: str) -> Tensor:
         return self.replay.value(self.views[name])
@@ -88,13 +88,13 @@ def record(factory: Callable[[], nn.Module], seed: int) -> Recording:
                 # Deep-copying a module reads data pointers; a fake tensor has none, and is copied correctly anyway.
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 module = factory()
-        except Unfaithful:
+        except NotRecordable:
             raise
         except Exception as error:  # anything may fail on fake tensors; the whole build shows real errors
-            raise Unfaithful(one_line_error(_root(error))) from error
+            raise NotRecordable(one_line_error(_root(error))) from error
         views = {name: recorder.registered(name, tensor) for name, tensor in named_tensors(module)}
         if shared := shared_storage(module):
-            raise Unfaithful(f"'{shared[0]}' and '{shared[1]}' share memory without being one parameter")
+            raise NotRecordable(f"'{shared[0]}' and '{shared[1]}' share memory without being one parameter")
         recorder.fill_plain_attributes(module, views.values())
         to_meta(module)
         recorder.check_nothing_escaped()
@@ -120,8 +120,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = _NoData()
-        self.program = Program(seed)
-        self.replay = Replay(self.program)
+        self.program = OpTrace(seed)
+        self.replay = OpReplay(self.program)
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []  # an address identifies a storage only while the storage is alive
         self._states: dict[bytes, int] = {_state(): -1}
@@ -135,22 +135,22 @@ class _Recorder(TorchDispatchMode):
                 return self._value(args[0]).item()
         written = list(_written(func, args, kwargs))
         if not all(isinstance(tensor, FakeTensor) for tensor in written):
-            raise Unfaithful(f"{func} changes a tensor that was there before")
+            raise NotRecordable(f"{func} changes a tensor that was there before")
         args, kwargs = tree_map_only(Tensor, self._without_data, (args, kwargs))
         given = tree_map_only(Tensor, self._view, (args, kwargs))
         result = self._execute(func, args, kwargs)
         self._write_down(func, given, [self._view(tensor) for tensor in written], result)
         return result
 
-    def registered(self, name: str, tensor: Tensor) -> View:
+    def registered(self, name: str, tensor: Tensor) -> StorageView:
         """The view behind a parameter or buffer."""
         if not isinstance(tensor, FakeTensor):
-            raise Unfaithful(f"'{name}' was there before the factory ran")
+            raise NotRecordable(f"'{name}' was there before the factory ran")
         if is_lazy(tensor):
-            raise Unfaithful(f"'{name}' has no shape yet")
+            raise NotRecordable(f"'{name}' has no shape yet")
         return self._view(tensor)
 
-    def fill_plain_attributes(self, module: nn.Module, views: Iterable[View]) -> None:
+    def fill_plain_attributes(self, module: nn.Module, views: Iterable[StorageView]) -> None:
         """Compute the tensors that a module holds as ordinary attributes now, since nothing shards them. Those that
         share memory with a parameter or buffer get no values, and ``check_nothing_escaped`` finds them."""
         taken = {view.storage for view in views}
@@ -169,7 +169,7 @@ class _Recorder(TorchDispatchMode):
         self._kept.clear()
         gc.collect()
         if any(type(found) is FakeTensor and found.fake_mode is self.fake for found in gc.get_objects()):
-            raise Unfaithful("the factory keeps a tensor where it cannot be found")
+            raise NotRecordable("the factory keeps a tensor where it cannot be found")
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -182,7 +182,7 @@ class _Recorder(TorchDispatchMode):
                 result = func(*real_args, **real_kwargs)
             return tree_map_only(Tensor, self.fake.from_tensor, result)
 
-    def _write_down(self, func: Any, given: tuple[Any, Any], written: list[View], result: Any) -> None:
+    def _write_down(self, func: Any, given: tuple[Any, Any], written: list[StorageView], result: Any) -> None:
         made = [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves(result)]
         fresh = {tensor.untyped_storage()._cdata for tensor in made if tensor is not None} - self._numbers.keys()
         outputs = tuple(None if tensor is None else self._view(tensor, may_be_new=True) for tensor in made)
@@ -191,12 +191,12 @@ class _Recorder(TorchDispatchMode):
         args, kwargs = given
         is_blind = func._opname in _OVERWRITING
         read = tree_leaves((args[1:] if is_blind else args, kwargs))
-        reads = frozenset(leaf.storage for leaf in read if isinstance(leaf, View))
+        reads = frozenset(leaf.storage for leaf in read if isinstance(leaf, StorageView))
         writes = frozenset(view.storage for view in written) | {self._numbers[key] for key in fresh}
         is_lost = is_blind and args[0].storage not in reads and self._is_all_of_it(args[0])
         overwrites = args[0].storage if is_lost else None
         draw = self._draw(func, kwargs)
-        self.program.add(Instruction(func, tuple(args), kwargs, reads, writes, outputs, overwrites, draw))
+        self.program.add(RecordedOp(func, tuple(args), kwargs, reads, writes, outputs, overwrites, draw))
 
     def _draw(self, func: Any, kwargs: dict[str, Any]) -> int | None:
         """The number of this draw. The real generator advances by one number per draw, so that code which saves and
@@ -204,32 +204,32 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         if kwargs.get("generator") is not None:
-            raise Unfaithful("the factory draws from a generator of its own")
+            raise NotRecordable("the factory draws from a generator of its own")
         number, state = len(self.program.draws), _state()
         start = self._states.get(state)
         unknown = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        self.program.draws.append(Draw(len(self.program.instructions), unknown if start is None else start))
+        self.program.draws.append(RngDraw(len(self.program.instructions), unknown if start is None else start))
         with unset_fake_temporarily():
             torch.rand(())
         self._states[_state()] = number
         return number
 
-    def _view(self, tensor: Tensor, may_be_new: bool = False) -> View:
+    def _view(self, tensor: Tensor, may_be_new: bool = False) -> StorageView:
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
-            raise Unfaithful(f"the factory makes a {tensor.layout} tensor on {tensor.device}")
+            raise NotRecordable(f"the factory makes a {tensor.layout} tensor on {tensor.device}")
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
             if not may_be_new:
-                raise Unfaithful("the factory loads tensors in a way that cannot be followed")
+                raise NotRecordable("the factory loads tensors in a way that cannot be followed")
             self._kept.append(storage)
             self._numbers[storage._cdata] = len(self._numbers)
             self.program.num_bytes[len(self._numbers) - 1] = storage.nbytes()
         number = self._numbers[storage._cdata]
         if storage.nbytes() != self.program.num_bytes[number]:
-            raise Unfaithful("the factory resizes a tensor")
-        return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+            raise NotRecordable("the factory resizes a tensor")
+        return StorageView(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-    def _is_all_of_it(self, view: View) -> bool:
+    def _is_all_of_it(self, view: StorageView) -> bool:
         num_values = int(np.prod(view.size, dtype=np.int64))
         return num_values * view.dtype.itemsize == self.program.num_bytes[view.storage]
 
@@ -246,7 +246,7 @@ class _Recorder(TorchDispatchMode):
         number = self._view(stand_in, may_be_new=True).storage
         with unset_fake_temporarily():
             if not torch.equal(self.program.constants.setdefault(number, data), data):
-                raise Unfaithful("the factory changes data outside of torch after torch has read it")
+                raise NotRecordable("the factory changes data outside of torch after torch has read it")
         return stand_in
 
     def _value(self, tensor: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def _outer_randomness_kept() -> Iterator[None]:
     python, outer = random.getstate(), np.random.get_state()
     try:
         yield
-    except Unfaithful:
+    except NotRecordable:
         random.setstate(python)
         np.random.set_state(outer)
         raise

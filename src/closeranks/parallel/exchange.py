@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 
-Way = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
-MOST_UNDERWAY = 8
+MAX_SENDS_IN_FLIGHT = 8
 """Sends in flight before the oldest is waited for: enough to hide the latency of one, few enough to bound memory."""
 
 _DTYPES = (
@@ -40,7 +40,7 @@ _HEADER = 3 + _MOST_DIMS
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class HiddenStateMeta:
     """Metadata of the hidden states at a stage boundary, and whether their sender needs a gradient."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Form:
     wants_gradient: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> HiddenStateMeta:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def encode(self) -> list[int]:
@@ -59,16 +59,16 @@ class Form:
         return [_DTYPES.index(self.dtype), int(self.wants_gradient), len(self.shape), *dims]
 
     @classmethod
-    def decode(cls, numbers: list[int]) -> Form:
+    def decode(cls, numbers: list[int]) -> HiddenStateMeta:
         kind, wants_gradient, num_dims, *dims = numbers
         return cls(tuple(dims[:num_dims]), _DTYPES[kind], bool(wants_gradient))
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class MessageKey:
     """Identifies a message: a hidden state from stage ``boundary`` to the next one, or its gradient back."""
 
-    way: Way
+    direction: Direction
     boundary: int
     micro: int
 
@@ -76,7 +76,7 @@ class Letter:
     def tag(self) -> int:
         """Distinguishes messages in flight where the backend supports tags (Gloo; NCCL matches by order alone).
         Headers have smaller tags."""
-        return 1 << 30 | self.micro << 13 | self.boundary << 1 | (self.way == "backward")
+        return 1 << 30 | self.micro << 13 | self.boundary << 1 | (self.direction == "backward")
 
 
 @dataclass(slots=True)
@@ -87,24 +87,24 @@ class _Parcel:
 
 
 @dataclass(slots=True)
-class Exchange:
+class P2PChannel:
     """One rank's messages along the pipeline axis. ``peer`` is a rank of that axis.
 
     Call sequence, by the executor. Forward: the sender ``announce``s the metadata of what it then ``send``s; the
     receiver calls ``form`` for it, ``post``s and later ``take``s. Backward: both know it already. Then ``finish``.
     """
 
-    group: Group
+    group: RankGroup
     device: torch.device
-    _forms: dict[tuple[int, Hashable], Form] = field(default_factory=dict, init=False)
+    _forms: dict[tuple[int, Hashable], HiddenStateMeta] = field(default_factory=dict, init=False)
     _underway: deque[_Parcel] = field(default_factory=deque, init=False)
-    _posted: dict[Letter, _Parcel] = field(default_factory=dict, init=False)
+    _posted: dict[MessageKey, _Parcel] = field(default_factory=dict, init=False)
 
     def open(self) -> None:
         """A collective: NCCL initializes a group in the first call that all its ranks make, not in a message."""
         self.group.sum(torch.zeros(1, device=self.device))
 
-    def announce(self, boundary: int, signature: Hashable, form: Form, peer: int) -> None:
+    def send_meta(self, boundary: int, signature: Hashable, form: HiddenStateMeta, peer: int) -> None:
         """Send the metadata the first time; later it must be the same."""
         known = self._forms.setdefault((boundary, signature), form)
         if known is form:
@@ -115,39 +115,39 @@ class Exchange:
             fix = "A stage's output may depend on the shapes of its micro-batch alone; freeze before the first step."
             raise ModelError(what, fix)
 
-    def form(self, boundary: int, signature: Hashable, peer: int) -> Form:
+    def receive_meta(self, boundary: int, signature: Hashable, peer: int) -> HiddenStateMeta:
         """Metadata of what the previous stage sends. Waits for the header the first time (also on CUDA: the host
         waits)."""
         key = (boundary, signature)
         if key not in self._forms:
             parcel = self._start(dist.irecv, self._empty((_HEADER,), torch.int64), peer, boundary)
             parcel.work.wait()
-            self._forms[key] = Form.decode(parcel.tensor.tolist())
+            self._forms[key] = HiddenStateMeta.decode(parcel.tensor.tolist())
         return self._forms[key]
 
-    def send(self, letter: Letter, tensor: Tensor, peer: int) -> None:
+    def send(self, letter: MessageKey, tensor: Tensor, peer: int) -> None:
         self._track(self._start(dist.isend, tensor.detach().contiguous(), peer, letter.tag))
 
-    def post(self, letter: Letter, form: Form, peer: int) -> None:
+    def post_receive(self, letter: MessageKey, form: HiddenStateMeta, peer: int) -> None:
         """Post the receive."""
         parcel = self._start(dist.irecv, self._empty(form.shape, form.dtype), peer, letter.tag)
         parcel.wants_gradient = form.wants_gradient
         self._posted[letter] = parcel
 
-    def take(self, letter: Letter) -> Tensor:
+    def wait_receive(self, letter: MessageKey) -> Tensor:
         """Wait for a posted receive (on CUDA the stream waits, not the host); returns a leaf of autograd."""
         parcel = self._posted.pop(letter)
         parcel.work.wait()
         return parcel.tensor.requires_grad_(parcel.wants_gradient)
 
-    def finish(self) -> None:
+    def wait_all(self) -> None:
         """Wait for all sends in flight."""
         while self._underway:
             self._underway.popleft().work.wait()
 
     def _track(self, parcel: _Parcel) -> None:
         self._underway.append(parcel)
-        while len(self._underway) > MOST_UNDERWAY:
+        while len(self._underway) > MAX_SENDS_IN_FLIGHT:
             self._underway.popleft().work.wait()
 
     def _start(self, act: object, tensor: Tensor, peer: int, tag: int) -> _Parcel:

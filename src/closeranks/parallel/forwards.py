@@ -13,7 +13,7 @@ from closeranks.facts.programs import PipelineInstruction
 
 
 @cache
-def forward_program(
+def forward_only_program(
     placement: tuple[tuple[int, ...], ...], num_micro: int
 ) -> tuple[tuple[PipelineInstruction, ...], ...]:
     """The instructions of every rank; ``placement`` lists the stages of each."""

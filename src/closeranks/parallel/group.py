@@ -24,7 +24,7 @@ StoreMaker = Callable[[], Store]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that run collectives together: the world, or the ranks along an axis. ``process_group`` None is torch's
     default group."""
 
@@ -43,7 +43,7 @@ class Group:
             dist.broadcast(tensor, group=self.process_group, group_src=0)
         return tensor
 
-    def share_text(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Broadcast rank 0's text to every rank (run folders, names: never in a step)."""
         if self.size == 1:
             return text
@@ -51,7 +51,7 @@ class Group:
         dist.broadcast_object_list(box, group=self.process_group, group_src=0)
         return box[0]
 
-    def gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """All-gather the texts of all ranks (never in a step)."""
         if self.size == 1:
             return [text]
@@ -71,14 +71,14 @@ class Group:
         while not store.check(names) and time.monotonic() < deadline:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.2)
-        return all(self.gather_text("yes" if is_well else ""))
+        return all(self.all_gather_text("yes" if is_well else ""))
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedGroup:
+class WorldGroup:
     """The world's group, and whether we formed it: closing leaves a user's own process group alone."""
 
-    group: Group
+    group: RankGroup
     is_ours: bool
     closers: list[Callable[[], None]] = field(default_factory=list)
     """Closes what was opened inside the group since: a user's group that stays open would otherwise keep it all."""
@@ -91,7 +91,7 @@ class OpenedGroup:
             self.closers.pop()()
 
 
-def open_group(world: World, device: torch.device, make_store: StoreMaker, timeout_s: float) -> OpenedGroup:
+def open_world_group(world: World, device: torch.device, make_store: StoreMaker, timeout_s: float) -> WorldGroup:
     """Form the group of this world; a process group that already exists is used as it is."""
     if dist.is_initialized():
         found = (dist.get_rank(), dist.get_world_size())
@@ -102,7 +102,7 @@ def open_group(world: World, device: torch.device, make_store: StoreMaker, timeo
             raise SetupError(
                 what, "Start the script with `closeranks run -n`, torchrun or srun, and let it form the group."
             )
-        return OpenedGroup(Group(dist.get_rank(), dist.get_world_size()), is_ours=False)
+        return WorldGroup(RankGroup(dist.get_rank(), dist.get_world_size()), is_ours=False)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     store = PrefixStore(f"closeranks/{world.generation}", make_store())
     try:
@@ -118,4 +118,4 @@ def open_group(world: World, device: torch.device, make_store: StoreMaker, timeo
         raise SetupError(
             f"the workers could not reach each other: {error}", "Check the address and firewall."
         ) from error
-    return OpenedGroup(Group(world.rank, world.size), is_ours=True)
+    return WorldGroup(RankGroup(world.rank, world.size), is_ours=True)

@@ -21,18 +21,18 @@ from closeranks.core.errors import ModelError
 from closeranks.core.keys import derive_seed
 from closeranks.core.pieces import Piece, narrow_to_piece
 from closeranks.core.protocols import ModelSpec
-from closeranks.parallel.deferred import Recording, Unfaithful, record
-from closeranks.parallel.group import Group
+from closeranks.parallel.deferred import NotRecordable, Recording, record
+from closeranks.parallel.group import RankGroup
 from closeranks.parallel.ties import named_tensors, replace_tensors, shared_storage, to_meta
 
 Broadcast = Callable[[Tensor], Tensor]
 
 
-class Source(Protocol):
+class ParameterInitializer(Protocol):
     """Source of initial values. Call sequence: ``draw`` for each piece that ``fill`` fills, then ``fill_buffers`` once
     the module's tensors are in place."""
 
-    def draw(self, name: str, device: torch.device) -> Tensor:
+    def initial_value(self, name: str, device: torch.device) -> Tensor:
         """The whole parameter, by its first name. The caller frees it before it asks for the next."""
         ...
 
@@ -42,11 +42,11 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltModule:
     """A whole module, and the source of its initial values."""
 
     module: nn.Module
-    source: Source
+    source: ParameterInitializer
     is_meta: bool
     """False: the module is on the device with its values in place, and nothing is left to fill."""
     warning: str = ""
@@ -54,16 +54,16 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class InitTarget:
     """A tensor with storage, and the piece of a parameter whose values it holds."""
 
     tensor: Tensor
     piece: Piece
 
 
-def build(
-    spec: ModelSpec, *, seed: int, device: torch.device, dtype: torch.dtype, group: Group, sharded: bool
-) -> Built:
+def build_module(
+    spec: ModelSpec, *, seed: int, device: torch.device, dtype: torch.dtype, group: RankGroup, sharded: bool
+) -> BuiltModule:
     """The spec's module, without data where the spec allows it or ``sharded`` says that no rank keeps the whole.
 
     ``group`` spans all ranks: they agree on whether a factory can be recorded; otherwise all take rank 0's values.
@@ -72,10 +72,10 @@ def build(
         return _on_meta(spec, seed, dtype)
     if not sharded:
         module = _whole(spec, seed, device, dtype, group.broadcast)
-        return Built(module, _Kept(dict(named_tensors(module))), is_meta=False)
+        return BuiltModule(module, _Kept(dict(named_tensors(module))), is_meta=False)
     recording, reason = _recorded(spec, seed)
     if _agreed(group, recording.fingerprint if recording else 0, device) and recording:
-        return Built(in_format(recording.module, dtype), _Recorded(recording, dtype), is_meta=True)
+        return BuiltModule(cast_floating(recording.module, dtype), _Recorded(recording, dtype), is_meta=True)
     # One tensor at a time through the device: not every backend communicates host memory.
     module = _whole(spec, seed, torch.device("cpu"), dtype, lambda own: own.copy_(group.broadcast(own.to(device))))
     if shared := shared_storage(module):
@@ -85,28 +85,28 @@ def build(
     to_meta(module)
     why = f"({reason})" if reason else "(the workers' factories do not agree)"
     warning = f"{spec.name} is built whole in the memory of every worker's host before it is cut {why}."
-    return Built(module, source, is_meta=True, warning=warning)
+    return BuiltModule(module, source, is_meta=True, warning=warning)
 
 
-def empty(module: nn.Module, device: torch.device) -> None:
+def to_empty(module: nn.Module, device: torch.device) -> None:
     """Give every tensor uninitialised storage on a device; ties stay, and so do the shards of sharded parameters."""
     replace_tensors(module, lambda: module.to_empty(device=device))
 
 
 @torch.no_grad()
-def fill(targets: Iterable[Target], source: Source, device: torch.device) -> None:
+def init_targets(targets: Iterable[InitTarget], source: ParameterInitializer, device: torch.device) -> None:
     """Initialize every target. Draws each parameter once, whole, and frees it when its pieces are copied."""
-    by_name: dict[str, list[Target]] = {}
+    by_name: dict[str, list[InitTarget]] = {}
     for target in targets:
         by_name.setdefault(target.piece.name, []).append(target)
     for name, pieces in by_name.items():
-        whole = source.draw(name, device)
+        whole = source.initial_value(name, device)
         for target in pieces:
             target.tensor.copy_(narrow_to_piece(whole, target.piece))
         del whole
 
 
-def materialise(
+def materialize(
     spec: ModelSpec, *, seed: int, device: torch.device, dtype: torch.dtype, broadcast: Broadcast
 ) -> nn.Module:
     """Build the whole module with its values on a device."""
@@ -114,30 +114,30 @@ def materialise(
         return _whole(spec, seed, device, dtype, broadcast)
     built = _on_meta(spec, seed, dtype)
     module = built.module
-    empty(module, device)
-    targets = (Target(tensor, Piece.whole(name, tuple(tensor.shape))) for name, tensor in module.named_parameters())
-    fill(targets, built.source, device)
+    to_empty(module, device)
+    targets = (InitTarget(tensor, Piece.whole(name, tuple(tensor.shape))) for name, tensor in module.named_parameters())
+    init_targets(targets, built.source, device)
     with torch.no_grad():
         built.source.fill_buffers(module)
     return module
 
 
-def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_floating(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast floating-point tensors to ``dtype``; ``Module.to`` would also drop the imaginary part of complex ones."""
     module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     return module
 
 
-def _on_meta(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Built:
+def _on_meta(spec: ModelSpec, seed: int, dtype: torch.dtype) -> BuiltModule:
     with torch.device("meta"):
-        module = in_format(spec.build(), dtype)
+        module = cast_floating(spec.build(), dtype)
     like = {name: torch.empty_like(parameter) for name, parameter in module.named_parameters()}
-    return Built(module, _Keyed(spec, seed, like), is_meta=True)
+    return BuiltModule(module, _Keyed(spec, seed, like), is_meta=True)
 
 
 def _whole(spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype, broadcast: Broadcast) -> nn.Module:
     torch.manual_seed(derive_seed(seed, "init"))
-    module = in_format(spec.build(), dtype).to(device)
+    module = cast_floating(spec.build(), dtype).to(device)
     with torch.no_grad():  # a factory may use numpy's random numbers or the clock: rank 0's weights are the run's
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
@@ -147,11 +147,11 @@ def _whole(spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype,
 def _recorded(spec: ModelSpec, seed: int) -> tuple[Recording | None, str]:
     try:
         return record(spec.build, derive_seed(seed, "init")), ""
-    except Unfaithful as signal:
+    except NotRecordable as signal:
         return None, str(signal)
 
 
-def _agreed(group: Group, fingerprint: int, device: torch.device) -> bool:
+def _agreed(group: RankGroup, fingerprint: int, device: torch.device) -> bool:
     """Whether all ranks could record the factory, and recorded the same operations."""
     own = torch.tensor([fingerprint], device=device)
     differs = (group.broadcast(own.clone()) != own) | (own == 0)
@@ -206,7 +206,7 @@ class _Kept:
         _copy_buffers(self, module)
 
 
-def _copy_buffers(source: Source, module: nn.Module) -> None:
+def _copy_buffers(source: ParameterInitializer, module: nn.Module) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers():
-            buffer.copy_(source.draw(name, buffer.device))
+            buffer.copy_(source.initial_value(name, buffer.device))

@@ -17,20 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import AXES, Mesh
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 
-_ALONE = Group(0, 1)
+_ALONE = RankGroup(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class ProcessGroupFactory:
     """Creates process groups, and keeps track of those that this rank is in."""
 
     rank: int
     timeout: timedelta
     made: list[dist.ProcessGroup] = field(default_factory=list)
 
-    def make(self, parted: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    def new_groups(self, parted: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
         """Create all the given groups and return this rank's. A collective: every rank calls it, in the same order."""
         mine: dist.ProcessGroup | None = None
         for ranks in parted:
@@ -46,54 +46,54 @@ class Maker:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class ReplicaGroup:
     """The ranks that sum gradients with this one in every step: all ranks, except with local SGD (``facts.mesh``)."""
 
     number: int
     count: int
     """Number of replica groups."""
-    world: Group
+    world: RankGroup
     """All ranks of this replica group."""
-    data: Group
-    replica: Group
-    across: Group
+    data: RankGroup
+    replica: RankGroup
+    across_groups: RankGroup
     """This rank and those of the other replica groups that hold the same part of the model; they synchronize every so
     many steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class MeshGroups:
     """This rank's group on every axis; an axis of size 1 is a group of one rank, without communication."""
 
     mesh: Mesh
     rank: int
-    world: Group
-    data: Group
+    world: RankGroup
+    data: RankGroup
     """All ranks that split the batch: the replica and shard axes together."""
-    shard: Group
-    replica: Group
-    tensor: Group
-    pipeline: Group
+    shard: RankGroup
+    replica: RankGroup
+    tensor: RankGroup
+    pipeline: RankGroup
     device_mesh: DeviceMesh | None
     """The same grid as torch's DeviceMesh, with the axes' names; None for a layout of replicas alone."""
-    maker: Maker
-    home: Home
+    factory: ProcessGroupFactory
+    replica_group: ReplicaGroup
 
     def sharding_mesh(self, *, with_replicas: bool = True) -> DeviceMesh:
         """The mesh that FSDP2 shards over: the shard axis, preceded by the replica axis if there is one (HSDP)."""
         assert self.device_mesh is not None
-        is_hybrid = with_replicas and self.home.replica.size > 1
+        is_hybrid = with_replicas and self.replica_group.replica.size > 1
         return self.device_mesh["replica", "shard"] if is_hybrid else self.device_mesh["shard"]
 
-    def across_hosts(self, hosts: Sequence[int]) -> tuple[Group, Group] | None:
+    def across_hosts(self, hosts: Sequence[int]) -> tuple[RankGroup, RankGroup] | None:
         """This rank's data group in two levels: the ranks on its own host, and one rank of each host. None where the
         hosts have different numbers of its ranks, or there is one host. ``hosts``: each rank's host. A collective."""
         parted = self.mesh.groups("replica", "shard")
         levels = [_levels(ranks, hosts) for ranks in parted]
         if any(one is None for one in levels):
             return None
-        inside = self.maker.make([ranks for one in levels if one for ranks in one])
-        across = self.maker.make([ranks for one in levels if one for ranks in zip(*one, strict=True)])
+        inside = self.factory.new_groups([ranks for one in levels if one for ranks in one])
+        across = self.factory.new_groups([ranks for one in levels if one for ranks in zip(*one, strict=True)])
         assert inside is not None, "every rank is on a host"
         assert across is not None, "and has a place there"
         return _as_group(inside), _as_group(across)
@@ -105,23 +105,25 @@ class Groups:
         A collective: every rank calls it, in the same order.
         """
         parted = ([ranks[coordinate] for coordinate in coordinates] for ranks in self.mesh.groups("pipeline"))
-        return self.maker.make(parted)
+        return self.factory.new_groups(parted)
 
     def close(self) -> None:
         """Destroy every group except the world's."""
-        self.maker.close()
+        self.factory.close()
 
 
-def open_groups(world: Group, layout: Layout, device: torch.device, timeout_s: float, num_homes: int = 1) -> Groups:
+def open_mesh_groups(
+    world: RankGroup, layout: Layout, device: torch.device, timeout_s: float, num_homes: int = 1
+) -> MeshGroups:
     """``num_homes``: number of replica groups (local SGD)."""
-    mesh, maker = Mesh(layout, num_homes), Maker(world.rank, timedelta(seconds=timeout_s))
+    mesh, maker = Mesh(layout, num_homes), ProcessGroupFactory(world.rank, timedelta(seconds=timeout_s))
     if layout.num_ranks == layout.data and layout.zero == 0:
         home = _home_of_replicas(maker, mesh, world)
-        return Groups(mesh, world.rank, world, world, _ALONE, world, _ALONE, _ALONE, None, maker, home)
+        return MeshGroups(mesh, world.rank, world, world, _ALONE, world, _ALONE, _ALONE, None, maker, home)
     own = {axis: _made(maker, mesh, axis) for axis in AXES}
     data = _data_group(maker, mesh, own["replica"], own["shard"])
     home = _home(maker, mesh, world, data, own)
-    return Groups(
+    return MeshGroups(
         mesh=mesh,
         rank=world.rank,
         world=world,
@@ -131,8 +133,8 @@ def open_groups(world: Group, layout: Layout, device: torch.device, timeout_s: f
         tensor=own["tensor"],
         pipeline=own["pipeline"],
         device_mesh=_grid(mesh, own, home, device),
-        maker=maker,
-        home=home,
+        factory=maker,
+        replica_group=home,
     )
 
 
@@ -145,48 +147,50 @@ def _levels(ranks: Sequence[int], hosts: Sequence[int]) -> list[list[int]] | Non
     return list(found.values()) if len(found) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 
-def _made(maker: Maker, mesh: Mesh, *axes: str) -> Group:
+def _made(maker: ProcessGroupFactory, mesh: Mesh, *axes: str) -> RankGroup:
     return _among(maker, mesh.groups(*axes))
 
 
-def _among(maker: Maker, parted: Iterable[Sequence[int]]) -> Group:
-    process_group = maker.make(parted)
+def _among(maker: ProcessGroupFactory, parted: Iterable[Sequence[int]]) -> RankGroup:
+    process_group = maker.new_groups(parted)
     assert process_group is not None, "the groups of an axis part all ranks"
     return _as_group(process_group)
 
 
-def _as_group(process_group: dist.ProcessGroup) -> Group:
-    return Group(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
+def _as_group(process_group: dist.ProcessGroup) -> RankGroup:
+    return RankGroup(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
 
 
-def _home_of_replicas(maker: Maker, mesh: Mesh, world: Group) -> Home:
+def _home_of_replicas(maker: ProcessGroupFactory, mesh: Mesh, world: RankGroup) -> ReplicaGroup:
     """The replica group in a layout where every rank holds the whole model; one rank alone does not communicate."""
     if mesh.num_replica_groups == 1:
-        return Home(0, 1, world, world, world, _ALONE)
+        return ReplicaGroup(0, 1, world, world, world, _ALONE)
     number = mesh.replica_group(mesh.coordinate(world.rank))
     is_single = mesh.replicas_per_group == 1
     own = _ALONE if is_single else _among(maker, mesh.partition(mesh.replica_group))
     across = (
         world if is_single else _among(maker, mesh.partition(lambda place: place.replica % mesh.replicas_per_group))
     )
-    return Home(number, mesh.num_replica_groups, own, own, own, across)
+    return ReplicaGroup(number, mesh.num_replica_groups, own, own, own, across)
 
 
-def _home(maker: Maker, mesh: Mesh, world: Group, data: Group, own: Mapping[str, Group]) -> Home:
+def _home(
+    maker: ProcessGroupFactory, mesh: Mesh, world: RankGroup, data: RankGroup, own: Mapping[str, RankGroup]
+) -> ReplicaGroup:
     if mesh.num_replica_groups == 1:
-        return Home(0, 1, world, data, own["replica"], _ALONE)
+        return ReplicaGroup(0, 1, world, data, own["replica"], _ALONE)
     inner = mesh.replicas_per_group
-    return Home(
+    return ReplicaGroup(
         number=mesh.replica_group(mesh.coordinate(world.rank)),
         count=mesh.num_replica_groups,
         world=_among(maker, mesh.partition(mesh.replica_group)),
         data=_among(maker, mesh.partition(lambda at: (at.pipeline, at.tensor, mesh.replica_group(at)))),
         replica=_among(maker, mesh.partition(lambda at: (at.pipeline, at.shard, at.tensor, mesh.replica_group(at)))),
-        across=_among(maker, mesh.partition(lambda at: (at.pipeline, at.shard, at.tensor, at.replica % inner))),
+        across_groups=_among(maker, mesh.partition(lambda at: (at.pipeline, at.shard, at.tensor, at.replica % inner))),
     )
 
 
-def _grid(mesh: Mesh, own: Mapping[str, Group], home: Home, device: torch.device) -> DeviceMesh:
+def _grid(mesh: Mesh, own: Mapping[str, RankGroup], home: ReplicaGroup, device: torch.device) -> DeviceMesh:
     """A DeviceMesh of the existing groups: groups that torch creates itself do not accept a timeout in every version.
     Its ``replica`` axis spans one replica group."""
     axes = {**own, "replica": home.replica}
@@ -195,13 +199,13 @@ def _grid(mesh: Mesh, own: Mapping[str, Group], home: Home, device: torch.device
     if home.count == 1:
         return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
     pipeline, _, *rest = mesh.sizes
-    assert home.across.process_group is not None
-    groups.insert(1, home.across.process_group)
+    assert home.across_groups.process_group is not None
+    groups.insert(1, home.across_groups.process_group)
     ranks = ranks.view(pipeline, home.count, mesh.replicas_per_group, *rest)
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(AXES[0], "home", *AXES[1:]))
 
 
-def _data_group(maker: Maker, mesh: Mesh, replica: Group, shard: Group) -> Group:
+def _data_group(maker: ProcessGroupFactory, mesh: Mesh, replica: RankGroup, shard: RankGroup) -> RankGroup:
     """Replica and shard axes together; reuses one of the two groups where the other axis has size 1."""
     if shard.size == 1 or replica.size == 1:
         return shard if replica.size == 1 else replica

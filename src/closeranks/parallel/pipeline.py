@@ -21,17 +21,23 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.programs import PipelineInstruction, PipelineProgram, program_for
-from closeranks.parallel.exchange import Exchange, Form, Letter
-from closeranks.parallel.forwards import forward_program
-from closeranks.parallel.group import Group
-from closeranks.parallel.quiet import gather, quietly, settle
-from closeranks.parallel.split_backward import Halves, Remainder, backward_input, backward_weight, plan_halves
+from closeranks.parallel.exchange import HiddenStateMeta, MessageKey, P2PChannel
+from closeranks.parallel.forwards import forward_only_program
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.quiet import finish_fsdp_backward, suspend_fsdp_hooks, unshard
+from closeranks.parallel.split_backward import (
+    BackwardSplit,
+    WeightBackward,
+    backward_input,
+    backward_weight,
+    plan_split,
+)
 
-Place = tuple[int, int]
+StageMicro = tuple[int, int]
 """A global stage number and a micro-batch."""
 
 
-class Work(Protocol):
+class PipelineCallbacks(Protocol):
     """Callbacks with which a step or an evaluation supplies micro-batches to a pipeline and takes their losses.
 
     Call sequence, by the executor, for every micro-batch and each stage of this rank: ``before_forward``, in the first
@@ -54,15 +60,15 @@ class Work(Protocol):
         """Seed the random streams, count."""
         ...
 
-    def enter(self, module: nn.Module, micro: int) -> Tensor:
+    def first_input(self, module: nn.Module, micro: int) -> Tensor:
         """The input of the first stage."""
         ...
 
-    def beside(self, module: nn.Module, micro: int) -> Any:
+    def shared_inputs(self, module: nn.Module, micro: int) -> Any:
         """Further inputs that the units of every stage read."""
         ...
 
-    def leave(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
+    def loss_from_output(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
         """The loss of the last stage's output, scaled for backward."""
         ...
 
@@ -86,7 +92,7 @@ class Pipeline:
         self,
         program_of: Callable[[int], PipelineProgram],
         stages: Mapping[int, nn.Module],
-        group: Group,
+        group: RankGroup,
         device: torch.device,
         *,
         splits: bool = True,
@@ -95,28 +101,28 @@ class Pipeline:
         self.stages = dict(sorted(stages.items()))
         self.group = group
         self.splits = splits
-        self.exchange = Exchange(group, device)
+        self.channel = P2PChannel(group, device)
         self.peak_in_flight: Counter[int] = Counter()
         """For each stage, the largest number of micro-batches whose activations it has held at once."""
         self.most_held = 0
         """The same over all stages of this rank together; defined as in ``facts.timeline.peak_in_flight``."""
-        self.exchange.open()
+        self.channel.open()
 
-    def run(self, work: Work) -> None:
+    def run(self, work: PipelineCallbacks) -> None:
         """Forward and backward of all micro-batches of a step. All ranks of the pipeline call it together."""
         program = self.program_of(work.num_micro)
         _Run(self, work, program.num_stages).follow(program.ranks[self.group.rank])
 
-    def forward_only(self, work: Work) -> None:
+    def forward_only(self, work: PipelineCallbacks) -> None:
         """The losses alone, for evaluation: no activations are held, and stages take micro-batches as they arrive."""
         program = self.program_of(1)  # only for its placement, which is the same for any number of micro-batches
-        rows = forward_program(program.placement, work.num_micro)
+        rows = forward_only_program(program.placement, work.num_micro)
         with torch.no_grad():
             _Run(self, work, program.num_stages).follow(rows[self.group.rank])
 
 
 def open_pipeline(
-    layout: Layout, stages: Mapping[int, nn.Module], group: Group, device: torch.device, *, splits: bool = True
+    layout: Layout, stages: Mapping[int, nn.Module], group: RankGroup, device: torch.device, *, splits: bool = True
 ) -> Pipeline | None:
     """None without a pipeline axis. A collective of the pipeline's ranks."""
     if layout.pipeline == 1:
@@ -151,8 +157,8 @@ class _Held:
     """The stage's input, which accumulates the gradient for the previous stage; None where that needs none."""
     output: GradientEdge | None
     """None where no gradient comes back: nothing in this stage or before it is trained."""
-    form: Form
-    rest: Remainder | None = None
+    form: HiddenStateMeta
+    rest: WeightBackward | None = None
 
     def gradient_of_entrance(self) -> Tensor | None:
         """Returned once. Zeros where the output does not depend on the input: the previous stage still waits for it."""
@@ -165,16 +171,16 @@ class _Held:
 class _Run:
     """One step, or one wave of an evaluation, in progress."""
 
-    def __init__(self, pipeline: Pipeline, work: Work, num_stages: int) -> None:
+    def __init__(self, pipeline: Pipeline, work: PipelineCallbacks, num_stages: int) -> None:
         self._pipeline, self._work = pipeline, work
-        self._stages, self._exchange = pipeline.stages, pipeline.exchange
+        self._stages, self._exchange = pipeline.stages, pipeline.channel
         self._local = {stage: number for number, stage in enumerate(pipeline.stages)}
         self._last_stage = num_stages - 1
         self._last: Mapping[int, PipelineInstruction] = {}
-        self._held: dict[Place, _Held] = {}
-        self._outputs: dict[Place, Tensor] = {}
+        self._held: dict[StageMicro, _Held] = {}
+        self._outputs: dict[StageMicro, Tensor] = {}
         """By the stage that computed them: to be sent, or to be read by the next stage on this rank."""
-        self._gradients: dict[Place, Tensor] = {}
+        self._gradients: dict[StageMicro, Tensor] = {}
         """By the stage whose output they belong to: to be sent, or to be used by that stage on this rank."""
         self._acts: dict[str, Callable[[PipelineInstruction], None]] = {
             "F": self._forward,
@@ -191,7 +197,7 @@ class _Run:
         self._last = last_gradients(instructions, splits=self._pipeline.splits)
         for instruction in instructions:
             self._acts[instruction.kind](instruction)
-        self._exchange.finish()
+        self._exchange.wait_all()
 
     # Forward
 
@@ -200,10 +206,10 @@ class _Run:
         entrance = self._entrance(at)
         with work.context():
             work.before_forward(self._local[at.stage], at.micro)
-            hidden = work.enter(module, at.micro) if entrance is None else _opened(entrance)
-            output = module(hidden, work.beside(module, at.micro))
+            hidden = work.first_input(module, at.micro) if entrance is None else _opened(entrance)
+            output = module(hidden, work.shared_inputs(module, at.micro))
             if at.stage == self._last_stage:
-                output = work.leave(module, at.micro, output)
+                output = work.loss_from_output(module, at.micro, output)
         if at.stage != self._last_stage:
             self._outputs[at.stage, at.micro] = output
         if torch.is_grad_enabled():
@@ -216,12 +222,12 @@ class _Run:
         if at.stage - 1 in self._stages:
             given = self._outputs.pop((at.stage - 1, at.micro))
             return given.detach().requires_grad_(given.requires_grad)
-        return self._exchange.take(Letter("forward", at.stage - 1, at.micro))
+        return self._exchange.wait_receive(MessageKey("forward", at.stage - 1, at.micro))
 
     def _hold(self, at: PipelineInstruction, entrance: Tensor | None, output: Tensor) -> None:
         wants_gradient = entrance is not None and entrance.requires_grad
         edge = get_gradient_edge(output) if output.requires_grad else None
-        self._held[at.stage, at.micro] = _Held(entrance if wants_gradient else None, edge, Form.of(output))
+        self._held[at.stage, at.micro] = _Held(entrance if wants_gradient else None, edge, HiddenStateMeta.of(output))
         pipeline, num_held = self._pipeline, sum(stage == at.stage for stage, _ in self._held)
         pipeline.peak_in_flight[at.stage] = max(pipeline.peak_in_flight[at.stage], num_held)
         pipeline.most_held = max(pipeline.most_held, len(self._held))
@@ -239,10 +245,10 @@ class _Run:
     def _backward_input(self, at: PipelineInstruction) -> None:
         held, module = self._held[at.stage, at.micro], self._stages[at.stage]
         gradient = self._gradient(at, held)
-        halves = Halves() if held.output is None else plan_halves(held.output, held.entrance)
-        held.rest = Remainder()
+        halves = BackwardSplit() if held.output is None else plan_split(held.output, held.entrance)
+        held.rest = WeightBackward()
         if held.output is not None:
-            with self._reducing(at) if halves.has_gradients_now else nullcontext(), quietly(module):
+            with self._reducing(at) if halves.has_gradients_now else nullcontext(), suspend_fsdp_hooks(module):
                 held.rest = backward_input(held.output, gradient, held.entrance, halves)
         held.output = None
         self._hand_back(at, held)
@@ -254,10 +260,10 @@ class _Run:
             if rest.whole is not None:  # FSDP2's own hooks fire, as in any backward
                 backward_weight(rest)
                 return
-            gather(module)
-            with quietly(module):
+            unshard(module)
+            with suspend_fsdp_hooks(module):
                 backward_weight(rest)
-            settle(module)
+            finish_fsdp_backward(module)
 
     def _gradient(self, at: PipelineInstruction, held: _Held) -> Tensor | None:
         """The gradient of the stage's output; None: the output is a loss, or no gradient comes back."""
@@ -265,7 +271,7 @@ class _Run:
             return None
         if at.stage + 1 in self._stages:
             return self._gradients.pop((at.stage, at.micro))
-        return self._exchange.take(Letter("backward", at.stage, at.micro))
+        return self._exchange.wait_receive(MessageKey("backward", at.stage, at.micro))
 
     def _hand_back(self, at: PipelineInstruction, held: _Held) -> None:
         gradient = held.gradient_of_entrance()
@@ -285,25 +291,27 @@ class _Run:
     def _send_forward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
         output = self._outputs.pop((at.stage, at.micro))
-        self._exchange.announce(at.stage, self._kind(at), Form.of(output), at.peer)
-        self._exchange.send(Letter("forward", at.stage, at.micro), output, at.peer)
+        self._exchange.send_meta(at.stage, self._kind(at), HiddenStateMeta.of(output), at.peer)
+        self._exchange.send(MessageKey("forward", at.stage, at.micro), output, at.peer)
 
     def _receive_forward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
-        form = self._exchange.form(at.stage - 1, self._kind(at), at.peer)
-        self._exchange.post(Letter("forward", at.stage - 1, at.micro), form, at.peer)
+        form = self._exchange.receive_meta(at.stage - 1, self._kind(at), at.peer)
+        self._exchange.post_receive(MessageKey("forward", at.stage - 1, at.micro), form, at.peer)
 
     def _send_backward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
         gradient = self._gradients.pop((at.stage - 1, at.micro), None)
         if gradient is not None:  # the previous stage also knows that it needs none
-            self._exchange.send(Letter("backward", at.stage - 1, at.micro), gradient, at.peer)
+            self._exchange.send(MessageKey("backward", at.stage - 1, at.micro), gradient, at.peer)
 
     def _receive_backward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
         form = self._held[at.stage, at.micro].form
         if form.wants_gradient:
-            self._exchange.post(Letter("backward", at.stage, at.micro), replace(form, wants_gradient=False), at.peer)
+            self._exchange.post_receive(
+                MessageKey("backward", at.stage, at.micro), replace(form, wants_gradient=False), at.peer
+            )
 
     def _kind(self, at: PipelineInstruction) -> Hashable:
         """Hidden states of one kind have the same metadata. Evaluation is a kind of its own: it needs no gradients."""

@@ -22,7 +22,7 @@ _SETTINGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
 
 @contextmanager
-def quietly(module: nn.Module) -> Iterator[None]:
+def suspend_fsdp_hooks(module: nn.Module) -> Iterator[None]:
     """Inside this context nothing is reduced, re-sharded or finished, whatever the reducer has configured."""
     owners = [(group, name) for state in _states(module) for group in _groups(state) for name in _SETTINGS]
     owners += [(state._state_ctx, "is_last_backward") for state in _states(module)]
@@ -36,14 +36,14 @@ def quietly(module: nn.Module) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def settle(module: nn.Module) -> None:
+def finish_fsdp_backward(module: nn.Module) -> None:
     """Finish a backward as FSDP2 would. A collective of the sharding ranks if the reducer wants a reduction now."""
     for state in _states(module):
         if state._is_root:
             state._root_post_backward_final_callback()
 
 
-def gather(module: nn.Module) -> None:
+def unshard(module: nn.Module) -> None:
     """Unshard the weights for the second half, before which no FSDP2 hook runs: a forward since the first half may have
     re-sharded them, and some nodes read a weight even where only its gradient is computed (layer norm)."""
     for part in module.modules():

@@ -23,7 +23,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StorageView:
     """A strided tensor in one of the program's storages."""
 
     storage: int
@@ -34,7 +34,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class RecordedOp:
     """One operation that created or changed a storage. Pure views are not recorded: arguments carry their offsets."""
 
     op: Any
@@ -43,7 +43,7 @@ class Instruction:
     kwargs: dict[str, Any]
     reads: frozenset[int]
     writes: frozenset[int]
-    outputs: tuple[View | None, ...]
+    outputs: tuple[StorageView | None, ...]
     overwrites: int | None = None
     """A storage that is overwritten completely."""
     draw: int | None = None
@@ -51,7 +51,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class RngDraw:
     """A use of the random generator: its position, and the draw (-1: the seed) or the state from which it continues."""
 
     position: int
@@ -59,24 +59,24 @@ class Draw:
 
 
 @dataclass(slots=True)
-class Program:
+class OpTrace:
     """Everything that a factory did to tensors."""
 
     seed: int
-    instructions: list[Instruction] = field(default_factory=list)
+    instructions: list[RecordedOp] = field(default_factory=list)
     num_bytes: dict[int, int] = field(default_factory=dict)
     constants: dict[int, Tensor] = field(default_factory=dict)
     """Data that came from outside of torch, byte by byte."""
-    draws: list[Draw] = field(default_factory=list)
+    draws: list[RngDraw] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By storage, the positions of the instructions that write to it, in order."""
 
-    def add(self, instruction: Instruction) -> None:
+    def add(self, instruction: RecordedOp) -> None:
         for storage in instruction.writes:
             self.writers[storage].append(len(self.instructions))
         self.instructions.append(instruction)
 
-    def history(self, storages: Iterable[int], before: int) -> list[int]:
+    def dependencies(self, storages: Iterable[int], before: int) -> list[int]:
         """Positions of all instructions before ``before`` that these storages' values depend on, in order."""
         found: set[int] = set()
         seen: set[tuple[int, int]] = set()
@@ -97,21 +97,21 @@ class Program:
         return sorted(found)
 
 
-class Replay:
+class OpReplay:
     """Computes values of a program, one at a time. Between calls it holds only generator states (5 KB per draw)."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: OpTrace) -> None:
         self._program = program
         self._states: list[Tensor] = []
         """States of the default generator: after seeding, then after each draw."""
 
-    def value(self, view: View, before: int | None = None) -> Tensor:
+    def value(self, view: StorageView, before: int | None = None) -> Tensor:
         """The value of ``view``, on the CPU, at the end or before an instruction.
 
         Peak memory: the value, what it is computed from, and the largest draw of the program before it.
         """
         end = len(self._program.instructions) if before is None else before
-        positions = self._program.history([view.storage], end)
+        positions = self._program.dependencies([view.storage], end)
         with _generator_kept(), torch.no_grad():
             self._meet(positions)
             return self._tensor(view, self._run(positions, view.storage))
@@ -128,7 +128,7 @@ class Replay:
         for number in range(len(self._states) - 1, last + 1):
             position = self._program.draws[number].position
             step = self._program.instructions[position]
-            storages = self._run(self._program.history(step.reads, position), *step.reads)
+            storages = self._run(self._program.dependencies(step.reads, position), *step.reads)
             self._step(step, storages)
             self._states.append(torch.get_rng_state())
 
@@ -144,17 +144,17 @@ class Replay:
                     storages.pop(storage, None)
         return storages
 
-    def _step(self, step: Instruction, storages: Storages) -> None:
+    def _step(self, step: RecordedOp, storages: Storages) -> None:
         if step.draw is not None:
             start = self._program.draws[step.draw].start
             torch.set_rng_state(start if isinstance(start, Tensor) else self._states[start + 1])
-        args, kwargs = tree_map_only(View, lambda view: self._tensor(view, storages), (step.args, step.kwargs))
+        args, kwargs = tree_map_only(StorageView, lambda view: self._tensor(view, storages), (step.args, step.kwargs))
         made = tree_leaves(step.op(*args, **kwargs))
         for view, tensor in zip(step.outputs, made, strict=True):
             if view is not None and view.storage not in storages:
                 storages[view.storage] = self._stored(tensor, view)
 
-    def _tensor(self, view: View, storages: Storages) -> Tensor:
+    def _tensor(self, view: StorageView, storages: Storages) -> Tensor:
         if view.storage not in storages:
             storages[view.storage] = self._fresh(view.storage)
         return torch.empty(0, dtype=view.dtype).set_(storages[view.storage], view.offset, view.size, view.stride)
@@ -164,7 +164,7 @@ class Replay:
             return self._program.constants[storage].clone().untyped_storage()
         return torch.UntypedStorage(self._program.num_bytes[storage])
 
-    def _stored(self, tensor: Tensor, view: View) -> torch.UntypedStorage:
+    def _stored(self, tensor: Tensor, view: StorageView) -> torch.UntypedStorage:
         """An output's storage, with the recorded strides: kernels may lay out the same values differently."""
         if tuple(tensor.shape) != view.size or tensor.dtype != view.dtype:
             raise RuntimeError(f"recorded {view.dtype} {view.size}, made {tensor.dtype} {tuple(tensor.shape)}")

@@ -30,7 +30,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Branches:
+class WeightBranches:
     """Parameters that are reached from the same nodes of the spine, and the gradients recorded there."""
 
     roots: list[Node]
@@ -39,10 +39,10 @@ class Branches:
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class BackwardSplit:
     """What each half computes besides the spine."""
 
-    later: tuple[Branches, ...] = ()
+    later: tuple[WeightBranches, ...] = ()
     now: tuple[Node, ...] = ()
     """Parameters whose gradients the first half computes anyway."""
     whole: Literal["", "first", "second"] = ""
@@ -54,10 +54,10 @@ class Halves:
 
 
 @dataclass(slots=True)
-class Remainder:
+class WeightBackward:
     """What the second half has to do. It holds the graph, and with it the stage's activations."""
 
-    branches: list[Branches] = field(default_factory=list)
+    branches: list[WeightBranches] = field(default_factory=list)
     whole: tuple[GradientEdge, Tensor | None] | None = None
     """A backward that was deferred as a whole."""
 
@@ -66,28 +66,30 @@ class Remainder:
         return any(len(branch.roots) > 1 for branch in self.branches)
 
 
-def plan_halves(output: GradientEdge, entrance: Tensor | None) -> Halves:
+def plan_split(output: GradientEdge, entrance: Tensor | None) -> BackwardSplit:
     """Divide a graph into its two halves. Costs a walk over the graph on the host."""
     if entrance is None:
-        return Halves(whole="second")
+        return BackwardSplit(whole="second")
     before = _reversed_edges(output.node)
     if any(_kind(node).startswith("CompiledFunction") for node in before):
-        return Halves(whole="first")
+        return BackwardSplit(whole="first")
     spine = _closure(get_gradient_edge(entrance).node, before)
     if output.node not in spine:
-        return Halves(whole="second")
+        return BackwardSplit(whole="second")
     groups = _grouped({root: leaves for root in spine if (leaves := _leaves(root, spine))})
     later = tuple(group for group in groups if not any(map(_computes_all, group.roots)))
-    return Halves(later, tuple(leaf for group in groups if group not in later for leaf in group.leaves))
+    return BackwardSplit(later, tuple(leaf for group in groups if group not in later for leaf in group.leaves))
 
 
-def backward_input(output: GradientEdge, gradient: Tensor | None, entrance: Tensor | None, plan: Halves) -> Remainder:
+def backward_input(
+    output: GradientEdge, gradient: Tensor | None, entrance: Tensor | None, plan: BackwardSplit
+) -> WeightBackward:
     """The first half; the gradient of ``entrance`` goes to its ``.grad``. A ``gradient`` of None is a loss's: 1."""
     if entrance is None or plan.whole == "second":
-        return Remainder(whole=(output, gradient))
+        return WeightBackward(whole=(output, gradient))
     if plan.whole == "first":
         _backward({output: gradient})
-        return Remainder()
+        return WeightBackward()
     handles = [root.register_prehook(_noting(branch.noted, root)) for branch in plan.later for root in branch.roots]
     try:
         wanted = [get_gradient_edge(entrance), *(GradientEdge(leaf, 0) for leaf in plan.now)]
@@ -95,10 +97,10 @@ def backward_input(output: GradientEdge, gradient: Tensor | None, entrance: Tens
     finally:
         for handle in handles:
             handle.remove()
-    return Remainder(list(plan.later))
+    return WeightBackward(list(plan.later))
 
 
-def backward_weight(remainder: Remainder) -> None:
+def backward_weight(remainder: WeightBackward) -> None:
     """The second half. Each group of branches frees its part of the graph when it is done."""
     if remainder.whole is not None:
         output, gradient = remainder.whole
@@ -110,7 +112,7 @@ def backward_weight(remainder: Remainder) -> None:
         _run(remainder.branches.pop(0), retain_graph)
 
 
-def _run(branch: Branches, retain_graph: bool) -> None:
+def _run(branch: WeightBranches, retain_graph: bool) -> None:
     arrived: dict[GradientEdge, Tensor | None] = {
         GradientEdge(root, number): gradient
         for root, gradients in branch.noted.items()
@@ -190,11 +192,11 @@ def _leaves(root: Node, spine: Mapping[Node, None]) -> dict[Node, None]:
     return leaves
 
 
-def _grouped(leaves_of: Mapping[Node, Iterable[Node]]) -> list[Branches]:
+def _grouped(leaves_of: Mapping[Node, Iterable[Node]]) -> list[WeightBranches]:
     """Group the roots that share a parameter, directly or through other roots."""
-    group_of: dict[Node, Branches] = {}
+    group_of: dict[Node, WeightBranches] = {}
     for root, leaves in leaves_of.items():
-        group = Branches([root], list(leaves))
+        group = WeightBranches([root], list(leaves))
         met = {id(group_of[leaf]): group_of[leaf] for leaf in leaves if leaf in group_of}
         for other in met.values():
             group.roots += other.roots

@@ -23,7 +23,7 @@ from closeranks.facts.stages import balance_stages
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class TiedParameter:
     """A parameter that several stages use: each stage computes a part of its gradient."""
 
     name: str
@@ -35,12 +35,12 @@ class Tie:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RankStages:
     """This rank's stages of a model."""
 
     stages: Mapping[int, nn.Module]
     """By global stage, ascending."""
-    ties: tuple[Tie, ...]
+    ties: tuple[TiedParameter, ...]
     """Those of the whole model, identical on every rank, so that process groups can be created from them."""
 
 
@@ -49,24 +49,26 @@ def stage_ranges(costs: Sequence[float], layout: Layout) -> tuple[range, ...]:
     return tuple(range(first, last) for first, last in balance_stages(costs, layout.num_stages))
 
 
-def cut_stages(module: nn.Module, chain: PipelineSpec, ranges: Sequence[range], mine: Sequence[int]) -> Cut:
+def split_into_stages(
+    module: nn.Module, chain: PipelineSpec, ranges: Sequence[range], mine: Sequence[int]
+) -> RankStages:
     """Stages ``mine`` of the ``ranges`` of units. The given module is not changed; the caller frees it."""
     _refuse_what_no_unit_holds(module, chain.units)
     stages = {stage: _stage(module, chain, ranges[stage]) for stage in sorted(mine)}
-    return Cut(stages, ties_across(module, chain.units, ranges))
+    return RankStages(stages, tied_across_stages(module, chain.units, ranges))
 
 
-def ties_across(module: nn.Module, units: Sequence[str], ranges: Sequence[range]) -> tuple[Tie, ...]:
+def tied_across_stages(module: nn.Module, units: Sequence[str], ranges: Sequence[range]) -> tuple[TiedParameter, ...]:
     """Parameters that are in more than one stage, by their first names."""
     stages = {unit: [s for s, own in enumerate(ranges) if unit in (units[n] for n in own)] for unit in units}
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    ties: list[Tie] = []
+    ties: list[TiedParameter] = []
     for first, *aliases in names.values():
         holders = {stage for name in (first, *aliases) for stage in stages[_unit_of(name, units) or ""]}
         if len(holders) > 1:
-            ties.append(Tie(first, tuple(aliases), tuple(sorted(holders))))
+            ties.append(TiedParameter(first, tuple(aliases), tuple(sorted(holders))))
     return tuple(ties)
 
 

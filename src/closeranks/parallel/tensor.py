@@ -26,41 +26,41 @@ from closeranks.core.blame import one_line_error
 from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
-from closeranks.parallel.crossings import CROSSINGS, Axis
-from closeranks.parallel.cuts import Cut, Kind, Listed, plan
-from closeranks.parallel.group import Group
+from closeranks.parallel.crossings import ACTIVATION_COLLECTIVES, TensorAxisGroup
+from closeranks.parallel.cuts import OwnerKind, ParameterEntry, ParameterSharding, plan_sharding
+from closeranks.parallel.group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TensorShard:
     """What this rank holds of a parameter."""
 
     piece: Piece
-    is_spoken: bool = True
+    is_primary: bool = True
     """False where tensor rank 0 holds the same values: its copy is the primary one, counted in norms and saved."""
     is_partial: bool = False
     """Whether its gradient must still be summed over the tensor ranks."""
 
 
-def split(
-    module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[ActivationCollectives], group: Group
-) -> dict[str, Share]:
+def shard_module(
+    module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[ActivationCollectives], group: RankGroup
+) -> dict[str, TensorShard]:
     """Shard ``module`` in place, on the meta device or with its values, and return the shard of each parameter.
 
     Keys are the names of ``named_parameters``: a tied parameter appears once, under its first name. All errors are
     raised before anything is changed. A group of one changes nothing.
     """
     if group.size == 1:
-        return {name: Share(Piece.whole(name, tuple(p.shape))) for name, p in module.named_parameters()}
+        return {name: TensorShard(Piece.whole(name, tuple(p.shape))) for name, p in module.named_parameters()}
     if not rules:
         fix = "Use layout.tensor = 1, or say under [model] tensor which weights split along which dim."
         raise ModelError("this model does not say how it splits along the tensor axis", fix)
     listed = list_parameters(module)
-    planned = plan(listed, [name for name, _ in module.named_modules()], rules, crossings, group.size)
-    axis = Axis.of(group)
-    shares = {one.name: _share(one, planned.cuts[one.name], axis) for one in listed if not one.tied_to}
-    _replace(module, listed, planned.cuts, shares, axis)
-    for name, crossing in planned.crossings.items():
+    planned = plan_sharding(listed, [name for name, _ in module.named_modules()], rules, crossings, group.size)
+    axis = TensorAxisGroup.of(group)
+    shares = {one.name: _share(one, planned.shardings[one.name], axis) for one in listed if not one.tied_to}
+    _replace(module, listed, planned.shardings, shares, axis)
+    for name, crossing in planned.activation_collectives.items():
         _install(module.get_submodule(name), crossing, axis)
     for part in module.modules():
         if getattr(part, "tensor_axis", axis) is None:  # [Note: tensor_axis]
@@ -68,9 +68,9 @@ def split(
     return shares
 
 
-def list_parameters(module: nn.Module) -> list[Listed]:
+def list_parameters(module: nn.Module) -> list[ParameterEntry]:
     """Every parameter under each of its names, in the order of the module."""
-    listed: list[Listed] = []
+    listed: list[ParameterEntry] = []
     first: dict[Tensor, str] = {}
     for place, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
@@ -79,7 +79,7 @@ def list_parameters(module: nn.Module) -> list[Listed]:
             name = f"{place}.{attribute}" if place else attribute
             first_name = first.setdefault(parameter, name)
             kind, is_plain = _kind_of(owner)
-            one = Listed(
+            one = ParameterEntry(
                 name=name,
                 shape=tuple(parameter.shape),
                 kind=kind,
@@ -92,7 +92,7 @@ def list_parameters(module: nn.Module) -> list[Listed]:
     return listed
 
 
-def _kind_of(owner: nn.Module) -> tuple[Kind, bool]:
+def _kind_of(owner: nn.Module) -> tuple[OwnerKind, bool]:
     """The kind of module that owns a parameter, and whether it has torch's own forward."""
     if isinstance(owner, nn.Linear):
         return "linear", type(owner).forward is nn.Linear.forward
@@ -103,15 +103,19 @@ def _kind_of(owner: nn.Module) -> tuple[Kind, bool]:
     return "fixed" if torchs_own else "own", False
 
 
-def _share(one: Listed, cut: Cut, axis: Axis) -> Share:
+def _share(one: ParameterEntry, cut: ParameterSharding, axis: TensorAxisGroup) -> TensorShard:
     piece = Piece.whole(one.name, one.shape)
     if cut.dim is None:
-        return Share(piece, is_spoken=axis.rank == 0, is_partial=cut.is_partial)
-    return Share(piece.shard(cut.dim, axis.rank, axis.size))
+        return TensorShard(piece, is_primary=axis.rank == 0, is_partial=cut.is_partial)
+    return TensorShard(piece.shard(cut.dim, axis.rank, axis.size))
 
 
 def _replace(
-    module: nn.Module, listed: Sequence[Listed], cuts: Mapping[str, Cut], shares: Mapping[str, Share], axis: Axis
+    module: nn.Module,
+    listed: Sequence[ParameterEntry],
+    cuts: Mapping[str, ParameterSharding],
+    shares: Mapping[str, TensorShard],
+    axis: TensorAxisGroup,
 ) -> None:
     made: dict[str, nn.Parameter] = {}
     for one in listed:
@@ -132,14 +136,14 @@ def _local(whole: nn.Parameter, piece: Piece, dim: int) -> nn.Parameter:
     return nn.Parameter(share.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
 
 
-def _adapt_linear(owner: nn.Module, dim: int, axis: Axis) -> None:
+def _adapt_linear(owner: nn.Module, dim: int, axis: TensorAxisGroup) -> None:
     assert isinstance(owner, nn.Linear)
     owner.out_features, owner.in_features = owner.weight.shape
     if dim == 1 and owner.bias is not None:
         owner.__class__ = _RowLinear
 
 
-def _adapt_embedding(owner: nn.Module, dim: int, axis: Axis) -> None:
+def _adapt_embedding(owner: nn.Module, dim: int, axis: TensorAxisGroup) -> None:
     assert isinstance(owner, nn.Embedding)
     owner.num_embeddings, owner.embedding_dim = owner.weight.shape
     if dim == 0:
@@ -151,7 +155,10 @@ def _adapt_embedding(owner: nn.Module, dim: int, axis: Axis) -> None:
             owner.padding_idx = local if 0 <= local < owner.num_embeddings else None
 
 
-_ADAPT: dict[str, Callable[[nn.Module, int, Axis], None]] = {"linear": _adapt_linear, "embedding": _adapt_embedding}
+_ADAPT: dict[str, Callable[[nn.Module, int, TensorAxisGroup], None]] = {
+    "linear": _adapt_linear,
+    "embedding": _adapt_embedding,
+}
 
 
 class _RowLinear(nn.Linear):
@@ -160,8 +167,8 @@ class _RowLinear(nn.Linear):
     The class of an existing module is changed to this one, so that its hooks, its name and references to it stay valid.
     """
 
-    leave: Callable[[Tensor, Axis], Tensor]
-    axis: Axis
+    leave: Callable[[Tensor, TensorAxisGroup], Tensor]
+    axis: TensorAxisGroup
 
     def forward(self, input: Tensor) -> Tensor:
         total = self.leave(F.linear(input, self.weight), self.axis)
@@ -175,7 +182,7 @@ class _VocabularyEmbedding(nn.Embedding):
     one process, without an explicit check (which would be a sync on an accelerator).
     """
 
-    axis: Axis
+    axis: TensorAxisGroup
 
     def forward(self, input: Tensor) -> Tensor:
         local = input - self.axis.rank * self.num_embeddings
@@ -187,20 +194,22 @@ class _VocabularyEmbedding(nn.Embedding):
         return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
-def _install(module: nn.Module, crossing: ActivationCollectives, axis: Axis) -> None:
+def _install(module: nn.Module, crossing: ActivationCollectives, axis: TensorAxisGroup) -> None:
     if crossing.on_input:
-        module.register_forward_pre_hook(partial(_enter, CROSSINGS[crossing.on_input], axis), with_kwargs=True)
+        module.register_forward_pre_hook(
+            partial(_enter, ACTIVATION_COLLECTIVES[crossing.on_input], axis), with_kwargs=True
+        )
     if not crossing.on_output:
         return
     if isinstance(module, _RowLinear):
-        module.leave, module.axis = CROSSINGS[crossing.on_output], axis
+        module.leave, module.axis = ACTIVATION_COLLECTIVES[crossing.on_output], axis
     else:
-        module.register_forward_hook(partial(_leave, CROSSINGS[crossing.on_output], axis))
+        module.register_forward_hook(partial(_leave, ACTIVATION_COLLECTIVES[crossing.on_output], axis))
 
 
 def _enter(
-    cross: Callable[[Tensor, Axis], Tensor],
-    axis: Axis,
+    cross: Callable[[Tensor, TensorAxisGroup], Tensor],
+    axis: TensorAxisGroup,
     module: nn.Module,
     arguments: tuple[Any, ...],
     named: dict[str, Any],
@@ -213,7 +222,11 @@ def _enter(
 
 
 def _leave(
-    cross: Callable[[Tensor, Axis], Tensor], axis: Axis, module: nn.Module, arguments: tuple[Any, ...], output: Any
+    cross: Callable[[Tensor, TensorAxisGroup], Tensor],
+    axis: TensorAxisGroup,
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    output: Any,
 ) -> Any:
     """Apply the collective to the output, or to the first of several."""
     if isinstance(output, tuple):
@@ -222,7 +235,7 @@ def _leave(
 
 
 @contextmanager
-def shapes_explained(pieces: Iterable[Piece]) -> Iterator[None]:
+def explain_sharding_errors(pieces: Iterable[Piece]) -> Iterator[None]:
     """Around forwards of a sharded model: a shape error is reported with the sharding rule that likely caused it.
 
     ``pieces`` are what this rank holds; they are read only after an error.
@@ -230,7 +243,7 @@ def shapes_explained(pieces: Iterable[Piece]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = explain(error, pieces)
+        told = explain_sharding_error(error, pieces)
         if told is None:
             raise
         raise told from error
@@ -240,7 +253,7 @@ def shapes_explained(pieces: Iterable[Piece]) -> Iterator[None]:
 _MISFIT = re.compile(r"shape|size of tensor|sizes of tensors|must match|input of size", re.IGNORECASE)
 
 
-def explain(error: RuntimeError, pieces: Iterable[Piece]) -> ModelError | None:
+def explain_sharding_error(error: RuntimeError, pieces: Iterable[Piece]) -> ModelError | None:
     """The likely cause of a shape error in a sharded model; None where it is no such error."""
     if not _MISFIT.search(str(error)):
         return None

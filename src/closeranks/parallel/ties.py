@@ -17,7 +17,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def ties(module: nn.Module) -> list[tuple[str, str]]:
+def tied_names(module: nn.Module) -> list[tuple[str, str]]:
     """(first name, other name) of every tied tensor."""
     first: dict[int, str] = {}
     found = [(first.setdefault(id(tensor), name), name) for name, tensor in named_tensors(module)]
@@ -26,7 +26,7 @@ def ties(module: nn.Module) -> list[tuple[str, str]]:
 
 def replace_tensors(module: nn.Module, change: Callable[[], object]) -> None:
     """Let ``change`` replace the module's tensors, then restore the ties."""
-    tied = ties(module)
+    tied = tied_names(module)
     change()
     now = dict(named_tensors(module))
     for name, other in tied:

@@ -48,7 +48,7 @@ class ModuleFacts:
     """Whether units may be chosen inside it; some modules use their children's weights without calling them."""
 
 
-def describe(module: nn.Module) -> tuple[ModuleFacts, ...]:
+def describe_modules(module: nn.Module) -> tuple[ModuleFacts, ...]:
     """All modules below and including this one, parents first, in the order they were registered."""
     first: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -65,7 +65,7 @@ def describe(module: nn.Module) -> tuple[ModuleFacts, ...]:
     )
 
 
-def choose_units(modules: Sequence[ModuleFacts], blocks: Sequence[str]) -> tuple[str, ...]:
+def choose_fsdp_units(modules: Sequence[ModuleFacts], blocks: Sequence[str]) -> tuple[str, ...]:
     """Names of the modules that are units besides the root, in their order: the blocks, if there are any."""
     tree = _Tree(modules)
     chosen = {name for name in blocks if tree.can_be_unit(name)}
@@ -130,7 +130,7 @@ def shard_fully(
     ``shards`` frees a unit's weights after each use, ``step`` keeps them until the step is over. While one unit
     computes, the next ``prefetch`` are gathered; without ``overlap`` none is, and nothing runs during an all-gather.
     """
-    units = choose_units(describe(module), blocks)
+    units = choose_fsdp_units(describe_modules(module), blocks)
     # FSDP2 shards rows of contiguous tensors: other memory formats are lost, and 0-dim parameters stay whole.
     whole = {parameter for parameter in module.parameters() if parameter.ndim == 0}
     for parameter in module.parameters():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from closeranks.core.world import World
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.run import heirloom
 from closeranks.run.job import Job
 from closeranks.run.ownership import agree_on_folder
@@ -25,16 +25,16 @@ class SharedSetup:
     prepared_folder: Path | None
     """The run folder, if the launcher has prepared one."""
 
-    def folder(self, group: Group) -> Path:
+    def folder(self, group: RankGroup) -> Path:
         """Collective."""
         self.prepared_folder = self.prepared_folder or agree_on_folder(
-            self.job, self.world, group.share_text, self.leases
+            self.job, self.world, group.broadcast_text, self.leases
         )
         return self.prepared_folder
 
-    def batch_history(self, group: Group) -> BatchHistory:
+    def batch_history(self, group: RankGroup) -> BatchHistory:
         """Collective. The launcher has looked it up already, or rank 0 does so now."""
         folder = self.folder(group)
         return heirloom.batch_history() or broadcast_batch_history(
-            self.job, folder, looks=self.world.is_lead, share_text=group.share_text
+            self.job, folder, looks=self.world.is_lead, share_text=group.broadcast_text
         )

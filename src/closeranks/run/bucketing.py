@@ -12,7 +12,7 @@ import torch
 
 from closeranks.core.protocols import LocalParameter, ModelSpec
 from closeranks.facts.layout import Layout
-from closeranks.parallel.mesh import Groups
+from closeranks.parallel.mesh import MeshGroups
 from closeranks.run import heirloom
 from closeranks.run.job import Job, micro_batch_size
 from closeranks.sync.tuning import Tuned, Work, backward_s, gradient_bytes, tune
@@ -21,7 +21,7 @@ from closeranks.sync.tuning import Tuned, Work, backward_s, gradient_bytes, tune
 def choose_bucket_size(
     job: Job,
     layout: Layout,
-    groups: Groups,
+    groups: MeshGroups,
     spec: ModelSpec,
     held: Sequence[LocalParameter],
     measured_flops: float,

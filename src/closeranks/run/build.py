@@ -29,9 +29,9 @@ from closeranks.facts.mesh import tensor_axis_warning
 from closeranks.optim.optimizer import Optimizer
 from closeranks.optim.scaler import LossScale
 from closeranks.optim.scaling import lr_scaling_warning, with_scaled_lr
-from closeranks.parallel.apply import Applied, apply
-from closeranks.parallel.group import Group, OpenedGroup, open_group
-from closeranks.parallel.mesh import Groups, open_groups
+from closeranks.parallel.apply import DistributedModel, parallelize
+from closeranks.parallel.group import RankGroup, WorldGroup, open_world_group
+from closeranks.parallel.mesh import MeshGroups, open_mesh_groups
 from closeranks.parallel.precision import Precision
 from closeranks.run import excepthook, heirloom
 from closeranks.run.accuracy import CompressionQuality, GradientCompressionQuality
@@ -82,7 +82,10 @@ class BuiltRun:
 
 
 def build(
-    job: Job, world: World, ingredients: RunInputs, recall: Callable[[Group], BatchHistory] = lambda _: BatchHistory()
+    job: Job,
+    world: World,
+    ingredients: RunInputs,
+    recall: Callable[[RankGroup], BatchHistory] = lambda _: BatchHistory(),
 ) -> BuiltRun:
     """``recall``: collective that returns what earlier parts of the run fixed; called only for a resumed job, once the
     group has formed."""
@@ -91,7 +94,7 @@ def build(
     device = choose_device(job, world)
     hook = sys.excepthook
     with track_sockets():
-        opened = open_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
+        opened = open_world_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
     excepthook.replace_torch_hook(hook, world.size)
     try:
         planned = planned or _plan(job, world, ingredients, recall(opened.group))
@@ -124,20 +127,20 @@ def _plan(job: Job, world: World, ingredients: RunInputs, past: BatchHistory) ->
     return _Plan(job, layout, num_replicas, schedule)
 
 
-def _build(planned: _Plan, world: World, ingredients: RunInputs, device: torch.device, opened: OpenedGroup) -> BuiltRun:
+def _build(planned: _Plan, world: World, ingredients: RunInputs, device: torch.device, opened: WorldGroup) -> BuiltRun:
     job, layout, num_replicas, schedule = planned
     spec, precision, num_steps = ingredients.spec, Precision(job.train.precision), schedule.num_steps
     # All ranks of a host measure at the same time, as they will compute, and before the model takes memory.
     measured_flops = heirloom.matmul_flops(device, precision.compute)
     with track_sockets():
-        groups = open_groups(opened.group, layout, device, job.run.timeout_s, num_replicas)
+        groups = open_mesh_groups(opened.group, layout, device, job.run.timeout_s, num_replicas)
     opened.closers.append(groups.close)
     frozen = ParameterGrouping(job.optim)
-    applied = apply(spec, parallel_settings(job, layout), groups, device, prepare=frozen.assign_groups)
+    applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=frozen.assign_groups)
     chosen = choose_reduction(job, layout, groups, world, num_steps)
     # Made before the reducer: its hooks must see each gradient before the reducer's hooks take it away.
     trained = (held.parameter for held in applied.held)
-    noise = GradientNoiseScale(job.train.noise_every, trained, schedule, groups.home.data, device)
+    noise = GradientNoiseScale(job.train.noise_every, trained, schedule, groups.replica_group.data, device)
     buckets = choose_bucket_size(job, layout, groups, spec, applied.held, measured_flops, device)
     reducer = make_reducer(job, layout, groups, applied, chosen.reductions, buckets.bucket_mib)
     accuracy = CompressionQuality(chosen.compression, groups.world, device, tells=world.is_lead)
@@ -220,7 +223,7 @@ def _identity(job: Job, source: DataSource, supply: Batches) -> dict[str, Any]:
 
 
 def make_optimizer(
-    job: Job, layout: Layout, groups: Groups, reducer: Reducer, frozen: ParameterGrouping, num_steps: int
+    job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, frozen: ParameterGrouping, num_steps: int
 ) -> Optimizer:
     return Optimizer(
         reducer.parameter_shards(),
@@ -228,13 +231,13 @@ def make_optimizer(
         with_scaled_lr(job.optim, job.train.global_batch),
         num_steps=num_steps,
         frozen_from=freeze_step(job, layout, num_steps),
-        total=groups.home.world.sum if layout.zero or layout.tensor > 1 else None,
+        total=groups.replica_group.world.sum if layout.zero or layout.tensor > 1 else None,
     )
 
 
 def make_unused_parameters(
-    groups: Groups,
-    applied: Applied,
+    groups: MeshGroups,
+    applied: DistributedModel,
     frozen: ParameterGrouping,
     optimizer: Optimizer,
     reducer: Reducer,
@@ -244,7 +247,7 @@ def make_unused_parameters(
     return UnusedParameters(
         [name for group in frozen.assignment.groups for name in group.names],
         (held.piece.name for held in applied.held if held.parameter.requires_grad),
-        num_voters=groups.home.world.size,
+        num_voters=groups.replica_group.world.size,
         num_ranks=groups.world.size,
         device=device,
         can_gate=optimizer.can_gate,
@@ -254,7 +257,7 @@ def make_unused_parameters(
 
 
 def make_step_timer(
-    job: Job, layout: Layout, groups: Groups, reducer: Reducer, device: torch.device, opened: OpenedGroup
+    job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, device: torch.device, opened: WorldGroup
 ) -> StepTimer:
     is_apart = layout.tensor * layout.pipeline == 1 and not reducer.needs_equal_counts
     watch = make_stopwatch(device, is_apart=is_apart and job.layout.batch_norm != "sync")
@@ -264,7 +267,7 @@ def make_step_timer(
 
 
 def make_batches(
-    job: Job, ingredients: RunInputs, schedule: BatchSchedule, groups: Groups, device: torch.device, *, even: bool
+    job: Job, ingredients: RunInputs, schedule: BatchSchedule, groups: MeshGroups, device: torch.device, *, even: bool
 ) -> Batches:
     source, sources = ingredients.source, (ingredients.source, ingredients.eval_source)
     order, quarantine = order_of(job.data, as_loader_source(source), job.run.seed), Quarantine(job.data.max_bad)
@@ -280,7 +283,7 @@ def make_batches(
         quarantine=quarantine,
     )
     opened = tuple(as_loader_source(each) for each in sources if each is not None)
-    check_dataset_lengths(groups.world.gather_text(str(order.num_samples)), opened[0].identity)
+    check_dataset_lengths(groups.world.all_gather_text(str(order.num_samples)), opened[0].identity)
     return Batches(
         loader,
         quarantine,
@@ -289,7 +292,7 @@ def make_batches(
         sources=opened,
         logs_samples=job.data.log_samples,
         must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
-        is_balanced=replicas.balances(job.sync, groups.home.count),
+        is_balanced=replicas.balances(job.sync, groups.replica_group.count),
     )
 
 

@@ -16,8 +16,8 @@ from closeranks.core.world import World
 from closeranks.data.cursor import Cursor
 from closeranks.data.order import BatchSchedule
 from closeranks.facts.layout import Layout
-from closeranks.parallel.group import OpenedGroup
-from closeranks.parallel.mesh import Groups
+from closeranks.parallel.group import WorldGroup
+from closeranks.parallel.mesh import MeshGroups
 from closeranks.run.job import Job, micro_batch_size
 from closeranks.run.pace import StepTimer
 from closeranks.sync.rounds import Rounds
@@ -29,8 +29,8 @@ class RunContext:
     world: World
     layout: Layout
     device: torch.device
-    groups: Groups
-    world_group: OpenedGroup
+    groups: MeshGroups
+    world_group: WorldGroup
     """Its ``closers`` run when the run ends."""
     schedule: BatchSchedule
     sync_schedule: Rounds

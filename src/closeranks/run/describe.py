@@ -122,7 +122,7 @@ def _num_statistics(module: nn.Module) -> int:
 
 
 def _anatomy_of(spec: ModelSpec, module: nn.Module) -> ModelStructure:
-    from closeranks.parallel.zero import choose_units, describe
+    from closeranks.parallel.zero import choose_fsdp_units, describe_modules
 
     owners: dict[nn.Parameter, str] = {}
     ties = {}
@@ -132,7 +132,7 @@ def _anatomy_of(spec: ModelSpec, module: nn.Module) -> ModelStructure:
     chain = spec.pipeline_spec
     return model_structure(
         {name: tuple(parameter.shape) for parameter, name in owners.items()},
-        units=chain.units if chain is not None else spec.blocks or choose_units(describe(module), ()),
+        units=chain.units if chain is not None else spec.blocks or choose_fsdp_units(describe_modules(module), ()),
         costs=chain.costs if chain is not None else (),
         blocks=spec.blocks,
         rules=[(rule.pattern, rule.dim, rule.sequence) for rule in spec.sharding_rules],

@@ -16,8 +16,8 @@ from closeranks.facts.spread import resolve_hold as facts_hold_of
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.groups import GroupAssignment
 from closeranks.optim.optimizer import freeze
-from closeranks.parallel.apply import Applied, Wishes
-from closeranks.parallel.mesh import Groups
+from closeranks.parallel.apply import DistributedModel, ParallelSettings
+from closeranks.parallel.mesh import MeshGroups
 from closeranks.parallel.precision import Precision
 from closeranks.run.job import Job, micro_batch_size
 from closeranks.run.ways import must_stay_uncompressed
@@ -44,8 +44,8 @@ def resolve_hold(job: Job, layout: Layout) -> str:
     return facts_hold_of(job.layout.hold, layout)
 
 
-def parallel_settings(job: Job, layout: Layout) -> Wishes:
-    return Wishes(
+def parallel_settings(job: Job, layout: Layout) -> ParallelSettings:
+    return ParallelSettings(
         layout=layout,
         hold=resolve_hold(job, layout),
         batch_norm=job.layout.batch_norm,
@@ -64,8 +64,8 @@ def parallel_settings(job: Job, layout: Layout) -> Wishes:
 def make_reducer(
     job: Job,
     layout: Layout,
-    groups: Groups,
-    applied: Applied,
+    groups: MeshGroups,
+    applied: DistributedModel,
     ways: WayMaker | None = None,
     bucket_mib: float = 0.0,
 ) -> Reducer:
@@ -80,7 +80,7 @@ def make_reducer(
     if layout.zero == 3:
         modules = list(applied.stages.values())
         hold = resolve_hold(job, layout)
-        home, is_exact = groups.home, travel["is_exact"]
+        home, is_exact = groups.replica_group, travel["is_exact"]
         return FullyShardedReducer(
             applied.held, modules, groups.shard, home.replica, hold=hold, ways=ways, is_exact=is_exact
         )
@@ -88,9 +88,9 @@ def make_reducer(
         return ShardedReducer(
             applied.held,
             groups.shard,
-            groups.home.replica,
+            groups.replica_group.replica,
             zero=layout.zero,
             hold=resolve_hold(job, layout),
             **travel,
         )
-    return AllReduce(applied.held, groups.home.data, **travel)
+    return AllReduce(applied.held, groups.replica_group.data, **travel)

@@ -135,10 +135,10 @@ class SessionSnapshots(Component):
         if self._keeper is not None:
             self._join(self._keeper)
             if self._begun != step:
-                self._context.groups.world.gather_text("")  # all have sealed the one before
+                self._context.groups.world.all_gather_text("")  # all have sealed the one before
                 self._capture.begin(self._state.tensors(), self._snapshot(self._keeper, step))
                 self._join(self._keeper)
-        return all(self._context.groups.world.gather_text("yes" if self._sealed == step else ""))
+        return all(self._context.groups.world.all_gather_text("yes" if self._sealed == step else ""))
 
     def hand_over(self, step: int, save: Callable[[], object]) -> None:
         """Collective, when a generation ends by agreement: the next one finds exactly this step in memory, whichever
@@ -212,7 +212,7 @@ class SessionSnapshots(Component):
         # The lower quartile is a step without a snapshot: with one every second step, half of the steps have none.
         own = [median(steps) if self._context.device.type == "cpu" else steps[len(steps) // 4]]
         own += [median_low(costs) for costs in (self._stalls, self._lates, self._sends)]
-        told = [json.loads(text) for text in self._context.groups.world.gather_text(json.dumps(own))]
+        told = [json.loads(text) for text in self._context.groups.world.all_gather_text(json.dumps(own))]
         step_s, stall_s, late_s, send_s = (max(numbers) for numbers in zip(*told, strict=True))
         for numbers in (self._steps, self._stalls, self._lates, self._sends):
             del numbers[:-1]

@@ -26,7 +26,7 @@ from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.elastic.apart import LocalSgdVote
 from closeranks.elastic.vote import Verdict, Vote
 from closeranks.parallel.apply import is_sharded
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.run.accuracy import CompressionQuality
 from closeranks.run.component import Component, Unique
 from closeranks.run.context import RunContext
@@ -57,9 +57,9 @@ class LocalSgd(Component):
     unique = Unique.REPLICA
 
     def __init__(self, context: RunContext, model: Model, reducer: Reducer, supply: Batches) -> None:
-        job, home = context.job, context.groups.home
+        job, home = context.job, context.groups.replica_group
         self._context, self._model, self._supply = context, model, supply
-        self._plan = _plan(job, home.across, context.schedule.num_steps)
+        self._plan = _plan(job, home.across_groups, context.schedule.num_steps)
         self.outer = _make_outer(context, model, reducer, self._plan)
         self._accuracy = CompressionQuality(
             self._plan, context.groups.world, context.device, tells=context.world.is_lead
@@ -83,12 +83,12 @@ class LocalSgd(Component):
         if not context.sync_schedule.is_boundary(step):
             return
         context.step_timer.enter_phase(WorkerPhase.OUTER_STEP)
-        shares, home = self._supply.loader.shares, context.groups.home
+        shares, home = self._supply.loader.shares, context.groups.replica_group
         share = shares[home.number] / sum(shares) if shares else None
         self.outer.meet(step, context.sync_schedule.fragments(step), share)
         self._accuracy.measure(step, step, self.outer.losses)
         for statistics in self._model.statistics:
-            statistics.average(home.across)
+            statistics.average(home.across_groups)
         if self._supply.is_balanced and step < context.schedule.num_steps:
             self._rebalance(step)
 
@@ -97,7 +97,7 @@ class LocalSgd(Component):
 
     def started(self) -> Mapping[str, Any]:
         job = self._context.job
-        said = {"apart": describe_local_sgd(job.sync.local, self._context.groups.home.count)}
+        said = {"apart": describe_local_sgd(job.sync.local, self._context.groups.replica_group.count)}
         compress = job.sync.compress
         if compress.name != "none" and self._context.layout.data > 1:
             plan = compression_schedule(compress, self._context.schedule.num_steps)
@@ -108,7 +108,7 @@ class LocalSgd(Component):
         """Collective. Divides micro-batches by the time that each rank took for one since the last call; a replica is
         as slow as its slowest rank."""
         context, loader = self._context, self._supply.loader
-        home, world = context.groups.home, context.groups.world
+        home, world = context.groups.replica_group, context.groups.world
         told = torch.zeros(home.count, world.size, dtype=torch.float64, device=context.device)
         told[home.number, world.rank] = context.step_timer.pop_compute_s()
         seconds = world.sum(told).amax(1).tolist()
@@ -158,7 +158,7 @@ class LocalSgd(Component):
     def _own_weights(self) -> Iterator[StateTensor]:
         """The weights of this replica. With several fragments they differ from the anchor even at a synchronisation,
         which covers one fragment."""
-        home = self._context.groups.home
+        home = self._context.groups.replica_group
         for one in self._model.local_tensors():
             if one.piece.name in self._model.applied.trainable:
                 piece = replace(one.piece, name=f"{_WEIGHTS}{one.piece.name}")
@@ -170,7 +170,7 @@ class LocalSgd(Component):
     def _memory(self) -> Iterator[ErrorFeedbackTensor]:
         """Error feedback of the compressed deltas. Ranks of one replica that hold the same parameter shards have the
         same error feedback, and the first of them saves it."""
-        home = self._context.groups.home
+        home = self._context.groups.replica_group
         is_first = (home.replica if self._context.layout.zero else home.data).rank == 0
         for one in self.outer.memory():
             piece = replace(one.piece, name=f"{_OUTER}{one.piece.name}")
@@ -178,7 +178,7 @@ class LocalSgd(Component):
 
 
 def _make_outer(context: RunContext, model: Model, reducer: Reducer, plan: Plan | None) -> Outer:
-    local, layout, home = context.job.sync.local, context.layout, context.groups.home
+    local, layout, home = context.job.sync.local, context.layout, context.groups.replica_group
     applied = model.applied
     sizes = {name: prod(shape) for name, shape in applied.shapes.items() if name in applied.trainable}
     if local.fragments > len(sizes):
@@ -191,14 +191,14 @@ def _make_outer(context: RunContext, model: Model, reducer: Reducer, plan: Plan 
         part(sizes, model.spec.blocks, local.fragments),
         OuterRule(local.outer_lr, local.outer_momentum, local.nesterov),
         home.count,
-        _ways(context.job, home.across, plan),
-        flat_ways(home.across),
+        _ways(context.job, home.across_groups, plan),
+        flat_ways(home.across_groups),
         exact=whole | {one.piece.name for one in applied.held if must_stay_uncompressed(layout, one)},
         alone=whole | shared,
     )
 
 
-def _plan(job: Job, across: Group, num_steps: int) -> Plan | None:
+def _plan(job: Job, across: RankGroup, num_steps: int) -> Plan | None:
     """When deltas are compressed; None: never. Every synchronisation is measured, as they are few."""
     config = job.sync.compress
     if config.name == "none" or across.size == 1:
@@ -206,7 +206,7 @@ def _plan(job: Job, across: Group, num_steps: int) -> Plan | None:
     return Plan(config.num_warmup(num_steps), 1 if config.measure_every else 0)
 
 
-def _ways(job: Job, across: Group, plan: Plan | None) -> WayMaker:
+def _ways(job: Job, across: RankGroup, plan: Plan | None) -> WayMaker:
     return flat_ways(across) if plan is None else compressed_ways(job.sync.compress, across, plan)
 
 

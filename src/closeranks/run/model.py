@@ -19,9 +19,9 @@ from closeranks.core.protocols import ModelSpec, ParameterShard
 from closeranks.data.order import MicroBatch
 from closeranks.elastic.vote import Verdict
 from closeranks.facts.stages import stage_placement
-from closeranks.parallel.apply import Applied, is_sharded, local_part, whole_tensors
+from closeranks.parallel.apply import DistributedModel, is_sharded, local_part, whole_tensors
 from closeranks.parallel.batchnorm import BatchStatistics
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.stages import stage_ranges
@@ -38,7 +38,7 @@ class ModelTensor:
     tensor: Tensor
     is_saved_here: bool
     """False if a rank on another axis than data holds the same values and saves them."""
-    holders: Group | None
+    holders: RankGroup | None
     """The ranks along the data axis that hold the same values; None: only this rank counts."""
     is_steady: bool
     """Whether nothing but the optimizer changes it."""
@@ -76,7 +76,7 @@ class Model(Component):
     def __init__(
         self,
         spec: ModelSpec,
-        applied: Applied,
+        applied: DistributedModel,
         precision: Precision,
         context: RunContext,
         *,
@@ -118,7 +118,7 @@ class Model(Component):
         self, section: str, leaf: ParameterShard, key: str, tensor: Tensor, *, per_replica: bool = False
     ) -> StateTensor:
         """A state tensor that belongs to a parameter shard, under its own key: of the shard's shape, or a scalar."""
-        name, groups = leaf.piece.name, self._groups.home if per_replica else self._groups
+        name, groups = leaf.piece.name, self._groups.replica_group if per_replica else self._groups
         piece, is_ours = replace(leaf.piece, name=key), name in self._spoken
         if tensor.ndim == 0:  # a scalar such as a step counter: the rank that holds the first element saves it
             piece, is_ours = Piece.whole(key, ()), is_ours and _holds_first(leaf.piece)
@@ -162,7 +162,7 @@ class Model(Component):
 
 
 def make_state_tensor(
-    section: str, piece: Piece, tensor: Tensor, holders: Group | None, *, is_ours: bool, is_steady: bool = True
+    section: str, piece: Piece, tensor: Tensor, holders: RankGroup | None, *, is_ours: bool, is_steady: bool = True
 ) -> StateTensor:
     rank, size = (holders.rank, holders.size) if holders else (0, 1)
     return StateTensor(section, piece.name, piece, tensor, is_steady, rank, size, is_ours)

@@ -12,7 +12,7 @@ from closeranks.core.protocols import Reducer
 from closeranks.elastic.vote import Verdict
 from closeranks.optim.optimizer import Optimizer
 from closeranks.optim.scaler import LossScale
-from closeranks.parallel.mesh import Groups
+from closeranks.parallel.mesh import MeshGroups
 from closeranks.run.component import Component
 from closeranks.run.model import Model
 from closeranks.run.saved import OPTIMIZER, OTHER, SavedState
@@ -72,9 +72,9 @@ class OptimizerStep(Component):
 
 
 class LossScaling(Component):
-    def __init__(self, loss_scale: LossScale, groups: Groups) -> None:
+    def __init__(self, loss_scale: LossScale, groups: MeshGroups) -> None:
         self.loss_scale = loss_scale
-        self._is_ours = groups.home.world.rank == 0
+        self._is_ours = groups.replica_group.world.rank == 0
 
     def update(self, index: int, verdict: Verdict) -> None:
         self.loss_scale.update(verdict.taken)

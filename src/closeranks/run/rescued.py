@@ -12,17 +12,17 @@ from pathlib import Path
 from closeranks.capture.slots import SealedSlot, SlotError
 from closeranks.core.errors import CheckpointError
 from closeranks.elastic.recalling import SnapshotReader
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.run.rescued_files import RescuedState, find_rescued
 from closeranks.run.saved_tree import validate_tree
 from closeranks.run.state import RunState
 
 
-def broadcast_rescued(group: Group, run: Path) -> RescuedState | None:
+def broadcast_rescued(group: RankGroup, run: Path) -> RescuedState | None:
     """Collective. Rank 0 looks and broadcasts, so that all ranks try the same state."""
     found = find_rescued(run) if group.rank == 0 else None
     text = json.dumps([found.step, found.folder, found.files]) if found is not None else ""
-    if not (text := group.share_text(text)):
+    if not (text := group.broadcast_text(text)):
         return None
     step, folder, files = json.loads(text)
     return RescuedState(step, folder, tuple(files))

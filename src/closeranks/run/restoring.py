@@ -182,7 +182,7 @@ def _begin_anew(context: RunContext, folder: Path, memory: _Memory, passed: Sequ
     """Collective. See [Note: a spoilt beginning]; this run's checkpoints, none of which is sound, no longer count."""
     memory.void()
     _note_beginning(context, folder)
-    context.groups.world.gather_text("")  # the first to raise gets the others killed
+    context.groups.world.all_gather_text("")  # the first to raise gets the others killed
     what = "; ".join([*memory.notes, *passed])
     raise CloseranksError(f"no state of this run is sound any more ({what})", "Fresh workers begin from the beginning.")
 
@@ -208,7 +208,7 @@ class _Memory:
         host = self.seats[self.context.world.rank].host
         is_speaker = self.seats[self.context.world.rank].local_index == 0  # all ranks of a host see the same
         told = _told(self.shelf, host) if is_speaker else [[], [], False]
-        heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(told))]
+        heard = [json.loads(text) for text in self.context.groups.world.all_gather_text(json.dumps(told))]
         self.copies = tuple(
             SnapshotCopy(SnapshotLocation(*place), SlotHeader(**about)) for rows, *_ in heard for place, about in rows
         )
@@ -235,7 +235,7 @@ class _Memory:
                 tree, problems = attempt.read()
                 failpoint(AFTER_VERIFY)
                 # After this exchange all ranks have finished reading: fetched copies may be freed.
-                heard = [json.loads(text) for text in self.context.groups.world.gather_text(json.dumps(problems))]
+                heard = [json.loads(text) for text in self.context.groups.world.all_gather_text(json.dumps(problems))]
             blamed = {SnapshotLocation(*place): what for problems in heard for *place, what in problems}
             if not blamed:
                 return choice, tree
@@ -319,7 +319,7 @@ class _Attempt:
                     got[fetch.copy.about.image] = path
                 else:
                     problems.append(_problem(fetch.copy, received.problem or "a copy could not be read by its host"))
-        told = self.context.groups.world.gather_text(json.dumps([got, problems]))
+        told = self.context.groups.world.all_gather_text(json.dumps([got, problems]))
         host, paths = self.seats[self.rank].host, dict[str, str]()
         for rank, (theirs, wrong) in enumerate(map(json.loads, told)):
             problems += wrong if rank != self.rank else []
@@ -373,4 +373,4 @@ def _first_part(context: RunContext, folder: Path) -> int:
             number = int(json.loads(read_text(folder / _BEGINNING))["first_part"])
         except (OSError, ValueError, KeyError):
             number = _NONE_OF_OURS
-    return int(context.groups.world.share_text(str(number)))
+    return int(context.groups.world.broadcast_text(str(number)))

@@ -109,7 +109,9 @@ def _rescued(
 def _together(context: RunContext, found: _Attempt | RescueOutcome) -> list[str]:
     """Collective. The reasons why any rank could not read the state. If it does not fit the job on any rank, every rank
     raises that error."""
-    told = [json.loads(text) for text in context.groups.world.gather_text(json.dumps([found.problem, found.refusal]))]
+    told = [
+        json.loads(text) for text in context.groups.world.all_gather_text(json.dumps([found.problem, found.refusal]))
+    ]
     refusals = [refusal for _, refusal in told if refusal]
     if refusals:
         raise CheckpointError(*refusals[0])
@@ -123,7 +125,7 @@ def _share_candidates(context: RunContext, place: str, remote: str, first_part: 
         also = [remote] if remote else []
         found = [one for one in find_checkpoints(place, also).candidates() if one.attempt >= first_part]
         text = json.dumps([(one.storage.url, one.name) for one in found])
-    shared: list[tuple[str, str]] = json.loads(context.groups.world.share_text(text))
+    shared: list[tuple[str, str]] = json.loads(context.groups.world.broadcast_text(text))
     return shared
 
 

@@ -16,7 +16,7 @@ from closeranks.facts.llama import num_params
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.models.generate import generate
-from closeranks.parallel.materialise import materialise
+from closeranks.parallel.materialise import materialize
 from closeranks.run.model import load_model
 from closeranks.run.saved_tree import load_saved_job
 
@@ -40,7 +40,7 @@ def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, to
     spec = spec_for(job.model, seq_len=job.data.seq_len)
     dtype = torch.float64 if job.train.precision == "float64" else torch.float32
     device = torch.device("cpu")
-    module = materialise(spec, seed=job.run.seed, device=device, dtype=dtype, broadcast=lambda tensor: tensor)
+    module = materialize(spec, seed=job.run.seed, device=device, dtype=dtype, broadcast=lambda tensor: tensor)
     load_model(module, CheckpointWeights(saved))
     module.eval()
     tokens = generate(

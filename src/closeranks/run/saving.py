@@ -228,7 +228,7 @@ class SessionCheckpoints(Component):
         looks = context.world.is_lead and context.world.local_size == context.world.size
         num_bytes = self._capture.num_saved_bytes(self._state.tensors()) * context.world.size
         here = fallback_folders(self._folder, num_bytes) if looks else iter(())
-        while place := context.groups.world.share_text(str(next(here, ""))):
+        while place := context.groups.world.broadcast_text(str(next(here, ""))):
             saver = self._open(replace(self._settings, place=place, remote="", keep_last=1 << 30))
             reports: list[SaveReport] = []
             try:
@@ -309,7 +309,7 @@ class SessionCheckpoints(Component):
                 told = json.dumps([secrets.token_hex(4), next_attempt(settings.place, settings.remote), ""])
             except CloseranksError as error:
                 told = json.dumps(["", 0, error.what])
-        token, part, problem = json.loads(self._context.groups.world.share_text(told))
+        token, part, problem = json.loads(self._context.groups.world.broadcast_text(told))
         if problem:
             raise SetupError(problem, "Change checkpoint.folder, or make it writable.")
         self._topic = token  # fresh: no key of an earlier agreement starts with it

@@ -118,7 +118,7 @@ class RunState:
 
     def restore(self, saved: SavedState) -> None:
         """Restore a saved state that passed ``check``. If this raises, the state is restored only in part."""
-        found = ReplicaStateReader(saved, self._context.groups.home.number)
+        found = ReplicaStateReader(saved, self._context.groups.replica_group.number)
         for restore in self._components.phases["restore"]:
             restore(found)
 

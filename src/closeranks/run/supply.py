@@ -23,7 +23,7 @@ from closeranks.data.reader import LoadedBatch
 from closeranks.data.source import LoaderSource
 from closeranks.data.timing import StageTimes
 from closeranks.elastic.vote import Ballot
-from closeranks.parallel.mesh import Groups
+from closeranks.parallel.mesh import MeshGroups
 from closeranks.run.component import Component
 from closeranks.run.saved import SavedState
 from closeranks.telemetry.folder import RunFolder
@@ -42,7 +42,7 @@ class Batches(Component):
     loader: Loader
     quarantine: Quarantine
     order: SampleOrder
-    groups: Groups
+    groups: MeshGroups
     sources: tuple[LoaderSource, ...]
     """The sources for training and evaluation."""
     logs_samples: bool = False
@@ -130,7 +130,9 @@ class Batches(Component):
         if not done.num_bad:
             return
         own = json.dumps([sample.to_json() for sample in self._found.pop(done.step - 1, ())])
-        heard = [BadSample.from_json(row) for text in self.groups.world.gather_text(own) for row in json.loads(text)]
+        heard = [
+            BadSample.from_json(row) for text in self.groups.world.all_gather_text(own) for row in json.loads(text)
+        ]
         fresh = self.quarantine.add(merge(heard))
         for text in describe_skipped(fresh) if self.rank == 0 else ():
             emit(Warned(text, done.step))
@@ -158,14 +160,14 @@ class Batches(Component):
         state = saved.tree.get("data", {})
         self.quarantine.load(state.get("quarantine", ()))
         shares = tuple(map(int, state.get("shares", ())))
-        self.loader.set_shares(shares if self.is_balanced and len(shares) == self.groups.home.count else ())
+        self.loader.set_shares(shares if self.is_balanced and len(shares) == self.groups.replica_group.count else ())
 
     def _agree(self, loaded: Sequence[LoadedBatch], step: int) -> None:
         """Ranks of one replica each read the same samples: if one finds a sample bad that another does not (a damaged
         copy on one host), their batches differ in size and a collective would hang."""
         own = json.dumps([self.groups.data.rank, [bad.sample for one in loaded for bad in one.skipped]])
         found: dict[int, list[int]] = {}
-        for replica, bad in map(json.loads, self.groups.home.world.gather_text(own)):
+        for replica, bad in map(json.loads, self.groups.replica_group.world.all_gather_text(own)):
             if found.setdefault(replica, bad) != bad:
                 odd = sorted(set(found[replica]) ^ set(bad))
                 what = f"sample {odd[0] if odd else bad} can be read by some ranks of a replica and not by others"

@@ -15,8 +15,8 @@ from closeranks.core.world import World
 from closeranks.facts.collectives import inter_host_bytes
 from closeranks.facts.layout import Layout
 from closeranks.facts.rounds import Topology
-from closeranks.parallel.group import Group
-from closeranks.parallel.mesh import Groups
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.mesh import MeshGroups
 from closeranks.run.job import Job
 from closeranks.sync.compress.build import compressed_ways, words
 from closeranks.sync.compress.compressed import Plan
@@ -38,7 +38,7 @@ class ReductionChoice:
     """When gradients are compressed; None: never."""
 
 
-def choose_reduction(job: Job, layout: Layout, groups: Groups, world: World, num_steps: int) -> ReductionChoice:
+def choose_reduction(job: Job, layout: Layout, groups: MeshGroups, world: World, num_steps: int) -> ReductionChoice:
     """Collective if there are several hosts: it creates process groups."""
     config = job.sync.gradients
     if layout.data == 1:
@@ -75,7 +75,7 @@ def freeze_step(job: Job, layout: Layout, num_steps: int) -> int | None:
     return config.num_warmup(num_steps) if is_adam else None
 
 
-def _levels(job: Job, layout: Layout, groups: Groups, world: World) -> tuple[Group, Group] | None:
+def _levels(job: Job, layout: Layout, groups: MeshGroups, world: World) -> tuple[RankGroup, RankGroup] | None:
     """The groups of a hierarchical reduction: this host's part of the data group, and a group with one rank of each
     host. None if the reduction is flat."""
     if layout.zero or not job.sync.may_reduce_by_host or not world.hosts:
@@ -91,7 +91,7 @@ def _levels(job: Job, layout: Layout, groups: Groups, world: World) -> tuple[Gro
     return found
 
 
-def _two_levels(inside: Group, across: WayMaker) -> WayMaker:
+def _two_levels(inside: RankGroup, across: WayMaker) -> WayMaker:
     def make(load: Load) -> Way:
         return TwoLevels(load, inside, across)
 
@@ -112,7 +112,7 @@ def describe_compression(config: CompressConfig, plan: Plan, what: str = "gradie
     return f"{words(config, what)}{since}{rest}"
 
 
-def _of_levels(inside: Group, across: Group) -> str:
+def _of_levels(inside: RankGroup, across: RankGroup) -> str:
     topology = Topology(across.size, inside.size)
     share, flat = inter_host_bytes("hierarchical", 1.0, topology), inter_host_bytes("ring", 1.0, topology)
     return (

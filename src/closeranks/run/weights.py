@@ -16,11 +16,11 @@ from torch import Tensor
 from closeranks.checkpoint.weights.protocol import Weights, row_bands
 from closeranks.core.errors import CheckpointError
 from closeranks.models.hub import NameMapping, match_names
-from closeranks.parallel.group import Group
+from closeranks.parallel.group import RankGroup
 from closeranks.run.model import Model, ModelTensor
 
 
-def load_weights(model: Model, stages: Group, weights: Weights) -> tuple[str, ...]:
+def load_weights(model: Model, stages: RankGroup, weights: Weights) -> tuple[str, ...]:
     """Collective. Load each rank's part of the weights into the model. Returns notes for people.
 
     ``stages``: the group of the pipeline's ranks."""
@@ -36,11 +36,11 @@ def load_weights(model: Model, stages: Group, weights: Weights) -> tuple[str, ..
     return weights.notes
 
 
-def _ties(model: Model, stages: Group) -> dict[str, str]:
+def _ties(model: Model, stages: RankGroup) -> dict[str, str]:
     """Collective. Maps every further name of a tied parameter to its first. Only the stages that hold a parameter know
     its names, so all stages exchange them."""
     own = {alias: held.piece.name for held in model.applied.held for alias in held.aliases}
-    told: list[dict[str, str]] = [json.loads(text) for text in stages.gather_text(json.dumps(own))]
+    told: list[dict[str, str]] = [json.loads(text) for text in stages.all_gather_text(json.dumps(own))]
     return {alias: name for one in told for alias, name in one.items()}
 
 

@@ -17,7 +17,7 @@ from closeranks.core.errors import UserError
 from closeranks.core.protocols import Batch, Loss, PipelineSpec, Reducer
 from closeranks.data.order import MicroBatch
 from closeranks.data.reader import LoadedBatch
-from closeranks.parallel.tensor import shapes_explained
+from closeranks.parallel.tensor import explain_sharding_errors
 from closeranks.run.model import Model
 from closeranks.run.pace import StepTimer
 
@@ -37,7 +37,7 @@ def explain_shape_errors(model: Model) -> AbstractContextManager[None]:
     """Wraps the job's own forwards to explain shape errors under tensor parallelism; does nothing without it."""
     if model.layout.tensor == 1:
         return nullcontext()
-    return shapes_explained(held.piece for held in model.applied.held)
+    return explain_sharding_errors(held.piece for held in model.applied.held)
 
 
 class MicroBatchCallbacks:
