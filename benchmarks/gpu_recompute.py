@@ -28,7 +28,7 @@ from results import conclude, say
 
 from closeranks.facts.llama import PRESETS, num_params
 from closeranks.facts.memory import NamedBytes
-from closeranks.plan.layouts import cost_of
+from closeranks.plan.layouts import layout_cost
 from closeranks.run.describe import describe_job
 from closeranks.run.job import Job, layout_for
 from closeranks.telemetry.device import device_name
@@ -88,7 +88,7 @@ def train(job: Job, mode: str, args: argparse.Namespace, device: torch.device) -
 
 def estimate(job: Job) -> dict[str, Any]:
     """What planning says one rank holds at its worst moment, in GiB."""
-    rank = cost_of(describe_job(job), layout_for(job, 1)).fullest
+    rank = layout_cost(describe_job(job), layout_for(job, 1)).fullest
     parts: Sequence[NamedBytes] = rank.activations
     return {
         "total_gib": round(rank.total_bytes / GIB, 2),

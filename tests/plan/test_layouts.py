@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from closeranks.facts.layout import Layout, legal_problems
 from closeranks.facts.mesh import Mesh
-from closeranks.plan.layouts import Costing, Subject, cost_of, layouts_of, sort_out
+from closeranks.plan.layouts import LayoutCostModel, PlanningJob, candidate_layouts, filter_legal, layout_cost
 from closeranks.run.describe import describe_job
 from closeranks.run.job import load_job
 from tests.facts.powers import layouts_of_powers
@@ -23,13 +23,13 @@ TINY = ROOT / "examples" / "tiny.toml"
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Subject:
+def tiny() -> PlanningJob:
     return describe_job(load_job(TINY).value)
 
 
 @given(st.integers(1, 32))
 def test_every_way_to_part_the_ranks_is_there_once(num_ranks: int) -> None:
-    found = list(layouts_of(num_ranks))
+    found = list(candidate_layouts(num_ranks))
     assert len(set(found)) == len(found)
     assert all(layout.num_ranks == num_ranks for layout in found)
     powers = {layout for layout in layouts_of_powers(num_ranks) if layout.context == 1}
@@ -37,46 +37,46 @@ def test_every_way_to_part_the_ranks_is_there_once(num_ranks: int) -> None:
 
 
 def test_hsdp_comes_when_asked_for() -> None:
-    more = set(layouts_of(8, with_hsdp=True)) - set(layouts_of(8))
+    more = set(candidate_layouts(8, with_hsdp=True)) - set(candidate_layouts(8))
     assert {layout.shard for layout in more} == {2, 4}
     assert all(layout.zero and layout.data % layout.shard == 0 for layout in more)
-    assert len({(*Mesh(layout).sizes, layout.zero) for layout in layouts_of(8, with_hsdp=True)}) == len(
-        list(layouts_of(8, with_hsdp=True))
+    assert len({(*Mesh(layout).sizes, layout.zero) for layout in candidate_layouts(8, with_hsdp=True)}) == len(
+        list(candidate_layouts(8, with_hsdp=True))
     )
 
 
-def test_illegal_ones_are_counted_with_a_reason(tiny: Subject) -> None:
-    demands = replace(tiny.demands, num_kv_heads=2)
-    found = sort_out(layouts_of(16), demands)
-    assert len(found.legal) + found.num_refused == len(list(layouts_of(16)))
+def test_illegal_ones_are_counted_with_a_reason(tiny: PlanningJob) -> None:
+    demands = replace(tiny.constraints, num_kv_heads=2)
+    found = filter_legal(candidate_layouts(16), demands)
+    assert len(found.legal) + found.num_refused == len(list(candidate_layouts(16)))
     assert all(not legal_problems(layout, demands) for layout in found.legal)
     tensor = next(entry for entry in found.refused if entry.axis == "tensor")
     assert "2 key-value heads" in tensor.example.what
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zbv"])
-def test_shared_work_changes_no_number(tiny: Subject, schedule: str) -> None:
-    costing = Costing(tiny)
-    for layout in sort_out(layouts_of(8, schedule=schedule, with_hsdp=True), tiny.demands).legal:
-        assert costing.of(layout) == cost_of(tiny, layout)
+def test_shared_work_changes_no_number(tiny: PlanningJob, schedule: str) -> None:
+    costing = LayoutCostModel(tiny)
+    for layout in filter_legal(candidate_layouts(8, schedule=schedule, with_hsdp=True), tiny.constraints).legal:
+        assert costing.cost(layout) == layout_cost(tiny, layout)
 
 
-def test_the_first_rank_of_a_plain_pipeline_is_the_fullest(tiny: Subject) -> None:
-    cost = cost_of(tiny, Layout(pipeline=4))
+def test_the_first_rank_of_a_plain_pipeline_is_the_fullest(tiny: PlanningJob) -> None:
+    cost = layout_cost(tiny, Layout(pipeline=4))
     blocks = [rank.activations[0].num_bytes for rank in cost.ranks]
     assert blocks == sorted(blocks, reverse=True)
     assert blocks[0] == 4 * blocks[3] > blocks[3]
     assert cost.fullest.pipeline == 0
     assert [stage.number for rank in cost.ranks for stage in rank.stages] == [0, 1, 2, 3]
-    every = cost_of(tiny, Layout(pipeline=4, schedule="gpipe"))
+    every = layout_cost(tiny, Layout(pipeline=4, schedule="gpipe"))
     assert every.ranks[3].activations[0].num_bytes == 8 * blocks[3], "GPipe holds all 8 micro-batches"
 
 
-@given(st.sampled_from(list(layouts_of(8))))
+@given(st.sampled_from(list(candidate_layouts(8))))
 def test_more_splitting_never_takes_more_state(layout: Layout) -> None:
     tiny = describe_job(load_job(TINY).value)
-    whole = cost_of(tiny, Layout(8)).fullest.state
-    state = cost_of(tiny, layout).fullest.state
+    whole = layout_cost(tiny, Layout(8)).fullest.state
+    state = layout_cost(tiny, layout).fullest.state
     for part in ("parameters", "gradients", "optimizer"):
         assert getattr(state, part) <= getattr(whole, part)
 

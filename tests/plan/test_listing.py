@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from closeranks.core.errors import Problem
 from closeranks.facts.layout import Layout
 from closeranks.plan import listing
-from closeranks.plan.layouts import Refusals, Sorted, Subject, cost_of
-from closeranks.plan.listing import BRIEF, COLUMNS, Scale
+from closeranks.plan.layouts import LayoutSearch, PlanningJob, RefusedLayouts, layout_cost
+from closeranks.plan.listing import BRIEF, COLUMNS, ByteUnit
 from tests.plan.test_layouts import tiny
 
 __all__ = ["tiny"]
@@ -21,7 +21,7 @@ __all__ = ["tiny"]
 
 @given(st.integers(0, 2**50))
 def test_the_unit_leaves_the_largest_number_readable(largest: int) -> None:
-    scale = Scale.fitting(largest)
+    scale = ByteUnit.for_largest(largest)
     assert len(scale.text(largest)) <= 6
     assert largest < 10 * 1024 or largest / scale.size >= 10
 
@@ -31,29 +31,31 @@ def test_the_unit_leaves_the_largest_number_readable(largest: int) -> None:
     [(0, "-"), (1, "<.01"), (1 << 20, "1.00"), (15 << 20, "15.0"), (100 << 20, "100"), (5000 << 20, "5,000")],
 )
 def test_three_digits(num_bytes: int, text: str) -> None:
-    assert Scale("MiB", 1 << 20).text(num_bytes) == text
+    assert ByteUnit("MiB", 1 << 20).text(num_bytes) == text
 
 
 def test_words_that_change_nothing_do_not_make_another_layout() -> None:
-    assert listing.plain(Layout(2, zero=1, shard=2, schedule="zbv")) == Layout(2, zero=1)
-    assert listing.plain(Layout(1, zero=3, tensor=2)) == Layout(tensor=2)
-    assert listing.plain(Layout(4, zero=1, shard=2)) == Layout(4, zero=1, shard=2)
+    assert listing.canonical_layout(Layout(2, zero=1, shard=2, schedule="zbv")) == Layout(2, zero=1)
+    assert listing.canonical_layout(Layout(1, zero=3, tensor=2)) == Layout(tensor=2)
+    assert listing.canonical_layout(Layout(4, zero=1, shard=2)) == Layout(4, zero=1, shard=2)
 
 
-def test_a_row_has_a_cell_for_every_column(tiny: Subject) -> None:
-    scale = Scale("KiB", 1024)
-    plain = dict(zip(COLUMNS, listing.cells(cost_of(tiny, Layout(8)), scale, knows_activations=True), strict=True))
+def test_a_row_has_a_cell_for_every_column(tiny: PlanningJob) -> None:
+    scale = ByteUnit("KiB", 1024)
+    plain = dict(
+        zip(COLUMNS, listing.table_row(layout_cost(tiny, Layout(8)), scale, knows_activations=True), strict=True)
+    )
     assert plain["layout"] == "data=8"
     assert (plain["bubble"], plain["tensor"], plain["pipe"]) == ("-", "-", "-")
     assert plain["weights"] == plain["grads"] != "-"
-    cells = listing.cells(cost_of(tiny, Layout(pipeline=2)), scale, knows_activations=False)
+    cells = listing.table_row(layout_cost(tiny, Layout(pipeline=2)), scale, knows_activations=False)
     piped = dict(zip(COLUMNS, cells, strict=True))
     assert (piped["activ."], piped["bubble"], piped["data"]) == ("?", "11.1%", "-")
 
 
-def test_a_narrow_row_adds_columns_up(tiny: Subject) -> None:
-    cost = cost_of(tiny, Layout(2, tensor=2, pipeline=2))
-    row = listing.brief_cells(cost, Scale("B", 1), knows_activations=True)
+def test_a_narrow_row_adds_columns_up(tiny: PlanningJob) -> None:
+    cost = layout_cost(tiny, Layout(2, tensor=2, pipeline=2))
+    row = listing.brief_table_row(cost, ByteUnit("B", 1), knows_activations=True)
     brief = dict(zip(BRIEF, row, strict=True))
     state = cost.fullest.state
     assert brief["state"] == f"{state.parameters + state.gradients + state.optimizer:,}"
@@ -62,24 +64,26 @@ def test_a_narrow_row_adds_columns_up(tiny: Subject) -> None:
 
 
 def test_every_column_is_explained() -> None:
-    text = listing.meaning(knows_activations=True) + " layout"
+    text = listing.legend(knows_activations=True) + " layout"
     named = {"grads": "gradients", "optim": "optimizer state", "total": "Held by the fullest rank"}
     assert all(named.get(column, column) in text for column in COLUMNS)
-    assert "not known" in listing.meaning(knows_activations=False)
+    assert "not known" in listing.legend(knows_activations=False)
 
 
 def test_refusals_are_counted_in_words() -> None:
     why = Problem("layout.tensor", "16 does not divide the model's 8 heads")
-    found = Sorted((Layout(),), (Refusals("tensor", 24, why), Refusals("data", 12, replace(why, what="too many"))))
-    assert listing.refusals(found) == (
+    found = LayoutSearch(
+        (Layout(),), (RefusedLayouts("tensor", 24, why), RefusedLayouts("data", 12, replace(why, what="too many")))
+    )
+    assert listing.refused_text(found) == (
         "36 more are not legal for this model and batch: 24 by tensor (16 does not divide the model's 8 heads); "
         "12 by data (too many)."
     )
-    assert listing.refusals(Sorted((), (Refusals("data", 1, why),))).startswith("1 is not legal")
+    assert listing.refused_text(LayoutSearch((), (RefusedLayouts("data", 1, why),))).startswith("1 is not legal")
 
 
-def test_json_says_everything_and_adds_up(tiny: Subject) -> None:
-    cost = cost_of(tiny, Layout(2, zero=3, tensor=2, pipeline=2))
+def test_json_says_everything_and_adds_up(tiny: PlanningJob) -> None:
+    cost = layout_cost(tiny, Layout(2, zero=3, tensor=2, pipeline=2))
     read = json.loads(json.dumps(listing.as_json(cost, is_job=True)))
     full = read["fullest"]
     parts = [*full["buffers"], *full["activations"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.facts.mesh import Mesh
-from closeranks.plan.layouts import RankCost, cost_of
+from closeranks.plan.layouts import RankCost, layout_cost
 from closeranks.run.describe import describe_job
 from closeranks.run.job import layout_for, load_job
 from closeranks.testing import run_world
@@ -26,7 +26,7 @@ def planned(overrides: list[str], num_ranks: int) -> list[RankCost]:
     """Of every rank."""
     job = load_job(Path(TINY), overrides).value
     layout = layout_for(job, num_ranks)
-    cost = cost_of(describe_job(job), layout)
+    cost = layout_cost(describe_job(job), layout)
     return [cost.ranks[Mesh(layout).coordinate(rank).pipeline] for rank in range(num_ranks)]
 
 

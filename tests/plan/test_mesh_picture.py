@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.facts.layout import Layout
-from closeranks.plan.layouts import Subject, cost_of
+from closeranks.plan.layouts import PlanningJob, layout_cost
 from closeranks.plan.mesh_picture import draw_layout
 from tests.plan.test_layouts import tiny
 
@@ -32,8 +32,8 @@ def size_of(path: Path) -> tuple[int, int]:
     ],
     ids=str,
 )
-def test_a_layout_is_drawn(tiny: Subject, tmp_path: Path, layout: Layout) -> None:
-    path = draw_layout(cost_of(tiny, layout), tmp_path / "mesh.png")
+def test_a_layout_is_drawn(tiny: PlanningJob, tmp_path: Path, layout: Layout) -> None:
+    path = draw_layout(layout_cost(tiny, layout), tmp_path / "mesh.png")
     width, height = size_of(path)
     assert 1000 < width < 4000
     assert 300 < height < 4000
@@ -41,8 +41,8 @@ def test_a_layout_is_drawn(tiny: Subject, tmp_path: Path, layout: Layout) -> Non
     assert "matplotlib.pyplot" not in sys.modules
 
 
-def test_a_pipeline_has_its_schedule_below_the_mesh(tiny: Subject, tmp_path: Path) -> None:
+def test_a_pipeline_has_its_schedule_below_the_mesh(tiny: PlanningJob, tmp_path: Path) -> None:
     """Seen from below: the schedule is the wider band, so the picture is as wide as it."""
-    alone = size_of(draw_layout(cost_of(tiny, Layout(tensor=2)), tmp_path / "alone.png"))
-    piped = size_of(draw_layout(cost_of(tiny, Layout(tensor=2, pipeline=2)), tmp_path / "piped.png"))
+    alone = size_of(draw_layout(layout_cost(tiny, Layout(tensor=2)), tmp_path / "alone.png"))
+    piped = size_of(draw_layout(layout_cost(tiny, Layout(tensor=2, pipeline=2)), tmp_path / "piped.png"))
     assert piped[1] > alone[1] + 300

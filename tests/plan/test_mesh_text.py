@@ -7,15 +7,15 @@ import pytest
 from closeranks.facts.anatomy import ModelUnit
 from closeranks.facts.layout import Layout
 from closeranks.plan import mesh_text
-from closeranks.plan.layouts import Subject, cost_of
-from closeranks.plan.listing import Scale
+from closeranks.plan.layouts import PlanningJob, layout_cost
+from closeranks.plan.listing import ByteUnit
 from tests.plan.test_layouts import tiny
 
 __all__ = ["tiny"]
 
 
-def test_every_rank_stands_in_the_grid_once(tiny: Subject) -> None:
-    lines = list(mesh_text.mesh_lines(cost_of(tiny, Layout(2, tensor=2, pipeline=2))))
+def test_every_rank_stands_in_the_grid_once(tiny: PlanningJob) -> None:
+    lines = list(mesh_text.mesh_lines(layout_cost(tiny, Layout(2, tensor=2, pipeline=2))))
     assert lines[0] == "pipeline 0   stage 0: model.embed_tokens, model.layers.0..3"
     assert lines[1].split() == ["tensor", "0", "tensor", "1"]
     rows = [line.split() for line in lines if line.startswith("  data")]
@@ -26,12 +26,12 @@ def test_every_rank_stands_in_the_grid_once(tiny: Subject) -> None:
     ("layout", "name"),
     [(Layout(4), "data 3"), (Layout(4, zero=1), "shard 3"), (Layout(4, zero=3, shard=2), "replica 1 shard 1")],
 )
-def test_rows_are_named_after_what_their_ranks_share(tiny: Subject, layout: Layout, name: str) -> None:
-    assert list(mesh_text.mesh_lines(cost_of(tiny, layout)))[-1].split()[:-1] == name.split()
+def test_rows_are_named_after_what_their_ranks_share(tiny: PlanningJob, layout: Layout, name: str) -> None:
+    assert list(mesh_text.mesh_lines(layout_cost(tiny, layout)))[-1].split()[:-1] == name.split()
 
 
-def test_a_large_mesh_says_what_it_leaves_out(tiny: Subject) -> None:
-    lines = list(mesh_text.mesh_lines(cost_of(tiny, Layout(64))))
+def test_a_large_mesh_says_what_it_leaves_out(tiny: PlanningJob) -> None:
+    lines = list(mesh_text.mesh_lines(layout_cost(tiny, Layout(64))))
     assert lines[-1].strip() == "... and 52 more data ranks"
     assert len(lines) < 20
 
@@ -59,9 +59,9 @@ def test_numbered_neighbours_stand_together(names: list[str], text: str) -> None
     assert mesh_text.unit_names([ModelUnit(name, ()) for name in names]) == text
 
 
-def test_bytes_and_traffic_are_written_out(tiny: Subject) -> None:
-    cost = cost_of(tiny, Layout(2, tensor=2, pipeline=2))
-    lines = list(mesh_text.byte_lines(cost, Scale("KiB", 1024), knows_activations=True))
+def test_bytes_and_traffic_are_written_out(tiny: PlanningJob) -> None:
+    cost = layout_cost(tiny, Layout(2, tensor=2, pipeline=2))
+    lines = list(mesh_text.byte_lines(cost, ByteUnit("KiB", 1024), knows_activations=True))
     assert [line.split()[0] for line in lines[:3]] == ["KiB", "pipeline", "pipeline"]
     assert any("activations of blocks" in line for line in lines)
     traffic = list(mesh_text.traffic_lines(cost))

@@ -21,18 +21,18 @@ from closeranks.plan.policy import (
     AUTO_MOST_S,
     LOCAL,
     STORE,
-    Situation,
-    alone_in_the_store,
+    CheckpointScenario,
+    checkpoint_table,
     policy_for,
-    table_of,
+    single_level,
 )
-from closeranks.plan.policy_picture import curves_of, draw_policy
-from closeranks.plan.policy_text import closing, headline, places, share, size, tables
+from closeranks.plan.policy_picture import draw_policy, waste_curves
+from closeranks.plan.policy_text import footer, headline, level_rows, percent, size, tables
 
 HOUR = 3600.0
-DEFAULT = policy_for(Situation())
+DEFAULT = policy_for(CheckpointScenario())
 SITUATIONS = st.builds(
-    Situation,
+    CheckpointScenario,
     mtbf_s=st.floats(60.0, 1e7),
     length_s=st.floats(60.0, 1e7),
     step_s=st.floats(0.01, 100.0),
@@ -58,7 +58,7 @@ def test_the_default_is_a_day_on_preemptible_machines() -> None:
     assert 60 < local.period_s < 80
     assert store.period_s == pytest.approx(2 * local.period_s)
     assert DEFAULT.waste == pytest.approx(0.015, abs=0.001)
-    config = parsed(table_of(DEFAULT))
+    config = parsed(checkpoint_table(DEFAULT))
     assert (config.every, config.mtbf, config.remote_every, config.resume) == ("auto", "3h", 2, "auto")
     assert config.remote.startswith("s3://")
 
@@ -75,7 +75,7 @@ def test_the_recommended_habit_is_the_best() -> None:
 
 
 @given(SITUATIONS)
-def test_every_situation_has_a_policy(situation: Situation) -> None:
+def test_every_situation_has_a_policy(situation: CheckpointScenario) -> None:
     policy = policy_for(situation)
     assert 0 <= policy.waste <= 1
     for habit in policy.habits:
@@ -85,37 +85,37 @@ def test_every_situation_has_a_policy(situation: Situation) -> None:
         assert crowd.load <= 1 + 1e-6
         assert crowd.random_s <= crowd.aligned_s * (1 + 1e-9)
         assert crowd.waste <= crowd.aligned_waste + 1e-9
-    config = parsed(table_of(policy))
+    config = parsed(checkpoint_table(policy))
     if config.every == "auto":
         assert seconds_of(config.mtbf) == pytest.approx(situation.mtbf_s, rel=0.01)
     else:
         assert seconds_of(str(config.every)) == pytest.approx(policy.nesting.period_s, rel=0.01)
     assert headline(policy)
-    assert closing(policy).endswith(table_of(policy))
-    for rows in (places(policy), *(rows for _, _, rows in tables(policy))):
+    assert footer(policy).endswith(checkpoint_table(policy))
+    for rows in (level_rows(policy), *(rows for _, _, rows in tables(policy))):
         assert len({len(row) for row in rows}) == 1
 
 
 def test_what_auto_cannot_do_is_written_out() -> None:
     """A day's life and saves of ten minutes: auto would stop at half an hour."""
-    policy = policy_for(Situation(mtbf_s=24 * HOUR, stall_s=600.0, durable_s=600.0, machine_loss=0.0))
+    policy = policy_for(CheckpointScenario(mtbf_s=24 * HOUR, stall_s=600.0, durable_s=600.0, machine_loss=0.0))
     assert policy.nesting.period_s > AUTO_MOST_S == MOST_S
-    assert parsed(table_of(policy)).every != "auto"
+    assert parsed(checkpoint_table(policy)).every != "auto"
 
 
 def test_a_local_copy_that_does_not_pay_is_left_out() -> None:
-    policy = policy_for(Situation(machine_loss=0.98, remote_bytes_per_s=2e9))
+    policy = policy_for(CheckpointScenario(machine_loss=0.98, remote_bytes_per_s=2e9))
     assert policy.nesting.dropped == (LOCAL,)
-    config = parsed(table_of(policy))
+    config = parsed(checkpoint_table(policy))
     assert config.folder.startswith("s3://")
     assert not config.remote
-    assert "left out" in closing(policy)
+    assert "left out" in footer(policy)
 
 
 def test_one_place_only() -> None:
-    policy = policy_for(Situation(remote_bytes_per_s=0.0))
+    policy = policy_for(CheckpointScenario(remote_bytes_per_s=0.0))
     assert len(policy.nesting.placed) == 1
-    config = parsed(table_of(policy))
+    config = parsed(checkpoint_table(policy))
     assert not config.remote
     assert not config.folder
 
@@ -126,13 +126,13 @@ def test_more_jobs_save_less_often_and_lose_more() -> None:
     assert [crowd.waste for crowd in crowds] == sorted(crowd.waste for crowd in crowds)
     assert [crowd.period_s for crowd in crowds] == sorted(crowd.period_s for crowd in crowds)
     assert crowds[-1].aligned_waste > 1.5 * crowds[-1].waste
-    assert [crowd.num_jobs for crowd in policy_for(Situation(num_jobs=10)).crowds] == [1, 4, 10, 16, 64]
+    assert [crowd.num_jobs for crowd in policy_for(CheckpointScenario(num_jobs=10)).crowds] == [1, 4, 10, 16, 64]
 
 
 def test_a_patient_timeout_where_the_store_is_slow() -> None:
-    slow = policy_for(Situation(num_jobs=64, remote_bytes_per_s=0.1e9))
-    assert parsed(table_of(slow)).timeout_s >= 4 * slow.nesting.placed[-1].level.durable_s
-    assert "timeout_s" not in table_of(DEFAULT)
+    slow = policy_for(CheckpointScenario(num_jobs=64, remote_bytes_per_s=0.1e9))
+    assert parsed(checkpoint_table(slow)).timeout_s >= 4 * slow.nesting.placed[-1].level.durable_s
+    assert "timeout_s" not in checkpoint_table(DEFAULT)
 
 
 def test_storage_is_counted() -> None:
@@ -146,38 +146,38 @@ def test_storage_is_counted() -> None:
 
 def test_ages_are_for_preemptible_machines() -> None:
     assert len(DEFAULT.ages) == 5
-    assert policy_for(Situation(is_preemptible=False)).ages == ()
-    assert "SIGTERM" in closing(DEFAULT)
-    assert "SIGTERM" not in closing(policy_for(Situation(is_preemptible=False)))
+    assert policy_for(CheckpointScenario(is_preemptible=False)).ages == ()
+    assert "SIGTERM" in footer(DEFAULT)
+    assert "SIGTERM" not in footer(policy_for(CheckpointScenario(is_preemptible=False)))
 
 
 def test_the_notice_is_judged() -> None:
-    assert "within a notice of 2 min" in closing(DEFAULT)
-    assert "within a notice of 30 s and 2 min" in closing(policy_for(Situation(remote_bytes_per_s=5e9)))
-    assert "too late" in closing(policy_for(Situation(remote_bytes_per_s=0.05e9)))
+    assert "within a notice of 2 min" in footer(DEFAULT)
+    assert "within a notice of 30 s and 2 min" in footer(policy_for(CheckpointScenario(remote_bytes_per_s=5e9)))
+    assert "too late" in footer(policy_for(CheckpointScenario(remote_bytes_per_s=0.05e9)))
 
 
 def test_curves_are_least_where_they_are_marked() -> None:
-    curves = curves_of(DEFAULT)
+    curves = waste_curves(DEFAULT)
     assert [curve.name for curve in curves] == ["blocking", "asynchronous", "two levels"]
     for curve in curves:
         assert curve.best_waste <= min(curve.wastes) * 1.01
         lowest = curve.periods_s[curve.wastes.index(min(curve.wastes))]
         assert 0.6 < lowest / curve.best_s < 1.6
-    level = alone_in_the_store(DEFAULT.situation, is_blocking=True)
+    level = single_level(DEFAULT.situation, is_blocking=True)
     assert curves[0].best_waste == waste(best_period_s(level), level)
 
 
 @pytest.mark.parametrize(
     "situation",
     [
-        Situation(),
-        Situation(num_jobs=100),
-        Situation(remote_bytes_per_s=0.0, is_preemptible=False, mtbf_s=600.0),
-        Situation(machine_loss=0.98, remote_bytes_per_s=5e9, state_bytes=1e6, durable_s=0.1),
+        CheckpointScenario(),
+        CheckpointScenario(num_jobs=100),
+        CheckpointScenario(remote_bytes_per_s=0.0, is_preemptible=False, mtbf_s=600.0),
+        CheckpointScenario(machine_loss=0.98, remote_bytes_per_s=5e9, state_bytes=1e6, durable_s=0.1),
     ],
 )
-def test_every_picture_is_drawn_and_nothing_else_is_left(situation: Situation, tmp_path: Path) -> None:
+def test_every_picture_is_drawn_and_nothing_else_is_left(situation: CheckpointScenario, tmp_path: Path) -> None:
     path = draw_policy(policy_for(situation), tmp_path / "policy.png")
     head = path.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")
@@ -186,14 +186,14 @@ def test_every_picture_is_drawn_and_nothing_else_is_left(situation: Situation, t
 
 
 def test_words() -> None:
-    assert [*map(share, (0.0, 0.0034, 0.0202, 0.24, 0.9973, 0.99999, 1.0))] == [
+    assert [*map(percent, (0.0, 0.0034, 0.0202, 0.24, 0.9973, 0.99999, 1.0))] == [
         "0%", "0.34%", "2.0%", "24%", "99.7%", "over 99.9%", "100%",
     ]  # fmt: skip
     assert [*map(size, (512, 14e9, 8.67e12))] == ["512 B", "14 GB", "8.67 TB"]
 
 
 def test_never_is_fine_where_nothing_fails() -> None:
-    policy = policy_for(replace(Situation(), mtbf_s=1e12))
+    policy = policy_for(replace(CheckpointScenario(), mtbf_s=1e12))
     assert policy.habits[0].waste < 1e-3
     assert math.isfinite(policy.habits[0].takes_s)
 

@@ -11,7 +11,7 @@ from closeranks.cli.planning import show_layout
 from closeranks.core.errors import ConfigError, ModelError
 from closeranks.facts.layout import Layout, legal_problems
 from closeranks.facts.spread import rank_parameters, stages_per_rank, tied_across_ranks
-from closeranks.plan.layouts import cost_of
+from closeranks.plan.layouts import layout_cost
 from closeranks.run.describe import ALIGN_BYTES, describe_job
 from closeranks.run.job import load_job
 from closeranks.sync import shards
@@ -57,27 +57,27 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", ["tiny", "digits", "pairs"])
 def test_our_models_are_described_by_their_shapes(name: str) -> None:
     subject = describe_job(load_job(ROOT / "examples" / f"{name}.toml").value)
-    assert num_params(subject.anatomy) > 1000
-    cost = cost_of(subject, Layout(2, zero=3))
+    assert num_params(subject.structure) > 1000
+    cost = layout_cost(subject, Layout(2, zero=3))
     assert cost.fullest.state.total > 0
     assert (subject.llama is not None) == (name == "tiny") == bool(cost.fullest.activations)
 
 
 def test_a_users_model_is_counted_without_memory(beside: Path) -> None:
     subject = describe_job(load_job(own_job(beside, "Net"), ["model.args.width=16"]).value)
-    assert num_params(subject.anatomy) == 10 * 16 + 3 * (16 * 16 + 16)
-    assert [unit.name for unit in subject.anatomy.units if unit.is_block] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert num_params(subject.structure) == 10 * 16 + 3 * (16 * 16 + 16)
+    assert [unit.name for unit in subject.structure.units if unit.is_block] == ["blocks.0", "blocks.1", "blocks.2"]
     assert subject.llama is None
-    assert cost_of(subject, Layout(2)).fullest.activations == ()
+    assert layout_cost(subject, Layout(2)).fullest.activations == ()
 
 
 def test_patterns_are_counted_once_the_model_is_built(beside: Path) -> None:
     job = own_job(beside, "Net")
     stages = 'model.stages=["embed", "blocks.*", "head"]'
     subject = describe_job(load_job(job, [stages, "model.loss=own_planned:data"]).value)
-    assert subject.demands.num_layers == 5
-    assert not legal_problems(Layout(pipeline=5), subject.demands)
-    (problem,) = legal_problems(Layout(pipeline=6), subject.demands)
+    assert subject.constraints.num_layers == 5
+    assert not legal_problems(Layout(pipeline=5), subject.constraints)
+    (problem,) = legal_problems(Layout(pipeline=6), subject.constraints)
     assert "5 layers do not fill 6 stages" in problem.what
     with pytest.raises(
         ConfigError, match=r"5 layers do not fill 6 stages.*The nearest legal layout is data=2 pipeline=3"
@@ -96,9 +96,10 @@ def test_buckets_are_planned_as_the_reducers_plan_them() -> None:
     assert shards.ALIGN_BYTES == ALIGN_BYTES
     subject = describe_job(load_job(ROOT / "examples" / "tiny.toml", ["sync.bucket_mib=0.5"]).value)
     for layout in (Layout(3), Layout(3, zero=1), Layout(2, zero=2, tensor=2)):
-        everywhere = stages_per_rank(subject.anatomy, layout)
+        everywhere = stages_per_rank(subject.structure, layout)
         (share,) = (
-            rank_parameters(stages, tied_across_ranks(everywhere), layout, subject.terms) for stages in everywhere
+            rank_parameters(stages, tied_across_ranks(everywhere), layout, subject.cost_settings)
+            for stages in everywhere
         )
         assert len(share.buckets) >= 5
         assert sum(bucket.numel for bucket in share.buckets) >= share.numel

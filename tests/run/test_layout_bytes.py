@@ -13,7 +13,7 @@ from closeranks import Session
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
 from closeranks.facts.volumes import CollectiveVolume
-from closeranks.plan.layouts import RankCost, cost_of
+from closeranks.plan.layouts import RankCost, layout_cost
 from closeranks.run.describe import describe_job
 from closeranks.run.job import Job, load_job
 from closeranks.testing import run_world
@@ -102,7 +102,7 @@ def test_calls_and_bytes_on_the_wire_are_what_facts_says(tmp_path: Path, case: s
     text, changes = TRAFFIC[case]
     job, layout = job_of(text, changes), Layout.parse(text)
     measured = run_world(second_step, layout.num_ranks, tmp_path, job, timeout_s=300)
-    cost = cost_of(describe_job(job), layout)
+    cost = layout_cost(describe_job(job), layout)
     for rank, (calls, payload) in enumerate(measured):
         told = {kind: count for kind, count in calls.items() if kind.operation != "receive"}
         want = expected(cost.ranks[Mesh(layout).coordinate(rank).pipeline], layout, rank)
@@ -118,9 +118,9 @@ def test_replicas_send_the_ring_formula_once_per_step_however_they_accumulate(tm
         job = job_of("data=2", {"train": {"micro_batch": micro}})
         calls, payload = run_world(second_step, 2, tmp_path / str(micro), job)[0]
         found.append((calls, payload))
-        rows = cost_of(describe_job(job), layout).ranks[0].volumes
+        rows = layout_cost(describe_job(job), layout).ranks[0].volumes
         gradients = next(row for row in rows if row.what == "gradients")
-        num_bytes = num_params(describe_job(job).anatomy) * 4
+        num_bytes = num_params(describe_job(job).structure) * 4
         assert gradients.payload_bytes == num_bytes
         assert gradients.sent_bytes == num_bytes
     assert found[0] == found[1]

@@ -20,7 +20,7 @@ from closeranks.optim.optimizer import freeze
 from closeranks.parallel.apply import local_part, parallelize
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.mesh import open_mesh_groups
-from closeranks.plan.layouts import cost_of
+from closeranks.plan.layouts import layout_cost
 from closeranks.run.describe import describe_job
 from closeranks.run.distribute import parallel_settings
 from closeranks.run.job import Job, load_job
@@ -85,8 +85,8 @@ def test_zero_keeps_what_the_formulas_say(tmp_path: Path, zero: int) -> None:
     """Four ranks: weights, gradients and optimizer state within 5%; what lies beside them is named and small."""
     job, layout = job_of(f"data=4 zero={zero}"), Layout.parse(f"data=4 zero={zero}")
     subject = describe_job(job)
-    state = cost_of(subject, layout).ranks[0].state
-    whole = num_params(subject.anatomy) * 4
+    state = layout_cost(subject, layout).ranks[0].state
+    whole = num_params(subject.structure) * 4
     share = {1: (1.0, 1.0, 0.5), 2: (1.0, 0.25, 0.5), 3: (0.25, 0.25, 0.5)}[zero]
     assert (state.parameters, state.gradients, state.optimizer) == pytest.approx(
         [part * whole for part in share], rel=0.05

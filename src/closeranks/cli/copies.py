@@ -9,8 +9,8 @@ from __future__ import annotations
 from closeranks.elastic.images import backup_ranks, images_of
 from closeranks.facts.memory import snapshot_bytes
 from closeranks.facts.mesh import Mesh
-from closeranks.plan.layouts import Cost
-from closeranks.plan.listing import Scale
+from closeranks.plan.layouts import LayoutCost
+from closeranks.plan.listing import ByteUnit
 from closeranks.run.job import Job
 
 USUAL_HOST = 8
@@ -27,7 +27,7 @@ def host_sizes(num_ranks: int, per_host: int) -> list[int]:
     return [rank // workers_of_host(num_ranks, per_host) for rank in range(num_ranks)]
 
 
-def snapshot_bytes_per_rank(job: Job, cost: Cost, per_host: int) -> list[int]:
+def snapshot_bytes_per_rank(job: Job, cost: LayoutCost, per_host: int) -> list[int]:
     """Of each rank, the bytes of all its copies."""
     mesh, num_ranks = Mesh(cost.layout), cost.layout.num_ranks
     held = [rank.state.parameters + rank.state.optimizer for rank in cost.ranks]
@@ -50,7 +50,7 @@ def snapshot_bytes_per_rank(job: Job, cost: Cost, per_host: int) -> list[int]:
     return [snapshot_bytes(mine, kept) for mine, kept in zip(own, of_peer, strict=True)]
 
 
-def snapshot_memory_line(job: Job, cost: Cost, per_host: int) -> str:
+def snapshot_memory_line(job: Job, cost: LayoutCost, per_host: int) -> str:
     """``copies in host memory: 9.54 MiB a rank, 38.2 MiB a host of 4 workers, ...``"""
     if not job.elastic.enabled:
         return "copies in host memory: none (elastic.enabled = false)"
@@ -59,7 +59,7 @@ def snapshot_memory_line(job: Job, cost: Cost, per_host: int) -> str:
     hosts = [sum(copies[first : first + num_local]) for first in range(0, num_ranks, num_local)]
     alone = sum(snapshot_bytes(rank.state.parameters + rank.state.optimizer) for rank in cost.ranks)
     has_peers = sum(copies) > alone * num_ranks // len(cost.ranks)
-    scale = Scale.fitting(max(hosts))
+    scale = ByteUnit.for_largest(max(hosts))
     what = "two of what a rank holds" + (" and two of a peer's" if has_peers else "")
     workers = f"{num_local} worker{'' if num_local == 1 else 's'}"
     said = "" if per_host or num_ranks <= num_local else "; --per-host says otherwise"

@@ -25,7 +25,14 @@ from closeranks.core.registry import did_you_mean, is_import_path
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.mesh import tensor_axis_warning
 from closeranks.plan import listing, mesh_text
-from closeranks.plan.layouts import Cost, Costing, Subject, cost_of, layouts_of, sort_out
+from closeranks.plan.layouts import (
+    LayoutCost,
+    LayoutCostModel,
+    PlanningJob,
+    candidate_layouts,
+    filter_legal,
+    layout_cost,
+)
 from closeranks.run.describe import describe_job
 from closeranks.run.job import Job, check_axes, check_workers, layout_for, load_job
 
@@ -51,10 +58,10 @@ def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: L
     job = _load(path, overrides)
     num_ranks = num_workers or num_gpus() or layout_for(job, 1).num_ranks
     subject = describe_job(job)
-    own = listing.plain(layout_for(job, num_ranks))
-    found = sort_out(_enumerated(job, num_ranks, wish, own), subject.demands)
-    costing = Costing(subject)
-    costs = sorted((costing.of(layout) for layout in found.legal), key=lambda cost: _order(cost, wish.sort))
+    own = listing.canonical_layout(layout_for(job, num_ranks))
+    found = filter_legal(_enumerated(job, num_ranks, wish, own), subject.constraints)
+    costing = LayoutCostModel(subject)
+    costs = sorted((costing.cost(layout) for layout in found.legal), key=lambda cost: _order(cost, wish.sort))
     fitting = [cost for cost in costs if not wish.fits_gib or cost.fullest.total_bytes <= wish.fits_gib * _GIB]
     fewest = _fewest(job, subject, costing, wish) if wish.fits_gib else None
     if as_json:
@@ -65,36 +72,38 @@ def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: L
         return
     console = _console()
     if not costs:
-        console.print(f"{path.name}: no layout of {num_ranks} ranks is legal.\n\n{listing.refusals(found)}")
+        console.print(f"{path.name}: no layout of {num_ranks} ranks is legal.\n\n{listing.refused_text(found)}")
         return
     shown = fitting[: wish.limit or None]
     if not any(cost.layout == own for cost in shown):
         shown += [cost for cost in costs if cost.layout == own]
-    scale = listing.scale_of(shown)
+    scale = listing.byte_unit_for(shown)
     count = f"{len(costs)} legal layout{'' if len(costs) == 1 else 's'}"
     console.print(f"{path.name} on {num_ranks} rank{'' if num_ranks == 1 else 's'}: {count}; sizes in {scale.name}\n")
     console.print(_table(shown, scale, own, console.width, knows_activations=subject.llama is not None))
     is_brief = console.width < listing.NARROW
     if not fitting:
-        console.print(f"\n{listing.misfit(costs, wish.fits_gib)}", soft_wrap=not console.is_terminal)
+        console.print(f"\n{listing.does_not_fit_text(costs, wish.fits_gib)}", soft_wrap=not console.is_terminal)
     if wish.fits_gib:
         again = shlex.join(["closeranks", "layout", "ls", str(path), *overrides])
-        console.print(f"\n{listing.fewest_words(fewest, wish.fits_gib, again)}", soft_wrap=not console.is_terminal)
-    remarks = (_closing(costs, fitting, shown, own, wish), listing.refusals(found))
-    meaning = listing.meaning(knows_activations=subject.llama is not None, is_brief=is_brief)
+        console.print(
+            f"\n{listing.fewest_workers_text(fewest, wish.fits_gib, again)}", soft_wrap=not console.is_terminal
+        )
+    remarks = (_closing(costs, fitting, shown, own, wish), listing.refused_text(found))
+    meaning = listing.legend(knows_activations=subject.llama is not None, is_brief=is_brief)
     for sentence in (*remarks, meaning):
         console.print(f"\n{sentence}", soft_wrap=not console.is_terminal)
 
 
-def _fewest(job: Job, subject: Subject, costing: Costing, wish: LayoutQuery) -> Cost | None:
+def _fewest(job: Job, subject: PlanningJob, costing: LayoutCostModel, wish: LayoutQuery) -> LayoutCost | None:
     """The least-byte layout of the fewest workers, of ``listing.WORKERS``, on which one fits."""
     limit = wish.fits_gib * _GIB
-    state = costing.of(Layout()).fullest.state
+    state = costing.cost(Layout()).fullest.state
     for num_ranks in listing.WORKERS:
         if (state.parameters + state.gradients + state.optimizer) / num_ranks > limit:
             continue  # not even if all of it were split evenly
-        legal = sort_out(_enumerated(job, num_ranks, wish, Layout()), subject.demands).legal
-        costs = sorted((costing.of(layout) for layout in legal), key=lambda cost: _order(cost, "bytes"))
+        legal = filter_legal(_enumerated(job, num_ranks, wish, Layout()), subject.constraints).legal
+        costs = sorted((costing.cost(layout) for layout in legal), key=lambda cost: _order(cost, "bytes"))
         if costs and costs[0].fullest.total_bytes <= limit:
             return costs[0]
     return None
@@ -123,19 +132,21 @@ def _enumerated(job: Job, num_ranks: int, wish: LayoutQuery, own: Layout) -> lis
         if name not in SCHEDULES:
             what = f"there is no schedule '{name}'"
             raise ConfigError([Problem("--schedule", what, did_you_mean(name, SCHEDULES))])
-    made = (layouts_of(num_ranks, schedule=name, with_hsdp=wish.with_hsdp) for name in schedules)
+    made = (candidate_layouts(num_ranks, schedule=name, with_hsdp=wish.with_hsdp) for name in schedules)
     found = list(dict.fromkeys(layout for layouts in made for layout in layouts))
     return found if own in found or own.num_ranks != num_ranks else [*found, own]
 
 
-def _order(cost: Cost, sort: str) -> tuple[int, int, str]:
+def _order(cost: LayoutCost, sort: str) -> tuple[int, int, str]:
     keys = (cost.fullest.total_bytes, cost.busiest.sent_bytes)
     return (*(keys if sort == "bytes" else keys[::-1]), str(cost.layout))
 
 
-def _table(costs: Sequence[Cost], scale: listing.Scale, own: Layout, width: int, *, knows_activations: bool) -> Table:
+def _table(
+    costs: Sequence[LayoutCost], scale: listing.ByteUnit, own: Layout, width: int, *, knows_activations: bool
+) -> Table:
     is_narrow = width < listing.NARROW
-    make, names = (listing.brief_cells, listing.BRIEF) if is_narrow else (listing.cells, listing.COLUMNS)
+    make, names = (listing.brief_table_row, listing.BRIEF) if is_narrow else (listing.table_row, listing.COLUMNS)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
     for number, name in enumerate(names):
@@ -148,7 +159,11 @@ def _table(costs: Sequence[Cost], scale: listing.Scale, own: Layout, width: int,
 
 
 def _closing(
-    costs: Sequence[Cost], fitting: Sequence[Cost], shown: Sequence[Cost], own: Layout, wish: LayoutQuery
+    costs: Sequence[LayoutCost],
+    fitting: Sequence[LayoutCost],
+    shown: Sequence[LayoutCost],
+    own: Layout,
+    wish: LayoutQuery,
 ) -> str:
     """How many there are and are shown, what would show more, and which is the job's."""
     order = "least bytes first" if wish.sort == "bytes" else "least traffic first"
@@ -173,9 +188,9 @@ def show_layout(
     if problems := [*check_axes(job), *check_workers(job, num_ranks)]:
         raise ConfigError(problems)
     subject = describe_job(job)
-    if problems := check_workers(job, num_ranks, subject.demands):  # a model of the user's own is known only now
+    if problems := check_workers(job, num_ranks, subject.constraints):  # a model of the user's own is known only now
         raise ConfigError(problems)
-    cost = cost_of(subject, layout_for(job, num_ranks))
+    cost = layout_cost(subject, layout_for(job, num_ranks))
     if picture is not None:
         from closeranks.plan.mesh_picture import draw_layout
 
@@ -222,10 +237,10 @@ def with_layout(job: Job, text: str, num_workers: int = 0) -> Job:
     return job.model_copy(update={"layout": job.layout.model_copy(update=values)})
 
 
-def _description(cost: Cost, subject: Subject, copies: str) -> list[str]:
+def _description(cost: LayoutCost, subject: PlanningJob, copies: str) -> list[str]:
     layout, knows = cost.layout, subject.llama is not None
     micro = f"{cost.num_micro} micro-batch{'' if cost.num_micro == 1 else 'es'} a step on each data rank"
-    scale = listing.scale_of([cost])
+    scale = listing.byte_unit_for([cost])
     parts = [
         [f"{layout} on {layout.num_ranks} rank{'' if layout.num_ranks == 1 else 's'}, {micro}"],
         list(mesh_text.mesh_lines(cost)),
@@ -244,7 +259,7 @@ def _remark(knows_activations: bool) -> str:
     return "Activations of this model are not known: the totals are state alone."
 
 
-def _schedule_lines(cost: Cost) -> list[str]:
+def _schedule_lines(cost: LayoutCost) -> list[str]:
     if cost.layout.pipeline == 1:
         return []
     from closeranks.facts.schedules import schedule_for

@@ -33,20 +33,20 @@ from closeranks.facts.waiting import PipelineOccupancy, layout_occupancy
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PlanningJob:
     """A job as planning sees it: everything but the layout."""
 
-    anatomy: ModelStructure
-    demands: LayoutConstraints
-    terms: CostSettings
+    structure: ModelStructure
+    constraints: LayoutConstraints
+    cost_settings: CostSettings
     llama: LlamaShape | None = None
     """Where it is one: activations and what crosses the tensor and pipeline axes are known."""
-    passage: ActivationSettings | None = None
+    activation_settings: ActivationSettings | None = None
     """One micro-batch, before any axis splits it."""
 
     def num_micro(self, layout: Layout) -> int:
         """Micro-batches of a step on the data rank that has the most."""
-        return -(-self.demands.num_micro // layout.data)
+        return -(-self.constraints.num_micro // layout.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class RankCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class LayoutCost:
     """What follows from one layout."""
 
     layout: Layout
     num_micro: int
-    waiting: PipelineOccupancy
+    occupancy: PipelineOccupancy
     ranks: tuple[RankCost, ...]
     """By pipeline coordinate."""
 
@@ -97,7 +97,7 @@ class Cost:
         return max(self.ranks, key=lambda rank: rank.sent_bytes)
 
 
-def layouts_of(num_ranks: int, *, schedule: str = "1f1b", with_hsdp: bool = False) -> Iterator[Layout]:
+def candidate_layouts(num_ranks: int, *, schedule: str = "1f1b", with_hsdp: bool = False) -> Iterator[Layout]:
     """Every way to part so many ranks over data, tensor and pipeline, with each ZeRO stage that means something.
 
     Left out: context and expert (this version does not train them), ZeRO where there is one data rank (nothing to part
@@ -114,7 +114,7 @@ def layouts_of(num_ranks: int, *, schedule: str = "1f1b", with_hsdp: bool = Fals
 
 
 @dataclass(frozen=True, slots=True)
-class Refusals:
+class RefusedLayouts:
     """How many layouts one axis rules out, and a reason for example."""
 
     axis: str
@@ -123,16 +123,16 @@ class Refusals:
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class LayoutSearch:
     legal: tuple[Layout, ...]
-    refused: tuple[Refusals, ...]
+    refused: tuple[RefusedLayouts, ...]
 
     @property
     def num_refused(self) -> int:
         return sum(refusal.count for refusal in self.refused)
 
 
-def sort_out(layouts: Iterable[Layout], demands: LayoutConstraints) -> Sorted:
+def filter_legal(layouts: Iterable[Layout], demands: LayoutConstraints) -> LayoutSearch:
     """Legal ones apart from the others, which are counted under their first obstacle."""
     legal, refused = [], dict[str, list[Problem]]()
     for layout in layouts:
@@ -142,27 +142,27 @@ def sort_out(layouts: Iterable[Layout], demands: LayoutConstraints) -> Sorted:
         else:
             legal.append(layout)
     ranked = sorted(refused.items(), key=lambda entry: -len(entry[1]))
-    return Sorted(tuple(legal), tuple(Refusals(axis, len(found), found[0]) for axis, found in ranked))
+    return LayoutSearch(tuple(legal), tuple(RefusedLayouts(axis, len(found), found[0]) for axis, found in ranked))
 
 
-def cost_of(subject: Subject, layout: Layout) -> Cost:
-    return Costing(subject).of(layout)
+def layout_cost(subject: PlanningJob, layout: Layout) -> LayoutCost:
+    return LayoutCostModel(subject).cost(layout)
 
 
-class Costing:
+class LayoutCostModel:
     """Costs of many layouts of one job. What layouts have in common is computed once, and so is what ranks have in
     common: between its ends a pipeline has few kinds of them."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: PlanningJob) -> None:
         self._subject = subject
         self._cuts: dict[tuple[int, str], _Cut] = {}
         self._shares: dict[Hashable, RankParameters] = {}
         self._passed: dict[Hashable, tuple[LlamaStage, ...]] = {}
 
-    def of(self, layout: Layout) -> Cost:
+    def cost(self, layout: Layout) -> LayoutCost:
         subject, cut = self._subject, self._cut(layout)
         num_micro = subject.num_micro(layout)
-        terms = replace(subject.terms, num_micro=num_micro)
+        terms = replace(subject.cost_settings, num_micro=num_micro)
         waits = layout_occupancy(layout, num_micro)
         states: dict[Hashable, tuple[RankMemory, tuple[CollectiveVolume, ...]]] = {}
         ranks = []
@@ -172,12 +172,12 @@ class Costing:
                 states[kind] = rank_memory(share, layout, terms), comm_volumes(share, layout, terms, _flow(subject))
             kept = self._activations(stages, kind, layout, waits.in_flight[coordinate])
             ranks.append(RankCost(coordinate, stages, states[kind][0], kept, states[kind][1], num_micro))
-        return Cost(layout, num_micro, waits, tuple(ranks))
+        return LayoutCost(layout, num_micro, waits, tuple(ranks))
 
     def _cut(self, layout: Layout) -> _Cut:
         key = (layout.pipeline, layout.schedule)
         if key not in self._cuts:
-            stages = stages_per_rank(self._subject.anatomy, layout)
+            stages = stages_per_rank(self._subject.structure, layout)
             kinds = tuple(_kind(own, layout) for own in stages)
             self._cuts[key] = _Cut(stages, kinds, tied_across_ranks(stages))
         return self._cuts[key]
@@ -188,13 +188,13 @@ class Costing:
         num_shards = Mesh(layout).sizes[2] if layout.zero else 0
         key = (kind, layout.tensor, layout.zero == 3, layout.data == 1, num_shards)
         if key not in self._shares:
-            self._shares[key] = rank_parameters(stages, shared, layout, self._subject.terms)
+            self._shares[key] = rank_parameters(stages, shared, layout, self._subject.cost_settings)
         return self._shares[key]
 
     def _activations(
         self, stages: Sequence[StageUnits], kind: Hashable, layout: Layout, in_flight: Mapping[int, int]
     ) -> tuple[NamedBytes, ...]:
-        llama, passage = self._subject.llama, self._subject.passage
+        llama, passage = self._subject.llama, self._subject.activation_settings
         if llama is None or passage is None:
             return ()
         key = (kind, layout.tensor)
@@ -225,10 +225,10 @@ def _signature(unit: ModelUnit) -> Hashable:
     return unit.is_block, tuple((weight.shape, weight.dim) for weight in unit.weights)
 
 
-def _flow(subject: Subject) -> ActivationTraffic | None:
-    if subject.llama is None or subject.passage is None:
+def _flow(subject: PlanningJob) -> ActivationTraffic | None:
+    if subject.llama is None or subject.activation_settings is None:
         return None
-    passage = subject.passage
+    passage = subject.activation_settings
     return ActivationTraffic(
         passage.num_tokens, subject.llama.dim, passage.precision, passage.recompute, tuple(passage.keep)
     )

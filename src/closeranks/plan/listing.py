@@ -12,7 +12,7 @@ from typing import Any
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.memory import NamedBytes
-from closeranks.plan.layouts import Cost, RankCost, Sorted
+from closeranks.plan.layouts import LayoutCost, LayoutSearch, RankCost
 
 DATA_AXES = ("data", "shard", "replica")
 COLUMNS = ("layout", "weights", "grads", "optim", "buffers", "activ.", "total", "bubble", "data", "tensor", "pipe")
@@ -25,14 +25,14 @@ _UNKNOWN = "?"
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ByteUnit:
     """A unit for bytes."""
 
     name: str
     size: int
 
     @classmethod
-    def fitting(cls, largest: int) -> Scale:
+    def for_largest(cls, largest: int) -> ByteUnit:
         """The largest unit in which the largest number is still ten or more."""
         power = 0
         while power + 1 < len(_UNITS) and largest >= 10 * 1024 ** (power + 1):
@@ -49,37 +49,37 @@ class Scale:
         return f"{value:,.0f}" if value >= 100 or self.size == 1 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
-def scale_of(costs: Sequence[Cost]) -> Scale:
-    return Scale.fitting(max((cost.fullest.total_bytes for cost in costs), default=0))
+def byte_unit_for(costs: Sequence[LayoutCost]) -> ByteUnit:
+    return ByteUnit.for_largest(max((cost.fullest.total_bytes for cost in costs), default=0))
 
 
-def plain(layout: Layout) -> Layout:
+def canonical_layout(layout: Layout) -> Layout:
     """The same layout without words that change nothing, so that equal ones are equal."""
     zero = layout.zero if layout.data > 1 else 0
     shard = layout.shard if zero and layout.shard != layout.data else 0
     return replace(layout, zero=zero, shard=shard, schedule=layout.schedule if layout.pipeline > 1 else "1f1b")
 
 
-def cells(cost: Cost, scale: Scale, *, knows_activations: bool) -> tuple[str, ...]:
+def table_row(cost: LayoutCost, scale: ByteUnit, *, knows_activations: bool) -> tuple[str, ...]:
     """One row, in the order of ``COLUMNS``."""
     full, busy = cost.fullest, cost.busiest
     state = full.state
     kept = scale.text(full.activation_bytes) if knows_activations else _UNKNOWN
     held = [*map(scale.text, (state.parameters, state.gradients, state.optimizer, state.buffer_bytes)), kept]
     sent = [scale.text(busy.sent_on(*axes)) for axes in (DATA_AXES, ("tensor",), ("pipeline",))]
-    bubble = f"{100 * cost.waiting.bubble:.1f}%" if cost.layout.pipeline > 1 else "-"
+    bubble = f"{100 * cost.occupancy.bubble:.1f}%" if cost.layout.pipeline > 1 else "-"
     return str(cost.layout), *held, scale.text(full.total_bytes), bubble, *sent
 
 
-def brief_cells(cost: Cost, scale: Scale, *, knows_activations: bool) -> tuple[str, ...]:
+def brief_table_row(cost: LayoutCost, scale: ByteUnit, *, knows_activations: bool) -> tuple[str, ...]:
     """One row, in the order of ``BRIEF``."""
-    name, *_, buffers, kept, total, bubble, _, _, _ = cells(cost, scale, knows_activations=knows_activations)
+    name, *_, buffers, kept, total, bubble, _, _, _ = table_row(cost, scale, knows_activations=knows_activations)
     state = cost.fullest.state
     held = scale.text(state.parameters + state.gradients + state.optimizer)
     return name, held, buffers, kept, total, bubble, scale.text(cost.busiest.sent_bytes)
 
 
-def refusals(found: Sorted) -> str:
+def refused_text(found: LayoutSearch) -> str:
     """``36 more are not legal: 24 by tensor (16 does not divide the model's 8 key-value heads), 12 by ...``"""
     if not found.refused:
         return "None was refused."
@@ -93,7 +93,7 @@ WORKERS = (*range(1, 9), 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1
 """Numbers of workers that are tried when the fewest that fit are asked for."""
 
 
-def misfit(costs: Sequence[Cost], fits_gib: float) -> str:
+def does_not_fit_text(costs: Sequence[LayoutCost], fits_gib: float) -> str:
     """``None of these 12 layouts fits into 80 GiB a rank: tensor=8 needs the least, 246 GiB, which is 166 GiB ...``"""
     least = min(costs, key=lambda cost: cost.fullest.total_bytes)
     needs = least.fullest.total_bytes / (1 << 30)
@@ -104,7 +104,7 @@ def misfit(costs: Sequence[Cost], fits_gib: float) -> str:
     )
 
 
-def fewest_words(fewest: Cost | None, fits_gib: float, command: str) -> str:
+def fewest_workers_text(fewest: LayoutCost | None, fits_gib: float, command: str) -> str:
     """How many workers it takes at least; ``command`` lists layouts, less the number of workers."""
     if fewest is None:
         what = (
@@ -116,7 +116,7 @@ def fewest_words(fewest: Cost | None, fits_gib: float, command: str) -> str:
     return f"The fewest that fit are {workers}, with {fewest.layout}: {command} -n {number} --fits {fits_gib:g}"
 
 
-def meaning(*, knows_activations: bool, is_brief: bool = False) -> str:
+def legend(*, knows_activations: bool, is_brief: bool = False) -> str:
     """What the columns count."""
     estimate = (
         "activ. estimates what the micro-batches in flight keep for backward (eager, fused attention; an allocator "
@@ -138,19 +138,19 @@ _TRAFFIC = (
 )
 
 
-def as_json(cost: Cost, *, is_job: bool) -> dict[str, Any]:
+def as_json(cost: LayoutCost, *, is_job: bool) -> dict[str, Any]:
     """Everything about one layout, for machines; bytes and calls as whole numbers."""
     return {
         "layout": str(cost.layout),
         "is_job": is_job,
         "num_micro": cost.num_micro,
-        "bubble": cost.waiting.bubble,
+        "bubble": cost.occupancy.bubble,
         "fullest": _rank_as_json(cost.fullest),
         "busiest": _rank_as_json(cost.busiest),
     }
 
 
-def ranks_as_json(cost: Cost) -> list[dict[str, Any]]:
+def ranks_as_json(cost: LayoutCost) -> list[dict[str, Any]]:
     return [
         {**_rank_as_json(rank), "stages": {stage.number: [unit.name for unit in stage.units] for stage in rank.stages}}
         for rank in cost.ranks

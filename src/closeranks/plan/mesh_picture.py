@@ -15,8 +15,8 @@ from typing import Any
 from closeranks.facts.mesh import Mesh, MeshCoordinate
 from closeranks.facts.schedules import schedule_for
 from closeranks.facts.timeline import timeline
-from closeranks.plan.layouts import Cost, RankCost
-from closeranks.plan.listing import Scale, scale_of
+from closeranks.plan.layouts import LayoutCost, RankCost
+from closeranks.plan.listing import ByteUnit, byte_unit_for
 from closeranks.plan.mesh_text import unit_names
 from closeranks.plan.schedule_picture import draw_schedule
 
@@ -80,7 +80,7 @@ class _Frame:
         return left, self.top + self.panel_top + down * (self.panel[1] + self.panel_top)
 
 
-def draw_layout(cost: Cost, path: Path) -> Path:
+def draw_layout(cost: LayoutCost, path: Path) -> Path:
     """Draw a PNG of the mesh and, where there is a pipeline, its schedule."""
     from matplotlib.image import imread, imsave
 
@@ -105,7 +105,7 @@ def _stacked(bands: list[Any]) -> Any:
     return np.vstack([np.pad(band, margin, constant_values=255) for band, margin in zip(bands, margins, strict=True)])
 
 
-def _mesh_pixels(cost: Cost) -> Any:
+def _mesh_pixels(cost: LayoutCost) -> Any:
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -115,7 +115,7 @@ def _mesh_pixels(cost: Cost) -> Any:
     frame = _Frame(len(panels), min(replicas * shards, _MOST_ROWS), min(tensors, _MOST_COLUMNS), len(panels[0].stages))
     figure = Figure(figsize=frame.total, dpi=_DPI, facecolor="white")
     canvas: Any = FigureCanvasAgg(figure)
-    scale = scale_of([cost])
+    scale = byte_unit_for([cost])
     for number, rank in enumerate(panels):
         _draw_panel(figure, frame, number, cost, rank, scale)
     _draw_words(figure, frame, cost)
@@ -123,7 +123,7 @@ def _mesh_pixels(cost: Cost) -> Any:
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def _draw_panel(figure: Any, frame: _Frame, number: int, cost: Cost, rank: RankCost, scale: Scale) -> None:
+def _draw_panel(figure: Any, frame: _Frame, number: int, cost: LayoutCost, rank: RankCost, scale: ByteUnit) -> None:
     mesh, (width, height) = Mesh(cost.layout), frame.total
     _, _, shards, tensors = mesh.sizes
     left, top = frame.corner(number)
@@ -186,7 +186,7 @@ def _draw_labels(axes: Any, frame: _Frame, mesh: Mesh, *, is_leftmost: bool) -> 
         axes.text(0, frame.num_rows + 0.15, f"and {note}", fontsize=7.5, color=_QUIET, ha="left", va="top")
 
 
-def _draw_title(figure: Any, frame: _Frame, corner: tuple[float, float], rank: RankCost, scale: Scale) -> None:
+def _draw_title(figure: Any, frame: _Frame, corner: tuple[float, float], rank: RankCost, scale: ByteUnit) -> None:
     (width, height), (left, top) = frame.total, corner
     room = int((frame.panel[0] + frame.gap) / 0.062)
     stages = [f"stage {stage.number}: {unit_names(stage.units).replace('model.', '')}" for stage in rank.stages]
@@ -203,7 +203,7 @@ def _cut(text: str, room: int) -> str:
     return text if len(text) <= room else text[: room - 3] + "..."
 
 
-def _draw_words(figure: Any, frame: _Frame, cost: Cost) -> None:
+def _draw_words(figure: Any, frame: _Frame, cost: LayoutCost) -> None:
     width, height = frame.total
     layout = cost.layout
     left = 0.35 / width

@@ -12,15 +12,15 @@ from closeranks.facts.anatomy import ModelUnit
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh, MeshCoordinate
 from closeranks.facts.spread import StageUnits
-from closeranks.plan.layouts import Cost
-from closeranks.plan.listing import Scale
+from closeranks.plan.layouts import LayoutCost
+from closeranks.plan.listing import ByteUnit
 
 _MOST = 12
 _MOST_ROWS = 48
 """Of all grids together."""
 
 
-def mesh_lines(cost: Cost) -> Iterator[str]:
+def mesh_lines(cost: LayoutCost) -> Iterator[str]:
     """A grid for each pipeline rank: data ranks downwards, tensor ranks across."""
     mesh = Mesh(cost.layout)
     _, replicas, shards, tensors = mesh.sizes
@@ -93,7 +93,7 @@ def _follows(before: str, name: str) -> bool:
     return parent == own and last.isdecimal() and number.isdecimal() and int(number) == int(last) + 1
 
 
-def byte_lines(cost: Cost, scale: Scale, *, knows_activations: bool) -> Iterator[str]:
+def byte_lines(cost: LayoutCost, scale: ByteUnit, *, knows_activations: bool) -> Iterator[str]:
     """What each pipeline rank holds, then the named parts of the fullest."""
     names = ("weights", "gradients", "optimizer", "buffers", "activations", "total")
     yield f"{scale.name + ' a rank':<14}" + "".join(f"{name:>13}" for name in names)
@@ -111,10 +111,10 @@ def byte_lines(cost: Cost, scale: Scale, *, knows_activations: bool) -> Iterator
         yield from (f"  {part.name:<{width}}  {scale.text(part.num_bytes):>8}" for part in parts)
 
 
-def traffic_lines(cost: Cost) -> Iterator[str]:
+def traffic_lines(cost: LayoutCost) -> Iterator[str]:
     """What the busiest rank sends in a step, a line per kind of collective."""
     busy = cost.busiest
-    scale = Scale.fitting(max((row.sent_bytes for row in busy.volumes), default=0))
+    scale = ByteUnit.for_largest(max((row.sent_bytes for row in busy.volumes), default=0))
     yield f"sent per step by a rank of pipeline {busy.pipeline}, the busiest ({scale.name}):"
     for row in busy.volumes:
         what = f"{row.operation} of {row.what} over {row.num_ranks} {row.axis} ranks"

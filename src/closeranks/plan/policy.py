@@ -37,7 +37,7 @@ _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class CheckpointScenario:
     """A job and the machines it runs on."""
 
     mtbf_s: float = 3 * HOUR_S
@@ -76,7 +76,7 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
-class Habit:
+class SaveStrategy:
     """A way to save, and what comes of it."""
 
     name: str
@@ -91,7 +91,7 @@ class Habit:
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class ContentionEstimate:
     """What so many jobs on one store come to."""
 
     num_jobs: int
@@ -105,7 +105,7 @@ class Crowd:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class StorageCost:
     """What one place is given to write and to keep over the job."""
 
     name: str
@@ -119,15 +119,15 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    situation: Situation
+class CheckpointPolicy:
+    situation: CheckpointScenario
     nesting: MultilevelSchedule
     lost_s: float
     """Worked again per failure, over all kinds."""
-    habits: tuple[Habit, ...]
+    habits: tuple[SaveStrategy, ...]
     """The recommended one last."""
-    storage: tuple[Storage, ...]
-    crowds: tuple[Crowd, ...]
+    storage: tuple[StorageCost, ...]
+    crowds: tuple[ContentionEstimate, ...]
     ages: tuple[AgeInterval, ...]
     """Empty where machines are not preemptible."""
     age_gain: float
@@ -138,11 +138,11 @@ class Policy:
         return self.nesting.waste
 
 
-def policy_for(situation: Situation) -> Policy:
-    nesting = nesting_for(situation)
+def policy_for(situation: CheckpointScenario) -> CheckpointPolicy:
+    nesting = multilevel_schedule_for(situation)
     first = nesting.placed[0].level
     ages = ages_of(situation.mtbf_s, first.stall_s, first.floor_s) if situation.is_preemptible else ()
-    return Policy(
+    return CheckpointPolicy(
         situation=situation,
         nesting=nesting,
         lost_s=_lost_s(nesting),
@@ -154,7 +154,7 @@ def policy_for(situation: Situation) -> Policy:
     )
 
 
-def levels_of(situation: Situation, store_s: float | None = None) -> list[CheckpointLevel]:
+def checkpoint_levels(situation: CheckpointScenario, store_s: float | None = None) -> list[CheckpointLevel]:
     """The places of a job, nearest first; ``store_s``: how long the shared one takes for a save, if not alone."""
     transfer_s, num_jobs = situation.transfer_s, situation.num_jobs
     taken_s = transfer_s if store_s is None else store_s
@@ -180,20 +180,20 @@ def levels_of(situation: Situation, store_s: float | None = None) -> list[Checkp
     return [local, replace(shared, durable_s=situation.durable_s + taken_s)]
 
 
-def nesting_for(situation: Situation) -> MultilevelSchedule:
+def multilevel_schedule_for(situation: CheckpointScenario) -> MultilevelSchedule:
     """How long a crowded store takes depends on how often it is used, and the other way round: settled in two turns."""
-    last = levels_of(situation)[-1]
+    last = checkpoint_levels(situation)[-1]
     period_s = max(daly_period_s(last.mtbf_s, last.stall_s), last.least_s)
     for _ in range(2):
         sharing = SharedStorage(situation.transfer_s, situation.num_jobs, period_s)
-        nesting = best_multilevel_schedule(levels_of(situation, sharing.random_s), copy_s=situation.stall_s)
+        nesting = best_multilevel_schedule(checkpoint_levels(situation, sharing.random_s), copy_s=situation.stall_s)
         period_s = nesting.placed[-1].period_s
     return nesting
 
 
-def alone_in_the_store(situation: Situation, *, is_blocking: bool) -> CheckpointLevel:
+def single_level(situation: CheckpointScenario, *, is_blocking: bool) -> CheckpointLevel:
     """One place that outlives every failure, and nothing else: what a job has that saves in one way only."""
-    level, transfer_s = levels_of(situation)[-1], situation.transfer_s
+    level, transfer_s = checkpoint_levels(situation)[-1], situation.transfer_s
     stall_s = transfer_s if is_blocking else situation.stall_s + level.stall_s
     period_s = max(daly_period_s(situation.mtbf_s, stall_s), level.least_s)
     taken_s = SharedStorage(transfer_s, situation.num_jobs, period_s).random_s
@@ -206,14 +206,14 @@ def _lost_s(nesting: MultilevelSchedule) -> float:
     return sum(place.level.rate * lost_s(place.period_s, place.level) for place in nesting.placed) / rate
 
 
-def _habits(situation: Situation, nesting: MultilevelSchedule) -> tuple[Habit, ...]:
-    blocking = alone_in_the_store(situation, is_blocking=True)
-    quiet = alone_in_the_store(situation, is_blocking=False)
+def _habits(situation: CheckpointScenario, nesting: MultilevelSchedule) -> tuple[SaveStrategy, ...]:
+    blocking = single_level(situation, is_blocking=True)
+    quiet = single_level(situation, is_blocking=False)
     kept = efficiency_without_saves(situation.length_s, situation.mtbf_s, situation.restart_s)
     never_s = situation.length_s / kept if kept else math.inf
     life_s = situation.mtbf_s * (1 - efficiency_without_saves(situation.length_s, situation.mtbf_s, 0.0))
     rows = [
-        Habit("never", math.inf, 1 - kept, life_s, never_s, 0.0),
+        SaveStrategy("never", math.inf, 1 - kept, life_s, never_s, 0.0),
         _habit(situation, "every 15 min, blocking", _QUARTER_S, blocking),
         _habit(situation, "every 15 min", _QUARTER_S, quiet),
         _habit(situation, "every step", situation.step_s, quiet),
@@ -223,24 +223,24 @@ def _habits(situation: Situation, nesting: MultilevelSchedule) -> tuple[Habit, .
     num_saves = situation.length_s / nesting.period_s
     return (
         *rows,
-        Habit("recommended", nesting.period_s, nesting.waste, _lost_s(nesting), takes_s, num_saves),
+        SaveStrategy("recommended", nesting.period_s, nesting.waste, _lost_s(nesting), takes_s, num_saves),
     )
 
 
-def _habit(situation: Situation, name: str, period_s: float, level: CheckpointLevel) -> Habit:
+def _habit(situation: CheckpointScenario, name: str, period_s: float, level: CheckpointLevel) -> SaveStrategy:
     share = waste(period_s, level)
     takes_s = situation.length_s / (1 - share) if share < 1 else math.inf
-    return Habit(name, period_s, share, lost_s(period_s, level), takes_s, situation.length_s / period_s)
+    return SaveStrategy(name, period_s, share, lost_s(period_s, level), takes_s, situation.length_s / period_s)
 
 
-def _storage(situation: Situation, nesting: MultilevelSchedule) -> tuple[Storage, ...]:
+def _storage(situation: CheckpointScenario, nesting: MultilevelSchedule) -> tuple[StorageCost, ...]:
     rows = []
     for place in nesting.placed:
         num_saves = situation.length_s / place.period_s
         kept = situation.state_bytes * min(situation.keep_last, max(1.0, num_saves))
         price = 0.0 if place.level.name == LOCAL else situation.price
         rows.append(
-            Storage(
+            StorageCost(
                 name=place.level.name,
                 num_saves=num_saves,
                 written_bytes=situation.state_bytes * num_saves,
@@ -252,11 +252,11 @@ def _storage(situation: Situation, nesting: MultilevelSchedule) -> tuple[Storage
     return tuple(rows)
 
 
-def _crowd(situation: Situation, num_jobs: int) -> Crowd:
+def _crowd(situation: CheckpointScenario, num_jobs: int) -> ContentionEstimate:
     crowded = replace(situation, num_jobs=num_jobs)
-    nesting = nesting_for(crowded)
+    nesting = multilevel_schedule_for(crowded)
     sharing = SharedStorage(situation.transfer_s, num_jobs, nesting.placed[-1].period_s)
-    return Crowd(
+    return ContentionEstimate(
         num_jobs=num_jobs,
         period_s=sharing.period_s,
         load=sharing.utilization,
@@ -276,7 +276,7 @@ def _aligned(nesting: MultilevelSchedule, sharing: SharedStorage) -> MultilevelS
     )
 
 
-def table_of(policy: Policy) -> str:
+def checkpoint_table(policy: CheckpointPolicy) -> str:
     """The policy as ``[checkpoint]``, ready for a job file."""
     situation, nesting = policy.situation, policy.nesting
     names = [place.level.name for place in nesting.placed]

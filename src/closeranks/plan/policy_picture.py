@@ -19,10 +19,10 @@ from closeranks.facts.levels import waste_at
 from closeranks.facts.spans import format_duration
 from closeranks.plan.policy import (
     HOUR_S,
-    Policy,
-    alone_in_the_store,
-    levels_of,
-    nesting_for,
+    CheckpointPolicy,
+    checkpoint_levels,
+    multilevel_schedule_for,
+    single_level,
 )
 
 _INK = "#1f2933"
@@ -38,7 +38,7 @@ _MOST_JOBS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class WasteCurve:
     """Share of time lost over intervals, and where it is least."""
 
     name: str
@@ -49,22 +49,22 @@ class Curve:
     best_waste: float
 
 
-def curves_of(policy: Policy) -> tuple[Curve, ...]:
+def waste_curves(policy: CheckpointPolicy) -> tuple[WasteCurve, ...]:
     """Blocking and asynchronous saves to the place that outlives all failures, and the nesting if there are two."""
     situation = policy.situation
-    blocking, quiet = (alone_in_the_store(situation, is_blocking=is_blocking) for is_blocking in (True, False))
+    blocking, quiet = (single_level(situation, is_blocking=is_blocking) for is_blocking in (True, False))
     longest_s = max(6 * HOUR_S, *(_BEYOND * best_period_s(level) for level in (blocking, quiet)))
     periods_s = _between(max(1.0, situation.step_s), longest_s, _NUM_POINTS)
     found = []
     for name, color, level in (("blocking", _BLOCKING, blocking), ("asynchronous", _QUIETLY, quiet)):
         best_s = best_period_s(level)
         wastes = tuple(waste(period_s, level) for period_s in periods_s)
-        found.append(Curve(name, color, periods_s, wastes, best_s, waste(best_s, level)))
+        found.append(WasteCurve(name, color, periods_s, wastes, best_s, waste(best_s, level)))
     if len(policy.nesting.placed) > 1:
         sharing = SharedStorage(situation.transfer_s, situation.num_jobs, policy.nesting.placed[-1].period_s)
-        levels = levels_of(situation, sharing.random_s)
+        levels = checkpoint_levels(situation, sharing.random_s)
         wastes = tuple(waste_at(levels, period_s, situation.stall_s) for period_s in periods_s)
-        found.append(Curve("two levels", _NESTED, periods_s, wastes, policy.nesting.period_s, policy.waste))
+        found.append(WasteCurve("two levels", _NESTED, periods_s, wastes, policy.nesting.period_s, policy.waste))
     return tuple(found)
 
 
@@ -73,7 +73,7 @@ def _between(first: float, last: float, num: int) -> tuple[float, ...]:
     return tuple(first * (last / first) ** (place / (num - 1)) for place in range(num))
 
 
-def draw_policy(policy: Policy, path: Path) -> Path:
+def draw_policy(policy: CheckpointPolicy, path: Path) -> Path:
     """Draw a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ def draw_policy(policy: Policy, path: Path) -> Path:
     return unfinished.replace(path)
 
 
-def _draw_words(figure: Any, policy: Policy) -> None:
+def _draw_words(figure: Any, policy: CheckpointPolicy) -> None:
     situation = policy.situation
     title = f"Save every {format_duration(policy.nesting.period_s)}"
     if len(policy.nesting.placed) > 1:
@@ -110,8 +110,8 @@ def _draw_words(figure: Any, policy: Policy) -> None:
     figure.text(0.975, 0.898, again, fontsize=9.5, color=_QUIET, va="center", ha="right")
 
 
-def _draw_curves(axes: Any, policy: Policy) -> None:
-    curves = curves_of(policy)
+def _draw_curves(axes: Any, policy: CheckpointPolicy) -> None:
+    curves = waste_curves(policy)
     least = min(curve.best_waste for curve in curves)
     for curve in curves:
         axes.plot(curve.periods_s, curve.wastes, color=curve.color, linewidth=2.2, label=curve.name, zorder=3)
@@ -143,7 +143,7 @@ def _draw_curves(axes: Any, policy: Policy) -> None:
     _dress(axes, "time lost, by the interval between saves")
 
 
-def _label_places(curves: Sequence[Curve]) -> list[tuple[float, float]]:
+def _label_places(curves: Sequence[WasteCurve]) -> list[tuple[float, float]]:
     """Beside the marks, in points: the worst above its curve, the best below, so that no two meet."""
     order = sorted(range(len(curves)), key=lambda place: -curves[place].best_waste)
     places = {order[0]: (0.0, 34.0), order[-1]: (0.0, -34.0)}
@@ -152,11 +152,11 @@ def _label_places(curves: Sequence[Curve]) -> list[tuple[float, float]]:
     return [places[place] for place in range(len(curves))]
 
 
-def _draw_crowd(axes: Any, policy: Policy) -> None:
+def _draw_crowd(axes: Any, policy: CheckpointPolicy) -> None:
     """Until a save is in the store, over how many jobs share it, and the interval that this leaves."""
     situation = policy.situation
     counts = range(1, max(_MOST_JOBS, situation.num_jobs) + 1)
-    periods_s = [nesting_for(replace(situation, num_jobs=count)).placed[-1].period_s for count in counts]
+    periods_s = [multilevel_schedule_for(replace(situation, num_jobs=count)).placed[-1].period_s for count in counts]
     shared = [SharedStorage(situation.transfer_s, *pair) for pair in zip(counts, periods_s, strict=True)]
     labels = ("between a job's saves", "until stored, all jobs in step", "until stored, each at its own time")
     axes.plot(counts, periods_s, color=_INK, linewidth=1.6, linestyle=(0, (1, 1.4)), label=labels[0])
@@ -179,7 +179,7 @@ def _draw_crowd(axes: Any, policy: Policy) -> None:
     axes.legend(loc="upper left", frameon=False, fontsize=8.5, labelcolor=_INK, handlelength=1.6, borderaxespad=0.1)
 
 
-def _draw_ages(axes: Any, policy: Policy) -> None:
+def _draw_ages(axes: Any, policy: CheckpointPolicy) -> None:
     starts_s, danger = dangers()
     hours = [start_s / HOUR_S for start_s in starts_s]
     axes.fill_between(hours, danger, 0.01, color="#e7eef6", linewidth=0)

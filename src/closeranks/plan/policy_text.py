@@ -10,26 +10,26 @@ import math
 
 from closeranks.facts.intervals import lost_s
 from closeranks.facts.spans import format_duration
-from closeranks.plan.policy import LOCAL, NOTICES_S, STORE, Policy, table_of
+from closeranks.plan.policy import LOCAL, NOTICES_S, STORE, CheckpointPolicy, checkpoint_table
 
 Rows = list[tuple[str, ...]]
 """The first is the heading."""
 _FOR_EVER_S = 1e10
 
 
-def headline(policy: Policy, num_measured: int = 0) -> str:
+def headline(policy: CheckpointPolicy, num_measured: int = 0) -> str:
     situation = policy.situation
     job = f"{format_duration(situation.length_s)} of work on {'preemptible' if situation.is_preemptible else 'lasting'} machines"
     source = f"measured in {num_measured} saves" if num_measured else "assumed"
     return (
         f"{job}, a failure every {format_duration(situation.mtbf_s)}: save every {format_duration(policy.nesting.period_s)}; "
-        f"{share(policy.waste)} of the time is lost.\n"
+        f"{percent(policy.waste)} of the time is lost.\n"
         f"A save ({size(situation.state_bytes)}) stalls training for {format_duration(situation.stall_s)} and counts after "
         f"{format_duration(situation.durable_s)} ({source}); starting again takes {format_duration(situation.restart_s)}."
     )
 
 
-def places(policy: Policy) -> Rows:
+def level_rows(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [
         ("place", "save every", "counts after", "needed every", "redo per failure", "saves", "written", "kept", "cost")
     ]
@@ -45,7 +45,7 @@ def places(policy: Policy) -> Rows:
     return rows
 
 
-def tables(policy: Policy) -> list[tuple[str, str, Rows]]:
+def tables(policy: CheckpointPolicy) -> list[tuple[str, str, Rows]]:
     """Title, remark below (or none) and rows of each further table."""
     habits = "Against other habits" + (", saving to the store alone" if policy.situation.has_store else "")
     found = [(habits, "", _habits(policy)), ("Many such jobs on one store", _crowd_remark(), _crowds(policy))]
@@ -54,28 +54,28 @@ def tables(policy: Policy) -> list[tuple[str, str, Rows]]:
     return found
 
 
-def _habits(policy: Policy) -> Rows:
+def _habits(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [("", "save every", "time lost", "redo per failure", "the job takes", "saves")]
     for habit in policy.habits:
         is_saving = math.isfinite(habit.period_s)
         takes = f"{habit.takes_s / 3600:,.1f} h" if habit.takes_s < _FOR_EVER_S else "for ever"
         rows.append(
             (
-                habit.name, format_duration(habit.period_s) if is_saving else "-", share(habit.waste), format_duration(habit.lost_s), takes,
+                habit.name, format_duration(habit.period_s) if is_saving else "-", percent(habit.waste), format_duration(habit.lost_s), takes,
                 f"{habit.num_saves:,.0f}",
             )
         )  # fmt: skip
     return rows
 
 
-def _crowds(policy: Policy) -> Rows:
+def _crowds(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [("jobs", "save every", "store in use", "stored after", "time lost", "in step: after", "time lost")]
     for crowd in policy.crowds:
         mark = " *" if crowd.num_jobs == policy.situation.num_jobs else "  "
         rows.append(
             (
-                f"{crowd.num_jobs}{mark}", format_duration(crowd.period_s), share(crowd.load), format_duration(crowd.random_s),
-                share(crowd.waste), format_duration(crowd.aligned_s), share(crowd.aligned_waste),
+                f"{crowd.num_jobs}{mark}", format_duration(crowd.period_s), percent(crowd.load), format_duration(crowd.random_s),
+                percent(crowd.waste), format_duration(crowd.aligned_s), percent(crowd.aligned_waste),
             )
         )  # fmt: skip
     return rows
@@ -88,7 +88,7 @@ def _crowd_remark() -> str:
     )
 
 
-def _ages(policy: Policy) -> Rows:
+def _ages(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [("age", "danger", "save every")]
     for age in policy.ages:
         hours = f"{age.first_s / 3600:.0f} to {age.last_s / 3600:.0f} h"
@@ -96,14 +96,14 @@ def _ages(policy: Policy) -> Rows:
     return rows
 
 
-def _age_remark(policy: Policy) -> str:
+def _age_remark(policy: CheckpointPolicy) -> str:
     return (
-        f"An assumed bathtub for machines that live a day. Following it would spare {share(policy.age_gain)} of what "
+        f"An assumed bathtub for machines that live a day. Following it would spare {percent(policy.age_gain)} of what "
         'saving and redoing cost; every = "auto" keeps one interval.'
     )
 
 
-def closing(policy: Policy) -> str:
+def footer(policy: CheckpointPolicy) -> str:
     parts = []
     dropped = policy.nesting.dropped
     if dropped:
@@ -112,10 +112,10 @@ def closing(policy: Policy) -> str:
     parts.append(f"What stays of the checkpoints costs ${monthly:.2f} a month at ${policy.situation.price:g} per GB.")
     if policy.situation.is_preemptible:
         parts.append(_notice(policy))
-    return "\n".join([*parts, "", "Recommended:", "", table_of(policy)])
+    return "\n".join([*parts, "", "Recommended:", "", checkpoint_table(policy)])
 
 
-def _notice(policy: Policy) -> str:
+def _notice(policy: CheckpointPolicy) -> str:
     """Whether a last save is through before a machine that was given notice is gone."""
     last_s = policy.nesting.placed[-1].level.durable_s
     place = "in the store" if policy.nesting.placed[-1].level.name == STORE else "on disk"
@@ -125,7 +125,7 @@ def _notice(policy: Policy) -> str:
     return f"A last save on SIGTERM is {place} after {format_duration(last_s)}: {verdict}."
 
 
-def share(part: float) -> str:
+def percent(part: float) -> str:
     """1.5%, 24%, 99.7%, over 99.9%."""
     percent = 100 * part
     if 99 <= percent < 100:

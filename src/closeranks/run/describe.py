@@ -18,7 +18,7 @@ from closeranks.facts.anatomy import ModelStructure, distinct_parameters, model_
 from closeranks.facts.layout import LayoutConstraints
 from closeranks.facts.llama import llama_structure
 from closeranks.facts.spread import BucketItem, BucketSize, CostSettings
-from closeranks.plan.layouts import Subject
+from closeranks.plan.layouts import PlanningJob
 from closeranks.run.job import Job, demands, micro_batch_size
 from closeranks.sync.buckets import Member, plan_buckets
 from closeranks.sync.config import SyncConfig
@@ -33,24 +33,26 @@ ALIGN_BYTES = 64
 """As ``sync.shards``, which imports torch, aligns the members of its buckets."""
 
 
-def describe_job(job: Job) -> Subject:
+def describe_job(job: Job) -> PlanningJob:
     """The job without its layout, as ``plan`` takes it."""
     found = _described(job)
-    return replace(found, terms=replace(found.terms, num_trained=len(distinct_parameters(found.anatomy.units))))
+    return replace(
+        found, terms=replace(found.cost_settings, num_trained=len(distinct_parameters(found.structure.units)))
+    )
 
 
-def _described(job: Job) -> Subject:
+def _described(job: Job) -> PlanningJob:
     needs = demands(job, micro_batch_size(job))
     if is_import_path(job.model.name):
         spec, module = _built_on_meta(job)
         if spec.pipeline_spec is not None:  # the table may use patterns: the number of layers is known only now
             needs = replace(needs, num_layers=len(spec.pipeline_spec.units))
-        return Subject(_anatomy_of(spec, module), needs, _terms(job, len(spec.metrics), _num_statistics(module)))
+        return PlanningJob(_anatomy_of(spec, module), needs, _terms(job, len(spec.metrics), _num_statistics(module)))
     if job.model.name == "llama":
         return _llama(job, cast("LlamaConfig", job.model), needs)
     small = _SMALL[job.model.name]
     found = model_structure(small.shapes(job.model), units=small.units)
-    return Subject(found, needs, _terms(job, small.num_metrics, small.num_statistics(job.model)))
+    return PlanningJob(found, needs, _terms(job, small.num_metrics, small.num_statistics(job.model)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ _SMALL = {
 }
 
 
-def _llama(job: Job, config: LlamaConfig, needs: LayoutConstraints) -> Subject:
+def _llama(job: Job, config: LlamaConfig, needs: LayoutConstraints) -> PlanningJob:
     shape = config.shape()
     passage = ActivationSettings(
         num_tokens=needs.micro_batch * job.data.seq_len,
@@ -84,7 +86,7 @@ def _llama(job: Job, config: LlamaConfig, needs: LayoutConstraints) -> Subject:
         dropout=config.dropout,
         is_compiled=job.train.compile,
     )
-    return Subject(llama_structure(shape, job.data.seq_len), needs, _terms(job), shape, passage)
+    return PlanningJob(llama_structure(shape, job.data.seq_len), needs, _terms(job), shape, passage)
 
 
 def _terms(job: Job, num_metrics: int = 0, num_statistics: int = 0) -> CostSettings:

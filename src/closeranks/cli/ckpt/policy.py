@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from closeranks.plan.policy import Policy, Situation
+    from closeranks.plan.policy import CheckpointPolicy, CheckpointScenario
 
 HELP = """Say how often a job should save, from how often it fails and what a save costs.
 
@@ -66,9 +66,9 @@ def policy(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
     from closeranks.cli.pictures import check_picture, drawing
-    from closeranks.plan.policy import Situation, policy_for
+    from closeranks.plan.policy import CheckpointScenario, policy_for
 
-    base = Situation(
+    base = CheckpointScenario(
         price=price, num_jobs=jobs, machine_loss=machine_loss, drag=drag, keep_last=keep, is_preemptible=preemptible
     )
     given = PolicyOptions(mtbf, ranks, length, save_cost, durable, restart, step, state, bandwidth, remote_bandwidth)
@@ -151,7 +151,7 @@ def _measured(run: Path) -> MeasuredSaves:
     )
 
 
-def _situation(base: Situation, given: PolicyOptions, measured: MeasuredSaves) -> Situation:
+def _situation(base: CheckpointScenario, given: PolicyOptions, measured: MeasuredSaves) -> CheckpointScenario:
     """The command line first, then the run, then the defaults."""
     stall_s = _seconds("--save-cost", given.save_cost) if given.save_cost else measured.stall_s or base.stall_s
     state_bytes = _positive("--state", given.state) if given.state else measured.state_bytes or base.state_bytes
@@ -178,7 +178,7 @@ def _situation(base: Situation, given: PolicyOptions, measured: MeasuredSaves) -
     )
 
 
-def _mtbf_s(base: Situation, given: PolicyOptions, measured: MeasuredSaves) -> float:
+def _mtbf_s(base: CheckpointScenario, given: PolicyOptions, measured: MeasuredSaves) -> float:
     """As given; else the fleet's and what the run lived through; else that of preemptible machines."""
     from closeranks.facts.intervals import learned_mtbf_s, prior_mtbf_s
 
@@ -221,12 +221,12 @@ def _refusal(option: str, text: str, what: str, example: str) -> Exception:
     return UserError(f"{option}: '{text}' {what}", f"Write it like {example}.")
 
 
-def _print_json(found: Policy) -> None:
+def _print_json(found: CheckpointPolicy) -> None:
     import json
     import math
     from dataclasses import asdict
 
-    from closeranks.plan.policy import table_of
+    from closeranks.plan.policy import checkpoint_table
 
     def plain(value: Any) -> Any:
         """JSON knows no infinity: what never comes is null."""
@@ -236,10 +236,10 @@ def _print_json(found: Policy) -> None:
             return [plain(part) for part in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    print(json.dumps(plain({**asdict(found), "waste": found.waste, "table": table_of(found)}), indent=1))
+    print(json.dumps(plain({**asdict(found), "waste": found.waste, "table": checkpoint_table(found)}), indent=1))
 
 
-def _print(found: Policy, measured: MeasuredSaves, picture: Path | None) -> None:
+def _print(found: CheckpointPolicy, measured: MeasuredSaves, picture: Path | None) -> None:
     from closeranks.cli.ckpt.places import print_table, stdout
     from closeranks.plan import policy_text
 
@@ -249,12 +249,12 @@ def _print(found: Policy, measured: MeasuredSaves, picture: Path | None) -> None
         print_table(rows[0], rows[1:], right=rows[0][1:], spare=_SPARE)
 
     console.print(policy_text.headline(found, measured.num_saves), "", sep="\n", soft_wrap=True)
-    show(policy_text.places(found))
+    show(policy_text.level_rows(found))
     for title, remark, rows in policy_text.tables(found):
         console.print("", title, sep="\n")
         show(rows)
         if remark:
             console.print(remark, soft_wrap=not console.is_terminal)
-    console.print("", policy_text.closing(found), sep="\n", soft_wrap=True)
+    console.print("", policy_text.footer(found), sep="\n", soft_wrap=True)
     if picture is not None:
         console.print(f"\npicture: {picture}", soft_wrap=True)
